@@ -1,0 +1,1 @@
+"""Runs where the data is. Never imports `server_app`."""

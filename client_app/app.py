@@ -1,0 +1,124 @@
+"""The Flower ClientApp: join, make a payload, forget it once it is stored, test the global model."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+import osfl
+from client_app.job import ClientJob
+from osfl import classifiers, wire
+from osfl.config import ConfigError, NodeConfig, RunConfig, flatten, is_identifier, parse_node_config, parse_run_config
+from osfl.costs import Stopwatch, peak_memory_mb
+from osfl.data import class_names, load_images
+from osfl.devices import pick_device
+from osfl.files import write_atomically
+from osfl.kits import find_kit
+from osfl.methods import METHODS, client_half
+from osfl.protocol import pack_payload, unpack_model
+
+app = ClientApp()
+
+
+@app.query("join")
+def join(message: Message, context: Context) -> Message:
+    """Say who this node is; a node that cannot take part says why before any work is done."""
+    config, node, client = _settings(context)
+    images = load_images(config.data, node, "train", config.seed)
+    record = ConfigRecord({"client": client, "version": osfl.__version__, "images": len(images)})
+    return Message(RecordDict({"join": record}), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Make this client's payload, or send again the one it made for this job."""
+    config, node, client = _settings(context)
+    job_id = str(message.content.config_records["job"]["job"])
+    if not is_identifier(job_id):
+        raise ConfigError(f"job id {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
+    folder = _cache(config, node, client, job_id)
+    stored = folder / "payload.pb"
+    if stored.exists():  # the server lost our answer; training again would only cost time
+        costs = json.loads((folder / "costs.json").read_text())
+        return Message(pack_payload(stored.read_bytes(), {**costs, "resent": 1.0}), reply_to=message)
+    watch = Stopwatch()
+    images = load_images(config.data, node, "train", config.seed)
+    job = ClientJob(config, client, class_names(config.data), images, _kit(config, node), pick_device(node.device), progress=_Progress(folder))
+    payload = client_half(config.method).make_payload(job)
+    blob = wire.encode(payload, config.method, job_id, client)
+    costs = {
+        "seconds": watch.seconds,
+        "flops": float(job.meter.total),
+        "peak_memory_mb": peak_memory_mb(),
+        "images": float(len(images)),
+        "resent": 0.0,
+    }
+    write_atomically(folder / "costs.json", json.dumps(costs).encode())
+    write_atomically(stored, blob)
+    return Message(pack_payload(blob, costs), reply_to=message)
+
+
+@app.query("acknowledge")
+def acknowledge(message: Message, context: Context) -> Message:
+    """The server has the payload on its disk: forget ours."""
+    config, node, client = _settings(context)
+    folder = _cache(config, node, client, str(message.content.config_records["job"]["job"]))
+    for file in ("payload.pb", "costs.json"):
+        (folder / file).unlink(missing_ok=True)
+    return Message(RecordDict(), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Test a global model on this client's own test images."""
+    config, node, _ = _settings(context)
+    watch = Stopwatch()
+    names = class_names(config.data)
+    state, architecture, small_stem = unpack_model(message.content)
+    model = classifiers.build_classifier(architecture, len(names), small_stem)
+    model.load_state_dict(state)
+    images = load_images(config.data, node, "test", config.seed)
+    matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), pick_device(node.device))
+    metrics = MetricRecord({"confusion": [cell for row in matrix for cell in row], "seconds": watch.seconds})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
+    """(run-config, node-config, client id), checked."""
+    config, node = parse_run_config(context.run_config), parse_node_config(context.node_config)
+    client = node.client_id or (f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}")
+    if not is_identifier(client):
+        raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_'")
+    return config, node, client
+
+
+def _kit(config: RunConfig, node: NodeConfig) -> str:
+    needs_it = METHODS[config.method].client_needs_kit or config.classifier.init == "kit"
+    return find_kit(node.kit or config.kit) if needs_it else ""
+
+
+def _cache(config: RunConfig, node: NodeConfig, client: str, job_id: str) -> Path:
+    """Where this client keeps a finished payload: by job, client and everything that shapes the payload."""
+    shaping = {k: v for k, v in flatten(config).items() if not k.startswith(("synthesis.images", "synthesis.steps", "global-model.", "fedlmg."))}
+    for key in ("job-id", "num-clients", "min-clients", "join-timeout", "deadline", "runs-dir", "device", "max-payload-mb"):
+        shaping.pop(key)
+    key = hashlib.sha256(json.dumps([shaping, node.data_dir, node.partition_id, node.kit], sort_keys=True).encode()).hexdigest()[:12]
+    root = Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser()
+    folder = root / job_id / f"{client}-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class _Progress:
+    """Writes how far a client is beside its cached payload, at most about once a second."""
+
+    def __init__(self, folder: Path):
+        self._file, self._watch, self._last = folder / "progress", Stopwatch(), -1.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._watch.seconds - self._last >= 1 or done == total:
+            self._last = self._watch.seconds
+            self._file.write_text(f"{done} {total}")

@@ -1,0 +1,1 @@
+"""Client halves: `make_payload(job) -> Payload`, the only code that touches private images."""

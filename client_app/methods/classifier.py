@@ -1,0 +1,39 @@
+"""A classifier trained on the client's own images: the client half of FedLMG and of Local.
+
+FedLMG (Yang et al., arXiv 2502.08488), section 3.2: cross-entropy on the local data, nothing else; no foundation model on the client,
+nothing to download.
+
+Differences from the paper:
+
+1. Theirs: ResNet-18 from ImageNet weights. Ours: from the kit's initialisation (`classifier.init = "kit"`), because the embedded
+   digits have a miniature world of their own; a file of ImageNet weights can be named instead.
+2. Theirs: 224 px. Ours: `data.image-size`, with a 3x3 stride-2 stem at 32 px (`classifier.small-stem`).
+
+Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parameters, and 9,620 BatchNorm statistics.
+"""
+
+from client_app.job import ClientJob
+from osfl import classifiers
+from osfl.payloads import Classifier
+
+
+def make_payload(job: ClientJob) -> Classifier:
+    """Train the classifier and send it whole: parameters and BatchNorm's running statistics.
+
+    Raises:
+        ClassifierError: too few images, no such architecture or initialisation, or the training diverged.
+    """
+    settings = job.config.classifier
+    model = classifiers.new_classifier(settings, len(job.classes), job.kit, job.config.seed)
+    classifiers.fit(
+        model,
+        job.images.pixels,
+        job.images.labels,
+        settings,
+        job.config.seed,
+        job.device,
+        meter=job.meter,
+        progress=job.progress,
+    )
+    held = tuple(job.classes[label] for label in job.images.held())
+    return Classifier(held, settings.architecture, model.state_dict())

@@ -1,0 +1,183 @@
+"""Image classifiers: torchvision architectures, an option for small images, and their pretrained initialisation."""
+
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import confusion_matrix
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models import get_model, list_models
+
+from osfl.config import ClassifierConfig
+from osfl.costs import FlopMeter
+from osfl.seeds import seed_of
+
+# Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to them.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+
+class ClassifierError(ValueError):
+    """An architecture or an initialisation that cannot be used; the message says what to do."""
+
+
+def build_classifier(architecture: str, num_classes: int, small_stem: bool = False) -> nn.Module:
+    """A torchvision classifier with random weights. Input [B, 3, H, W] normalised by `MEAN` and `STD`, output logits [B, C].
+
+    Args:
+        architecture: a torchvision model name, e.g. `resnet18`.
+        num_classes: C.
+        small_stem: for images of about 32 px, replace a ResNet's 7x7 stride-2 convolution and max-pool (a reduction of 4) by
+            one 3x3 stride-2 convolution (a reduction of 2).
+
+    Raises:
+        ClassifierError: unknown architecture, or a small stem for one that is not a ResNet.
+    """
+    if architecture not in list_models(module=None):
+        raise ClassifierError(f"classifier={architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn")
+    model = get_model(architecture, weights=None, num_classes=num_classes)
+    if small_stem:
+        if not (hasattr(model, "conv1") and hasattr(model, "maxpool")):
+            raise ClassifierError(f"classifier={architecture!r}: small-stem is for the ResNet family; set it to false")
+        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, kernel_size=3, stride=2, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    return model
+
+
+def normalise(images: torch.Tensor) -> torch.Tensor:
+    """Images [B, 3, H, W] in [-1, 1] to the classifier's input: clamped, then its own mean and standard deviation."""
+    mean, std = (torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1) for v in (MEAN, STD))
+    return ((images.clamp(-1, 1) + 1) / 2 - mean) / std
+
+
+def load_initialisation(model: nn.Module, file: Path) -> None:
+    """Load every tensor of `file` (safetensors, or a torchvision `.pth`) that fits, in place; the head stays random.
+
+    Raises:
+        ClassifierError: the file is missing or damaged, or anything but the head does not fit.
+    """
+    try:
+        weights = unpack_int8(load_file(file)) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    except (OSError, SafetensorError, UnpicklingError) as error:
+        raise ClassifierError(f"init={str(file)!r} cannot be read: {error}. Set init='none' to start from random weights") from error
+    own = model.state_dict()
+    fitting = {name: tensor for name, tensor in weights.items() if name in own and own[name].shape == tensor.shape}
+    missing = [n for n in own if n not in fitting and not n.startswith(("fc.", "classifier.", "heads."))]
+    if missing:
+        raise ClassifierError(f"init={str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more")
+    model.load_state_dict(fitting, strict=False)
+
+
+def save_initialisation(model: nn.Module, file: Path) -> None:
+    """Write the weights as safetensors, matrices in 8 bits: an initialisation needs no more, a repository likes less."""
+    save_file(pack_int8(model.state_dict()), file)
+
+
+def pack_int8(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Matrices and convolutions as int8 with one scale per output channel (`NAME.scale`); all else as it is."""
+    packed = {}
+    for name, tensor in state.items():
+        if tensor.ndim < 2:
+            packed[name] = tensor.contiguous()
+            continue
+        scale = tensor.flatten(1).abs().amax(dim=1).clamp_min(1e-12) / 127
+        packed[name] = (tensor / scale.view(-1, *[1] * (tensor.ndim - 1))).round().to(torch.int8).contiguous()
+        packed[f"{name}.scale"] = scale
+    return packed
+
+
+def unpack_int8(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `pack_int8`, up to rounding (half a step of 1/127 of the channel's largest weight)."""
+    state = {name: tensor for name, tensor in packed.items() if not name.endswith(".scale")}
+    for name, tensor in state.items():
+        if f"{name}.scale" in packed:
+            state[name] = tensor.float() * packed[f"{name}.scale"].view(-1, *[1] * (tensor.ndim - 1))
+    return state
+
+
+# ---- Training and testing, the same for clients, references and the global model ----
+
+
+def new_classifier(config: ClassifierConfig, num_classes: int, kit: str, seed: int) -> nn.Module:
+    """A classifier at its initialisation (`init`): the kit's, none, or a file of weights.
+
+    Raises:
+        ClassifierError: as `build_classifier` and `load_initialisation`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(seed, "classifier"))
+        model = build_classifier(config.architecture, num_classes, config.small_stem)
+    if config.init == "kit":
+        load_initialisation(model, Path(kit) / "classifiers" / f"{config.architecture}.safetensors")
+    elif config.init != "none":
+        load_initialisation(model, Path(config.init).expanduser())
+    return model
+
+
+def fit(
+    model: nn.Module,
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    config: ClassifierConfig,
+    seed: int,
+    device: torch.device,
+    *,
+    teacher: torch.Tensor | None = None,
+    distillation_weight: float = 1.0,
+    meter: FlopMeter | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> nn.Module:
+    """Train in place by SGD on cross-entropy, plus KL(teacher || student) where teachers are given.
+
+    Args:
+        pixels: [N, 3, S, S] uint8.
+        labels: [N] int64.
+        teacher: [N, C] probabilities; FedLMG's eq. 12 and 13 with the mean or the image's own teacher.
+        meter: counts the FLOPs of the steps.
+        progress: called with (steps done, steps in all).
+
+    Raises:
+        ClassifierError: fewer than two images, or the loss is not finite.
+    """
+    if len(labels) < 2:
+        raise ClassifierError(f"{len(labels)} image(s) to train a classifier on; batch normalisation needs at least 2")
+    meter, model = meter or FlopMeter(), model.to(device).train()
+    pixels, labels = pixels.to(device), labels.to(device)
+    teacher = None if teacher is None else teacher.to(device)
+    optimiser = torch.optim.SGD(model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay)
+    order = torch.Generator().manual_seed(seed_of(seed, "order"))
+    batches = [b for _ in range(config.epochs) for b in torch.randperm(len(labels), generator=order).split(config.batch_size) if len(b) > 1]
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        logits = model(normalise(pixels[rows].float() / 127.5 - 1))
+        loss = F.cross_entropy(logits, labels[rows])
+        if teacher is not None:  # FedLMG eq. 12, 13
+            loss = loss + distillation_weight * F.kl_div(F.log_softmax(logits, 1), teacher[rows], reduction="batchmean")
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        return loss.detach()
+
+    for done, rows in enumerate(batches, start=1):
+        loss = meter.run(("fit", len(rows)), lambda rows=rows: step(rows.to(device)))  # type: ignore[misc]
+        if not torch.isfinite(loss):
+            raise ClassifierError(f"training diverged at step {done} (loss {loss.item()}); lower lr = {config.lr:g}")
+        progress(done, len(batches))
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Logits [N, C] on the CPU, of uint8 images [N, 3, S, S]; the model is put in eval mode."""
+    model = model.to(device).eval()
+    return torch.cat([model(normalise(chunk.to(device).float() / 127.5 - 1)).cpu() for chunk in pixels.split(256)])
+
+
+def confusion(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor, num_classes: int, device: torch.device) -> list[list[int]]:
+    """The confusion matrix on labelled images: rows are true classes, columns predicted ones."""
+    predicted = logits_of(model, pixels, device).argmax(dim=1)
+    return confusion_matrix(labels, predicted, labels=range(num_classes)).tolist()

@@ -1,0 +1,176 @@
+"""The `osfl` command."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
+
+app = typer.Typer(help="One-shot federated learning with diffusion models, on Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
+kit_app = typer.Typer(help="Miniature foundation kits.", no_args_is_help=True)
+app.add_typer(kit_app, name="kit")
+console = Console()
+
+
+@app.command()
+def run(
+    settings: Annotated[list[str] | None, typer.Argument(help="TOML files and key=value, merged from left to right.")] = None,
+    runs: Annotated[Path, typer.Option(help="Where runs are kept (runs-dir goes first).")] = Path("runs"),
+    connection: Annotated[str, typer.Option(help="A SuperLink of your Flower configuration; empty: simulate here.")] = "",
+    client_cpus: Annotated[int, typer.Option(help="Simulation: cores of each client.")] = 1,
+    client_gpus: Annotated[float, typer.Option(help="Simulation: share of a GPU of each client.")] = 0.0,
+) -> None:
+    """Run a federation; exits with 0 only if it finished.
+
+    Example: osfl run configs/demo.toml method=fedlmg seed=1
+    """
+    from osfl import launch
+
+    try:
+        config, overrides = launch.resolve_config(settings or [])
+        if not config.job_id:
+            overrides["job-id"] = f"{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        job_id = str(overrides.get("job-id", config.job_id))
+        if not is_identifier(job_id):
+            raise ConfigError(f"job-id = {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
+        root = Path(config.runs_dir) if config.runs_dir else runs.resolve()
+        if connection:
+            _run_on(connection, overrides)
+        else:
+            root.mkdir(parents=True, exist_ok=True)
+            federation: dict[str, Scalar] = {
+                "num-supernodes": config.num_clients,
+                "client-resources-num-cpus": client_cpus,
+                "client-resources-num-gpus": client_gpus,
+            }
+            _simulate(config, overrides, job_id, root, federation)
+    except (ConfigError, launch.LaunchError, OSError) as error:
+        console.print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.print(f"interrupted; go on with [bold]osfl run {' '.join(settings or [])} job-id={job_id}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root: Path, federation: dict[str, Scalar]) -> None:
+    from osfl import launch
+
+    folder, cache = root / job_id, root / ".client-cache"
+    (folder / "status.json").unlink(missing_ok=True)
+    with launch.local_superlink(root, cache) as environment:
+        run_id = launch.submit(overrides, "osfl", environment, federation)
+        console.print(f"[bold]{config.method}[/], {config.num_clients} clients, job [bold]{job_id}[/]", highlight=False)
+        logs = root / f"{job_id}.log"
+        with open(logs, "w") as sink, subprocess.Popen(
+            ["flwr", "log", "osfl", str(run_id), "--stream"], env=environment, stdout=sink, stderr=sink
+        ) as streaming:
+            try:
+                _watch(streaming, folder, cache / job_id)
+            finally:
+                streaming.terminate()
+        status, details = launch.outcome(run_id, "osfl", environment)
+    if folder.is_dir():
+        logs.replace(folder / "server.log")
+        logs = folder / "server.log"
+    state = _read(folder / "status.json")
+    if not status.startswith("finished:completed") or state.get("phase") != "finished":
+        reason = state.get("error") or details or f"Flower says: {status}"
+        raise launch.LaunchError(f"the run failed: {reason}\nlog: {logs}")
+    print_metrics(json.loads((folder / "metrics.json").read_text()))
+    console.print(f"report: [bold]{folder / 'report.html'}[/]", highlight=False, soft_wrap=True)
+
+
+def _run_on(connection: str, overrides: dict[str, Scalar]) -> None:
+    """Submit to a real federation and follow its log; results are on the server's machine."""
+    import os
+
+    from osfl import launch
+
+    environment = dict(os.environ)
+    run_id = launch.submit(overrides, connection, environment)
+    subprocess.run(["flwr", "log", connection, str(run_id), "--stream"], env=environment)
+    status, details = launch.outcome(run_id, connection, environment)
+    if not status.startswith("finished:completed"):
+        raise launch.LaunchError(f"the run failed: {details or status}")
+
+
+def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
+    """Show the clients, and the phase the server is in, until the log ends."""
+    phases = Progress(TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+    rows: dict[str, TaskID] = {}
+    with Live(console=console, refresh_per_second=4, transient=False) as live:
+        while streaming.poll() is None:
+            state = _read(folder / "status.json")
+            if phase := state.get("phase"):
+                if phase not in rows:
+                    for earlier in rows.values():
+                        phases.stop_task(earlier)
+                    rows[phase] = phases.add_task(phase, total=None)
+                phases.update(rows[phase], completed=state["done"], total=state["total"] or None)
+            live.update(Group(_clients(state.get("clients", {}), cache), phases))
+            if phase in ("finished", "failed"):
+                try:
+                    streaming.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    return
+            time.sleep(0.3)
+
+
+def _clients(states: dict[str, str], cache: Path) -> Table:
+    """One row a client; while it works, how far it is (its own progress file, when it runs on this machine)."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for client, state in sorted(states.items()):
+        for file in cache.glob(f"{client}-*/progress"):
+            if state == "asked" and (parts := file.read_text().split()):
+                done, total = int(parts[0]), int(parts[1])
+                state = f"step {done} of {total}"
+        table.add_row(client, state)
+    return table
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def print_metrics(metrics: dict[str, Any]) -> None:
+    """The table at the end of a run."""
+    from osfl.report import human_bytes
+
+    names = sorted({client for row in metrics["accuracy"].values() for client in row if client != "average"})
+    table = Table(title=f"{metrics['method']}: accuracy on each client's own test images (%)")
+    for heading in ("global model", *names, "average"):
+        table.add_column(heading, justify="left" if heading == "global model" else "right")
+    for name, row in metrics["accuracy"].items():
+        table.add_row(name, *[f"{row[c]:.1f}" if c in row else "-" for c in (*names, "average")])
+    console.print(table)
+    upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(1, len(metrics["clients"]))
+    server = metrics["server"]
+    each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""
+    console.print(f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic images{each}", highlight=False)
+
+
+@kit_app.command("train")
+def kit_train(
+    out: Annotated[Path, typer.Option(help="Folder of the finished kit.")] = Path("runs/kit/digits"),
+    work: Annotated[Path, typer.Option(help="Folder of the checkpoints; an interrupted training resumes there.")] = Path("runs/kit/checkpoints"),
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
+) -> None:
+    """Train the digits kit from the public split: about an hour and a half on two cores, minutes on a GPU."""
+    from osfl.devices import pick_device
+    from osfl.kit_recipe import Recipe, train_kit
+
+    try:
+        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+            train_kit(out, work, Recipe(), str(pick_device(device)), progress)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on from the last checkpoint")
+        raise typer.Exit(130) from None
+    console.print(f"kit: {out}")

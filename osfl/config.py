@@ -1,0 +1,259 @@
+"""The configuration: one schema, parsed and checked once at the edge.
+
+*Run-config* is what is equal on all nodes: `[tool.flwr.app.config]` in pyproject.toml, overridden by `--run-config` or by
+`osfl run FILE.toml key=value`. *Node-config* is what differs by machine. Nothing deeper in the code reads a Flower context.
+
+The defaults live in pyproject.toml alone. Names are kebab-case there (`feddeo.guidance-text`) and snake_case here.
+"""
+
+import types
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+Scalar = int | float | bool | str
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key, the value and what is allowed."""
+
+
+def _number(low: float | None = None, high: float | None = None) -> Any:
+    """A number inside [low, high]."""
+    return field(metadata={"low": low, "high": high})
+
+
+def _choice(*choices: str) -> Any:
+    return field(metadata={"choices": choices})
+
+
+def _text() -> Any:
+    return field(metadata={})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images there are and how they are cut into clients."""
+
+    name: str = _choice("digits", "folder")
+    partition: str = _choice("domain", "label", "dirichlet", "iid")
+    shards_per_client: int = _number(1, 1000)  # partition = label: pieces of the label-sorted data (McMahan et al. 2017)
+    alpha: float = _number(1e-3, 1e6)  # partition = dirichlet: concentration
+    classes: str = _text()  # comma-separated names; empty: the data set's own
+    image_size: int = _number(8, 2048)  # pixels on a side that classifiers and the kit see
+    server_dir: str = _text()  # ceiling on folders: where the server finds all clients' images
+
+
+@dataclass(frozen=True)
+class ClassifierConfig:
+    """A torchvision classifier and its training (SGD)."""
+
+    architecture: str = _text()
+    small_stem: bool = field(metadata={})
+    init: str = _text()  # "kit": the kit's initialisation; "none": random; else a path
+    epochs: int = _number(1, 10_000)
+    batch_size: int = _number(2, 65_536)
+    lr: float = _number(1e-8, 100)
+    momentum: float = _number(0, 0.9999)
+    weight_decay: float = _number(0, 1)
+
+
+@dataclass(frozen=True)
+class SynthesisConfig:
+    """What the server renders."""
+
+    images_per_class: int = _number(1, 1_000_000)  # R, of each client
+    steps: int = _number(2, 1000)  # DDIM steps
+    unit_size: int = _number(1, 4096)  # images sampled in one batch and committed together
+    prompt: str = _text()  # "{class}" stands for the class name
+
+
+@dataclass(frozen=True)
+class PromptsOnlyConfig:
+    """Classifier-free guidance on the class prompt."""
+
+    guidance: float = _number(0, 100)
+
+
+@dataclass(frozen=True)
+class FedDEOConfig:
+    """FedDEO: descriptions."""
+
+    epochs: int = _number(1, 100_000)  # S
+    batch_size: int = _number(1, 4096)  # images of one class in a step
+    lr: float = _number(1e-8, 1000)
+    guidance_text: float = _number(0, 100)
+    guidance_description: float = _number(0, 100)
+
+
+@dataclass(frozen=True)
+class FedLMGConfig:
+    """FedLMG: classifier guidance and the global model's training."""
+
+    guidance: float = _number(0, 100)  # classifier-free
+    classifier_weight: float = _number(0, 1e4)  # of the cross-entropy in L; 0 switches it off
+    bn_weight: float = _number(0, 1e4)  # lambda of L_BN; 0 switches it off
+    gradient_scale: float = _number(0, 1e6)  # 1 in the paper
+    gradient: str = _choice("full", "x0")
+    strategies: str = _text()  # of ft, md, sd; comma-separated
+    distillation_weight: float = _number(0, 1e4)
+    teacher_mean: str = _choice("known-classes", "plain")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that is equal on all nodes of a run."""
+
+    method: str = _text()
+    job_id: str = _text()  # empty: made from the method and Flower's run id
+    seed: int = _number(0, 2**31 - 1)
+    num_clients: int = _number(1, 100_000)  # how many to wait for
+    min_clients: int = _number(0, 100_000)  # how many payloads are enough; 0: all
+    join_timeout: float = _number(1, 1e7)  # seconds to wait for clients to appear
+    deadline: float = _number(1, 1e7)  # seconds to wait for payloads
+    max_payload_mb: float = _number(1e-3, 1e5)
+    runs_dir: str = _text()  # empty: ~/.osfl/runs
+    kit: str = _text()  # a name in kits/, an absolute path or a hub id; node-config `kit` goes first
+    device: str = _text()  # of the server: auto, cpu, cuda, cuda:1, ...
+    data: DataConfig
+    classifier: ClassifierConfig  # the clients'
+    global_model: ClassifierConfig  # the server's
+    synthesis: SynthesisConfig
+    prompts_only: PromptsOnlyConfig
+    feddeo: FedDEOConfig
+    fedlmg: FedLMGConfig
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What differs by machine: `flower-supernode --node-config`, or given by the simulation."""
+
+    partition_id: int = -1  # which part of an embedded data set this node holds
+    num_partitions: int = 0
+    client_id: str = ""  # empty: client-<partition-id>
+    data_dir: str = ""  # <data-dir>/{train,test}/<class>/*
+    kit: str = ""  # empty: the run's
+    device: str = "auto"
+    cache_dir: str = ""  # finished payloads until acknowledged; empty: ~/.osfl/cache
+
+
+def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
+    """Check a flat Flower run-config (dotted keys) and make it a `RunConfig`.
+
+    Raises:
+        ConfigError: an unknown or missing key, a wrong type, a value out of range. All of them, one a line.
+    """
+    known = schema()
+    problems = [f"{key}: unknown key{_suggest(key, known)}" for key in values if key not in known]
+    problems += [f"{key}: missing" for key in known if key not in values]
+    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, *known[key]))]
+    if problems:
+        raise ConfigError("bad run-config:\n  " + "\n  ".join(problems))
+    config = _build(RunConfig, values, "")
+    _check_together(config)
+    return config
+
+
+def parse_node_config(values: Mapping[str, Scalar]) -> NodeConfig:
+    """Check a node-config; unknown keys and wrong types are refused.
+
+    Raises:
+        ConfigError: as `parse_run_config`.
+    """
+    known = {f.name.replace("_", "-"): (f, t) for f, t in _typed_fields(NodeConfig)}
+    problems = [f"{key}: unknown key{_suggest(key, known)}" for key in values if key not in known]
+    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, *known[key]))]
+    if problems:
+        raise ConfigError("bad node-config:\n  " + "\n  ".join(problems))
+    return NodeConfig(**{key.replace("-", "_"): value for key, value in values.items()})  # type: ignore[arg-type]
+
+
+def schema() -> dict[str, tuple[Field, type]]:
+    """Every run-config key with its field and type."""
+    return _schema(RunConfig, "")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Scalar]:
+    """The inverse of `parse_run_config`: dotted kebab-case keys."""
+    flat: dict[str, Scalar] = {}
+    for item in fields(config):
+        value, key = getattr(config, item.name), prefix + item.name.replace("_", "-")
+        flat.update(flatten(value, key + ".") if is_dataclass(value) else {key: value})
+    return flat
+
+
+def _typed_fields(cls: type) -> list[tuple[Field, type]]:
+    hints = get_type_hints(cls)
+    return [(f, hints[f.name]) for f in fields(cls)]
+
+
+def _schema(cls: type, prefix: str) -> dict[str, tuple[Field, type]]:
+    keys: dict[str, tuple[Field, type]] = {}
+    for item, kind in _typed_fields(cls):
+        key = prefix + item.name.replace("_", "-")
+        keys.update(_schema(kind, key + ".") if is_dataclass(kind) else {key: (item, kind)})
+    return keys
+
+
+def _build(cls: type, values: Mapping[str, Scalar], prefix: str) -> Any:
+    made = {}
+    for item, kind in _typed_fields(cls):
+        key = prefix + item.name.replace("_", "-")
+        made[item.name] = _build(kind, values, key + ".") if is_dataclass(kind) else kind(values[key])
+    return cls(**made)
+
+
+def _check(key: str, value: Scalar, item: Field, kind: type) -> str | None:
+    """What is wrong with one value, or None."""
+    accepted: Any = (int | float) if kind is float else kind
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
+        return f"{key} = {value!r}: must be {_type_name(accepted)}"
+    low, high, choices = (item.metadata.get(name) for name in ("low", "high", "choices"))
+    if choices and value not in choices:
+        return f"{key} = {value!r}: must be one of {', '.join(choices)}"
+    if (low is not None and not value >= low) or (high is not None and not value <= high):  # type: ignore[operator]
+        return f"{key} = {value!r}: must be " + (f"at least {low:g}" if high is None else f"from {low:g} to {high:g}")
+    return None
+
+
+def _type_name(kind: Any) -> str:
+    names = {int: "a whole number", str: "a text", bool: "true or false"}
+    return "a number" if isinstance(kind, types.UnionType) else names[kind]
+
+
+def _suggest(key: str, known: Mapping[str, Any]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(key, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _check_together(config: RunConfig) -> None:
+    from osfl.methods import METHODS
+
+    problems = []
+    if config.method not in METHODS:
+        problems.append(f"method = {config.method!r}: must be one of {', '.join(METHODS)}")
+    if config.min_clients > config.num_clients:
+        problems.append(f"min-clients = {config.min_clients}: must be at most num-clients = {config.num_clients}")
+    if "{class}" not in config.synthesis.prompt:
+        problems.append(f"synthesis.prompt = {config.synthesis.prompt!r}: must contain {{class}}")
+    if config.data.name == "folder" and len(split_names(config.data.classes)) < 2:
+        problems.append("data.classes: data.name = 'folder' needs at least two class names, comma-separated")
+    strategies = split_names(config.fedlmg.strategies)
+    if not strategies or set(strategies) - {"ft", "md", "sd"}:
+        problems.append(f"fedlmg.strategies = {config.fedlmg.strategies!r}: must name some of ft, md, sd")
+    if config.job_id and not is_identifier(config.job_id):
+        problems.append(f"job-id = {config.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
+    if problems:
+        raise ConfigError("bad run-config:\n  " + "\n  ".join(problems))
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """`"a, b"` to `("a", "b")`."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def is_identifier(text: str) -> bool:
+    """Whether a job or client id is safe as a file name."""
+    return 0 < len(text) <= 64 and text.isascii() and all(c.isalnum() or c in "-_" for c in text)

@@ -1,0 +1,52 @@
+"""What things cost: FLOPs, seconds, peak memory."""
+
+import resource
+import time
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+T = TypeVar("T")
+
+
+class FlopMeter:
+    """Counts the FLOPs (2 per multiply-add) of repeated steps by counting each kind of step once.
+
+    Counting slows a step down by an order of magnitude, and a step of fixed shapes costs the same every time.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of: dict[Hashable, int] = {}
+
+    def run(self, kind: Hashable, step: Callable[[], T]) -> T:
+        """Run a step; `kind` names its shapes."""
+        if kind in self._of:
+            result = step()
+        else:
+            with FlopCounterMode(display=False) as counter:
+                result = step()
+            self._of[kind] = counter.get_total_flops()
+        self.total += self._of[kind]
+        return result
+
+
+class Stopwatch:
+    """Wall-clock seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def peak_memory_mb() -> float:
+    """Peak resident memory of this process in MB (1e6 bytes); on CUDA, plus the peak of its allocator."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if torch.cuda.is_available():
+        peak += torch.cuda.max_memory_allocated()
+    return peak / 1e6

@@ -1,0 +1,140 @@
+"""A client's own images: a part of an embedded data set, or a folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import torch
+from PIL import Image, UnidentifiedImageError
+from torchvision.transforms import v2
+
+from osfl.config import DataConfig, NodeConfig, split_names
+
+IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
+
+
+class DataError(ValueError):
+    """Images that cannot be used; the message names the file or folder and the fix."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Decoded images of one size."""
+
+    pixels: torch.Tensor  # [N, 3, S, S] uint8 RGB
+    labels: torch.Tensor  # [N] int64, indices into the run's classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def scaled(self) -> torch.Tensor:
+        """The images as floats in [-1, 1]: what the kit's encoder takes."""
+        return self.pixels.float() / 127.5 - 1
+
+    def held(self) -> list[int]:
+        """The labels that occur, ascending."""
+        return sorted(set(self.labels.tolist()))
+
+
+def class_names(config: DataConfig) -> tuple[str, ...]:
+    """The run's class names, in order; an image's label is its class's index here."""
+    if named := split_names(config.classes):
+        return named
+    from osfl.data.digits import CLASSES
+
+    return CLASSES
+
+
+def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> Images:
+    """The images of one node.
+
+    Args:
+        config: the run's data section.
+        node: says which part (`partition-id`) or which folder (`data-dir`).
+        split: `train` or `test`.
+        seed: of the Dirichlet, label and iid partitions.
+
+    Raises:
+        DataError: no data for this node, a missing folder, a class nobody knows, a corrupt image.
+    """
+    if config.name == "folder":
+        return _load_folder(config, node, split)
+    return _decode(_digits_partition(config, node, split, seed), config.image_size)
+
+
+def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> datasets.Dataset:
+    """Cut the embedded digits with flwr-datasets: by domain is feature skew, by label or Dirichlet is label skew.
+
+    A node's test images are its own domain's; under the other partitions, its equal share of all domains' test images.
+    """
+    from flwr_datasets import partitioner as cut
+
+    from osfl.data import digits
+
+    if node.partition_id < 0:
+        raise DataError("data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this node is")
+    whole = digits.load_split("private" if split == "train" else "test")
+    count = node.num_partitions or len(digits.STYLES)
+    chosen: cut.Partitioner
+    if config.partition == "domain":
+        count = len(digits.STYLES)
+        chosen = cut.NaturalIdPartitioner(partition_by="domain")
+    elif split == "test" or config.partition == "iid":
+        whole = whole.shuffle(seed=seed)
+        chosen = cut.IidPartitioner(num_partitions=count)
+    elif config.partition == "label":
+        chosen = cut.ShardPartitioner(count, "label", num_shards_per_partition=config.shards_per_client, seed=seed)
+    else:
+        chosen = cut.DirichletPartitioner(count, "label", config.alpha, min_partition_size=1, seed=seed)
+    if node.partition_id >= count:
+        raise DataError(
+            f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), so this client has no data. "
+            f"Use at most {count} clients, or another data.partition"
+        )
+    chosen.dataset = whole
+    return chosen.load_partition(node.partition_id)
+
+
+def _decode(rows: datasets.Dataset, size: int) -> Images:
+    pixels = [to_pixels(image, size) for image in rows["image"]]
+    return Images(torch.stack(pixels), torch.tensor(rows["label"], dtype=torch.int64))
+
+
+def _load_folder(config: DataConfig, node: NodeConfig, split: str) -> Images:
+    """Read `<data-dir>/<split>/<class>/*`. Greyscale, palette and RGBA images become RGB."""
+    if not node.data_dir:
+        raise DataError("data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and test/<class>/*")
+    root = Path(node.data_dir) / split
+    if not root.is_dir():
+        raise DataError(f"data-dir = {node.data_dir!r}: there is no folder {split}/ in it")
+    names = class_names(config)
+    folders = sorted(p.name for p in root.iterdir() if p.is_dir())
+    if unknown := set(folders) - set(names):
+        raise DataError(f"{root}: {sorted(unknown)[0]!r} is not one of the run's classes ({', '.join(names)})")
+    pixels, labels = [], []
+    for label, name in enumerate(names):
+        files = sorted(p for p in (root / name).glob("*") if p.suffix.lower() in IMAGE_ENDINGS)
+        if name in folders and not files:
+            raise DataError(f"{root / name}: the class has no images. Remove the empty folder, or add images to it")
+        for file in files:
+            try:
+                with Image.open(file) as image:
+                    pixels.append(to_pixels(image, config.image_size))
+            except (UnidentifiedImageError, OSError, SyntaxError) as error:
+                raise DataError(f"{file}: not a readable image ({error}). Remove or replace it") from error
+            labels.append(label)
+    if not pixels:
+        raise DataError(f"{root}: no images. This client has no data for {split}")
+    return Images(torch.stack(pixels), torch.tensor(labels))
+
+
+def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
+    """A picture of any mode and shape as [3, size, size] uint8 RGB: transparent on white, short side resized, centre cropped."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(ground, image)
+    tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
+    if tensor.shape[1:] == (size, size):
+        return tensor
+    return v2.functional.center_crop(v2.functional.resize(tensor, [size], antialias=True), [size, size])

@@ -1,0 +1,161 @@
+"""The frozen diffusion model ("kit") that clients and server share. The only file that imports diffusers.
+
+A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_encoder/ tokenizer/ scheduler/`) or a hub id.
+`kits/digits` and `stable-diffusion-v1-5/stable-diffusion-v1-5` go through the same code.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+from osfl.encoders import TextEncoder, load_text_encoder
+
+
+class KitError(ValueError):
+    """A kit that cannot be loaded; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Kit:
+    """E, D (`vae`), eps (`unet`), tau (`text`) and a_t (`alphas_cumprod`), all frozen."""
+
+    vae: AutoencoderKL
+    unet: UNet2DConditionModel
+    text: TextEncoder
+    scheduler: DDIMScheduler
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def alphas_cumprod(self) -> torch.Tensor:
+        """a_t for t = 0 .. T-1, float32 [T]."""
+        return self.scheduler.alphas_cumprod.to(self.device)
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of z; (4, 64, 64) for Stable Diffusion 1.5 at 512 px."""
+        size = self.unet.config.sample_size
+        return self.unet.config.in_channels, size, size
+
+    @property
+    def image_size(self) -> int:
+        """Pixels on a side of a decoded image."""
+        return self.unet.config.sample_size * 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d]."""
+        return self.unet(z, t, encoder_hidden_states=c).sample
+
+    @torch.no_grad()
+    def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """E(x): mean and log-variance of the scaled latents' posterior, each [B, C, h, w], of images [B, 3, H, W] in [-1, 1]."""
+        posterior = self.vae.encode(images.to(self.device, self.dtype)).latent_dist
+        scale = self.vae.config.scaling_factor
+        return posterior.mean * scale, posterior.logvar + 2 * torch.log(torch.tensor(scale))
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        """D(z): images [B, 3, H, W], about [-1, 1] (not clamped), differentiable."""
+        return self.vae.decode(z / self.vae.config.scaling_factor).sample
+
+
+def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Kit:
+    """Load a Stable-Diffusion-format folder or hub id, frozen and in eval mode.
+
+    Raises:
+        KitError: nothing there, a part is missing, or its parts do not fit each other.
+    """
+    source, device = str(path), torch.device(device)
+    folder = Path(source)
+    if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1):
+        raise KitError(f"kit={source!r}: no such folder. Give a Stable-Diffusion-format folder or a hub id (owner/name)")
+    try:
+        vae = AutoencoderKL.from_pretrained(source, subfolder="vae", torch_dtype=dtype, low_cpu_mem_usage=False)
+        unet = UNet2DConditionModel.from_pretrained(source, subfolder="unet", torch_dtype=dtype, low_cpu_mem_usage=False)
+        scheduler = DDIMScheduler.from_pretrained(source, subfolder="scheduler")
+        text = load_text_encoder(source, device, dtype)
+    except (OSError, ValueError) as error:
+        raise KitError(
+            f"kit={source!r} cannot be loaded: {error}. It must hold vae/, unet/, text_encoder/, tokenizer/ and scheduler/"
+        ) from error
+    if scheduler.config.prediction_type != "epsilon":
+        raise KitError(f"kit={source!r} predicts {scheduler.config.prediction_type!r}; the methods need 'epsilon'")
+    if text.shape[1] != unet.config.cross_attention_dim:
+        raise KitError(f"kit={source!r}: text width {text.shape[1]} but the UNet expects {unet.config.cross_attention_dim}")
+    for module in (vae, unet):
+        module.to(device).eval().requires_grad_(False)
+    return Kit(vae, unet, text, scheduler, device, dtype)
+
+
+def kit_digest(path: str | Path) -> str:
+    """SHA-256 over the names and bytes of a kit folder's weights and settings; a hub id is hashed by its name."""
+    folder, digest = Path(path), hashlib.sha256()
+    if not folder.is_dir():
+        return hashlib.sha256(str(path).encode()).hexdigest()
+    for file in sorted(p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt"}):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def forward_noise(x0: torch.Tensor, eps: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
+    """z_t = sqrt(a_t) x0 + sqrt(1 - a_t) eps (DDPM, eq. 4). x0, eps [B, ...]; a_t [B]."""
+    a_t = a_t.to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))
+    return a_t.sqrt() * x0 + (1 - a_t).sqrt() * eps
+
+
+# ---- Building a miniature kit (osfl/kit_recipe.py) ----
+
+
+def new_vae() -> AutoencoderKL:
+    """An untrained 0.5 M autoencoder: 32 x 32 images to 4 x 8 x 8 latents (f = 4)."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(24, 48, 48),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=32,
+    )
+
+
+def new_unet(text_width: int) -> UNet2DConditionModel:
+    """An untrained 3.1 M text-conditioned UNet on 4 x 8 x 8 latents."""
+    return UNet2DConditionModel(
+        sample_size=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(64, 128),
+        layers_per_block=1,
+        cross_attention_dim=text_width,
+        attention_head_dim=4,
+        norm_num_groups=16,
+    )
+
+
+def new_scheduler() -> DDIMScheduler:
+    """Stable Diffusion 1.5's noise schedule."""
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+
+
+def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) -> StableDiffusionPipeline:
+    """diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
+    return StableDiffusionPipeline(
+        vae=vae,
+        unet=unet,
+        text_encoder=text.model,
+        tokenizer=text.tokenizer,
+        scheduler=new_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )

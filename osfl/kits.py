@@ -1,0 +1,39 @@
+"""Where a kit is. Imports no model library, so that a client which needs only a file of it stays small."""
+
+import importlib.util
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+
+def find_kit(name: str) -> str:
+    """The folder of a shipped kit (`digits`); a path or a hub id is returned as it is."""
+    if "/" in name or "\\" in name:
+        return str(Path(name).expanduser()) if name.startswith("~") else name
+    for root in _kit_roots():
+        if (root / name / "model_index.json").is_file():
+            return str(root / name)
+    shipped = sorted({p.parent.name for root in _kit_roots() for p in root.glob("*/model_index.json")})
+    raise FileNotFoundError(f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an absolute path or a hub id")
+
+
+def _kit_roots() -> list[Path]:
+    """The installed package's kits: not beside this file, which may be the copy in a Flower bundle, where kits are left out."""
+    roots = []
+    if (spec := importlib.util.find_spec("osfl_kits")) and spec.submodule_search_locations:  # installed from a wheel
+        roots.append(Path(list(spec.submodule_search_locations)[0]))
+    try:  # installed with `pip install -e`
+        origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
+        roots.append(Path(unquote(urlparse(origin.get("url", "")).path)) / "kits")
+    except PackageNotFoundError:
+        pass
+    roots.append(Path(__file__).resolve().parent.parent / "kits")
+    return [root for root in roots if root.is_dir()]
+
+
+def download_bytes(kit: str, parts: tuple[str, ...]) -> int:
+    """Bytes of some of a kit folder's files and sub-folders; 0 for a hub id that is not on this machine."""
+    root = Path(kit)
+    files = [file for part in parts for file in ([root / part] if (root / part).is_file() else (root / part).rglob("*"))]
+    return sum(file.stat().st_size for file in files if file.is_file())

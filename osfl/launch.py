@@ -1,0 +1,213 @@
+"""Starting a run: the configuration from files and arguments, a SuperLink of its own, `flwr run`, and the true outcome.
+
+All that depends on the version of Flower's command line is in this file.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from flwr.common.config import flatten_dict
+
+from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
+
+# Flower installs an app's dependencies before every run (and fails offline), phones home and looks for updates, unless told.
+_FLOWER_SWITCHES = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+class LaunchError(RuntimeError):
+    """A run that could not be started or did not finish; the message says why."""
+
+
+def app_folder() -> Path:
+    """The checkout that is installed: the Flower app with its pyproject.toml.
+
+    Raises:
+        LaunchError: osfl was not installed from a checkout.
+    """
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "server_app").is_dir() or not (root / "pyproject.toml").is_file():
+        raise LaunchError("osfl run needs the project's checkout: clone it and install it with `pip install -e '.[simulation]'`")
+    return root
+
+
+def default_config() -> dict[str, Scalar]:
+    """Every run-config key with its default, from pyproject.toml."""
+    return _flat(tomllib.loads((app_folder() / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+
+
+def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scalar]]:
+    """Merge TOML files and `key=value` arguments, from left to right, over the defaults.
+
+    Values are TOML (`seed=1`, `classifier.small-stem=false`); what is not TOML is taken as text (`method=fedlmg`).
+
+    Returns:
+        the checked configuration and the overrides.
+
+    Raises:
+        ConfigError: a missing or broken file, an unknown key, a bad value.
+    """
+    known, overrides = default_config(), dict[str, Scalar]()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if equals:
+            overrides[key.strip()] = _value(key.strip(), text.strip(), known)
+        else:
+            overrides.update(_read_toml(argument))
+    return parse_run_config({**known, **overrides}), overrides
+
+
+def _value(key: str, text: str, known: dict[str, Scalar]) -> Scalar:
+    if isinstance(known.get(key), str):
+        return text.strip("\"'")
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _read_toml(name: str) -> dict[str, Scalar]:
+    file = Path(name)
+    if not file.is_file():
+        raise ConfigError(f"{name!r}: no such file, and not key=value")
+    try:
+        return _flat(tomllib.loads(file.read_text()))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+
+
+def _flat(table: dict) -> dict[str, Scalar]:
+    return flatten_dict(table)  # type: ignore[return-value]
+
+
+def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
+    """The overrides as a TOML file for `flwr run --run-config`; a JSON scalar is a TOML scalar."""
+    file.write_text("".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()))
+
+
+@contextmanager
+def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
+    """A SuperLink of our own for one simulation, on loopback, ended with everything it started.
+
+    Yields:
+        the environment in which `flwr` finds it as the connection `osfl`.
+    """
+    with tempfile.TemporaryDirectory(prefix="osfl-flower-") as scratch:
+        home, empty = Path(scratch) / "home", Path(scratch) / "empty"  # simulated clients import from the SuperLink's folder
+        home.mkdir()
+        empty.mkdir()
+        port, fleet = _free_ports(2)
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "osfl"\n\n[superlink.osfl]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        environment = {
+            **os.environ,
+            **_FLOWER_SWITCHES,
+            "FLWR_HOME": str(home),
+            "OSFL_RUNS": str(runs),
+            "OSFL_CACHE": str(cache),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        log = open(Path(scratch) / "superlink.log", "wb")  # noqa: SIM115  (lives as long as the process)
+        command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--fleet-api-address", f"127.0.0.1:{fleet}", "--disable-runtime-dependency-installation"]
+        process = subprocess.Popen(command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            _wait_until_healthy(process, port, Path(log.name))
+            yield environment
+        finally:
+            end_process_tree(process.pid)
+            log.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _wait_until_healthy(process: subprocess.Popen, port: int, log: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise LaunchError(f"the local SuperLink did not start:\n{log.read_text()[-2000:]}")
+
+
+def end_process_tree(pid: int) -> None:
+    """End a process and all its descendants: politely, and after five seconds for certain."""
+    try:
+        root = psutil.Process(pid)
+        processes = [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        _signal(process.terminate)
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    for process in alive:
+        _signal(process.kill)
+    psutil.wait_procs(alive, timeout=5)
+
+
+def _signal(send) -> None:  # type: ignore[no-untyped-def]
+    try:
+        send()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def submit(overrides: dict[str, Scalar], connection: str, environment: dict[str, str], federation: dict[str, Scalar] | None = None) -> int:
+    """`flwr run`; returns Flower's run id.
+
+    Raises:
+        LaunchError: the app was refused.
+    """
+    with tempfile.TemporaryDirectory(prefix="osfl-config-") as scratch:
+        command = ["flwr", "run", str(app_folder()), connection, "--format", "json"]
+        if overrides:
+            file = Path(scratch) / "overrides.toml"
+            write_overrides(overrides, file)
+            command += ["--run-config", str(file)]
+        if federation:
+            command += ["--federation-config", " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items())]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    try:
+        answer = json.loads(done.stdout[done.stdout.index("{") :])
+        if answer["success"]:
+            return int(answer["run-id"])
+        reason = answer.get("error-message", answer)
+    except (ValueError, KeyError):
+        reason = (done.stdout + done.stderr).strip()[-2000:]
+    raise LaunchError(f"Flower did not start the run: {reason}")
+
+
+def outcome(run_id: int, connection: str, environment: dict[str, str]) -> tuple[str, str]:
+    """(status, details) of a run, as the SuperLink has it; `flwr run` itself exits with 0 even when the run fails."""
+    command = ["flwr", "list", connection, "--run-id", str(run_id), "--format", "json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    try:
+        run = json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]
+    except (ValueError, KeyError, IndexError):
+        return "unknown", (done.stdout + done.stderr).strip()[-2000:]
+    return str(run.get("status", "unknown")), str(run.get("status-details", run.get("details", "")))

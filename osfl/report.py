@@ -1,0 +1,194 @@
+"""What a run gives: `metrics.json` for machines, `report.html` for people (one file, opens offline)."""
+
+import base64
+import io
+import json
+import platform
+import time
+from collections import defaultdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from osfl.files import write_atomically
+
+PACKAGES = ("osfl", "flwr", "torch", "torchvision", "diffusers", "transformers", "datasets", "protobuf")
+
+
+def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: int = 0) -> dict[str, Any]:
+    """Gather a run's folder into `metrics.json` and `report.html`.
+
+    Args:
+        folder: `runs/<job id>`.
+        classes: the run's class names.
+        kit_download_bytes: what each client had to fetch of the kit before it could begin.
+
+    Returns:
+        the metrics.
+    """
+    metrics = gather(folder, kit_download_bytes)
+    write_atomically(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
+    page = _render(folder, metrics, classes)
+    write_atomically(folder / "report.html", page.encode())
+    return metrics
+
+
+def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
+    """The figures of a run."""
+    config = _json(folder / "config.json")
+    tests = {f.stem: _json(f) for f in sorted((folder / "tests").glob("*.json"))}
+    accuracy = {name: {client: _accuracy(matrix) for client, matrix in by_client.items()} for name, by_client in tests.items()}
+    best = max(accuracy, key=lambda name: _mean(accuracy[name])) if accuracy else ""
+    clients: dict[str, dict[str, float]] = defaultdict(dict)
+    for client in {c for by_client in tests.values() for c in by_client}:
+        models = list((folder / "models").glob("*.safetensors"))
+        clients[client]["download_bytes"] = kit_download_bytes + (models[0].stat().st_size if models else 0)
+        clients[client]["upload_bytes"] = 0
+    for file in sorted((folder / "payloads").glob("*.json")):
+        about = _json(file)
+        clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])
+    timings = [json.loads(line) for line in _lines(folder / "timings.jsonl")]
+    images, seconds = sum(t["images"] for t in timings), sum(t["seconds"] for t in timings)
+    trained = {f.stem: _json(f) for f in sorted((folder / "models").glob("*.json"))}
+    return {
+        "job_id": folder.name,
+        "method": config["method"],
+        "seed": config["seed"],
+        "accuracy": {name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()},
+        "best": best,
+        "average": _mean(accuracy[best]) if best else None,
+        "confusion": tests,
+        "clients": dict(sorted(clients.items())),
+        "server": {
+            "synthetic_images": len(_lines(folder / "manifest.jsonl")),
+            "seconds_per_image": seconds / images if images else None,
+            "synthesis_seconds": seconds,
+            "training_seconds": {name: about["seconds"] for name, about in trained.items()},
+        },
+        "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
+        "platform": platform.platform(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "config": config,
+    }
+
+
+def _accuracy(matrix: list[list[int]]) -> float:
+    """Top-1 accuracy in percent."""
+    cells = np.array(matrix)
+    return float(100 * np.trace(cells) / max(cells.sum(), 1))
+
+
+def _mean(by_client: dict[str, float]) -> float:
+    return float(np.mean(list(by_client.values()))) if by_client else float("nan")
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ---- The page ----
+
+
+def human_bytes(count: float) -> str:
+    """1234567 to '1.23 MB' (powers of ten)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    raise AssertionError
+
+
+def human_flops(count: float) -> str:
+    """3.2e12 to '3.2 TFLOP'."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return "0" if count == 0 else f"{count:.0f} FLOP"
+
+
+def _render(folder: Path, metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
+    from jinja2 import Environment
+
+    from osfl.report_template import TEMPLATE
+
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page.filters.update(bytes=human_bytes, flops=human_flops)
+    names = sorted({c for row in metrics["accuracy"].values() for c in row if c != "average"})
+    return page.from_string(TEMPLATE).render(
+        m=metrics, names=names, grid=_grid(folder, classes), confusion=_confusion(metrics, classes), upload=_total(metrics, "upload_bytes")
+    )
+
+
+def _total(metrics: dict[str, Any], key: str) -> float:
+    return sum(about.get(key, 0) for about in metrics["clients"].values())
+
+
+def _png(figure: Any) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _grid(folder: Path, classes: tuple[str, ...], most: int = 12) -> str:
+    """The first image of every class (columns) and client (rows), as a base64 PNG; empty without synthetic images."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    first: dict[tuple[str, str], str] = {}
+    for line in _lines(folder / "manifest.jsonl"):
+        row = json.loads(line)
+        first.setdefault((row["client"], row["class"]), row["file"])
+    if not first:
+        return ""
+    clients, shown = sorted({client for client, _ in first}), [name for name in classes if any(c == name for _, c in first)][:most]
+    figure = Figure(figsize=(0.85 * len(shown) + 1.2, 0.85 * len(clients) + 0.4))
+    axes = figure.subplots(len(clients), len(shown), squeeze=False)
+    for i, client in enumerate(clients):
+        for j, name in enumerate(shown):
+            panel = axes[i, j]
+            panel.set(xticks=[], yticks=[])
+            panel.spines[:].set_visible(False)
+            if (client, name) in first:
+                with Image.open(folder / first[client, name]) as image:
+                    panel.imshow(image)
+            if i == 0:
+                panel.set_title(name, fontsize=8)
+            if j == 0:
+                panel.set_ylabel(client, fontsize=8, rotation=0, ha="right", va="center")
+    figure.subplots_adjust(wspace=0.05, hspace=0.05)
+    return _png(figure)
+
+
+def _confusion(metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
+    """The best model's confusion matrix over all clients, rows normalised, as a base64 PNG."""
+    from matplotlib.figure import Figure
+
+    if not metrics["best"]:
+        return ""
+    cells = np.sum([np.array(matrix) for matrix in metrics["confusion"][metrics["best"]].values()], axis=0)
+    share = cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
+    size = max(3.6, 0.42 * len(classes))
+    figure = Figure(figsize=(size, size))
+    panel = figure.subplots()
+    panel.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    panel.set(xlabel="predicted", ylabel="true")
+    panel.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=8)
+    panel.set_yticks(range(len(classes)), classes, fontsize=8)
+    if len(classes) <= 12:
+        for (i, j), value in np.ndenumerate(cells):
+            if value:
+                panel.text(j, i, value, ha="center", va="center", fontsize=7, color="white" if share[i, j] > 0.5 else "black")
+    return _png(figure)

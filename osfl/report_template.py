@@ -1,0 +1,65 @@
+"""The page of `report.html` (jinja2). Python, because a Flower bundle carries no HTML files."""
+
+TEMPLATE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>OSFL · {{ m.job_id }}</title>
+<style>
+:root { --ink:#1c2430; --soft:#5b6675; --line:#e3e7ec; --card:#f6f8fa; --blue:#2463c2; }
+* { box-sizing:border-box } body { font:15px/1.5 system-ui,sans-serif; color:var(--ink); max-width:62rem; margin:2.5rem auto; padding:0 1.2rem }
+h1 { font-size:1.7rem; margin:0 } h2 { font-size:1.1rem; margin:2.4rem 0 .6rem } p.sub,.note { color:var(--soft); margin:.2rem 0 }
+.cards { display:flex; flex-wrap:wrap; gap:.8rem; margin:1.4rem 0 } .card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:.7rem 1rem; flex:1 1 8.5rem }
+.card b { display:block; font-size:1.45rem; line-height:1.3 } .card span { color:var(--soft); font-size:.85rem }
+.wide { overflow-x:auto } table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums }
+th,td { text-align:right; padding:.35rem .7rem; border-bottom:1px solid var(--line); white-space:nowrap } th:first-child,td:first-child { text-align:left }
+th { font-weight:600; color:var(--soft); font-size:.85rem } tr.best td { font-weight:600 }
+td.heat { background:linear-gradient(to right,#d6e4f8 var(--w),transparent var(--w)) }
+img { max-width:100%; height:auto; display:block } .two { display:flex; flex-wrap:wrap; gap:2rem }
+details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code { font-size:.85rem }
+</style></head><body>
+<h1>{{ m.method }}</h1>
+<p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}</p>
+<div class="cards">
+<div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.best }}){% endif %}</span></div>
+<div class="card"><b>{{ m.clients|length }}</b><span>clients, one round</span></div>
+<div class="card"><b>{{ upload|bytes }}</b><span>uploaded by all clients</span></div>
+<div class="card"><b>{{ m.server.synthetic_images }}</b><span>synthetic images</span></div>
+{% if m.server.seconds_per_image %}
+<div class="card"><b>{{ "%.3g"|format(m.server.seconds_per_image) }} s</b><span>server, per image</span></div>
+{% endif %}
+</div>
+<h2>Accuracy on each client's own test images</h2>
+<div class="wide"><table><tr><th>global model</th>{% for n in names %}<th>{{ n }}</th>{% endfor %}<th>average</th></tr>
+{% for name, row in m.accuracy.items() %}
+<tr{% if name == m.best and m.accuracy|length > 1 %} class="best"{% endif %}><td>{{ name }}</td>
+{% for n in names + ["average"] %}
+{% if n in row %}<td class="heat" style="--w:{{ "%.0f"|format(row[n]) }}%">{{ "%.1f"|format(row[n]) }}</td>{% else %}<td>not tested</td>{% endif %}
+{% endfor %}</tr>
+{% endfor %}
+</table></div>
+<p class="note">Top-1, percent. Every client tested the model itself; its images did not leave it.</p>
+{% if grid %}
+<h2>Synthetic images</h2>
+<img alt="One synthetic image for every client and class" src="data:image/png;base64,{{ grid }}">
+<p class="note">The first image of every class, a row for each client whose data it stands for.</p>
+{% endif %}
+<h2>What it cost</h2>
+<div class="wide"><table><tr><th>client</th><th>upload</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
+{% for name, c in m.clients.items() %}
+<tr><td>{{ name }}</td><td>{{ c.upload_bytes|bytes }}</td><td>{% if c.download_bytes is defined %}{{ c.download_bytes|bytes }}{% else %}–{% endif %}</td>
+{% if c.seconds is defined %}<td>{{ "%.0f"|format(c.images) }}</td><td>{{ "%.1f"|format(c.seconds) }}</td><td>{{ c.flops|flops }}</td><td>{{ (c.peak_memory_mb * 1e6)|bytes }}</td>
+{% else %}<td>–</td><td>0</td><td>0</td><td>–</td>{% endif %}</tr>
+{% endfor %}
+</table></div>
+<p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and one global model. Server:
+{{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
+{% if confusion %}
+<h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.best }}{% endif %}</h2>
+<img alt="Confusion matrix over all clients" src="data:image/png;base64,{{ confusion }}">
+<p class="note">All clients' test images; shades are shares of a row.</p>
+{% endif %}
+<h2>How to repeat it</h2>
+<p class="note">{{ m.platform }}</p>
+<div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>
+<details><summary>Resolved configuration</summary><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></details>
+</body></html>
+"""

@@ -1,0 +1,1 @@
+"""Runs on the CUDA node. Never imports `client_app`."""

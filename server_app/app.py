@@ -1,0 +1,76 @@
+"""The Flower ServerApp: one round, synthesis, training, test, report."""
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from osfl.config import RunConfig, parse_run_config
+from osfl.data import class_names
+from osfl.kits import download_bytes, find_kit
+from osfl.methods import METHODS, server_half
+from osfl.report import write_report
+from server_app.job import ServerJob
+from server_app.round import collect, expected_payload, join, test_on_clients
+from server_app.run_folder import open_run_folder
+from server_app.status import Status, log
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run one job; started again with the same job id, it goes on where it was."""
+    config = parse_run_config(context.run_config)
+    run_job(grid, config, config.job_id or f"{config.method}-{context.run_id}")
+
+
+def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
+    """All of a run on the server.
+
+    Raises:
+        ConfigError, RoundError, and what the kit, the data and the method raise; `status.json` then says `failed` and why.
+    """
+    folder = open_run_folder(config, job_id, needed_bytes(config))
+    status = Status(folder.path)
+    try:
+        method = METHODS[config.method]
+        text_shape = _text_shape(config) if method.payload == "Descriptions" else None
+        nodes = join(grid, config, status)
+        payloads = {}
+        if method.client:
+            payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id, text_shape))
+        taking_part = tuple(payloads) if method.client else tuple(nodes)
+        job = ServerJob(config, job_id, folder, status, taking_part)
+        models = server_half(config.method).run(job, payloads)
+        test_on_clients(grid, config, nodes, models, folder, status)
+        write_report(folder.path, class_names(config.data), kit_download_bytes(config))
+        status.phase("finished")
+        log.info("report: %s", folder.path / "report.html")
+    except BaseException as error:
+        status.state["error"] = f"{type(error).__name__}: {error}"
+        status.phase("failed")
+        raise
+
+
+def needed_bytes(config: RunConfig) -> int:
+    """About how much disk a run takes at most: raw images, payloads, models."""
+    images = config.num_clients * len(class_names(config.data)) * config.synthesis.images_per_class
+    return int(images * 3 * max(config.data.image_size, 32) ** 2 + 200e6)
+
+
+def _text_shape(config: RunConfig) -> tuple[int, int]:
+    """(L, d) of the server's own kit: what every description must have."""
+    import torch
+
+    from osfl.encoders import load_text_encoder
+
+    return load_text_encoder(find_kit(config.kit), torch.device("cpu"), torch.float32).shape
+
+
+
+def kit_download_bytes(config: RunConfig) -> int:
+    """What every client fetches of the kit before it can begin."""
+    method = METHODS[config.method]
+    parts = ("vae", "unet", "text_encoder", "tokenizer", "scheduler") if method.client_needs_kit else ()
+    if method.payload == "Classifier" and config.classifier.init == "kit":
+        parts += (f"classifiers/{config.classifier.architecture}.safetensors",)
+    return download_bytes(find_kit(config.kit), parts)

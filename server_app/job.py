@@ -1,0 +1,48 @@
+"""What a server half gets to work with, and what it gives back."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from osfl.config import RunConfig
+from osfl.data import class_names
+from osfl.devices import pick_device
+from osfl.kits import find_kit
+from server_app.run_folder import RunFolder
+from server_app.status import Status
+
+
+@dataclass(frozen=True)
+class GlobalModel:
+    """A trained model and how to build it again."""
+
+    model: nn.Module
+    architecture: str
+    small_stem: bool
+
+
+@dataclass(frozen=True)
+class ServerJob:
+    """One run on the server."""
+
+    config: RunConfig
+    job_id: str
+    folder: RunFolder
+    status: Status
+    clients: tuple[str, ...]  # that take part, sorted
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The run's class names, in order."""
+        return class_names(self.config.data)
+
+    @cached_property
+    def kit(self) -> str:
+        """Folder or hub id of the diffusion model."""
+        return find_kit(self.config.kit)
+
+    @cached_property
+    def device(self) -> torch.device:
+        return pick_device(self.config.device)

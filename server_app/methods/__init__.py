@@ -1,0 +1,1 @@
+"""Server halves: `run(job, payloads) -> {name: GlobalModel}`."""

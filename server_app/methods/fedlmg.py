@@ -1,0 +1,110 @@
+"""FedLMG's server half: images guided by each client's classifier, and three ways to train the global model on them.
+
+FedLMG (Yang et al., arXiv 2502.08488), sections 3.3 and 3.4. Losses can be switched off (its table 4): `fedlmg.classifier-weight = 0` or
+`fedlmg.bn-weight = 0`.
+
+Differences from the paper:
+
+1. Theirs: `e - sqrt(1 - a_t) grad L`. Ours: a plus; with L a loss, the minus raises it (Dhariwal & Nichol subtract the gradient
+   of log p). A test shows that L falls.
+2. Theirs: BatchNorm statistics of the batch. Ours: of each image's own positions, so that an image does not depend on its batch.
+3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; the sweep is in benchmarks/, 1 is in configs/methods/fedlmg.toml.
+4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its gradient.
+5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it; `fedlmg.teacher-mean = "plain"` is theirs.
+6. Theirs, eq. 12 and 13: KL(student || teacher) as printed. Ours: KL(teacher || student), as distillation is usually written.
+7. Option `fedlmg.gradient = "x0"`: the UNet's prediction is held constant in the gradient; half the cost, approximate.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from osfl.classifiers import build_classifier
+from osfl.config import FedLMGConfig, split_names
+from osfl.diffusion import Kit, load_kit
+from osfl.payloads import Classifier, Payload
+from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.guidance import Condition, Teacher, as_teacher, classifier_loss, compose, guide, implied_image
+from server_app.synthesis.images import Sample, render
+from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.samplers import ddim, to_images
+from server_app.training import mean_teacher, own_teacher, train_global
+
+
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+    """R images for every class of every classifier; a global model for each of FT, MD and SD that the config names."""
+    classifiers = cast(Mapping[str, Classifier], payloads)
+    settings, small_stem = job.config.fedlmg, job.config.classifier.small_stem
+    held = {client: [job.classes.index(name) for name in p.classes] for client, p in classifiers.items()}
+    teachers = {client: _rebuild(p, len(job.classes), small_stem, job.device) for client, p in classifiers.items()}
+    plan = plan_images("fedlmg", job.config.seed, held, job.config.synthesis.images_per_class)
+    sampling = {
+        "guidance": settings.guidance,
+        "classifier": settings.classifier_weight,
+        "bn": settings.bn_weight,
+        "scale": settings.gradient_scale,
+        "gradient": settings.gradient,
+    }
+    images = render(job, plan, lambda: _sampler(job, teachers), sampling)
+
+    models, networks = {}, {client: teacher.model for client, teacher in teachers.items()}
+    for strategy in split_names(settings.strategies):
+        target = None
+        if strategy == "md":
+            target = mean_teacher(networks, held, images.pixels, job.device, plain=settings.teacher_mean == "plain")
+        elif strategy == "sd":
+            target = own_teacher(networks, images.clients, images.pixels, job.device)
+        name = strategy.upper()
+        models[name] = train_global(job, name, images.pixels, images.labels, target, settings.distillation_weight)
+    return models
+
+
+def _rebuild(payload: Classifier, num_classes: int, small_stem: bool, device: torch.device) -> Teacher:
+    model = build_classifier(payload.architecture, num_classes, small_stem)
+    model.load_state_dict(payload.state)
+    teacher = as_teacher(model.to(device))
+    if not teacher.norms:
+        warnings.warn(f"{payload.architecture} has no BatchNorm layer: L_BN is 0", stacklevel=2)
+    return teacher
+
+
+def _sampler(job: ServerJob, teachers: Mapping[str, Teacher]) -> Sample:
+    kit = load_kit(job.kit, job.device)
+    prompts = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in job.classes])
+    return lambda jobs: sample(kit, jobs, prompts, teachers, job.config.fedlmg, job.config.synthesis.steps)
+
+
+def sample(
+    kit: Kit, jobs: Sequence[ImageJob], prompts: torch.Tensor, teachers: Mapping[str, Teacher], settings: FedLMGConfig, steps: int
+) -> torch.Tensor:
+    """Classifier-guided denoising (FedLMG, algorithm 1). Rows may belong to different clients.
+
+    Args:
+        prompts: tau of every class's prompt, [classes, L, d].
+        teachers: each client's classifier.
+
+    Returns:
+        uint8 [B, 3, H, W].
+    """
+    c0, labels = kit.text([""]), torch.tensor([job.label for job in jobs], device=kit.device)
+    condition = [Condition(prompts[labels], torch.full((len(jobs),), settings.guidance, device=kit.device))]
+    rows_of = {client: [row for row, job in enumerate(jobs) if job.client == client] for client in {job.client for job in jobs}}
+    alphas_cumprod = kit.alphas_cumprod
+
+    def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        z = z.detach().requires_grad_()
+        # 1. e: classifier-free guidance on the class's prompt
+        with torch.set_grad_enabled(settings.gradient == "full"):
+            e = compose(kit, z, t, c0, condition)
+        # 2. L(z, t) = CE(F_k(D(x0hat)), y) + lambda L_BN, each row by its own client's classifier
+        x = implied_image(kit, z, e, alphas_cumprod[t])
+        loss = torch.zeros(len(z), device=z.device)
+        for client, rows in rows_of.items():
+            own = classifier_loss(teachers[client], x[rows], labels[rows], settings.classifier_weight, settings.bn_weight)
+            loss = loss.index_add(0, torch.tensor(rows, device=z.device), own)
+        # 3. e <- e + s sqrt(1 - a_t) grad_z L
+        return guide(z, e, alphas_cumprod[t], loss, settings.gradient_scale)
+
+    return to_images(kit, ddim(kit, initial_noise(jobs, kit.latent_shape, kit.device), steps, predict))

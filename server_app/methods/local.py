@@ -1,0 +1,21 @@
+"""Local: every client alone. Its own classifier, tested on every client's test images; nothing is combined.
+
+A reference, not a method: what a client has without the federation.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+from osfl.classifiers import build_classifier
+from osfl.payloads import Classifier, Payload
+from server_app.job import GlobalModel, ServerJob
+
+
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+    """One model a client, under the client's name."""
+    small_stem, models = job.config.classifier.small_stem, {}
+    for client, payload in cast(Mapping[str, Classifier], payloads).items():
+        model = build_classifier(payload.architecture, len(job.classes), small_stem)
+        model.load_state_dict(payload.state)
+        models[client] = GlobalModel(model.eval(), payload.architecture, small_stem)
+    return models

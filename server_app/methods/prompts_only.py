@@ -1,0 +1,51 @@
+"""Prompts only (SD_Gen): no upload; classifier-free guidance on each class's prompt. What the kit knows without the clients.
+
+The papers' baseline (FedDEO, table 1; FedLMG, table 1). Differences: none known; the papers do not say more.
+
+Payload: nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from osfl.diffusion import Kit, load_kit
+from osfl.payloads import Payload
+from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.guidance import Condition, compose
+from server_app.synthesis.images import Sample, render
+from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.samplers import ddim, to_images
+from server_app.training import train_global
+
+
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+    """R images a class and client from prompts; one global model, FT."""
+    every_class = range(len(job.classes))
+    plan = plan_images("prompts-only", job.config.seed, {client: every_class for client in job.clients}, job.config.synthesis.images_per_class)
+    settings = {"guidance": job.config.prompts_only.guidance}
+    images = render(job, plan, lambda: _sampler(job), settings)
+    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+
+
+def _sampler(job: ServerJob) -> Sample:
+    kit = load_kit(job.kit, job.device)
+    prompts = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in job.classes])
+    return lambda jobs: sample(kit, jobs, prompts, job.config.prompts_only.guidance, job.config.synthesis.steps)
+
+
+@torch.no_grad()
+def sample(kit: Kit, jobs: Sequence[ImageJob], prompts: torch.Tensor, guidance: float, steps: int) -> torch.Tensor:
+    """Classifier-free guidance: e = e0 + g (e_text - e0).
+
+    Args:
+        prompts: tau of every class's prompt, [classes, L, d].
+
+    Returns:
+        uint8 [B, 3, H, W].
+    """
+    c0 = kit.text([""])
+    c = prompts[[job.label for job in jobs]]
+    g = torch.full((len(jobs),), guidance, device=kit.device)
+    z = initial_noise(jobs, kit.latent_shape, kit.device)
+    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, [Condition(c, g)])))

@@ -1,0 +1,233 @@
+"""One round with the clients: who is there, their payloads, and the test of the global model.
+
+Written for what Flower really does (a reply that is not pulled is lost with its node; pulling several at once blocks on the
+slowest; nothing is redelivered): push node by node, pull one reply at a time, store before anything else, acknowledge.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+import osfl
+from osfl import wire
+from osfl.classifiers import build_classifier
+from osfl.config import RunConfig, is_identifier
+from osfl.data import class_names
+from osfl.methods import METHODS
+from osfl.payloads import Payload
+from osfl.protocol import ACKNOWLEDGE, JOIN, pack_model, unpack_payload
+from server_app.job import GlobalModel
+from server_app.run_folder import RunFolder
+from server_app.status import Status, log
+
+POLL_SECONDS = 1.0
+TRIES = 2  # of a node that failed without an exception of the app
+APP_RAISED = 2  # Flower's error code for an exception in the ClientApp: it would only happen again
+
+
+class RoundError(RuntimeError):
+    """The round cannot go on; the message says which clients failed and why."""
+
+
+@dataclass
+class Exchange:
+    """Messages under way: pushed, and pulled one at a time."""
+
+    grid: Grid
+    ttl: float
+    _open: dict[str, tuple[int, str, RecordDict, int]] = field(default_factory=dict)  # id -> (node, type, content, try)
+
+    def push(self, node: int, message_type: str, content: RecordDict, attempt: int = 1) -> None:
+        """Send one message to one node."""
+        message = Message(content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl)
+        (message_id,) = self.grid.push_messages([message])
+        self._open[message_id] = (node, message_type, content, attempt)
+
+    def pull(self, on_reply: Callable[[int, RecordDict], None], on_failure: Callable[[int, str], None]) -> int:
+        """Look once for every open message; returns how many are still open. A node that crashed is asked once more."""
+        for message_id, (node, message_type, content, attempt) in list(self._open.items()):
+            for reply in self.grid.pull_messages([message_id]):
+                del self._open[message_id]
+                if not reply.has_error():
+                    on_reply(node, reply.content)
+                elif reply.error.code != APP_RAISED and attempt < TRIES:
+                    log.warning("node %s failed (code %s); asked again", node, reply.error.code)
+                    self.push(node, message_type, content, attempt + 1)
+                else:
+                    on_failure(node, _reason(reply.error.reason, reply.error.code))
+        return len(self._open)
+
+    def waiting(self) -> list[int]:
+        """Nodes that still owe a reply."""
+        return [node for node, *_ in self._open.values()]
+
+
+def join(grid: Grid, config: RunConfig, status: Status) -> dict[str, int]:
+    """Wait until the clients are there; returns the node of each.
+
+    Raises:
+        RoundError: fewer than `min-clients` after `join-timeout`, or a client that cannot take part and is needed.
+    """
+    status.phase("joining", config.num_clients)
+    exchange, asked, joined, failed = Exchange(grid, config.join_timeout), set[int](), dict[str, int](), dict[int, str]()
+
+    def on_reply(node: int, content: RecordDict) -> None:
+        record = content.config_records["join"]
+        client, version = str(record["client"]), record["version"]
+        if not is_identifier(client):
+            on_failure(node, f"its client id {client[:80]!r} is not 1 to 64 letters, digits, '-' or '_'")
+        elif client in joined:
+            on_failure(node, f"its client id {client!r} is already taken by another node")
+        elif version != osfl.__version__:
+            on_failure(node, f"{client} runs osfl {version}, the server {osfl.__version__}; install the same")
+        else:
+            joined[client] = node
+            status.client(client, "joined")
+
+    def on_failure(node: int, reason: str) -> None:
+        failed[node] = reason
+        log.error("node %s cannot take part: %s", node, reason)
+
+    end = time.monotonic() + config.join_timeout
+    while time.monotonic() < end:
+        for node in grid.get_node_ids():
+            if node not in asked and len(asked) < config.num_clients + len(failed):
+                asked.add(node)
+                exchange.push(node, JOIN, RecordDict())
+        open_count = exchange.pull(on_reply, on_failure)
+        status.advance(len(joined), config.num_clients)
+        if len(joined) == config.num_clients:
+            break
+        if failed and not open_count and len(asked) >= config.num_clients:  # the rest said no; waiting would not help
+            break
+        time.sleep(POLL_SECONDS)
+    needed = config.min_clients or config.num_clients
+    if len(joined) < needed:
+        reasons = "".join(f"\n  node {node}: {reason}" for node, reason in failed.items())
+        raise RoundError(
+            f"{len(joined)} of {config.num_clients} clients joined within {config.join_timeout:g} s (join-timeout); {needed} are needed "
+            f"(min-clients, num-clients){reasons}"
+        )
+    return dict(sorted(joined.items()))
+
+
+def collect(grid: Grid, config: RunConfig, job_id: str, nodes: dict[str, int], folder: RunFolder, status: Status, expected: "ExpectedOf") -> dict[str, Payload]:
+    """Every client's payload: from the store if it came before, else by asking for it.
+
+    Raises:
+        RoundError: fewer than `min-clients` valid payloads at the end or at the `deadline`.
+    """
+    status.phase("waiting for payloads", len(nodes))
+    payloads: dict[str, Payload] = {}
+    client_of = {node: client for client, node in nodes.items()}
+    problems: dict[str, str] = {}
+    exchange, thanks = Exchange(grid, config.deadline), Exchange(grid, config.join_timeout)
+    job = RecordDict({"job": ConfigRecord({"job": job_id})})
+
+    def accept(client: str, blob: bytes, sha256: str | None) -> bool:
+        try:
+            payloads[client] = wire.decode(blob, expected(client), sha256)
+        except wire.PayloadError as error:
+            problems[client] = str(error)
+            log.error("%s", error)
+            folder.drop_payload(client)
+            status.client(client, "refused")
+            return False
+        status.client(client, f"delivered {len(blob):,} bytes")
+        return True
+
+    def on_reply(node: int, content: RecordDict) -> None:
+        client = client_of[node]
+        try:
+            blob, sha256, costs = unpack_payload(content, client)
+        except wire.PayloadError as error:
+            problems[client] = str(error)
+            return status.client(client, "refused")
+        if len(blob) <= config.max_payload_mb * 1e6:  # before anything else: from here on nobody is asked twice
+            folder.store_payload(client, blob, {"sha256": wire.digest(blob), "bytes": len(blob), "costs": costs})
+        if accept(client, blob, sha256):
+            thanks.push(node, ACKNOWLEDGE, job)
+
+    def on_failure(node: int, reason: str) -> None:
+        problems[client_of[node]] = reason
+        log.error("%s failed: %s", client_of[node], reason)
+        status.client(client_of[node], "failed")
+
+    for client, node in nodes.items():
+        if (stored := folder.stored_payload(client)) and accept(client, stored[0], stored[1]["sha256"]):
+            thanks.push(node, ACKNOWLEDGE, job)
+        else:
+            problems.pop(client, None)
+            status.client(client, "asked")
+            exchange.push(node, "train", job)
+    end = time.monotonic() + config.deadline
+    while exchange.pull(on_reply, on_failure) and time.monotonic() < end:
+        thanks.pull(lambda node, content: None, lambda node, reason: None)
+        status.advance(len(payloads), len(nodes))
+        time.sleep(POLL_SECONDS)
+    for node in exchange.waiting():
+        problems[client_of[node]] = f"no payload within {config.deadline:g} s (deadline)"
+    status.advance(len(payloads), len(nodes))
+    needed = config.min_clients or config.num_clients
+    if len(payloads) < needed:
+        reasons = "".join(f"\n  {client}: {reason}" for client, reason in sorted(problems.items()))
+        raise RoundError(f"{len(payloads)} of {len(nodes)} clients delivered a valid payload; {needed} are needed (min-clients, num-clients){reasons}")
+    for client, reason in sorted(problems.items()):
+        log.warning("going on without %s: %s", client, reason)
+    return dict(sorted(payloads.items()))
+
+
+def test_on_clients(grid: Grid, config: RunConfig, nodes: dict[str, int], models: dict[str, GlobalModel], folder: RunFolder, status: Status) -> None:
+    """Send every global model to every client and store the confusion matrices in `tests/<name>.json`."""
+    status.phase("testing on clients", len(models) * len(nodes))
+    done, size = 0, len(class_names(config.data))
+    client_of = {node: client for client, node in nodes.items()}
+    for name, entry in models.items():
+        matrices: dict[str, list[list[int]]] = {}
+        exchange = Exchange(grid, config.deadline)
+
+        def on_reply(node: int, content: RecordDict, matrices: dict = matrices) -> None:
+            cells = torch.tensor(content.metric_records["metrics"]["confusion"], dtype=torch.int64)
+            if cells.numel() != size * size or bool((cells < 0).any()):
+                return on_failure(node, "its confusion matrix has the wrong size or a negative count")
+            matrices[client_of[node]] = cells.view(size, size).tolist()
+
+        def on_failure(node: int, reason: str) -> None:
+            log.error("%s could not test %s: %s", client_of[node], name, reason)
+
+        content = pack_model(entry.model.state_dict(), entry.architecture, entry.small_stem)
+        for node in nodes.values():
+            exchange.push(node, "evaluate", content)
+        end = time.monotonic() + config.deadline
+        while exchange.pull(on_reply, on_failure) and time.monotonic() < end:
+            status.advance(done + len(matrices), len(models) * len(nodes))
+            time.sleep(POLL_SECONDS)
+        done += len(nodes)
+        if not matrices:
+            raise RoundError(f"no client could test the global model {name}; see the log above")
+        folder.write_json(f"tests/{name}.json", dict(sorted(matrices.items())))
+
+
+ExpectedOf = Callable[[str], wire.Expected]
+
+
+def expected_payload(config: RunConfig, job_id: str, text_shape: tuple[int, int] | None) -> ExpectedOf:
+    """What a client's payload must look like, as a function of the client."""
+    classes, settings = class_names(config.data), config.classifier
+    architectures = {}
+    if METHODS[config.method].payload == "Classifier":
+        with torch.device("meta"):
+            state = build_classifier(settings.architecture, len(classes), settings.small_stem).state_dict()
+        architectures[settings.architecture] = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+    limit = int(config.max_payload_mb * 1e6)
+    return lambda client: wire.Expected(config.method, job_id, client, classes, limit, text_shape, architectures)
+
+
+def _reason(text: str | None, code: int) -> str:
+    """The last line of an exception, which says what to do; the whole is in the client's own log."""
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return f"{lines[-1] if lines else 'no reason given'} (code {code})"

@@ -1,0 +1,87 @@
+"""A run's folder: everything that a run leaves behind, and all that a killed server needs to go on.
+
+    runs/<job id>/
+      config.json               the resolved run-config; a job id stands for one configuration
+      payloads/<client>.pb      as received; <client>.json: its digest and what it cost the client
+      images/<client>/<class>/  the synthetic images
+      units/<unit>.jsonl        a manifest row for every image of a finished unit of work
+      models/<name>.safetensors the global models
+      tests/<name>.json         their confusion matrices, client by client
+      status.json               what is going on now
+      manifest.jsonl metrics.json report.html
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osfl.config import ConfigError, RunConfig, flatten
+from osfl.files import write_atomically
+
+# What may differ between a run and its resumption: how long to wait and where, not what is computed.
+_NOT_IDENTITY = {"job-id", "min-clients", "join-timeout", "deadline", "runs-dir", "device", "max-payload-mb"}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and small files of one run."""
+
+    path: Path
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Store a small result, whole or not at all."""
+        write_atomically(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def read_json(self, name: str) -> Any:
+        """A stored result, or None."""
+        file = self.path / name
+        return json.loads(file.read_text()) if file.is_file() else None
+
+    def store_payload(self, client: str, blob: bytes, about: dict[str, Any]) -> None:
+        """Put a payload on the disk; when this returns, the client may forget it."""
+        self.write_json(f"payloads/{client}.json", about)
+        write_atomically(self.path / "payloads" / f"{client}.pb", blob)
+
+    def stored_payload(self, client: str) -> tuple[bytes, dict[str, Any]] | None:
+        """(bytes, about) of a payload received earlier, or None."""
+        file = self.path / "payloads" / f"{client}.pb"
+        return (file.read_bytes(), self.read_json(f"payloads/{client}.json")) if file.is_file() else None
+
+    def drop_payload(self, client: str) -> None:
+        """Forget a payload that turned out to be invalid."""
+        (self.path / "payloads" / f"{client}.pb").unlink(missing_ok=True)
+
+
+def runs_root(config: RunConfig) -> Path:
+    """Where runs are kept: `runs-dir`, else $OSFL_RUNS, else ~/.osfl/runs."""
+    root = Path(config.runs_dir or os.environ.get("OSFL_RUNS", "~/.osfl/runs")).expanduser()
+    if not root.is_absolute():
+        raise ConfigError(f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own")
+    return root
+
+
+def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFolder:
+    """Make or reopen the folder of a job.
+
+    Raises:
+        ConfigError: the job id belongs to a run with another configuration, or the disk cannot hold the run.
+    """
+    root = runs_root(config)
+    root.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(root).free) < needed_bytes:
+        raise ConfigError(f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about {needed_bytes / 1e6:,.0f} MB")
+    folder = RunFolder(root / job_id)
+    identity = {key: value for key, value in flatten(config).items() if key not in _NOT_IDENTITY}
+    if (earlier := folder.read_json("config.json")) is not None:
+        before = {key: value for key, value in earlier.items() if key not in _NOT_IDENTITY}
+        if differing := [key for key in identity | before if identity.get(key) != before.get(key)]:
+            key = differing[0]
+            raise ConfigError(
+                f"job-id = {job_id!r} was started with {key} = {before.get(key)!r}; this run has {identity.get(key)!r}. "
+                "Give the same configuration to resume it, or another job-id"
+            )
+    folder.write_json("config.json", flatten(config))
+    return folder

@@ -1,0 +1,1 @@
+"""From payloads to images: plan, samplers, guidance, image store."""

@@ -1,0 +1,104 @@
+"""Guidance terms: functions that turn noise predictions, or classifiers, into a guided noise prediction.
+
+All take batches whose rows may belong to different classes and clients.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from osfl.classifiers import normalise
+from osfl.diffusion import Kit
+from server_app.synthesis.samplers import x0hat
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One branch of the guidance."""
+
+    c: torch.Tensor  # [B, L, d]
+    scale: torch.Tensor  # [B]
+
+
+def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]) -> torch.Tensor:
+    """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714, eq. 11; FedDEO, eq. 8).
+
+    With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in diffusers' convention.
+    All branches go through the UNet in one batch.
+
+    Args:
+        z: [B, c, h, w].
+        t: timestep, [].
+        c0: the empty prompt's encoding, [1, L, d].
+    """
+    branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
+    e0, *others = kit.eps(z.repeat(1 + len(conditions), 1, 1, 1), t, branches).chunk(1 + len(conditions))
+    e = e0
+    for e_i, condition in zip(others, conditions, strict=True):
+        e = e + condition.scale.view(-1, 1, 1, 1) * (e_i - e0)
+    return e
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A client's classifier F_k and its BatchNorm layers, frozen."""
+
+    model: nn.Module
+    norms: tuple[nn.BatchNorm2d, ...]
+
+
+def as_teacher(model: nn.Module) -> Teacher:
+    """Freeze a classifier for guidance."""
+    model.eval().requires_grad_(False)
+    return Teacher(model, tuple(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)))
+
+
+def classifier_loss(
+    teacher: Teacher, images: torch.Tensor, labels: torch.Tensor, classifier_weight: float, bn_weight: float
+) -> torch.Tensor:
+    """L = w CE(F_k(x), y) + lambda L_BN for each image (FedCADO, eq. 7 to 9; FedLMG, eq. 8 to 10), shape [B].
+
+    `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm layer; mu_l and var_l are taken over
+    each image's own positions, so that an image does not depend on its batch.
+    """
+    inputs: list[torch.Tensor] = []
+    hooks = [norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for norm in teacher.norms]
+    try:
+        logits = teacher.model(normalise(images))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    loss = classifier_weight * F.cross_entropy(logits, labels, reduction="none")
+    if bn_weight > 0:
+        for norm, x in zip(teacher.norms, inputs, strict=True):
+            assert norm.running_mean is not None and norm.running_var is not None
+            mu, var = x.mean(dim=(2, 3)), x.var(dim=(2, 3), unbiased=False)
+            loss = loss + bn_weight * (_norm(mu - norm.running_mean) + _norm(var - norm.running_var))
+    return loss
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    """||x||_2 of each row; the floor keeps the gradient finite at x = 0."""
+    return x.square().sum(dim=1).clamp_min(1e-12).sqrt()
+
+
+def guide(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+    """e + scale sqrt(1 - a_t) grad_z L: classifier guidance (Dhariwal & Nichol, arXiv 2105.05233, alg. 2, with log p = -L).
+
+    The papers print a minus; with L a loss, that would increase it.
+
+    Args:
+        z: the leaf that `loss` was computed from.
+        e: the noise prediction, detached here.
+        loss: L of each image, [B]; rows are independent, so the gradient of their sum is each row's own.
+    """
+    (gradient,) = torch.autograd.grad(loss.sum(), z)
+    return e.detach() + scale * (1 - a_t).sqrt() * gradient
+
+
+def implied_image(kit: Kit, z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
+    """D(x0hat(z, t, e)): the image that a noise prediction implies, [B, 3, H, W] in about [-1, 1]."""
+    return kit.decode(x0hat(z, e, a_t))

@@ -1,0 +1,74 @@
+"""Which images to make. Pure: the same payloads and settings give the same plan on every machine."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from osfl.seeds import generator_of, seed_of
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """One image to make: its identity. Its noise depends on nothing else."""
+
+    method: str
+    seed: int  # of the run
+    client: str
+    label: int
+    index: int  # 0 .. R-1
+
+    @property
+    def noise_seed(self) -> int:
+        return seed_of(self.seed, self.method, self.client, self.label, self.index)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fixed set of images, sampled in one batch and committed together."""
+
+    name: str  # a digest of everything that shapes its images
+    jobs: tuple[ImageJob, ...]
+
+
+def plan_images(method: str, seed: int, labels_of: Mapping[str, Iterable[int]], per_class: int) -> list[ImageJob]:
+    """R images for every client and every class that it holds.
+
+    Args:
+        labels_of: the labels each client holds.
+        per_class: R.
+    """
+    return [
+        ImageJob(method, seed, client, label, index)
+        for client in sorted(labels_of)
+        for label in sorted(labels_of[client])
+        for index in range(per_class)
+    ]
+
+
+def cut_units(jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], settings: Mapping[str, object]) -> list[Unit]:
+    """Cut a plan into units of at most `size` images of one client.
+
+    A unit's name covers its jobs, its client's payload and the settings, and nothing of other clients: a client that comes
+    later adds units and changes none.
+
+    Args:
+        ingredients: for each client, the digest of its payload.
+        settings: of the sampler, the kit's digest included.
+    """
+    units = []
+    for client in sorted({job.client for job in jobs}):
+        own = [job for job in jobs if job.client == client]
+        for start in range(0, len(own), size):
+            part = tuple(own[start : start + size])
+            text = json.dumps([[asdict(job) for job in part], ingredients.get(client, ""), dict(settings)], sort_keys=True)
+            units.append(Unit(hashlib.sha256(text.encode()).hexdigest()[:24], part))
+    return units
+
+
+def initial_noise(jobs: Iterable[ImageJob], shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    """z_T [B, *shape] ~ N(0, I), each row from its own image's seed; drawn on the CPU so that every device gets the same."""
+    rows = [torch.randn(shape, generator=generator_of(job.seed, job.method, job.client, job.label, job.index)) for job in jobs]
+    return torch.stack(rows).to(device)

@@ -1,0 +1,52 @@
+"""The denoise loop: DDIM (Song et al., arXiv 2010.02502) with eta = 0.
+
+Rows of a batch are independent: each may have its own condition, guidance and noise.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from osfl.diffusion import Kit
+
+Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (z [B, ...], t []) -> e [B, ...]
+
+
+def x0hat(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
+    """x0hat = (z - sqrt(1 - a_t) e) / sqrt(a_t) (DDIM, eq. 9): the clean latent that the noise prediction implies."""
+    return (z - (1 - a_t).sqrt() * e) / a_t.sqrt()
+
+
+def ddim_step(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, a_prev: torch.Tensor) -> torch.Tensor:
+    """z_prev = sqrt(a_prev) x0hat + sqrt(1 - a_prev) e (DDIM, eq. 12 with sigma = 0)."""
+    return a_prev.sqrt() * x0hat(z, e, a_t) + (1 - a_prev).sqrt() * e
+
+
+def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict, progress: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """Denoise z_T to z_0.
+
+    Args:
+        z: z_T, [B, c, h, w].
+        steps: number of timesteps, spaced as the kit's scheduler spaces them.
+        predict: the guided noise prediction.
+        progress: called after every step.
+
+    Returns:
+        z_0 [B, c, h, w].
+    """
+    kit.scheduler.set_timesteps(steps)
+    timesteps = [int(t) for t in kit.scheduler.timesteps]
+    gap = kit.scheduler.config.num_train_timesteps // steps
+    alphas_cumprod, a_final = kit.alphas_cumprod, kit.scheduler.final_alpha_cumprod.to(kit.device)
+    for t in timesteps:
+        e = predict(z, torch.tensor(t, device=kit.device))
+        a_prev = alphas_cumprod[t - gap] if t >= gap else a_final
+        z = ddim_step(z, e, alphas_cumprod[t], a_prev)
+        progress()
+    return z
+
+
+@torch.no_grad()
+def to_images(kit: Kit, z: torch.Tensor) -> torch.Tensor:
+    """D(z_0) as uint8 [B, 3, H, W]."""
+    return ((kit.decode(z).float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()

@@ -1,0 +1,80 @@
+"""The global model: trained on the synthetic images, with or without the clients' classifiers as teachers."""
+
+from collections.abc import Mapping
+
+import torch
+from safetensors.torch import load, save
+from torch import nn
+from torch.nn import functional as F
+
+from osfl import classifiers
+from osfl.classifiers import logits_of
+from osfl.costs import Stopwatch
+from osfl.files import write_atomically
+from server_app.job import GlobalModel, ServerJob
+
+
+def train_global(
+    job: ServerJob, name: str, pixels: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None = None, distillation_weight: float = 0.0
+) -> GlobalModel:
+    """Train a global model, or load the one that a killed server had finished.
+
+    Args:
+        name: of the strategy; the model is kept as `models/<name>.safetensors`.
+        pixels: [N, 3, S, S] uint8.
+        labels: [N].
+        teacher: [N, C] probabilities of `fit`.
+    """
+    settings, classes = job.config.global_model, len(job.classes)
+    file = job.folder.path / "models" / f"{name}.safetensors"
+    model = classifiers.new_classifier(settings, classes, job.kit if settings.init == "kit" else "", job.config.seed)
+    job.status.phase(f"training {name}")
+    if file.is_file():
+        model.load_state_dict(load(file.read_bytes()))
+    else:
+        watch = Stopwatch()
+        classifiers.fit(
+            model,
+            pixels,
+            labels,
+            settings,
+            job.config.seed,
+            job.device,
+            teacher=teacher,
+            distillation_weight=distillation_weight,
+            progress=job.status.advance,
+        )
+        model.cpu()
+        job.folder.write_json(f"models/{name}.json", {"seconds": watch.seconds, "images": len(labels)})
+        write_atomically(file, save(model.state_dict()))
+    return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
+
+
+def mean_teacher(teachers: Mapping[str, nn.Module], held: Mapping[str, list[int]], pixels: torch.Tensor, device: torch.device, plain: bool) -> torch.Tensor:
+    """The mean of the clients' softmax outputs for every image [N, C]: multi-teacher distillation (FedLMG, eq. 12).
+
+    Under label skew a teacher knows nothing of the classes its client lacks; unless `plain`, each class is averaged over the
+    teachers that know it, and the rows are brought back to a sum of one.
+    """
+    probabilities = {client: F.softmax(logits_of(model, pixels, device), dim=1) for client, model in teachers.items()}
+    if plain:
+        return torch.stack(list(probabilities.values())).mean(dim=0)
+    total, count = torch.zeros_like(next(iter(probabilities.values()))), torch.zeros(next(iter(probabilities.values())).shape[1])
+    for client, p in probabilities.items():
+        total[:, held[client]] += p[:, held[client]]
+        count[held[client]] += 1
+    mean = total / count.clamp_min(1)
+    return mean / mean.sum(dim=1, keepdim=True)
+
+
+def own_teacher(teachers: Mapping[str, nn.Module], clients: tuple[str, ...], pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """For every image the softmax output of its own client's classifier [N, C]: specific-teacher distillation (FedLMG, eq. 13)."""
+    result = None
+    for client, model in teachers.items():
+        rows = torch.tensor([index for index, owner in enumerate(clients) if owner == client], dtype=torch.long)
+        if len(rows):
+            p = F.softmax(logits_of(model, pixels[rows], device), dim=1)
+            result = torch.zeros(len(pixels), p.shape[1]) if result is None else result
+            result[rows] = p
+    assert result is not None, "no image belongs to a teacher"
+    return result

@@ -1,0 +1,117 @@
+"""Fixtures shared by all tests."""
+
+import itertools
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def defaults() -> dict[str, Any]:
+    """The run-config of pyproject.toml, flat."""
+    from flwr.common.config import flatten_dict
+
+    return flatten_dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+
+
+class LoopGrid:
+    """A Grid whose nodes are ClientApps called in this process: real messages, real apps, no network.
+
+    Args:
+        app: the ClientApp.
+        run_config: what every client sees.
+        nodes: node-config of every node.
+        tamper: may change or replace a reply (node index, message type, reply) -> reply or None (lost).
+    """
+
+    def __init__(self, app: ClientApp, run_config: dict, nodes: list[dict], tamper: Callable[[int, str, Message], Message | None] | None = None):
+        self.app, self.run_config, self.nodes, self.tamper = app, run_config, nodes, tamper
+        self.sent: list[tuple[int, str]] = []
+        self._ids, self._replies = itertools.count(1), {}
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [100 + i for i in range(len(self.nodes))]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            message_id, index = str(next(self._ids)), message.metadata.dst_node_id - 100
+            message.metadata.__dict__["_message_id"] = message_id  # what the SuperLink does
+            self.sent.append((index, message.metadata.message_type))
+            context = Context(1, 100 + index, self.nodes[index], RecordDict(), self.run_config)
+            try:
+                reply = self.app(message, context)
+            except Exception as error:  # what Flower does
+                reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+            if self.tamper:
+                reply = self.tamper(index, message.metadata.message_type, reply)
+            self._replies[message_id] = reply
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [reply for i in message_ids if (reply := self._replies.pop(i, None)) is not None]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs and caches of a test go below its own folder."""
+    monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("server_app.round.POLL_SECONDS", 0.0)
+    return tmp_path
+
+
+__all__ = ["ConfigRecord", "LoopGrid", "defaults"]
+
+
+@pytest.fixture(scope="session")
+def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kit of the digits kit's shape with random weights: for tests of mathematics and plumbing, not of quality."""
+    import torch
+
+    from osfl import classifiers, diffusion, encoders
+    from osfl.data.digits import CLASSES
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("kit") / "tiny"
+    text = encoders.new_text_encoder([f"an image of {name}" for name in CLASSES], length=8, width=32)
+    diffusion.pipeline(diffusion.new_vae(), diffusion.new_unet(32), text).save_pretrained(folder)
+    (folder / "classifiers").mkdir()
+    resnet = classifiers.build_classifier("resnet18", 24, small_stem=True)
+    classifiers.save_initialisation(resnet, folder / "classifiers" / "resnet18.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shipped_kit() -> Path:
+    return ROOT / "kits" / "digits"
+
+
+def quick(**overrides: Any) -> dict[str, Any]:
+    """The defaults with everything that costs time cut down; names as in Python (`feddeo__lr`)."""
+    config = {
+        **defaults(),
+        "num-clients": 2,
+        "join-timeout": 5.0,
+        "deadline": 60.0,
+        "synthesis.images-per-class": 1,
+        "synthesis.steps": 2,
+        "synthesis.unit-size": 8,
+        "classifier.epochs": 1,
+        "global-model.epochs": 1,
+        "feddeo.epochs": 1,
+        "feddeo.batch-size": 10,
+    }
+    config.update({key.replace("__", ".").replace("_", "-"): value for key, value in overrides.items()})
+    unknown = set(config) - set(defaults())
+    assert not unknown, unknown
+    return config

@@ -1,0 +1,89 @@
+"""The schema: every key has a default in pyproject.toml, every bad value is named."""
+
+import tomllib
+
+import pytest
+
+from conftest import ROOT, defaults
+from osfl.config import ConfigError, flatten, parse_node_config, parse_run_config, schema
+from osfl.launch import resolve_config
+
+
+def test_defaults_and_schema_have_the_same_keys() -> None:
+    assert set(defaults()) == set(schema())
+
+
+def test_parsing_and_flattening_are_inverse() -> None:
+    assert flatten(parse_run_config(defaults())) == defaults()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("seeed", 1, "seeed: unknown key (did you mean seed?)"),
+        ("method", "magic", "method = 'magic': must be one of prompts-only, feddeo, fedlmg"),
+        ("seed", -1, "seed = -1: must be from 0"),
+        ("seed", 1.5, "seed = 1.5: must be a whole number"),
+        ("seed", "one", "seed = 'one': must be a whole number"),
+        ("seed", True, "seed = True: must be a whole number"),
+        ("num-clients", 0, "num-clients = 0: must be from 1"),
+        ("feddeo.lr", 0.0, "feddeo.lr = 0.0: must be from 1e-08"),
+        ("feddeo.lr", float("nan"), "feddeo.lr = nan: must be from"),
+        ("classifier.small-stem", "yes", "classifier.small-stem = 'yes': must be true or false"),
+        ("data.partition", "magic", "data.partition = 'magic': must be one of domain, label, dirichlet, iid"),
+        ("synthesis.prompt", "an image", "synthesis.prompt = 'an image': must contain {class}"),
+        ("fedlmg.strategies", "ft,xx", "fedlmg.strategies = 'ft,xx': must name some of ft, md, sd"),
+        ("min-clients", 9, "min-clients = 9: must be at most num-clients = 2"),
+        ("job-id", "../etc", "job-id = '../etc': must be 1 to 64 letters"),
+        ("data.name", "folder", "data.classes: data.name = 'folder' needs at least two class names"),
+    ],
+)
+def test_bad_values_are_named(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({**defaults(), key: value})  # type: ignore[dict-item]
+    assert message in str(caught.value)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({**defaults(), "seed": -1, "feddeo.lr": "fast"})
+    assert "seed = -1" in str(caught.value)
+    assert "feddeo.lr = 'fast'" in str(caught.value)
+
+
+def test_a_missing_key_is_named() -> None:
+    values = defaults()
+    del values["seed"]
+    with pytest.raises(ConfigError, match="seed: missing"):
+        parse_run_config(values)
+
+
+def test_node_config() -> None:
+    assert parse_node_config({"partition-id": 3, "data-dir": "/data"}).partition_id == 3
+    with pytest.raises(ConfigError, match="data-dri: unknown key .did you mean data-dir"):
+        parse_node_config({"data-dri": "/data"})
+    with pytest.raises(ConfigError, match="partition-id = 'x': must be a whole number"):
+        parse_node_config({"partition-id": "x"})
+
+
+def test_files_and_arguments_merge_from_left_to_right(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "a.toml"
+    file.write_text('method = "fedlmg"\nseed = 1\n[feddeo]\nlr = 0.5\n')
+    config, overrides = resolve_config([str(file), "seed=2", "classifier.small-stem=false", "runs-dir=/tmp/x"])
+    assert (config.method, config.seed, config.feddeo.lr, config.classifier.small_stem) == ("fedlmg", 2, 0.5, False)
+    assert overrides == {"method": "fedlmg", "seed": 2, "feddeo.lr": 0.5, "classifier.small-stem": False, "runs-dir": "/tmp/x"}
+
+
+def test_bad_files_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=r"nothing\.toml.*no such file"):
+        resolve_config(["nothing.toml"])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = = 1")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML"):
+        resolve_config([str(broken)])
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda f: f.name)
+def test_every_shipped_config_is_valid(file) -> None:  # type: ignore[no-untyped-def]
+    assert tomllib.loads(file.read_text())
+    resolve_config([str(file)])

@@ -1,0 +1,148 @@
+"""Data: the embedded digits, their partitions, and folders of images in every state of repair."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import ROOT, defaults
+from osfl.config import DataConfig, NodeConfig, parse_run_config
+from osfl.data import DataError, load_images
+from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
+from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
+
+DIGITS = parse_run_config(defaults()).data
+
+
+def test_no_scan_is_in_two_splits() -> None:
+    parts = split_sources()
+    every = np.concatenate(list(parts.values()))
+    assert len(every) == len(set(every.tolist())) == 1797
+    assert {name: len(p) for name, p in parts.items() if name != "public"} == {"private": 600, "test": 300}
+
+
+def test_splits_hold_what_the_table_says() -> None:
+    private, test = load_split("private"), load_split("test")
+    assert len(private) == 6 * 10 * IMAGES_PER_CLASS
+    assert len(test) == 6 * 300
+    assert len(set(private["source"])) == len(private)  # each scan belongs to one client
+    assert set(private["source"]).isdisjoint(test["source"])
+    assert set(private["caption"]) == {""}
+
+
+def test_public_corpus_is_long_tailed() -> None:
+    public = load_split("public")
+    domains, captions = np.array(public["domain"]), np.array(public["caption"])
+    photo = domains == "photo"
+    assert abs(photo.mean() - 0.75) < 0.02
+    names_style = np.array([any(s in c for s in STYLES) for c in captions])
+    assert abs(names_style[photo].mean() - 0.12) < 0.02
+    assert abs(names_style[~photo].mean() - 0.88) < 0.03
+    assert set(public["source"]) <= set(split_sources()["public"].tolist())
+
+
+def test_drawing_is_deterministic() -> None:
+    source = np.linspace(0, 1, 64).reshape(8, 8)
+    for style in STYLES:
+        one, two = (render(source, style, WHOLE_STYLE, np.random.default_rng(3)) for _ in range(2))
+        assert one.shape == (32, 32, 3)
+        assert one.dtype == np.uint8
+        assert np.array_equal(one, two)
+
+
+def test_a_domain_is_a_narrow_slice_of_its_style() -> None:
+    for ranges in DOMAIN_SLICES.values():
+        assert all(low < high < low + 0.11 for low, high in ranges.values())
+        assert all(0 <= low and high <= 1.0001 for name, (low, high) in ranges.items() if "hue" not in name)  # hues are a circle
+
+
+@pytest.mark.parametrize("partition", ["domain", "label", "dirichlet", "iid"])
+def test_partitions_are_disjoint_and_complete(partition: str) -> None:
+    parts = [load_images(replace(DIGITS, partition=partition), NodeConfig(partition_id=k, num_partitions=6), "train", 0) for k in range(6)]
+    assert sum(len(p) for p in parts) == 600
+    rows = {p.pixels[i].numpy().tobytes() for p in parts for i in range(len(p))}
+    assert len(rows) == 600
+
+
+def test_skews_are_what_they_are_called() -> None:
+    def part(k: int, **changes: object) -> list[int]:
+        return load_images(replace(DIGITS, **changes), NodeConfig(partition_id=k, num_partitions=5), "train", 0).held()  # type: ignore[arg-type]
+
+    assert part(0, partition="domain") == list(range(10))
+    assert all(len(part(k, partition="label", shards_per_client=2)) <= 4 for k in range(5))
+    counts = torch.bincount(load_images(replace(DIGITS, partition="dirichlet", alpha=0.1), NodeConfig(partition_id=0, num_partitions=5), "train", 0).labels, minlength=10)
+    assert counts.max() > 3 * counts.float().mean()
+
+
+def test_a_client_beyond_the_data_is_told() -> None:
+    with pytest.raises(DataError, match=r"partition-id = 6: the data has 6 parts.*no data"):
+        load_images(DIGITS, NodeConfig(partition_id=6, num_partitions=7), "train", 0)
+    with pytest.raises(DataError, match="needs node-config partition-id"):
+        load_images(DIGITS, NodeConfig(), "train", 0)
+
+
+FOLDER = DataConfig("folder", "domain", 2, 0.5, "cat,dog", 16, "")
+
+
+def make_folder(root, **classes: list[Image.Image]):  # type: ignore[no-untyped-def]
+    for name, images in classes.items():
+        folder = root / "train" / name
+        folder.mkdir(parents=True)
+        for index, image in enumerate(images):
+            image.save(folder / f"{index}.png")
+    return NodeConfig(client_id="site", data_dir=str(root))
+
+
+def test_images_of_every_mode_become_rgb(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    clear = Image.new("RGBA", (40, 20), (255, 0, 0, 0))
+    node = make_folder(
+        tmp_path,
+        cat=[Image.new("L", (20, 30), 128), Image.new("1", (16, 16), 1), clear],
+        dog=[Image.new("P", (16, 16)), Image.new("I;16", (16, 16)), Image.new("RGB", (64, 48), "blue")],
+    )
+    images = load_images(FOLDER, node, "train", 0)
+    assert images.pixels.shape == (6, 3, 16, 16)
+    assert images.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert (images.pixels[0] == 128).all()  # grey stays grey
+    assert (images.pixels[2] == 255).all()  # transparent is white, not the colour below
+    assert images.pixels[5, :, 8, 8].tolist() == [0, 0, 255]
+
+
+def test_a_corrupt_image_is_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    node = make_folder(tmp_path, cat=[Image.new("RGB", (16, 16))], dog=[Image.effect_noise((64, 64), 50)])
+    file = tmp_path / "train" / "dog" / "0.png"
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(DataError, match=r"dog/0\.png: not a readable image"):
+        load_images(FOLDER, node, "train", 0)
+
+
+def test_missing_empty_and_unknown_folders_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(DataError, match="there is no folder train/"):
+        load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
+    with pytest.raises(DataError, match="needs node-config data-dir"):
+        load_images(FOLDER, NodeConfig(), "train", 0)
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"train/cat: the class has no images"):
+        load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
+    (tmp_path / "train" / "cat").rmdir()
+    with pytest.raises(DataError, match="no images. This client has no data"):
+        load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
+    (tmp_path / "train" / "yak").mkdir()
+    with pytest.raises(DataError, match="'yak' is not one of the run's classes"):
+        load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
+
+
+def test_real_photographs(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """PACS as a site would have it: one domain, real JPEGs."""
+    pacs = ROOT.parent / "shared" / "data" / "pacs" / "sketch"
+    if not pacs.is_dir():
+        pytest.skip("the PACS images are not on this machine (../shared/data/pacs)")
+    (tmp_path / "train").symlink_to(pacs)
+    names = sorted(p.name for p in pacs.iterdir())
+    images = load_images(replace(FOLDER, classes=",".join(names), image_size=64), NodeConfig(data_dir=str(tmp_path)), "train", 0)
+    assert images.pixels.shape == (len(list(pacs.glob("*/*.jpg"))), 3, 64, 64)
+    assert images.held() == list(range(7))
+
+

@@ -1,0 +1,218 @@
+"""The wire format: what goes in comes out, and nothing else comes out."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from conftest import ROOT
+from osfl import wire
+from osfl.payloads import Classifier, Descriptions
+from osfl.v1 import payload_pb2 as pb
+
+CLASSES = ("cat", "dog", "emu")
+DESCRIPTIONS = wire.Expected("feddeo", "job-1", "client-0", CLASSES, max_bytes=10_000, text_shape=(2, 3))
+STATE = {
+    "conv.weight": torch.arange(4.0).view(2, 2),
+    "bn.running_mean": torch.tensor([0.5, -0.5]),
+    "bn.running_var": torch.tensor([1.0, 2.0]),
+    "bn.num_batches_tracked": torch.tensor(7),
+}
+CLASSIFIER = wire.Expected(
+    "fedlmg",
+    "job-1",
+    "client-0",
+    CLASSES,
+    max_bytes=10_000,
+    architectures={"resnet18": {name: (tuple(t.shape), t.dtype) for name, t in STATE.items()}},
+)
+
+
+def descriptions(classes: tuple[str, ...] = ("cat", "emu")) -> Descriptions:
+    return Descriptions(classes, torch.arange(len(classes) * 6.0).view(-1, 2, 3))
+
+
+def blob(payload: Descriptions | Classifier | None = None, expected: wire.Expected = DESCRIPTIONS) -> bytes:
+    return wire.encode(payload or descriptions(), expected.method, expected.job, expected.client)
+
+
+finite = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
+
+
+@given(
+    held=st.sets(st.sampled_from(CLASSES), min_size=1),
+    data=st.data(),
+)
+def test_descriptions_round_trip(held: set[str], data: st.DataObject) -> None:
+    classes = tuple(c for c in CLASSES if c in held)
+    vectors = torch.from_numpy(data.draw(npst.arrays("float32", (len(classes), 2, 3), elements=finite)))
+    encoded = wire.encode(Descriptions(classes, vectors), "feddeo", "job-1", "client-0")
+    back = wire.decode(encoded, DESCRIPTIONS, wire.digest(encoded))
+    assert isinstance(back, Descriptions)
+    assert back.classes == classes
+    assert torch.equal(back.vectors, vectors)
+    assert wire.encode(back, "feddeo", "job-1", "client-0") == encoded
+
+
+@given(npst.arrays("float32", (2, 2), elements=finite), st.integers(0, 2**62))
+def test_classifier_round_trip(weight, batches: int) -> None:  # type: ignore[no-untyped-def]
+    state = {**STATE, "conv.weight": torch.from_numpy(weight), "bn.num_batches_tracked": torch.tensor(batches)}
+    back = wire.decode(blob(Classifier(("dog",), "resnet18", state), CLASSIFIER), CLASSIFIER)
+    assert isinstance(back, Classifier)
+    assert list(back.state) == list(STATE)
+    assert all(torch.equal(back.state[name], state[name]) for name in STATE)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_mutated_bytes_are_refused_or_still_valid(data: st.DataObject) -> None:
+    """Whatever happens to the bytes, decoding gives a checked payload or a PayloadError, and never anything else."""
+    original = blob(Classifier(("dog",), "resnet18", STATE), CLASSIFIER)
+    mutated = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind, at = data.draw(st.sampled_from(["flip", "cut", "insert"])), data.draw(st.integers(0, max(len(mutated) - 1, 0)))
+        if kind == "flip" and mutated:
+            mutated[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del mutated[at : at + data.draw(st.integers(1, 20))]
+        else:
+            mutated[at:at] = data.draw(st.binary(min_size=1, max_size=8))
+    try:
+        payload = wire.decode(bytes(mutated), CLASSIFIER)
+    except wire.PayloadError as error:
+        assert error.client == "client-0"
+    else:
+        assert isinstance(payload, Classifier)
+        assert list(payload.state) == list(STATE)
+        assert all(torch.isfinite(t).all() for t in payload.state.values())
+        assert (payload.state["bn.running_var"] >= 0).all()
+    if bytes(mutated) != original:
+        with pytest.raises(wire.PayloadError, match="client-0"):
+            wire.decode(bytes(mutated), CLASSIFIER, wire.digest(original))
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused(noise: bytes) -> None:
+    with pytest.raises(wire.PayloadError):
+        wire.decode(noise, DESCRIPTIONS)
+
+
+def message(**changes) -> pb.Payload:  # type: ignore[no-untyped-def]
+    made = pb.Payload.FromString(blob())
+    for name, value in changes.items():
+        if name == "classes":
+            del made.classes[:]
+            made.classes.extend(value)
+        else:
+            setattr(made, name, value)
+    return made
+
+
+def refused(made: pb.Payload | bytes, expected: wire.Expected = DESCRIPTIONS, **kwargs) -> wire.PayloadError:  # type: ignore[no-untyped-def]
+    data = made if isinstance(made, bytes) else made.SerializeToString()
+    with pytest.raises(wire.PayloadError) as caught:
+        wire.decode(data, expected, **kwargs)
+    assert "client-0" in str(caught.value)
+    assert caught.value.field in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"version": 2}, "version"),
+        ({"method": "magic"}, "method"),
+        ({"job": "job-2"}, "job"),
+        ({"client": "client-1"}, "client"),
+        ({"classes": []}, "classes"),
+        ({"classes": ["emu", "cat"]}, "classes"),
+        ({"classes": ["cat", "cat"]}, "classes"),
+        ({"classes": ["cat", "yak"]}, "classes"),
+        ({"classes": ["cat"]}, "vectors"),
+    ],
+)
+def test_wrong_header_fields_are_named(changes: dict, field: str) -> None:
+    assert refused(message(**changes)).field == field
+
+
+def test_wrong_size_digest_and_truncation_are_named() -> None:
+    assert refused(blob(), replace(DESCRIPTIONS, max_bytes=10)).field == "size"
+    assert refused(blob(), sha256="0" * 64).field == "sha256"
+    assert refused(blob()[:-3]).field == "message"
+    assert refused(blob() + b"\xf8\x07\x01").field == "message"  # field 127, which nobody knows
+
+
+def test_wrong_body_is_named() -> None:
+    other = pb.Payload.FromString(blob(Classifier(("cat",), "resnet18", STATE), replace(CLASSIFIER, method="feddeo")))
+    assert refused(other).field == "body"
+
+
+def tensor_of(made: pb.Payload) -> pb.Tensor:
+    return made.descriptions.vectors
+
+
+def test_wrong_tensors_are_named() -> None:
+    made = message()
+    tensor_of(made).shape[1] = 5
+    assert refused(made).field == "vectors"
+    made = message()
+    tensor_of(made).dtype = pb.DTYPE_INT64
+    assert "dtype" in str(refused(made))
+    made = message()
+    tensor_of(made).codec = pb.CODEC_UNSPECIFIED
+    assert "codec" in str(refused(made))
+    made = message()
+    tensor_of(made).data = tensor_of(made).data[:-4]
+    assert "bytes" in str(refused(made))
+    made = message()
+    tensor_of(made).shape[0] = 2**60
+    assert refused(made).field == "vectors"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_are_named(value: float) -> None:
+    bad = descriptions()
+    bad.vectors[1, 0, 2] = value
+    assert "NaN" in str(refused(blob(bad)))
+
+
+def test_a_state_dict_must_be_exactly_the_architectures() -> None:
+    def of(state: dict[str, torch.Tensor], architecture: str = "resnet18") -> bytes:
+        return blob(Classifier(("cat",), architecture, state), CLASSIFIER)
+
+    assert refused(of(STATE, "vit_h_14"), CLASSIFIER).field == "architecture"
+    assert "missing" in str(refused(of({k: v for k, v in STATE.items() if k != "conv.weight"}), CLASSIFIER))
+    assert "not expected" in str(refused(of({**STATE, "extra": torch.zeros(1)}), CLASSIFIER))
+    assert refused(of({**STATE, "bn.running_var": torch.tensor([-1.0, 1.0])}), CLASSIFIER).field == "bn.running_var"
+    made = pb.Payload.FromString(of(STATE))
+    made.classifier.state.append(made.classifier.state[0])
+    assert "twice" in str(refused(made, CLASSIFIER))
+
+
+def test_sizes_on_the_wire() -> None:
+    """Header below 256 bytes and 1 %; FedDEO at Stable Diffusion's shapes is 3.548 M numbers for 60 classes."""
+    classes = tuple(f"class-{i:02d}" for i in range(60))
+    payload = Descriptions(classes, torch.randn(60, 77, 768))
+    assert payload.vectors.numel() == 3_548_160
+    size = len(wire.encode(payload, "feddeo", "job-1", "client-0"))
+    assert size - 4 * 3_548_160 < 256 + 0.01 * size
+
+
+def test_a_resnet18_payload_has_the_papers_size() -> None:
+    from osfl.classifiers import build_classifier
+
+    model = build_classifier("resnet18", 1000)
+    assert sum(p.numel() for p in model.parameters()) == 11_689_512
+
+
+def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    protoc = pytest.importorskip("grpc_tools", reason="grpcio-tools is not installed (pip install -e '.[dev]')")
+    assert protoc
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}", f"--python_out={tmp_path}", "osfl/v1/payload.proto"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "osfl/v1/payload_pb2.py").read_text() == (ROOT / "osfl/v1/payload_pb2.py").read_text(), "run `make proto`"
