@@ -46,7 +46,15 @@ def train(message: Message, context: Context) -> Message:
         return Message(pack_payload(stored.read_bytes(), {**costs, "resent": 1.0}), reply_to=message)
     watch = Stopwatch()
     images = load_images(config.data, node, "train", config.seed)
-    job = ClientJob(config, client, class_names(config.data), images, _kit(config, node), pick_device(node.device), progress=_Progress(folder))
+    job = ClientJob(
+        config,
+        client,
+        class_names(config.data),
+        images,
+        _kit(config, node),
+        pick_device(node.device),
+        progress=_Progress(folder),
+    )
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client)
     costs = {
@@ -102,10 +110,16 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
 
 def _cache(config: RunConfig, node: NodeConfig, client: str, job_id: str) -> Path:
     """Where this client keeps a finished payload: by job, client and everything that shapes the payload."""
-    shaping = {k: v for k, v in flatten(config).items() if not k.startswith(("synthesis.images", "synthesis.steps", "global-model.", "fedlmg."))}
+    shaping = {
+        k: v
+        for k, v in flatten(config).items()
+        if not k.startswith(("synthesis.images", "synthesis.steps", "global-model.", "fedlmg."))
+    }
     for key in ("job-id", "num-clients", "min-clients", "join-timeout", "deadline", "runs-dir", "device", "max-payload-mb"):
         shaping.pop(key)
-    key = hashlib.sha256(json.dumps([shaping, node.data_dir, node.partition_id, node.kit], sort_keys=True).encode()).hexdigest()[:12]
+    key = hashlib.sha256(
+        json.dumps([shaping, node.data_dir, node.partition_id, node.kit], sort_keys=True).encode()
+    ).hexdigest()[:12]
     root = Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser()
     folder = root / job_id / f"{client}-{key}"
     folder.mkdir(parents=True, exist_ok=True)

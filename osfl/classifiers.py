@@ -38,7 +38,9 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
         ClassifierError: unknown architecture, or a small stem for one that is not a ResNet.
     """
     if architecture not in list_models(module=None):
-        raise ClassifierError(f"classifier={architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn")
+        raise ClassifierError(
+            f"classifier={architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn"
+        )
     model = get_model(architecture, weights=None, num_classes=num_classes)
     if small_stem:
         if not (hasattr(model, "conv1") and hasattr(model, "maxpool")):
@@ -63,12 +65,16 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
     try:
         weights = unpack_int8(load_file(file)) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     except (OSError, SafetensorError, UnpicklingError) as error:
-        raise ClassifierError(f"init={str(file)!r} cannot be read: {error}. Set init='none' to start from random weights") from error
+        raise ClassifierError(
+            f"init={str(file)!r} cannot be read: {error}. Set init='none' to start from random weights"
+        ) from error
     own = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items() if name in own and own[name].shape == tensor.shape}
     missing = [n for n in own if n not in fitting and not n.startswith(("fc.", "classifier.", "heads."))]
     if missing:
-        raise ClassifierError(f"init={str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more")
+        raise ClassifierError(
+            f"init={str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more"
+        )
     model.load_state_dict(fitting, strict=False)
 
 
@@ -150,7 +156,12 @@ def fit(
     teacher = None if teacher is None else teacher.to(device)
     optimiser = torch.optim.SGD(model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay)
     order = torch.Generator().manual_seed(seed_of(seed, "order"))
-    batches = [b for _ in range(config.epochs) for b in torch.randperm(len(labels), generator=order).split(config.batch_size) if len(b) > 1]
+    batches = [
+        b
+        for _ in range(config.epochs)
+        for b in torch.randperm(len(labels), generator=order).split(config.batch_size)
+        if len(b) > 1
+    ]
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         logits = model(normalise(pixels[rows].float() / 127.5 - 1))
@@ -177,7 +188,9 @@ def logits_of(model: nn.Module, pixels: torch.Tensor, device: torch.device) -> t
     return torch.cat([model(normalise(chunk.to(device).float() / 127.5 - 1)).cpu() for chunk in pixels.split(256)])
 
 
-def confusion(model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor, num_classes: int, device: torch.device) -> list[list[int]]:
+def confusion(
+    model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor, num_classes: int, device: torch.device
+) -> list[list[int]]:
     """The confusion matrix on labelled images: rows are true classes, columns predicted ones."""
     predicted = logits_of(model, pixels, device).argmax(dim=1)
     return confusion_matrix(labels, predicted, labels=range(num_classes)).tolist()

@@ -14,7 +14,9 @@ from rich.table import Table
 
 from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
 
-app = typer.Typer(help="One-shot federated learning with diffusion models, on Flower.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="One-shot federated learning with diffusion models, on Flower.", no_args_is_help=True, pretty_exceptions_enable=False
+)
 kit_app = typer.Typer(help="Miniature foundation kits.", no_args_is_help=True)
 app.add_typer(kit_app, name="kit")
 console = Console()
@@ -56,7 +58,11 @@ def run(
         console.print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        console.print(f"interrupted; go on with [bold]osfl run {' '.join(settings or [])} job-id={job_id}[/]", highlight=False, soft_wrap=True)
+        console.print(
+            f"interrupted; go on with [bold]osfl run {' '.join(settings or [])} job-id={job_id}[/]",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(130) from None
 
 
@@ -69,9 +75,12 @@ def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root
         run_id = launch.submit(overrides, "osfl", environment, federation)
         console.print(f"[bold]{config.method}[/], {config.num_clients} clients, job [bold]{job_id}[/]", highlight=False)
         logs = root / f"{job_id}.log"
-        with open(logs, "w") as sink, subprocess.Popen(
-            ["flwr", "log", "osfl", str(run_id), "--stream"], env=environment, stdout=sink, stderr=sink
-        ) as streaming:
+        with (
+            open(logs, "w") as sink,
+            subprocess.Popen(
+                ["flwr", "log", "osfl", str(run_id), "--stream"], env=environment, stdout=sink, stderr=sink
+            ) as streaming,
+        ):
             try:
                 _watch(streaming, folder, cache / job_id)
             finally:
@@ -104,7 +113,9 @@ def _run_on(connection: str, overrides: dict[str, Scalar]) -> None:
 
 def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
     """Show the clients, and the phase the server is in, until the log ends."""
-    phases = Progress(TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+    phases = Progress(
+        TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
     rows: dict[str, TaskID] = {}
     with Live(console=console, refresh_per_second=4, transient=False) as live:
         while streaming.poll() is None:
@@ -154,13 +165,17 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(1, len(metrics["clients"]))
     server = metrics["server"]
     each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""
-    console.print(f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic images{each}", highlight=False)
+    console.print(
+        f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic images{each}", highlight=False
+    )
 
 
 @kit_app.command("train")
 def kit_train(
     out: Annotated[Path, typer.Option(help="Folder of the finished kit.")] = Path("runs/kit/digits"),
-    work: Annotated[Path, typer.Option(help="Folder of the checkpoints; an interrupted training resumes there.")] = Path("runs/kit/checkpoints"),
+    work: Annotated[Path, typer.Option(help="Folder of the checkpoints; an interrupted training resumes there.")] = Path(
+        "runs/kit/checkpoints"
+    ),
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
 ) -> None:
     """Train the digits kit from the public split: about an hour and a half on two cores, minutes on a GPU."""

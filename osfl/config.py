@@ -6,10 +6,11 @@
 The defaults live in pyproject.toml alone. Names are kebab-case there (`feddeo.guidance-text`) and snake_case here.
 """
 
+import difflib
 import types
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 Scalar = int | float | bool | str
 
@@ -18,103 +19,107 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key, the value and what is allowed."""
 
 
-def _number(low: float | None = None, high: float | None = None) -> Any:
+@dataclass(frozen=True)
+class Range:
     """A number inside [low, high]."""
-    return field(metadata={"low": low, "high": high})
+
+    low: float
+    high: float
 
 
-def _choice(*choices: str) -> Any:
-    return field(metadata={"choices": choices})
+class OneOf:
+    """One of some texts."""
 
-
-def _text() -> Any:
-    return field(metadata={})
+    def __init__(self, *choices: str):
+        self.choices = choices
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Which images there are and how they are cut into clients."""
 
-    name: str = _choice("digits", "folder")
-    partition: str = _choice("domain", "label", "dirichlet", "iid")
-    shards_per_client: int = _number(1, 1000)  # partition = label: pieces of the label-sorted data (McMahan et al. 2017)
-    alpha: float = _number(1e-3, 1e6)  # partition = dirichlet: concentration
-    classes: str = _text()  # comma-separated names; empty: the data set's own
-    image_size: int = _number(8, 2048)  # pixels on a side that classifiers and the kit see
-    server_dir: str = _text()  # ceiling on folders: where the server finds all clients' images
+    name: Annotated[str, OneOf("digits", "folder")]
+    partition: Annotated[str, OneOf("domain", "label", "dirichlet", "iid")]
+    shards_per_client: Annotated[
+        int, Range(1, 1000)
+    ]  # partition = label: pieces of the label-sorted data (McMahan et al. 2017)
+    alpha: Annotated[float, Range(1e-3, 1e6)]  # partition = dirichlet: concentration
+    classes: str  # comma-separated names; empty: the data set's own
+    image_size: Annotated[int, Range(8, 2048)]  # pixels on a side that classifiers and the kit see
+    server_dir: str  # ceiling on folders: where the server finds all clients' images
 
 
 @dataclass(frozen=True)
 class ClassifierConfig:
     """A torchvision classifier and its training (SGD)."""
 
-    architecture: str = _text()
-    small_stem: bool = field(metadata={})
-    init: str = _text()  # "kit": the kit's initialisation; "none": random; else a path
-    epochs: int = _number(1, 10_000)
-    batch_size: int = _number(2, 65_536)
-    lr: float = _number(1e-8, 100)
-    momentum: float = _number(0, 0.9999)
-    weight_decay: float = _number(0, 1)
+    architecture: str
+    small_stem: bool
+    init: str  # "kit": the kit's initialisation; "none": random; else a path
+    epochs: Annotated[int, Range(1, 10_000)]
+    batch_size: Annotated[int, Range(2, 65_536)]
+    lr: Annotated[float, Range(1e-8, 100)]
+    momentum: Annotated[float, Range(0, 0.9999)]
+    weight_decay: Annotated[float, Range(0, 1)]
 
 
 @dataclass(frozen=True)
 class SynthesisConfig:
     """What the server renders."""
 
-    images_per_class: int = _number(1, 1_000_000)  # R, of each client
-    steps: int = _number(2, 1000)  # DDIM steps
-    unit_size: int = _number(1, 4096)  # images sampled in one batch and committed together
-    prompt: str = _text()  # "{class}" stands for the class name
+    images_per_class: Annotated[int, Range(1, 1_000_000)]  # R, of each client
+    steps: Annotated[int, Range(2, 1000)]  # DDIM steps
+    unit_size: Annotated[int, Range(1, 4096)]  # images sampled in one batch and committed together
+    prompt: str  # "{class}" stands for the class name
 
 
 @dataclass(frozen=True)
 class PromptsOnlyConfig:
     """Classifier-free guidance on the class prompt."""
 
-    guidance: float = _number(0, 100)
+    guidance: Annotated[float, Range(0, 100)]
 
 
 @dataclass(frozen=True)
 class FedDEOConfig:
     """FedDEO: descriptions."""
 
-    epochs: int = _number(1, 100_000)  # S
-    batch_size: int = _number(1, 4096)  # images of one class in a step
-    lr: float = _number(1e-8, 1000)
-    guidance_text: float = _number(0, 100)
-    guidance_description: float = _number(0, 100)
+    epochs: Annotated[int, Range(1, 100_000)]  # S
+    batch_size: Annotated[int, Range(1, 4096)]  # images of one class in a step
+    lr: Annotated[float, Range(1e-8, 1000)]
+    guidance_text: Annotated[float, Range(0, 100)]
+    guidance_description: Annotated[float, Range(0, 100)]
 
 
 @dataclass(frozen=True)
 class FedLMGConfig:
     """FedLMG: classifier guidance and the global model's training."""
 
-    guidance: float = _number(0, 100)  # classifier-free
-    classifier_weight: float = _number(0, 1e4)  # of the cross-entropy in L; 0 switches it off
-    bn_weight: float = _number(0, 1e4)  # lambda of L_BN; 0 switches it off
-    gradient_scale: float = _number(0, 1e6)  # 1 in the paper
-    gradient: str = _choice("full", "x0")
-    strategies: str = _text()  # of ft, md, sd; comma-separated
-    distillation_weight: float = _number(0, 1e4)
-    teacher_mean: str = _choice("known-classes", "plain")
+    guidance: Annotated[float, Range(0, 100)]  # classifier-free
+    classifier_weight: Annotated[float, Range(0, 1e4)]  # of the cross-entropy in L; 0 switches it off
+    bn_weight: Annotated[float, Range(0, 1e4)]  # lambda of L_BN; 0 switches it off
+    gradient_scale: Annotated[float, Range(0, 1e6)]  # 1 in the paper
+    gradient: Annotated[str, OneOf("full", "x0")]
+    strategies: str  # of ft, md, sd; comma-separated
+    distillation_weight: Annotated[float, Range(0, 1e4)]
+    teacher_mean: Annotated[str, OneOf("known-classes", "plain")]
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that is equal on all nodes of a run."""
 
-    method: str = _text()
-    job_id: str = _text()  # empty: made from the method and Flower's run id
-    seed: int = _number(0, 2**31 - 1)
-    num_clients: int = _number(1, 100_000)  # how many to wait for
-    min_clients: int = _number(0, 100_000)  # how many payloads are enough; 0: all
-    join_timeout: float = _number(1, 1e7)  # seconds to wait for clients to appear
-    deadline: float = _number(1, 1e7)  # seconds to wait for payloads
-    max_payload_mb: float = _number(1e-3, 1e5)
-    runs_dir: str = _text()  # empty: ~/.osfl/runs
-    kit: str = _text()  # a name in kits/, an absolute path or a hub id; node-config `kit` goes first
-    device: str = _text()  # of the server: auto, cpu, cuda, cuda:1, ...
+    method: str
+    job_id: str  # empty: made from the method and Flower's run id
+    seed: Annotated[int, Range(0, 2**31 - 1)]
+    num_clients: Annotated[int, Range(1, 100_000)]  # how many to wait for
+    min_clients: Annotated[int, Range(0, 100_000)]  # how many payloads are enough; 0: all
+    join_timeout: Annotated[float, Range(1, 1e7)]  # seconds to wait for clients to appear
+    deadline: Annotated[float, Range(1, 1e7)]  # seconds to wait for payloads
+    max_payload_mb: Annotated[float, Range(1e-3, 1e5)]
+    runs_dir: str  # empty: ~/.osfl/runs
+    kit: str  # a name in kits/, an absolute path or a hub id; node-config `kit` goes first
+    device: str  # of the server: auto, cpu, cuda, cuda:1, ...
     data: DataConfig
     classifier: ClassifierConfig  # the clients'
     global_model: ClassifierConfig  # the server's
@@ -146,7 +151,7 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     known = schema()
     problems = [f"{key}: unknown key{_suggest(key, known)}" for key in values if key not in known]
     problems += [f"{key}: missing" for key in known if key not in values]
-    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, *known[key]))]
+    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, known[key]))]
     if problems:
         raise ConfigError("bad run-config:\n  " + "\n  ".join(problems))
     config = _build(RunConfig, values, "")
@@ -160,16 +165,16 @@ def parse_node_config(values: Mapping[str, Scalar]) -> NodeConfig:
     Raises:
         ConfigError: as `parse_run_config`.
     """
-    known = {f.name.replace("_", "-"): (f, t) for f, t in _typed_fields(NodeConfig)}
+    known = _schema(NodeConfig, "")
     problems = [f"{key}: unknown key{_suggest(key, known)}" for key in values if key not in known]
-    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, *known[key]))]
+    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, known[key]))]
     if problems:
         raise ConfigError("bad node-config:\n  " + "\n  ".join(problems))
     return NodeConfig(**{key.replace("-", "_"): value for key, value in values.items()})  # type: ignore[arg-type]
 
 
-def schema() -> dict[str, tuple[Field, type]]:
-    """Every run-config key with its field and type."""
+def schema() -> dict[str, Any]:
+    """Every run-config key with its annotated type."""
     return _schema(RunConfig, "")
 
 
@@ -182,37 +187,33 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Scalar]:
     return flat
 
 
-def _typed_fields(cls: type) -> list[tuple[Field, type]]:
-    hints = get_type_hints(cls)
-    return [(f, hints[f.name]) for f in fields(cls)]
-
-
-def _schema(cls: type, prefix: str) -> dict[str, tuple[Field, type]]:
-    keys: dict[str, tuple[Field, type]] = {}
-    for item, kind in _typed_fields(cls):
-        key = prefix + item.name.replace("_", "-")
-        keys.update(_schema(kind, key + ".") if is_dataclass(kind) else {key: (item, kind)})
+def _schema(cls: type, prefix: str) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls, include_extras=True).items():
+        key = prefix + name.replace("_", "-")
+        keys.update(_schema(kind, key + ".") if is_dataclass(kind) else {key: kind})  # type: ignore[arg-type]
     return keys
 
 
-def _build(cls: type, values: Mapping[str, Scalar], prefix: str) -> Any:
+def _build(cls: Any, values: Mapping[str, Scalar], prefix: str) -> Any:
     made = {}
-    for item, kind in _typed_fields(cls):
-        key = prefix + item.name.replace("_", "-")
-        made[item.name] = _build(kind, values, key + ".") if is_dataclass(kind) else kind(values[key])
+    for name, kind in get_type_hints(cls).items():
+        key = prefix + name.replace("_", "-")
+        made[name] = _build(kind, values, key + ".") if is_dataclass(kind) else kind(values[key])
     return cls(**made)
 
 
-def _check(key: str, value: Scalar, item: Field, kind: type) -> str | None:
+def _check(key: str, value: Scalar, annotated: Any) -> str | None:
     """What is wrong with one value, or None."""
+    kind = getattr(annotated, "__origin__", annotated)
+    (rule,) = getattr(annotated, "__metadata__", (None,))
     accepted: Any = (int | float) if kind is float else kind
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
         return f"{key} = {value!r}: must be {_type_name(accepted)}"
-    low, high, choices = (item.metadata.get(name) for name in ("low", "high", "choices"))
-    if choices and value not in choices:
-        return f"{key} = {value!r}: must be one of {', '.join(choices)}"
-    if (low is not None and not value >= low) or (high is not None and not value <= high):  # type: ignore[operator]
-        return f"{key} = {value!r}: must be " + (f"at least {low:g}" if high is None else f"from {low:g} to {high:g}")
+    if isinstance(rule, OneOf) and value not in rule.choices:
+        return f"{key} = {value!r}: must be one of {', '.join(rule.choices)}"
+    if isinstance(rule, Range) and not rule.low <= value <= rule.high:  # type: ignore[operator]
+        return f"{key} = {value!r}: must be from {rule.low:g} to {rule.high:g}"
     return None
 
 
@@ -222,8 +223,6 @@ def _type_name(kind: Any) -> str:
 
 
 def _suggest(key: str, known: Mapping[str, Any]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(key, known, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 

@@ -148,7 +148,7 @@ def new_scheduler() -> DDIMScheduler:
 
 
 def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) -> StableDiffusionPipeline:
-    """diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
+    """Diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
     return StableDiffusionPipeline(
         vae=vae,
         unet=unet,

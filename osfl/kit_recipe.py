@@ -41,7 +41,7 @@ class Recipe:
     classifier_steps: int = 800
     classifier_batch: int = 64
     classifier_lr: float = 1e-3
-    denoiser_steps: int = 4500
+    denoiser_steps: int = 3600
     denoiser_batch: int = 64
     denoiser_lr: float = 1e-3
     caption_dropout: float = 0.10
@@ -73,7 +73,8 @@ def run_stage(stage: Stage, folder: Path, seed: int, device: torch.device, progr
     modules = stage.modules.to(device).train()
     optimiser = torch.optim.AdamW(modules.parameters(), lr=stage.lr, weight_decay=1e-2, betas=(0.9, 0.99))
     average = {k: v.clone() for k, v in modules.state_dict().items()}
-    file, step, log = folder / f"{stage.name}.pt", 0, {"seconds": 0.0, "losses": []}
+    file, step = folder / f"{stage.name}.pt", 0
+    log: dict = {"seconds": 0.0, "losses": []}
     if file.exists():
         saved = torch.load(file, map_location=device, weights_only=True)
         modules.load_state_dict(saved["modules"])
@@ -159,14 +160,18 @@ def train_kit(out: Path, work: Path, recipe: Recipe, device: str, progress: Prog
         turned = torch.stack([torch.rot90(x, int(k), (1, 2)) for x, k in zip(images(rows), turns, strict=True)])
         return F.cross_entropy(resnet(classifiers.normalise(turned)), turns * len(STYLES) + style[rows])
 
-    stage = Stage("classifier", nn.ModuleDict({"resnet18": resnet}), recipe.classifier_steps, recipe.classifier_lr, classifier_loss)
+    stage = Stage(
+        "classifier", nn.ModuleDict({"resnet18": resnet}), recipe.classifier_steps, recipe.classifier_lr, classifier_loss
+    )
     log["stages"]["classifier"] = run_stage(stage, work, recipe.seed, target, progress)
 
     # 3. Denoiser: latents once, then noise prediction
     with torch.no_grad():
         posteriors = [vae.encode(chunk.float() / 127.5 - 1).latent_dist for chunk in pixels.split(500)]
         mean, std = torch.cat([p.mean for p in posteriors]), torch.cat([p.std for p in posteriors])
-        scale = float(1 / (mean + std * torch.randn(mean.shape, generator=torch.Generator(target).manual_seed(0), device=target)).std())
+        scale = float(
+            1 / (mean + std * torch.randn(mean.shape, generator=torch.Generator(target).manual_seed(0), device=target)).std()
+        )
     vae.register_to_config(scaling_factor=scale)
     text = encoders.new_text_encoder(corpus["caption"], recipe.text_length, recipe.text_width)
     unet = diffusion.new_unet(recipe.text_width)

@@ -15,14 +15,16 @@ def find_kit(name: str) -> str:
         if (root / name / "model_index.json").is_file():
             return str(root / name)
     shipped = sorted({p.parent.name for root in _kit_roots() for p in root.glob("*/model_index.json")})
-    raise FileNotFoundError(f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an absolute path or a hub id")
+    raise FileNotFoundError(
+        f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an absolute path or a hub id"
+    )
 
 
 def _kit_roots() -> list[Path]:
     """The installed package's kits: not beside this file, which may be the copy in a Flower bundle, where kits are left out."""
     roots = []
     if (spec := importlib.util.find_spec("osfl_kits")) and spec.submodule_search_locations:  # installed from a wheel
-        roots.append(Path(list(spec.submodule_search_locations)[0]))
+        roots.append(Path(next(iter(spec.submodule_search_locations))))
     try:  # installed with `pip install -e`
         origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
         roots.append(Path(unquote(urlparse(origin.get("url", "")).path)) / "kits")

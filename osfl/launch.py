@@ -12,8 +12,8 @@ import tempfile
 import time
 import tomllib
 import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -42,7 +42,9 @@ def app_folder() -> Path:
     """
     root = Path(__file__).resolve().parent.parent
     if not (root / "server_app").is_dir() or not (root / "pyproject.toml").is_file():
-        raise LaunchError("osfl run needs the project's checkout: clone it and install it with `pip install -e '.[simulation]'`")
+        raise LaunchError(
+            "osfl run needs the project's checkout: clone it and install it with `pip install -e '.[simulation]'`"
+        )
     return root
 
 
@@ -92,7 +94,7 @@ def _read_toml(name: str) -> dict[str, Scalar]:
 
 
 def _flat(table: dict) -> dict[str, Scalar]:
-    return flatten_dict(table)  # type: ignore[return-value]
+    return flatten_dict(table)
 
 
 def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
@@ -126,7 +128,13 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         }
         log = open(Path(scratch) / "superlink.log", "wb")  # noqa: SIM115  (lives as long as the process)
         command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--fleet-api-address", f"127.0.0.1:{fleet}", "--disable-runtime-dependency-installation"]
+        command += [
+            "--port",
+            str(port),
+            "--fleet-api-address",
+            f"127.0.0.1:{fleet}",
+            "--disable-runtime-dependency-installation",
+        ]
         process = subprocess.Popen(command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             _wait_until_healthy(process, port, Path(log.name))
@@ -170,14 +178,14 @@ def end_process_tree(pid: int) -> None:
     psutil.wait_procs(alive, timeout=5)
 
 
-def _signal(send) -> None:  # type: ignore[no-untyped-def]
-    try:
+def _signal(send: Callable[[], None]) -> None:
+    with suppress(psutil.NoSuchProcess):
         send()
-    except psutil.NoSuchProcess:
-        pass
 
 
-def submit(overrides: dict[str, Scalar], connection: str, environment: dict[str, str], federation: dict[str, Scalar] | None = None) -> int:
+def submit(
+    overrides: dict[str, Scalar], connection: str, environment: dict[str, str], federation: dict[str, Scalar] | None = None
+) -> int:
     """`flwr run`; returns Flower's run id.
 
     Raises:

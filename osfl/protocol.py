@@ -30,7 +30,7 @@ def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
     """The reply to `train`. The payload goes as one array: Flower sends arrays in chunks of 5 MB, a config as one piece."""
     array = Array(dtype="uint8", shape=(len(blob),), stype="osfl.payload.v1", data=blob)
     header = ConfigRecord({"version": wire.VERSION, "sha256": wire.digest(blob)})
-    return RecordDict({"payload": ArrayRecord({"payload": array}), "header": header, "costs": MetricRecord(costs)})
+    return RecordDict({"payload": ArrayRecord({"payload": array}), "header": header, "costs": MetricRecord({**costs})})
 
 
 def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[str, float]]:
@@ -55,7 +55,7 @@ def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[s
 def pack_model(state: dict[str, torch.Tensor], architecture: str, small_stem: bool) -> RecordDict:
     """A global model for `evaluate`."""
     header = ConfigRecord({"architecture": architecture, "small-stem": small_stem})
-    return RecordDict({"model": ArrayRecord(state), "header": header})  # type: ignore[arg-type]
+    return RecordDict({"model": ArrayRecord(state), "header": header})
 
 
 def unpack_model(content: RecordDict) -> tuple[dict[str, torch.Tensor], str, bool]:

@@ -128,7 +128,11 @@ def _render(folder: Path, metrics: dict[str, Any], classes: tuple[str, ...]) -> 
     page.filters.update(bytes=human_bytes, flops=human_flops)
     names = sorted({c for row in metrics["accuracy"].values() for c in row if c != "average"})
     return page.from_string(TEMPLATE).render(
-        m=metrics, names=names, grid=_grid(folder, classes), confusion=_confusion(metrics, classes), upload=_total(metrics, "upload_bytes")
+        m=metrics,
+        names=names,
+        grid=_grid(folder, classes),
+        confusion=_confusion(metrics, classes),
+        upload=_total(metrics, "upload_bytes"),
     )
 
 
@@ -153,7 +157,10 @@ def _grid(folder: Path, classes: tuple[str, ...], most: int = 12) -> str:
         first.setdefault((row["client"], row["class"]), row["file"])
     if not first:
         return ""
-    clients, shown = sorted({client for client, _ in first}), [name for name in classes if any(c == name for _, c in first)][:most]
+    clients, shown = (
+        sorted({client for client, _ in first}),
+        [name for name in classes if any(c == name for _, c in first)][:most],
+    )
     figure = Figure(figsize=(0.85 * len(shown) + 1.2, 0.85 * len(clients) + 0.4))
     axes = figure.subplots(len(clients), len(shown), squeeze=False)
     for i, client in enumerate(clients):

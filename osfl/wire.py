@@ -5,7 +5,7 @@ before any of it is used, and nothing is ever unpickled.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,7 +122,11 @@ def _tensor(name: str, value: torch.Tensor) -> pb.Tensor:
     return pb.Tensor(name=name, shape=value.shape, dtype=code, codec=pb.CODEC_RAW, data=data)
 
 
-def _read(tensors: Iterable[pb.Tensor], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]], refuse) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
+Wanted = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Refuse = Callable[[str, str], PayloadError]
+
+
+def _read(tensors: Iterable[pb.Tensor], wanted: Wanted, refuse: Refuse) -> dict[str, torch.Tensor]:
     """Exactly the wanted tensors, in their order; names, shapes, dtypes, lengths and values are checked."""
     found: dict[str, torch.Tensor] = {}
     for tensor in tensors:

@@ -66,11 +66,10 @@ def _text_shape(config: RunConfig) -> tuple[int, int]:
     return load_text_encoder(find_kit(config.kit), torch.device("cpu"), torch.float32).shape
 
 
-
 def kit_download_bytes(config: RunConfig) -> int:
     """What every client fetches of the kit before it can begin."""
     method = METHODS[config.method]
-    parts = ("vae", "unet", "text_encoder", "tokenizer", "scheduler") if method.client_needs_kit else ()
+    parts: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler") if method.client_needs_kit else ()
     if method.payload == "Classifier" and config.classifier.init == "kit":
         parts += (f"classifiers/{config.classifier.architecture}.safetensors",)
     return download_bytes(find_kit(config.kit), parts)

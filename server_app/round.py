@@ -77,7 +77,7 @@ def join(grid: Grid, config: RunConfig, status: Status) -> dict[str, int]:
 
     def on_reply(node: int, content: RecordDict) -> None:
         record = content.config_records["join"]
-        client, version = str(record["client"]), record["version"]
+        client, version = str(record["client"]), str(record["version"])
         if not is_identifier(client):
             on_failure(node, f"its client id {client[:80]!r} is not 1 to 64 letters, digits, '-' or '_'")
         elif client in joined:
@@ -115,7 +115,9 @@ def join(grid: Grid, config: RunConfig, status: Status) -> dict[str, int]:
     return dict(sorted(joined.items()))
 
 
-def collect(grid: Grid, config: RunConfig, job_id: str, nodes: dict[str, int], folder: RunFolder, status: Status, expected: "ExpectedOf") -> dict[str, Payload]:
+def collect(
+    grid: Grid, config: RunConfig, job_id: str, nodes: dict[str, int], folder: RunFolder, status: Status, expected: "ExpectedOf"
+) -> dict[str, Payload]:
     """Every client's payload: from the store if it came before, else by asking for it.
 
     Raises:
@@ -175,13 +177,17 @@ def collect(grid: Grid, config: RunConfig, job_id: str, nodes: dict[str, int], f
     needed = config.min_clients or config.num_clients
     if len(payloads) < needed:
         reasons = "".join(f"\n  {client}: {reason}" for client, reason in sorted(problems.items()))
-        raise RoundError(f"{len(payloads)} of {len(nodes)} clients delivered a valid payload; {needed} are needed (min-clients, num-clients){reasons}")
+        raise RoundError(
+            f"{len(payloads)} of {len(nodes)} clients delivered a valid payload; {needed} are needed (min-clients, num-clients){reasons}"
+        )
     for client, reason in sorted(problems.items()):
         log.warning("going on without %s: %s", client, reason)
     return dict(sorted(payloads.items()))
 
 
-def test_on_clients(grid: Grid, config: RunConfig, nodes: dict[str, int], models: dict[str, GlobalModel], folder: RunFolder, status: Status) -> None:
+def test_on_clients(
+    grid: Grid, config: RunConfig, nodes: dict[str, int], models: dict[str, GlobalModel], folder: RunFolder, status: Status
+) -> None:
     """Send every global model to every client and store the confusion matrices in `tests/<name>.json`."""
     status.phase("testing on clients", len(models) * len(nodes))
     done, size = 0, len(class_names(config.data))
@@ -196,7 +202,7 @@ def test_on_clients(grid: Grid, config: RunConfig, nodes: dict[str, int], models
                 return on_failure(node, "its confusion matrix has the wrong size or a negative count")
             matrices[client_of[node]] = cells.view(size, size).tolist()
 
-        def on_failure(node: int, reason: str) -> None:
+        def on_failure(node: int, reason: str, name: str = name) -> None:
             log.error("%s could not test %s: %s", client_of[node], name, reason)
 
         content = pack_model(entry.model.state_dict(), entry.architecture, entry.small_stem)

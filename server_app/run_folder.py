@@ -1,14 +1,14 @@
 """A run's folder: everything that a run leaves behind, and all that a killed server needs to go on.
 
-    runs/<job id>/
-      config.json               the resolved run-config; a job id stands for one configuration
-      payloads/<client>.pb      as received; <client>.json: its digest and what it cost the client
-      images/<client>/<class>/  the synthetic images
-      units/<unit>.jsonl        a manifest row for every image of a finished unit of work
-      models/<name>.safetensors the global models
-      tests/<name>.json         their confusion matrices, client by client
-      status.json               what is going on now
-      manifest.jsonl metrics.json report.html
+runs/<job id>/
+config.json               the resolved run-config; a job id stands for one configuration
+payloads/<client>.pb      as received; <client>.json: its digest and what it cost the client
+images/<client>/<class>/  the synthetic images
+units/<unit>.jsonl        a manifest row for every image of a finished unit of work
+models/<name>.safetensors the global models
+tests/<name>.json         their confusion matrices, client by client
+status.json               what is going on now
+manifest.jsonl metrics.json report.html
 """
 
 import json
@@ -59,7 +59,9 @@ def runs_root(config: RunConfig) -> Path:
     """Where runs are kept: `runs-dir`, else $OSFL_RUNS, else ~/.osfl/runs."""
     root = Path(config.runs_dir or os.environ.get("OSFL_RUNS", "~/.osfl/runs")).expanduser()
     if not root.is_absolute():
-        raise ConfigError(f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own")
+        raise ConfigError(
+            f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own"
+        )
     return root
 
 
@@ -72,7 +74,9 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
     root = runs_root(config)
     root.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(root).free) < needed_bytes:
-        raise ConfigError(f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about {needed_bytes / 1e6:,.0f} MB")
+        raise ConfigError(
+            f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about {needed_bytes / 1e6:,.0f} MB"
+        )
     folder = RunFolder(root / job_id)
     identity = {key: value for key, value in flatten(config).items() if key not in _NOT_IDENTITY}
     if (earlier := folder.read_json("config.json")) is not None:

@@ -15,7 +15,12 @@ from server_app.job import GlobalModel, ServerJob
 
 
 def train_global(
-    job: ServerJob, name: str, pixels: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None = None, distillation_weight: float = 0.0
+    job: ServerJob,
+    name: str,
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    teacher: torch.Tensor | None = None,
+    distillation_weight: float = 0.0,
 ) -> GlobalModel:
     """Train a global model, or load the one that a killed server had finished.
 
@@ -50,7 +55,9 @@ def train_global(
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
 
 
-def mean_teacher(teachers: Mapping[str, nn.Module], held: Mapping[str, list[int]], pixels: torch.Tensor, device: torch.device, plain: bool) -> torch.Tensor:
+def mean_teacher(
+    teachers: Mapping[str, nn.Module], held: Mapping[str, list[int]], pixels: torch.Tensor, device: torch.device, plain: bool
+) -> torch.Tensor:
     """The mean of the clients' softmax outputs for every image [N, C]: multi-teacher distillation (FedLMG, eq. 12).
 
     Under label skew a teacher knows nothing of the classes its client lacks; unless `plain`, each class is averaged over the
@@ -59,7 +66,10 @@ def mean_teacher(teachers: Mapping[str, nn.Module], held: Mapping[str, list[int]
     probabilities = {client: F.softmax(logits_of(model, pixels, device), dim=1) for client, model in teachers.items()}
     if plain:
         return torch.stack(list(probabilities.values())).mean(dim=0)
-    total, count = torch.zeros_like(next(iter(probabilities.values()))), torch.zeros(next(iter(probabilities.values())).shape[1])
+    total, count = (
+        torch.zeros_like(next(iter(probabilities.values()))),
+        torch.zeros(next(iter(probabilities.values())).shape[1]),
+    )
     for client, p in probabilities.items():
         total[:, held[client]] += p[:, held[client]]
         count[held[client]] += 1
@@ -67,7 +77,9 @@ def mean_teacher(teachers: Mapping[str, nn.Module], held: Mapping[str, list[int]
     return mean / mean.sum(dim=1, keepdim=True)
 
 
-def own_teacher(teachers: Mapping[str, nn.Module], clients: tuple[str, ...], pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+def own_teacher(
+    teachers: Mapping[str, nn.Module], clients: tuple[str, ...], pixels: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     """For every image the softmax output of its own client's classifier [N, C]: specific-teacher distillation (FedLMG, eq. 13)."""
     result = None
     for client, model in teachers.items():

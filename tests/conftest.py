@@ -31,7 +31,13 @@ class LoopGrid:
         tamper: may change or replace a reply (node index, message type, reply) -> reply or None (lost).
     """
 
-    def __init__(self, app: ClientApp, run_config: dict, nodes: list[dict], tamper: Callable[[int, str, Message], Message | None] | None = None):
+    def __init__(
+        self,
+        app: ClientApp,
+        run_config: dict,
+        nodes: list[dict],
+        tamper: Callable[[int, str, Message], Message | None] | None = None,
+    ):
         self.app, self.run_config, self.nodes, self.tamper = app, run_config, nodes, tamper
         self.sent: list[tuple[int, str]] = []
         self._ids, self._replies = itertools.count(1), {}

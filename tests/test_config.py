@@ -3,8 +3,8 @@
 import tomllib
 
 import pytest
-
 from conftest import ROOT, defaults
+
 from osfl.config import ConfigError, flatten, parse_node_config, parse_run_config, schema
 from osfl.launch import resolve_config
 

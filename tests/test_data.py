@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, defaults
 from PIL import Image
 
-from conftest import ROOT, defaults
 from osfl.config import DataConfig, NodeConfig, parse_run_config
 from osfl.data import DataError, load_images
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
@@ -55,12 +55,17 @@ def test_drawing_is_deterministic() -> None:
 def test_a_domain_is_a_narrow_slice_of_its_style() -> None:
     for ranges in DOMAIN_SLICES.values():
         assert all(low < high < low + 0.11 for low, high in ranges.values())
-        assert all(0 <= low and high <= 1.0001 for name, (low, high) in ranges.items() if "hue" not in name)  # hues are a circle
+        assert all(
+            low >= 0 and high <= 1.0001 for name, (low, high) in ranges.items() if "hue" not in name
+        )  # hues are a circle
 
 
 @pytest.mark.parametrize("partition", ["domain", "label", "dirichlet", "iid"])
 def test_partitions_are_disjoint_and_complete(partition: str) -> None:
-    parts = [load_images(replace(DIGITS, partition=partition), NodeConfig(partition_id=k, num_partitions=6), "train", 0) for k in range(6)]
+    parts = [
+        load_images(replace(DIGITS, partition=partition), NodeConfig(partition_id=k, num_partitions=6), "train", 0)
+        for k in range(6)
+    ]
     assert sum(len(p) for p in parts) == 600
     rows = {p.pixels[i].numpy().tobytes() for p in parts for i in range(len(p))}
     assert len(rows) == 600
@@ -72,7 +77,12 @@ def test_skews_are_what_they_are_called() -> None:
 
     assert part(0, partition="domain") == list(range(10))
     assert all(len(part(k, partition="label", shards_per_client=2)) <= 4 for k in range(5))
-    counts = torch.bincount(load_images(replace(DIGITS, partition="dirichlet", alpha=0.1), NodeConfig(partition_id=0, num_partitions=5), "train", 0).labels, minlength=10)
+    counts = torch.bincount(
+        load_images(
+            replace(DIGITS, partition="dirichlet", alpha=0.1), NodeConfig(partition_id=0, num_partitions=5), "train", 0
+        ).labels,
+        minlength=10,
+    )
     assert counts.max() > 3 * counts.float().mean()
 
 
@@ -141,8 +151,8 @@ def test_real_photographs(tmp_path) -> None:  # type: ignore[no-untyped-def]
         pytest.skip("the PACS images are not on this machine (../shared/data/pacs)")
     (tmp_path / "train").symlink_to(pacs)
     names = sorted(p.name for p in pacs.iterdir())
-    images = load_images(replace(FOLDER, classes=",".join(names), image_size=64), NodeConfig(data_dir=str(tmp_path)), "train", 0)
+    images = load_images(
+        replace(FOLDER, classes=",".join(names), image_size=64), NodeConfig(data_dir=str(tmp_path)), "train", 0
+    )
     assert images.pixels.shape == (len(list(pacs.glob("*/*.jpg"))), 3, 64, 64)
     assert images.held() == list(range(7))
-
-

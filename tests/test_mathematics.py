@@ -106,7 +106,9 @@ def test_bn_loss_has_a_finite_gradient_where_it_is_zero() -> None:
 def test_a_model_without_batchnorm_has_no_bn_loss() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4))
     images, labels = image_with_normalised_pixels(0, 2), torch.tensor([1])
-    assert torch.equal(classifier_loss(as_teacher(model), images, labels, 1, 0), classifier_loss(as_teacher(model), images, labels, 1, 9))
+    assert torch.equal(
+        classifier_loss(as_teacher(model), images, labels, 1, 0), classifier_loss(as_teacher(model), images, labels, 1, 9)
+    )
 
 
 def test_guide_by_hand_and_its_sign() -> None:
@@ -229,8 +231,16 @@ def test_ddim_on_a_known_distribution() -> None:
     """With the exact noise prediction of a point mass at 5, every start ends at 5 (up to the schedule's last a_t)."""
     alphas_cumprod = torch.linspace(0.999, 0.01, 1000, dtype=torch.float64)
     scheduler = SimpleNamespace(
-        timesteps=torch.arange(981, 0, -20), set_timesteps=lambda n: None, config=SimpleNamespace(num_train_timesteps=1000), final_alpha_cumprod=torch.tensor(1.0)
+        timesteps=torch.arange(981, 0, -20),
+        set_timesteps=lambda n: None,
+        config=SimpleNamespace(num_train_timesteps=1000),
+        final_alpha_cumprod=torch.tensor(1.0),
     )
     kit = SimpleNamespace(scheduler=scheduler, alphas_cumprod=alphas_cumprod, device=torch.device("cpu"))
-    z = ddim(kit, torch.randn(3, 1, 2, 2, dtype=torch.float64), 50, lambda z, t: (z - alphas_cumprod[t].sqrt() * 5) / (1 - alphas_cumprod[t]).sqrt())  # type: ignore[arg-type]
+    z = ddim(
+        kit,
+        torch.randn(3, 1, 2, 2, dtype=torch.float64),
+        50,
+        lambda z, t: (z - alphas_cumprod[t].sqrt() * 5) / (1 - alphas_cumprod[t]).sqrt(),
+    )  # type: ignore[arg-type]
     assert torch.allclose(z, torch.full_like(z, 5.0))

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from conftest import ROOT
 from osfl import wire
 from osfl.payloads import Classifier, Descriptions
 from osfl.v1 import payload_pb2 as pb
@@ -213,6 +213,15 @@ def test_a_resnet18_payload_has_the_papers_size() -> None:
 def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-untyped-def]
     protoc = pytest.importorskip("grpc_tools", reason="grpcio-tools is not installed (pip install -e '.[dev]')")
     assert protoc
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}", f"--python_out={tmp_path}", "osfl/v1/payload.proto"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{ROOT / 'proto'}",
+        f"--python_out={tmp_path}",
+        "osfl/v1/payload.proto",
+    ]
     subprocess.run(command, check=True)
-    assert (tmp_path / "osfl/v1/payload_pb2.py").read_text() == (ROOT / "osfl/v1/payload_pb2.py").read_text(), "run `make proto`"
+    assert (tmp_path / "osfl/v1/payload_pb2.py").read_text() == (ROOT / "osfl/v1/payload_pb2.py").read_text(), (
+        "run `make proto`"
+    )

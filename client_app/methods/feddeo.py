@@ -61,7 +61,9 @@ def learn_descriptions(
     optimiser = torch.optim.Adam(descriptions, lr=settings.lr)
     randomness = [generator_of(job.config.seed, "feddeo", job.client, name) for name in names]
     rows_of = [(labels == label).nonzero().flatten() for label in held]
-    schedules = [_minibatches(rows, settings.epochs, settings.batch_size, g) for rows, g in zip(rows_of, randomness, strict=True)]
+    schedules = [
+        _minibatches(rows, settings.epochs, settings.batch_size, g) for rows, g in zip(rows_of, randomness, strict=True)
+    ]
     total = max(len(s) for s in schedules)
     alphas_cumprod = kit.alphas_cumprod
 

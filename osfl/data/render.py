@@ -180,7 +180,7 @@ def _infograph(ink: Array, look: Look, rng: np.random.Generator) -> Array:
     page = np.ones((SIZE, SIZE, 3)) * _hsv(look.hue, 0.12, 0.97)
     page[np.arange(SIZE) % 5 == 0] *= 0.90
     heights = rng.uniform(0.1, 0.2 + 0.7 * look.texture, size=8)
-    bars = (1 - _Y) < np.repeat(heights, SIZE // 8)[None, :]
+    bars = np.repeat(heights, SIZE // 8)[None, :] > (1 - _Y)
     page = _mix(bars * (np.arange(SIZE) % 4 != 3)[None, :], _hsv(look.hue + 0.08, 0.5, 0.85), page)
     half = 0.34 + 0.08 * look.light
     card = (np.abs(_X - 0.5) < half) & (np.abs(_Y - 0.5) < half)

@@ -31,6 +31,8 @@ def _node(job: ServerJob, client: str) -> NodeConfig:
     data = job.config.data
     if data.name == "folder":
         if not data.server_dir:
-            raise ConfigError("method = 'ceiling' with data.name = 'folder' needs data.server-dir: all clients' folders in one place")
+            raise ConfigError(
+                "method = 'ceiling' with data.name = 'folder' needs data.server-dir: all clients' folders in one place"
+            )
         return NodeConfig(data_dir=str(Path(data.server_dir).expanduser() / client))
     return NodeConfig(partition_id=int(client.rpartition("-")[2]), num_partitions=job.config.num_clients)

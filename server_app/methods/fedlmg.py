@@ -77,7 +77,12 @@ def _sampler(job: ServerJob, teachers: Mapping[str, Teacher]) -> Sample:
 
 
 def sample(
-    kit: Kit, jobs: Sequence[ImageJob], prompts: torch.Tensor, teachers: Mapping[str, Teacher], settings: FedLMGConfig, steps: int
+    kit: Kit,
+    jobs: Sequence[ImageJob],
+    prompts: torch.Tensor,
+    teachers: Mapping[str, Teacher],
+    settings: FedLMGConfig,
+    steps: int,
 ) -> torch.Tensor:
     """Classifier-guided denoising (FedLMG, algorithm 1). Rows may belong to different clients.
 

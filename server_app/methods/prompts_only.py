@@ -22,7 +22,9 @@ from server_app.training import train_global
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images a class and client from prompts; one global model, FT."""
     every_class = range(len(job.classes))
-    plan = plan_images("prompts-only", job.config.seed, {client: every_class for client in job.clients}, job.config.synthesis.images_per_class)
+    plan = plan_images(
+        "prompts-only", job.config.seed, dict.fromkeys(job.clients, every_class), job.config.synthesis.images_per_class
+    )
     settings = {"guidance": job.config.prompts_only.guidance}
     images = render(job, plan, lambda: _sampler(job), settings)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}

@@ -5,6 +5,7 @@ All take batches whose rows may belong to different classes and clients.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -74,9 +75,9 @@ def classifier_loss(
     loss = classifier_weight * F.cross_entropy(logits, labels, reduction="none")
     if bn_weight > 0:
         for norm, x in zip(teacher.norms, inputs, strict=True):
-            assert norm.running_mean is not None and norm.running_var is not None
+            mean_k, var_k = cast(torch.Tensor, norm.running_mean), cast(torch.Tensor, norm.running_var)
             mu, var = x.mean(dim=(2, 3)), x.var(dim=(2, 3), unbiased=False)
-            loss = loss + bn_weight * (_norm(mu - norm.running_mean) + _norm(var - norm.running_var))
+            loss = loss + bn_weight * (_norm(mu - mean_k) + _norm(var - var_k))
     return loss
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,9 @@ class SyntheticSet:
     clients: tuple[str, ...]  # [N]
 
 
-def render(job: ServerJob, jobs: list[ImageJob], make_sampler: Callable[[], Sample], settings: dict[str, object]) -> SyntheticSet:
+def render(
+    job: ServerJob, jobs: list[ImageJob], make_sampler: Callable[[], Sample], settings: Mapping[str, object]
+) -> SyntheticSet:
     """Make every image of a plan that is not there yet, and load them all.
 
     Args:
@@ -77,7 +79,15 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
         path = job.folder.path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
-        rows.append({"file": file, "client": image.client, "class": job.classes[image.label], "seed": image.noise_seed, "sha256": _digest(picture)})
+        rows.append(
+            {
+                "file": file,
+                "client": image.client,
+                "class": job.classes[image.label],
+                "seed": image.noise_seed,
+                "sha256": _digest(picture),
+            }
+        )
     text = "".join(json.dumps(row) + "\n" for row in rows)
     write_atomically(job.folder.path / "units" / f"{unit.name}.jsonl", text.encode())
 

@@ -1,0 +1,43 @@
+# `make demo` and `make test` set up everything themselves: an environment in .venv, with uv (fetched when missing).
+UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit lint proto requirements kit
+
+help: ## show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+setup: .venv/.done ## make the environment (.venv) from requirements.txt
+
+demo: setup ## six clients, six domains, one round, one global model
+	$(BIN)/osfl run configs/demo.toml
+
+test: lint ## everything: lint, types, unit and system tests
+	$(BIN)/pytest
+
+test-unit: setup ## unit tests only
+	$(BIN)/pytest -m "not system"
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+proto: setup ## generate osfl/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. osfl/v1/payload.proto
+
+requirements: ## pin the newest versions that fit together
+	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --no-emit-index-url --no-annotate --no-header pyproject.toml -o requirements.txt
+
+kit: setup ## train kits/digits again, into runs/kit
+	$(BIN)/osfl kit train
+
+.venv/.done: requirements.txt pyproject.toml | $(UV)
+	test -x $(BIN)/python || $(UV) venv --quiet --python ">=3.11,<3.14" .venv
+	$(UV) pip sync --quiet --python $(BIN)/python requirements.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+.tools/bin/uv:
+	python3 -m venv .tools
+	.tools/bin/pip install --quiet --disable-pip-version-check uv

@@ -1,0 +1,244 @@
+"""The client halves and samplers on a tiny kit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import quick
+
+from client_app.job import ClientJob
+from client_app.methods import classifier as classifier_half
+from client_app.methods import feddeo as feddeo_half
+from osfl import classifiers
+from osfl.classifiers import ClassifierError
+from osfl.config import parse_run_config
+from osfl.costs import FlopMeter
+from osfl.data import Images
+from osfl.diffusion import KitError, forward_noise, load_kit
+from osfl.seeds import generator_of, seed_of
+from server_app.methods import feddeo, fedlmg, prompts_only
+from server_app.synthesis.guidance import as_teacher
+from server_app.synthesis.plan import cut_units, initial_noise, plan_images
+
+CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def images(*labels: int) -> Images:
+    generator = torch.Generator().manual_seed(5)
+    return Images(torch.randint(256, (len(labels), 3, 32, 32), generator=generator, dtype=torch.uint8), torch.tensor(labels))
+
+
+def job_of(kit, data: Images, **overrides: object) -> ClientJob:  # type: ignore[no-untyped-def]
+    return ClientJob(parse_run_config(quick(**overrides)), "client-0", CLASSES, data, str(kit), torch.device("cpu"))
+
+
+def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    """Classes share a UNet batch and nothing else, also when they have different numbers of images and so of steps."""
+    settings = {"feddeo__epochs": 3, "feddeo__batch_size": 2, "feddeo__lr": 0.05}
+    both = images(2, 2, 2, 2, 2, 7, 7)
+    together = feddeo_half.make_payload(job_of(tiny_kit, both, **settings))
+    assert together.classes == ("two", "seven")
+    for index, label in enumerate((2, 7)):
+        rows = both.labels == label
+        alone = feddeo_half.make_payload(job_of(tiny_kit, Images(both.pixels[rows], both.labels[rows]), **settings))
+        similarity = torch.cosine_similarity(alone.vectors[0].flatten(), together.vectors[index].flatten(), dim=0)
+        assert similarity >= 0.9999
+        assert torch.allclose(alone.vectors[0], together.vectors[index], atol=1e-3)
+
+
+def test_descriptions_start_at_the_prompt_and_lower_the_denoising_loss(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    data, kit = images(*[3] * 8), load_kit(tiny_kit)
+    job = job_of(tiny_kit, data, feddeo__epochs=30, feddeo__batch_size=4, feddeo__lr=0.05)
+    learned = feddeo_half.make_payload(job).vectors
+    start = kit.text(["an image of three"])
+    assert learned.shape == start.shape
+
+    @torch.no_grad()
+    def loss(d: torch.Tensor) -> float:
+        x0, _ = kit.encode(data.scaled())
+        t = torch.arange(0, 1000, 8)
+        eps = torch.randn(len(t), *x0.shape[1:], generator=torch.Generator().manual_seed(0))
+        z = forward_noise(x0[torch.arange(len(t)) % 8], eps, kit.alphas_cumprod[t])
+        return (eps - kit.eps(z, t, d.expand(len(t), -1, -1))).square().mean().item()
+
+    assert loss(learned) < loss(start) - 0.01
+    one_step = feddeo_half.make_payload(replace(job, config=parse_run_config(quick(feddeo__epochs=1, feddeo__lr=1e-8)))).vectors
+    assert torch.allclose(one_step, start, atol=1e-6)
+
+
+def test_description_flops_are_counted(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    short, long = (job_of(tiny_kit, images(1, 1, 1, 1), feddeo__epochs=n, feddeo__batch_size=4) for n in (1, 3))
+    for job in (short, long):
+        feddeo_half.make_payload(job)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    kit = load_kit(tiny_kit)
+    with FlopCounterMode(display=False) as counter:
+        kit.encode(images(1, 1, 1, 1).scaled())
+    encode = counter.get_total_flops()
+    assert encode > 0
+    assert long.meter.total - encode == 3 * (short.meter.total - encode)
+
+
+def test_flop_meter_knows_a_matrix_product() -> None:
+    meter = FlopMeter()
+    for _ in range(3):
+        meter.run("product", lambda: torch.ones(4, 5) @ torch.ones(5, 6))
+    assert meter.total == 3 * 2 * 4 * 5 * 6
+
+
+def test_classifier_payload_is_the_trained_model(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    data = images(0, 0, 0, 4, 4, 4)
+    payload = classifier_half.make_payload(job_of(tiny_kit, data, classifier__epochs=30, classifier__lr=0.02))
+    assert payload.classes == ("zero", "four")
+    model = classifiers.build_classifier("resnet18", 10, small_stem=True)
+    model.load_state_dict(payload.state)
+    assert payload.state["bn1.num_batches_tracked"] == 30
+    assert classifiers.logits_of(model, data.pixels, torch.device("cpu")).argmax(1).tolist() == data.labels.tolist()
+
+
+def test_one_image_is_too_few_for_a_classifier(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ClassifierError, match=r"1 image.*needs at least 2"):
+        classifier_half.make_payload(job_of(tiny_kit, images(0)))
+
+
+def test_one_image_in_a_class_is_enough_for_both(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    data = images(0, 3, 3)
+    assert classifier_half.make_payload(job_of(tiny_kit, data)).classes == ("zero", "three")
+    assert feddeo_half.make_payload(job_of(tiny_kit, data)).vectors.shape[0] == 2
+
+
+def test_training_that_diverges_says_so(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ClassifierError, match=r"diverged at step \d+ .*lower lr = 100"):
+        classifier_half.make_payload(job_of(tiny_kit, images(*[0, 1] * 20), classifier__lr=100.0, classifier__epochs=100))
+
+
+def test_unknown_architectures_and_initialisations_are_named(tmp_path, tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ClassifierError, match="'resnet19' is not a torchvision model"):
+        classifiers.build_classifier("resnet19", 10)
+    with pytest.raises(ClassifierError, match="small-stem is for the ResNet family"):
+        classifiers.build_classifier("vgg11_bn", 10, small_stem=True)
+    with pytest.raises(ClassifierError, match=r"nothing\.safetensors.*cannot be read"):
+        classifiers.load_initialisation(torch.nn.Linear(2, 2), tmp_path / "nothing.safetensors")
+    with pytest.raises(ClassifierError, match="does not fit this architecture or stem: 'conv1.weight'"):
+        classifiers.load_initialisation(
+            classifiers.build_classifier("resnet18", 10), tiny_kit / "classifiers" / "resnet18.safetensors"
+        )
+
+
+def test_a_missing_or_damaged_kit_is_named(tmp_path, tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KitError, match=r"nowhere.*no such folder"):
+        load_kit(tmp_path / "nowhere")
+    (tmp_path / "half").mkdir()
+    with pytest.raises(KitError, match="cannot be loaded"):
+        load_kit(tmp_path / "half")
+
+
+def test_initialisation_keeps_the_trunk_and_a_fresh_head(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    config = parse_run_config(quick()).classifier
+    one, two = (classifiers.new_classifier(config, 10, str(tiny_kit), seed) for seed in (0, 1))
+    assert torch.equal(one.conv1.weight, two.conv1.weight)  # type: ignore[union-attr]
+    assert not torch.equal(one.fc.weight, two.fc.weight)  # type: ignore[union-attr]
+
+
+# ---- Plan and samplers ----
+
+
+def test_seeds_are_fixed_for_ever() -> None:
+    """A change here changes every image and figure."""
+    assert seed_of(0, "feddeo", "client-1", 3, 7) == seed_of(0, "feddeo", "client-1", 3, 7)
+    assert (
+        len({seed_of(0, "ab", "c"), seed_of(0, "a", "bc"), seed_of(0, "abc"), seed_of(1, "ab", "c"), seed_of("ab", "c", 0)})
+        == 5
+    )
+    assert torch.equal(torch.randn(2, generator=generator_of(1, "x")), torch.randn(2, generator=generator_of(1, "x")))
+
+
+def test_a_plan_is_every_client_class_and_index() -> None:
+    plan = plan_images("feddeo", 0, {"b": [3], "a": [0, 2]}, 2)
+    assert [(j.client, j.label, j.index) for j in plan] == [
+        ("a", 0, 0),
+        ("a", 0, 1),
+        ("a", 2, 0),
+        ("a", 2, 1),
+        ("b", 3, 0),
+        ("b", 3, 1),
+    ]
+    assert len({j.noise_seed for j in plan}) == 6
+
+
+def test_a_later_client_adds_units_and_changes_none() -> None:
+    def names(held: dict, digests: dict, **settings: object) -> set[str]:
+        return {u.name for u in cut_units(plan_images("feddeo", 0, held, 5), 4, digests, settings)}
+
+    before = names({"a": [0, 1]}, {"a": "x"}, steps=2)
+    after = names({"a": [0, 1], "b": [0]}, {"a": "x", "b": "y"}, steps=2)
+    assert before < after
+    assert names({"a": [0, 1]}, {"a": "other"}, steps=2).isdisjoint(before)
+    assert names({"a": [0, 1]}, {"a": "x"}, steps=3).isdisjoint(before)
+
+
+def test_rows_do_not_depend_on_their_batch(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    """A mixed batch of classes and clients gives what each image gives alone, for every sampler."""
+    kit = load_kit(tiny_kit)
+    held = {"a": [0, 3], "b": [3]}
+    plan = plan_images("m", 0, held, 1)
+    prompts = kit.text([f"an image of {name}" for name in CLASSES])
+    learned = {(j.client, j.label): torch.randn(prompts.shape[1:], generator=generator_of(j.client, j.label)) for j in plan}
+    torch.manual_seed(0)
+    teachers = {c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in held}
+    settings = parse_run_config(quick()).fedlmg
+    samplers = {
+        "prompts-only": lambda jobs: prompts_only.sample(kit, jobs, prompts, 3.0, 4),
+        "feddeo": lambda jobs: feddeo.sample(kit, jobs, prompts, learned, (3.0, 3.0), 4),
+        "fedlmg": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, settings, 4),
+    }
+    for name, sample in samplers.items():
+        together = sample(plan)
+        for row, job in enumerate(plan):
+            difference = (together[row].int() - sample([job])[0].int()).abs()
+            assert difference.float().mean() < 0.5, name
+            assert difference.max() <= 8, name
+        assert not torch.equal(together[0], together[1])
+
+
+def test_noise_belongs_to_the_image_alone() -> None:
+    plan = plan_images("m", 0, {"a": [0, 1]}, 3)
+    noise = initial_noise(plan, (4, 8, 8), torch.device("cpu"))
+    assert torch.equal(initial_noise(plan[4:5], (4, 8, 8), torch.device("cpu"))[0], noise[4])
+    assert abs(noise.mean()) < 0.05
+    assert abs(noise.std() - 1) < 0.05
+
+
+def test_a_branch_of_scale_zero_costs_nothing(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """2 UNet rows an image and step without the text branch, 3 with it."""
+    kit, rows = load_kit(tiny_kit), []
+    plan = plan_images("m", 0, {"a": [0]}, 2)
+    prompts = kit.text([f"an image of {name}" for name in CLASSES])
+    forward = kit.unet.forward
+    monkeypatch.setattr(kit.unet, "forward", lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1])
+    for scales, branches in (((0.0, 3.0), 2), ((3.0, 3.0), 3)):
+        rows.clear()
+        feddeo.sample(kit, plan, prompts, {("a", 0): prompts[0]}, scales, 5)
+        assert rows == [2 * branches] * 5
+
+
+@pytest.mark.parametrize("steps", [2, 20, 50])
+def test_sampling_equals_diffusers_own_pipeline(tiny_kit, steps: int) -> None:  # type: ignore[no-untyped-def]
+    """Same noise, same prompt, fp32: the decoded latents agree to 1e-4."""
+    from diffusers import DDIMScheduler, StableDiffusionPipeline
+
+    from server_app.synthesis.guidance import Condition, compose
+    from server_app.synthesis.samplers import ddim
+
+    kit = load_kit(tiny_kit)
+    pipeline = StableDiffusionPipeline.from_pretrained(tiny_kit, safety_checker=None, low_cpu_mem_usage=False)
+    pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    texts = ["an image of one", "an image of two"]
+    theirs = pipeline(texts, latents=z, num_inference_steps=steps, guidance_scale=3.0, output_type="latent").images
+    with torch.no_grad():
+        condition = Condition(kit.text(texts), torch.full((2,), 3.0))
+        ours = ddim(kit, z, steps, lambda z, t: compose(kit, z, t, kit.text([""]), [condition]))
+    assert (ours - theirs).norm() / theirs.norm() < 1e-4

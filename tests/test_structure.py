@@ -1,0 +1,128 @@
+"""The rules of CONTRIBUTING.md, enforced."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from osfl.methods import METHODS
+
+PACKAGES = ("osfl", "client_app", "server_app")
+
+
+def sources() -> list[Path]:
+    return [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py")) if "v1" not in p.parts]
+
+
+def imports(file: Path) -> set[str]:
+    """Top-level names of everything a file imports, at any depth of nesting."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_the_halves_do_not_import_each_other() -> None:
+    for file in sources():
+        package = file.relative_to(ROOT).parts[0]
+        forbidden = {"osfl": {"client_app", "server_app"}, "client_app": {"server_app"}, "server_app": {"client_app"}}[package]
+        assert not imports(file) & forbidden, file
+
+
+def test_heavy_libraries_have_one_door_each() -> None:
+    for library, door in (("diffusers", "osfl/diffusion.py"), ("transformers", "osfl/encoders.py")):
+        users = [str(f.relative_to(ROOT)) for f in sources() if library in imports(f)]
+        assert users == [door]
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    for file in sources():
+        text = file.read_text()
+        assert not re.search(r"pickle\.load|allow_pickle=True|weights_only=False", text), file
+        for call in re.findall(r"torch\.load\([^)]*\)", text):
+            assert "weights_only=True" in call, (file, call)
+
+
+def test_the_flower_apps_are_plain_assignments() -> None:
+    """Flower refuses an annotated or re-exported `app`."""
+    for name in ("client_app/app.py", "server_app/app.py"):
+        targets = [
+            n.targets[0].id
+            for n in ast.parse((ROOT / name).read_text()).body
+            if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+        ]
+        assert "app" in targets
+
+
+def test_every_method_has_its_modules_and_lists_its_differences() -> None:
+    for name, method in METHODS.items():
+        for half, module in (("client_app", method.client), ("server_app", method.server)):
+            if module:
+                file = ROOT / half / "methods" / f"{module}.py"
+                assert file.is_file(), (name, file)
+                assert len(file.read_text().splitlines()) <= 250
+                docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+                assert "Differences" in docstring or name in ("local", "ceiling"), file
+
+
+def test_a_phone_needs_no_diffusion_model() -> None:
+    """The client half of FedLMG, and the app itself, load neither diffusers nor transformers."""
+    code = "import sys, client_app.app, client_app.methods.classifier; print(sorted({'diffusers', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_registry_and_no_machine_path_is_committed() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    for name in tracked.stdout.splitlines():
+        file = ROOT / name
+        if file.suffix in {".py", ".toml", ".md", ".txt", ".yml", ".yaml", ".json", ".sh"} or file.name == "Makefile":
+            assert not re.search(r"(extra-)?index-url[ =]+\S*:|\.whl#|/root/", file.read_text()), name
+
+
+TOY = '''"""Toy. Differences: none."""
+from osfl.payloads import Descriptions
+def make_payload(job):
+    import torch
+    return Descriptions(tuple(job.classes[i] for i in job.images.held()), torch.zeros(len(job.images.held()), *SHAPE))
+'''
+
+
+def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> None:
+    """Contributing's steps, literally: a row, a client half, a server half; then it runs. Nothing else is touched."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    table = tmp_path / "osfl" / "methods.py"
+    row = '    "toy": Method(client="toy", server="toy", payload="Descriptions", client_needs_kit=True),\n}'
+    table.write_text(table.read_text().replace("\n}\n", f"\n{row}\n", 1))  # edit 1
+    (tmp_path / "client_app" / "methods" / "toy.py").write_text(TOY.replace("SHAPE", "(8, 32)"))  # edit 2
+    server = (ROOT / "server_app" / "methods" / "feddeo.py").read_text().replace('"feddeo"', '"toy"')
+    (tmp_path / "server_app" / "methods" / "toy.py").write_text(server)  # edit 3
+    (tmp_path / "go.py").write_text(
+        "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"
+        "from conftest import LoopGrid, quick\n"
+        "import osfl; assert osfl.__file__.startswith(sys.argv[1]), osfl.__file__\n"
+        "from client_app.app import app\n"
+        "from server_app.app import run_job\n"
+        "from osfl.config import parse_run_config\n"
+        "config = quick(method='toy', kit=sys.argv[3])\n"
+        "grid = LoopGrid(app, config, [{'partition-id': k, 'num-partitions': 2} for k in range(2)])\n"
+        "run_job(grid, parse_run_config(config), 'job')\n"
+    )
+    environment = {**os.environ, "OSFL_RUNS": str(tmp_path / "runs"), "OSFL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "go.py", str(tmp_path), str(ROOT / "tests"), str(tiny_kit)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "runs" / "job" / "report.html").is_file()
