@@ -1,6 +1,9 @@
 """Fixtures shared by all tests."""
 
 import itertools
+import os
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -121,3 +124,15 @@ def quick(**overrides: Any) -> dict[str, Any]:
     unknown = set(config) - set(defaults())
     assert not unknown, unknown
     return config
+
+
+@pytest.fixture
+def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run the `osfl` command as a user does, from a folder of its own; returns the finished process."""
+
+    def call(*arguments: str, timeout: float = 600) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
+        command = [str(Path(sys.executable).parent / "osfl"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout)
+
+    return call

@@ -1,0 +1,1 @@
+"""Where the README's figures come from. Each module is a command: `python -m benchmarks.NAME`."""

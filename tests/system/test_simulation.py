@@ -1,0 +1,91 @@
+"""`osfl run` on Flower's simulation engine: Ray clients, a real SuperLink, the truth in the exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from system_tools import BIN, quick_arguments
+
+pytestmark = pytest.mark.system
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    """Processes that still belong to a run of this test."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        if str(tmp_path) in str((process.info["environ"] or {}).get("OSFL_RUNS", "")):
+            found.append(" ".join(process.info["cmdline"] or []))
+    return found
+
+
+def test_a_run_from_nothing_to_the_report(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
+    done = osfl("run", *quick_arguments(tiny_kit, method="feddeo", job_id="first"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs" / "first"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert set(metrics["accuracy"]["FT"]) == {"client-0", "client-1", "average"}
+    assert metrics["clients"]["client-0"]["upload_bytes"] == (folder / "payloads" / "client-0.pb").stat().st_size
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert "accuracy on each client's own test images" in done.stdout
+    assert str(folder / "report.html") in done.stdout.replace("\n", "")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
+    """A corrupt image on the clients' disks: the client's own message comes back, and nothing looks complete."""
+    site = tmp_path / "site" / "train" / "cat"
+    site.mkdir(parents=True)
+    (site / "broken.png").write_bytes(b"not an image")
+    arguments = quick_arguments(tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog")
+    done = osfl("run", *arguments)
+    assert done.returncode == 1
+    assert "needs node-config data-dir" in done.stdout
+    folder = tmp_path / "runs" / "bad"
+    assert not (folder / "report.html").exists()
+    assert not (folder / "metrics.json").exists()
+    assert json.loads((folder / "status.json").read_text())["phase"] == "failed"
+    assert leftovers(tmp_path) == []
+
+
+def test_bad_settings_are_refused_before_anything_starts(osfl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = osfl("run", "method=magic", "seeed=1", "num-clients=0")
+    assert done.returncode == 1
+    assert "seeed: unknown key (did you mean seed?)" in done.stdout
+    assert "num-clients = 0: must be from 1" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_killed_run_resumes_without_asking_the_clients(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
+    """kill -9 of everything in the middle of synthesis; the same command goes on from the store."""
+    slow = quick_arguments(
+        tiny_kit, method="feddeo", job_id="killed", synthesis__images_per_class=40, synthesis__steps=50, synthesis__unit_size=10
+    )
+    folder = tmp_path / "runs" / "killed"
+    environment = {**os.environ, "TERM": "dumb"}
+    process = subprocess.Popen([str(BIN / "osfl"), "run", *slow], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 300
+    while len(list((folder / "units").glob("*.jsonl"))) < 2:
+        assert time.monotonic() < end, "synthesis did not begin"
+        assert process.poll() is None, "the run ended too early"
+        time.sleep(0.1)
+    tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in tree:
+        try:
+            member.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    process.wait()
+    psutil.wait_procs(tree, timeout=10)
+    assert not (folder / "report.html").exists()
+    kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
+    done = osfl("run", *slow)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
+    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10 * 40
+    assert "asked" not in (folder / "server.log").read_text()
