@@ -78,7 +78,7 @@ def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root
         with (
             open(logs, "w") as sink,
             subprocess.Popen(
-                ["flwr", "log", "osfl", str(run_id), "--stream"], env=environment, stdout=sink, stderr=sink
+                ["flwr", "log", str(run_id), "osfl", "--stream"], env=environment, stdout=sink, stderr=sink
             ) as streaming,
         ):
             try:
@@ -105,7 +105,7 @@ def _run_on(connection: str, overrides: dict[str, Scalar]) -> None:
 
     environment = dict(os.environ)
     run_id = launch.submit(overrides, connection, environment)
-    subprocess.run(["flwr", "log", connection, str(run_id), "--stream"], env=environment)
+    subprocess.run(["flwr", "log", str(run_id), connection, "--stream"], env=environment)
     status, details = launch.outcome(run_id, connection, environment)
     if not status.startswith("finished:completed"):
         raise launch.LaunchError(f"the run failed: {details or status}")
@@ -156,7 +156,8 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     from osfl.report import human_bytes
 
     names = sorted({client for row in metrics["accuracy"].values() for client in row if client != "average"})
-    table = Table(title=f"{metrics['method']}: accuracy on each client's own test images (%)")
+    console.print(f"[bold]{metrics['method']}[/]: accuracy on each client's own test images (%)", highlight=False)
+    table = Table()
     for heading in ("global model", *names, "average"):
         table.add_column(heading, justify="left" if heading == "global model" else "right")
     for name, row in metrics["accuracy"].items():

@@ -21,12 +21,13 @@ from flwr.common.config import flatten_dict
 
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
 
-# Flower installs an app's dependencies before every run (and fails offline), phones home and looks for updates, unless told.
+# Flower installs an app's dependencies before every run (and fails offline), phones home and looks for updates, unless told not to.
 _FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "TQDM_DISABLE": "1",  # the libraries' progress bars would fill the log; ours shows the run's
 }
 
 
@@ -210,12 +211,19 @@ def submit(
     raise LaunchError(f"Flower did not start the run: {reason}")
 
 
-def outcome(run_id: int, connection: str, environment: dict[str, str]) -> tuple[str, str]:
-    """(status, details) of a run, as the SuperLink has it; `flwr run` itself exits with 0 even when the run fails."""
+def outcome(run_id: int, connection: str, environment: dict[str, str], seconds: float = 60) -> tuple[str, str]:
+    """(status, details) of a run, as the SuperLink has it; `flwr run` itself exits with 0 even when the run fails.
+
+    Waits up to `seconds` for a run whose log has ended to be booked as finished.
+    """
     command = ["flwr", "list", connection, "--run-id", str(run_id), "--format", "json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    try:
-        run = json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]
-    except (ValueError, KeyError, IndexError):
-        return "unknown", (done.stdout + done.stderr).strip()[-2000:]
-    return str(run.get("status", "unknown")), str(run.get("status-details", run.get("details", "")))
+    end = time.monotonic() + seconds
+    while True:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        try:
+            run = json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]
+            status, details = str(run["status"]), str(run.get("status-details") or run.get("details") or "")
+        except (ValueError, KeyError, IndexError):
+            status, details = "unknown", (done.stdout + done.stderr).strip()[-2000:]
+        if status.startswith("finished") or time.monotonic() > end:
+            return status, details

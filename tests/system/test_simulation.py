@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-
 from system_tools import BIN, quick_arguments
 
 pytestmark = pytest.mark.system
@@ -76,10 +76,8 @@ def test_a_killed_run_resumes_without_asking_the_clients(osfl, tmp_path: Path, t
         time.sleep(0.1)
     tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in tree:
-        try:
+        with suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
     process.wait()
     psutil.wait_procs(tree, timeout=10)
     assert not (folder / "report.html").exists()
