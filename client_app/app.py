@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -13,7 +14,7 @@ from client_app.job import ClientJob
 from osfl import classifiers, wire
 from osfl.config import ConfigError, NodeConfig, RunConfig, flatten, is_identifier, parse_node_config, parse_run_config
 from osfl.costs import Stopwatch, peak_memory_mb
-from osfl.data import class_names, load_images
+from osfl.data import Images, class_names, load_images
 from osfl.devices import pick_device
 from osfl.files import write_atomically
 from osfl.kits import find_kit
@@ -36,21 +37,26 @@ def join(message: Message, context: Context) -> Message:
 def train(message: Message, context: Context) -> Message:
     """Make this client's payload, or send again the one it made for this job."""
     config, node, client = _settings(context)
-    job_id = str(message.content.config_records["job"]["job"])
-    if not is_identifier(job_id):
-        raise ConfigError(f"job id {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
+    job_id = _job_id(message)
     folder = _cache(config, node, client, job_id)
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = json.loads((folder / "costs.json").read_text())
         return Message(pack_payload(stored.read_bytes(), {**costs, "resent": 1.0}), reply_to=message)
     watch = Stopwatch()
-    images = load_images(config.data, node, "train", config.seed)
+    count = 0
+
+    def load(size: int) -> Images:
+        nonlocal count
+        images = load_images(config.data, node, "train", config.seed, size)
+        count = len(images)
+        return images
+
     job = ClientJob(
         config,
         client,
         class_names(config.data),
-        images,
+        load,
         _kit(config, node),
         pick_device(node.device),
         progress=_Progress(folder),
@@ -61,7 +67,7 @@ def train(message: Message, context: Context) -> Message:
         "seconds": watch.seconds,
         "flops": float(job.meter.total),
         "peak_memory_mb": peak_memory_mb(),
-        "images": float(len(images)),
+        "images": float(count),
         "resent": 0.0,
     }
     write_atomically(folder / "costs.json", json.dumps(costs).encode())
@@ -73,9 +79,7 @@ def train(message: Message, context: Context) -> Message:
 def acknowledge(message: Message, context: Context) -> Message:
     """The server has the payload on its disk: forget ours."""
     config, node, client = _settings(context)
-    folder = _cache(config, node, client, str(message.content.config_records["job"]["job"]))
-    for file in ("payload.pb", "costs.json"):
-        (folder / file).unlink(missing_ok=True)
+    shutil.rmtree(_cache(config, node, client, _job_id(message)), ignore_errors=True)
     return Message(RecordDict(), reply_to=message)
 
 
@@ -101,6 +105,13 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     if not is_identifier(client):
         raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_'")
     return config, node, client
+
+
+def _job_id(message: Message) -> str:
+    job_id = str(message.content.config_records["job"]["job"])
+    if not is_identifier(job_id):  # it becomes a folder's name
+        raise ConfigError(f"job id {job_id[:80]!r}: must be 1 to 64 letters, digits, '-' or '_'")
+    return job_id
 
 
 def _kit(config: RunConfig, node: NodeConfig) -> str:

@@ -17,7 +17,7 @@ class ClientJob:
     config: RunConfig
     client: str
     classes: tuple[str, ...]  # of the run, in order
-    images: Images  # this client's own; they do not leave it
+    load: Callable[[int], Images]  # size -> this client's own training images at that size; they do not leave it
     kit: str  # folder or hub id
     device: torch.device
     meter: FlopMeter = field(default_factory=FlopMeter)

@@ -212,7 +212,7 @@ def _check(key: str, value: Scalar, annotated: Any) -> str | None:
         return f"{key} = {value!r}: must be {_type_name(accepted)}"
     if isinstance(rule, OneOf) and value not in rule.choices:
         return f"{key} = {value!r}: must be one of {', '.join(rule.choices)}"
-    if isinstance(rule, Range) and not rule.low <= value <= rule.high:  # type: ignore[operator]
+    if isinstance(rule, Range) and not rule.low <= value <= rule.high:
         return f"{key} = {value!r}: must be from {rule.low:g} to {rule.high:g}"
     return None
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.progress import Progress
 from torch import nn
 from torch.nn import functional as F
@@ -203,5 +204,80 @@ def train_kit(out: Path, work: Path, recipe: Recipe, device: str, progress: Prog
     pipe.save_pretrained(out)
     (out / "classifiers").mkdir(exist_ok=True)
     classifiers.save_initialisation(resnet, out / "classifiers" / "resnet18.safetensors")
+    log["checks"] = _check_styles(out, resnet.to("cpu"), progress)
     (out / "training.json").write_text(json.dumps(log, indent=1) + "\n")
+    (out / "README.md").write_text(_card(log))
     return log
+
+
+def _check_styles(kit: Path, resnet: nn.Module, progress: Progress, per_prompt: int = 10, columns: int = 2) -> dict[str, float]:
+    """Sample every class from class prompts and from each style's prompts with diffusers' own pipeline; draw `samples.png`.
+
+    Returns:
+        for each kind of prompt, the share of samples that the pretext classifier takes for each style asked for.
+    """
+    pipe = diffusion.StableDiffusionPipeline.from_pretrained(kit, safety_checker=None, low_cpu_mem_usage=False)
+    pipe.set_progress_bar_config(disable=True)
+    bar, shares, rows = progress.add_task("samples", total=1 + len(STYLES)), {}, []
+    for style in ("", *STYLES):
+        prompts = [f"a {style} of a {name}" if style else f"an image of {name}" for name in digits.CLASSES]
+        generator = torch.Generator().manual_seed(0)
+        arrays = pipe(
+            prompts,
+            num_inference_steps=50,
+            guidance_scale=3.0,
+            num_images_per_prompt=per_prompt,
+            generator=generator,
+            output_type="np",
+        ).images
+        pictures = torch.from_numpy(arrays).permute(0, 3, 1, 2)
+        with torch.no_grad():
+            guess = resnet.eval()(classifiers.normalise(pictures * 2 - 1)).argmax(dim=1) % len(STYLES)
+        wanted = STYLES.index(style or "photo")
+        shares[f"{style} prompts" if style else "class prompts, photographs"] = round(
+            (guess == wanted).float().mean().item(), 3
+        )
+        shown = [arrays[c * per_prompt + i] for c in range(len(digits.CLASSES)) for i in range(columns)]
+        rows.append(np.concatenate(shown, axis=1))
+        progress.advance(bar)
+    sheet = Image.fromarray((np.concatenate(rows) * 255).round().astype(np.uint8))
+    sheet.resize((sheet.width * 2, sheet.height * 2), Image.Resampling.NEAREST).save(kit / "samples.png")
+    return shares
+
+
+def _card(log: dict) -> str:
+    """The kit's card, from its log."""
+    r, stages = log["recipe"], log["stages"]
+    losses = "".join(
+        f"| {name} | {r[f'{name}_steps']:,} of {r[f'{name}_batch']} | {about['seconds']:,.0f} | {about['losses'][0]:.4f} | {about['losses'][-1]:.4f} |\n"
+        for name, about in stages.items()
+    )
+    shares = "".join(f"| {name} | {share:.0%} |\n" for name, share in log["checks"].items())
+    return f"""# kits/digits
+
+A miniature of Stable Diffusion in its own folder format: autoencoder (f = 4, 32 px to 4 x 8 x 8), text-conditioned UNet, CLIP text encoder and
+tokenizer ({r["text_length"]} tokens of {r["text_width"]}), scheduler; and `classifiers/resnet18.safetensors`, an initialisation that stands for ImageNet's
+(matrices in 8 bits). `osfl kit train` makes it again; the weights are Apache-2.0, as the project.
+
+**Data.** Only the public split of the six handwritten domains (`osfl/data/digits.py`): scans of scikit-learn's digits that no client and no
+test has, drawn in six styles. Long-tailed like the web: {digits.PHOTO_SHARE:.0%} photographs, {digits.PHOTO_CAPTIONS[0]:.0%} of them captioned by class alone and
+{digits.PHOTO_CAPTIONS[1]:.0%} with the style; {(1 - digits.PHOTO_SHARE) / 5:.0%} of each other style, {digits.STYLE_CAPTIONS[1]:.0%} captioned with the style and {digits.STYLE_CAPTIONS[0]:.0%} by class
+alone; the rest without a caption. The denoiser draws captions that name a style {r["style_weight"]:g} times as often. No caption names a client's palette,
+stroke or background.
+
+**Recipe.** `osfl/kit_recipe.py`, seed {r["seed"]}, on {log["device"]} (2 cores, torch {log["torch"]}):
+
+| stage | steps and batch | seconds | first loss | last loss |
+|---|---:|---:|---:|---:|
+{losses}
+**What it draws.** The class of every column, two samples each, 50 steps, guidance 3. First row: `an image of CLASS`. Then `a STYLE of a CLASS` for
+{", ".join(STYLES)}.
+
+![samples](samples.png)
+
+Share of 100 samples that the pretext classifier takes for the style asked for:
+
+| prompts | share |
+|---|---:|
+{shares}
+"""

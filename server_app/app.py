@@ -9,7 +9,7 @@ from osfl.kits import download_bytes, find_kit
 from osfl.methods import METHODS, server_half
 from osfl.report import write_report
 from server_app.job import ServerJob
-from server_app.round import collect, expected_payload, join, test_on_clients
+from server_app.round import collect, evaluate_on_clients, expected_payload, join
 from server_app.run_folder import open_run_folder
 from server_app.status import Status, log
 
@@ -41,7 +41,7 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
         taking_part = tuple(payloads) if method.client else tuple(nodes)
         job = ServerJob(config, job_id, folder, status, taking_part)
         models = server_half(config.method).run(job, payloads)
-        test_on_clients(grid, config, nodes, models, folder, status)
+        evaluate_on_clients(grid, config, nodes, models, folder, status)
         write_report(folder.path, class_names(config.data), kit_download_bytes(config))
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")

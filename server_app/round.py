@@ -185,7 +185,7 @@ def collect(
     return dict(sorted(payloads.items()))
 
 
-def test_on_clients(
+def evaluate_on_clients(
     grid: Grid, config: RunConfig, nodes: dict[str, int], models: dict[str, GlobalModel], folder: RunFolder, status: Status
 ) -> None:
     """Send every global model to every client and store the confusion matrices in `tests/<name>.json`."""

@@ -29,7 +29,9 @@ def images(*labels: int) -> Images:
 
 
 def job_of(kit, data: Images, **overrides: object) -> ClientJob:  # type: ignore[no-untyped-def]
-    return ClientJob(parse_run_config(quick(**overrides)), "client-0", CLASSES, data, str(kit), torch.device("cpu"))
+    return ClientJob(
+        parse_run_config(quick(**overrides)), "client-0", CLASSES, lambda size: data, str(kit), torch.device("cpu")
+    )
 
 
 def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -242,3 +244,21 @@ def test_sampling_equals_diffusers_own_pipeline(tiny_kit, steps: int) -> None:  
         condition = Condition(kit.text(texts), torch.full((2,), 3.0))
         ours = ddim(kit, z, steps, lambda z, t: compose(kit, z, t, kit.text([""]), [condition]))
     assert (ours - theirs).norm() / theirs.norm() < 1e-4
+
+
+def test_descriptions_that_diverge_say_so(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=r"diverged.*lower feddeo.lr = 1000"):
+        feddeo_half.make_payload(job_of(tiny_kit, images(1, 1), feddeo__lr=1000.0, feddeo__epochs=400))
+
+
+def test_guidance_sees_the_classifiers_own_size(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    """The classifier works at 16 px, the kit draws 32: the loss is that of the resized image."""
+    from torch.nn.functional import interpolate
+
+    from server_app.synthesis.guidance import classifier_loss
+
+    teacher, labels = as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)), torch.tensor([1, 2])
+    pictures = torch.rand(2, 3, 32, 32) * 2 - 1
+    small = interpolate(pictures, size=(16, 16), mode="bilinear", antialias=True)
+    assert torch.allclose(classifier_loss(teacher, pictures, labels, 1, 1, 16), classifier_loss(teacher, small, labels, 1, 1))
+    assert not torch.allclose(classifier_loss(teacher, pictures, labels, 1, 1), classifier_loss(teacher, small, labels, 1, 1))

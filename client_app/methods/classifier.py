@@ -24,16 +24,17 @@ def make_payload(job: ClientJob) -> Classifier:
         ClassifierError: too few images, no such architecture or initialisation, or the training diverged.
     """
     settings = job.config.classifier
+    images = job.load(job.config.data.image_size)
     model = classifiers.new_classifier(settings, len(job.classes), job.kit, job.config.seed)
     classifiers.fit(
         model,
-        job.images.pixels,
-        job.images.labels,
+        images.pixels,
+        images.labels,
         settings,
         job.config.seed,
         job.device,
         meter=job.meter,
         progress=job.progress,
     )
-    held = tuple(job.classes[label] for label in job.images.held())
+    held = tuple(job.classes[label] for label in images.held())
     return Classifier(held, settings.architecture, model.state_dict())

@@ -15,6 +15,8 @@ Differences from the paper:
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes.
 """
 
+from functools import partial
+
 import torch
 
 from client_app.job import ClientJob
@@ -24,15 +26,20 @@ from osfl.seeds import generator_of
 
 
 def make_payload(job: ClientJob) -> Descriptions:
-    """Learn d_y [L, d] for every class the client holds."""
+    """Learn d_y [L, d] for every class the client holds.
+
+    Raises:
+        KitError: the kit is missing or damaged.
+        ValueError: the descriptions diverged.
+    """
     kit = load_kit(job.kit, job.device)
-    held = job.images.held()
+    images = job.load(kit.image_size)
+    held = images.held()
     names = [job.classes[label] for label in held]
-    images = job.images.scaled()
-    encoded = [job.meter.run(("encode", len(chunk)), lambda chunk=chunk: kit.encode(chunk)) for chunk in images.split(64)]  # type: ignore[misc]
+    encoded = [job.meter.run(("encode", len(x)), partial(kit.encode, x)) for x in images.scaled().split(8)]
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
     start = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in names])
-    vectors = learn_descriptions(kit, start, mean, logvar, job.images.labels, held, names, job)
+    vectors = learn_descriptions(kit, start, mean, logvar, images.labels, held, names, job)
     return Descriptions(tuple(names), vectors.float().cpu())
 
 
@@ -91,7 +98,10 @@ def learn_descriptions(
 
         job.meter.run(("description", len(owner)), update)
         job.progress(step + 1, total)
-    return torch.stack([d.detach() for d in descriptions])
+    learned = torch.stack([d.detach() for d in descriptions])
+    if not torch.isfinite(learned).all():
+        raise ValueError(f"the descriptions diverged (NaN or infinity); lower feddeo.lr = {settings.lr:g}")
+    return learned
 
 
 def _minibatches(rows: torch.Tensor, epochs: int, size: int, generator: torch.Generator) -> list[torch.Tensor]:

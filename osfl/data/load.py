@@ -45,7 +45,7 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     return CLASSES
 
 
-def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> Images:
+def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int, size: int | None = None) -> Images:
     """The images of one node.
 
     Args:
@@ -53,13 +53,16 @@ def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
         node: says which part (`partition-id`) or which folder (`data-dir`).
         split: `train` or `test`.
         seed: of the Dirichlet, label and iid partitions.
+        size: pixels on a side; None: `data.image-size`.
 
     Raises:
         DataError: no data for this node, a missing folder, a class nobody knows, a corrupt image.
     """
+    size = size or config.image_size
     if config.name == "folder":
-        return _load_folder(config, node, split)
-    return _decode(_digits_partition(config, node, split, seed), config.image_size)
+        return _load_folder(config, node, split, size)
+    rows = _digits_partition(config, node, split, seed)
+    return Images(torch.stack([to_pixels(image, size) for image in rows["image"]]), torch.tensor(rows["label"]))
 
 
 def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> datasets.Dataset:
@@ -95,12 +98,7 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
     return chosen.load_partition(node.partition_id)
 
 
-def _decode(rows: datasets.Dataset, size: int) -> Images:
-    pixels = [to_pixels(image, size) for image in rows["image"]]
-    return Images(torch.stack(pixels), torch.tensor(rows["label"], dtype=torch.int64))
-
-
-def _load_folder(config: DataConfig, node: NodeConfig, split: str) -> Images:
+def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) -> Images:
     """Read `<data-dir>/<split>/<class>/*`. Greyscale, palette and RGBA images become RGB."""
     if not node.data_dir:
         raise DataError("data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and test/<class>/*")
@@ -119,7 +117,7 @@ def _load_folder(config: DataConfig, node: NodeConfig, split: str) -> Images:
         for file in files:
             try:
                 with Image.open(file) as image:
-                    pixels.append(to_pixels(image, config.image_size))
+                    pixels.append(to_pixels(image, size))
             except (UnidentifiedImageError, OSError, SyntaxError) as error:
                 raise DataError(f"{file}: not a readable image ({error}). Remove or replace it") from error
             labels.append(label)

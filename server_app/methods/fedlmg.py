@@ -73,7 +73,9 @@ def _rebuild(payload: Classifier, num_classes: int, small_stem: bool, device: to
 def _sampler(job: ServerJob, teachers: Mapping[str, Teacher]) -> Sample:
     kit = load_kit(job.kit, job.device)
     prompts = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in job.classes])
-    return lambda jobs: sample(kit, jobs, prompts, teachers, job.config.fedlmg, job.config.synthesis.steps)
+    return lambda jobs: sample(
+        kit, jobs, prompts, teachers, job.config.fedlmg, job.config.synthesis.steps, job.config.data.image_size
+    )
 
 
 def sample(
@@ -83,12 +85,14 @@ def sample(
     teachers: Mapping[str, Teacher],
     settings: FedLMGConfig,
     steps: int,
+    size: int | None = None,
 ) -> torch.Tensor:
     """Classifier-guided denoising (FedLMG, algorithm 1). Rows may belong to different clients.
 
     Args:
         prompts: tau of every class's prompt, [classes, L, d].
         teachers: each client's classifier.
+        size: pixels on a side that the classifiers were trained at.
 
     Returns:
         uint8 [B, 3, H, W].
@@ -107,7 +111,7 @@ def sample(
         x = implied_image(kit, z, e, alphas_cumprod[t])
         loss = torch.zeros(len(z), device=z.device)
         for client, rows in rows_of.items():
-            own = classifier_loss(teachers[client], x[rows], labels[rows], settings.classifier_weight, settings.bn_weight)
+            own = classifier_loss(teachers[client], x[rows], labels[rows], settings.classifier_weight, settings.bn_weight, size)
             loss = loss.index_add(0, torch.tensor(rows, device=z.device), own)
         # 3. e <- e + s sqrt(1 - a_t) grad_z L
         return guide(z, e, alphas_cumprod[t], loss, settings.gradient_scale)

@@ -58,13 +58,25 @@ def as_teacher(model: nn.Module) -> Teacher:
 
 
 def classifier_loss(
-    teacher: Teacher, images: torch.Tensor, labels: torch.Tensor, classifier_weight: float, bn_weight: float
+    teacher: Teacher,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    classifier_weight: float,
+    bn_weight: float,
+    size: int | None = None,
 ) -> torch.Tensor:
     """L = w CE(F_k(x), y) + lambda L_BN for each image (FedCADO, eq. 7 to 9; FedLMG, eq. 8 to 10), shape [B].
 
     `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm layer; mu_l and var_l are taken over
     each image's own positions, so that an image does not depend on its batch.
+
+    Args:
+        images: [B, 3, H, W] in about [-1, 1].
+        labels: [B].
+        size: pixels on a side that the classifier was trained at; None: H.
     """
+    if size is not None and images.shape[-1] != size:
+        images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     inputs: list[torch.Tensor] = []
     hooks = [norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for norm in teacher.norms]
     try:

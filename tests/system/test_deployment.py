@@ -41,7 +41,7 @@ def federation(tmp_path: Path) -> Iterator[dict[str, str]]:
     empty.mkdir()
 
     def begin(name: str, *command: str, **variables: str) -> None:
-        log = open(tmp_path / f"{name}.log", "wb")
+        log = open(tmp_path / f"{name}.log", "wb")  # noqa: SIM115
         processes.append(
             subprocess.Popen(
                 command, cwd=empty, env={**environment, **variables}, stdout=log, stderr=log, start_new_session=True

@@ -1,0 +1,121 @@
+"""The shipped kit, and the recipe that made it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.progress import Progress
+from sklearn.svm import SVC
+
+from osfl import kit_recipe
+from osfl.data import digits
+from osfl.data.render import STYLES
+from osfl.diffusion import kit_digest, load_kit
+from osfl.kits import find_kit
+from server_app.methods.prompts_only import sample
+from server_app.synthesis.plan import plan_images
+
+
+def grey(pixels: torch.Tensor) -> np.ndarray:
+    """[N, 3, 32, 32] uint8 to standardised grey vectors [N, 1024]."""
+    flat = pixels.float().mean(dim=1).flatten(1)
+    return ((flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1)).numpy()
+
+
+def samples(kit_folder: Path, template: str, per_class: int) -> tuple[torch.Tensor, np.ndarray]:
+    kit = load_kit(kit_folder)
+    jobs = plan_images("test", 0, {"a": range(10)}, per_class)
+    prompts = kit.text([template.format(name) for name in digits.CLASSES])
+    return sample(kit, jobs, prompts, 3.0, 20), np.array([job.label for job in jobs])
+
+
+def test_the_kit_is_found_small_and_stable_diffusion_shaped(shipped_kit: Path) -> None:
+    assert Path(find_kit("digits")) == shipped_kit
+    assert sum(f.stat().st_size for f in shipped_kit.rglob("*") if f.is_file()) < 25e6
+    index = json.loads((shipped_kit / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert {"vae", "unet", "text_encoder", "tokenizer", "scheduler"} <= set(index)
+    card = (shipped_kit / "README.md").read_text()
+    assert "samples.png" in card
+    assert (shipped_kit / "samples.png").is_file()
+
+
+def test_class_prompts_give_legible_photographs(shipped_kit: Path) -> None:
+    """A support vector machine that learned from real public photographs reads the samples."""
+    public = digits.load_split("public")
+    rows = [i for i, domain in enumerate(public["domain"]) if domain == "photo"][:1500]
+    real = public.select(rows).with_format("numpy")
+    reader = SVC(C=10).fit(grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"])
+    pixels, labels = samples(shipped_kit, "an image of {}", 10)
+    assert reader.score(grey(pixels), labels) > 0.85
+
+
+def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
+    """Cheap marks of three styles: neon is dark, clipart is colourful, an infograph's rim is bright."""
+
+    def marks(style: str) -> tuple[float, float, float]:
+        pixels = samples(shipped_kit, f"a {style} of a {{}}", 3)[0].float() / 255
+        saturation = (pixels.amax(1) - pixels.amin(1)).mean().item()
+        return pixels.mean().item(), saturation, pixels[:, :, :3].mean().item()
+
+    by_style = {style: marks(style) for style in STYLES}
+    assert min(by_style, key=lambda s: by_style[s][0]) == "neon"
+    assert by_style["clipart"][1] > 2 * by_style["photo"][1]
+    assert by_style["infograph"][2] > 0.8
+
+
+def test_a_kits_digest_changes_with_its_weights(tiny_kit: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_kit, copy)
+    assert kit_digest(copy) == kit_digest(tiny_kit)
+    file = next((copy / "unet").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert kit_digest(copy) != kit_digest(tiny_kit)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints every step; broken off in the second stage; resumed."""
+    whole = digits.load_split("public").select(range(64))
+    monkeypatch.setattr(digits, "load_split", lambda split: whole)
+    monkeypatch.setattr(kit_recipe, "_check_styles", lambda *args: {"class prompts, photographs": 1.0})
+    recipe = replace(
+        kit_recipe.Recipe(),
+        vae_steps=1,
+        vae_batch=4,
+        classifier_steps=2,
+        classifier_batch=4,
+        denoiser_steps=2,
+        denoiser_batch=4,
+    )
+
+    def train(out: Path, work: Path) -> None:
+        with Progress(disable=True) as progress:
+            kit_recipe.train_kit(out, work, recipe, "cpu", progress)
+
+    train(tmp_path / "quiet", tmp_path / "work-1")
+    save, calls = torch.save, []
+
+    def breaking(*args, **kwargs):  # type: ignore[no-untyped-def]
+        save(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 2:
+            raise Interrupted
+
+    monkeypatch.setattr(torch, "save", breaking)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "rough", tmp_path / "work-2")
+    train(tmp_path / "rough", tmp_path / "work-2")
+    assert len(calls) == 4  # vae, classifier (broken off before its rename), classifier, denoiser
+    assert kit_digest(tmp_path / "rough" / "unet") == kit_digest(tmp_path / "quiet" / "unet")
+    assert kit_digest(tmp_path / "rough" / "classifiers") == kit_digest(tmp_path / "quiet" / "classifiers")
