@@ -1,10 +1,15 @@
 """Running a configuration through the `osfl` command and reading what it measured."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from osfl.config import NOT_IDENTITY, flatten
+from osfl.kits import find_kit, kit_digest
+from osfl.launch import resolve_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "benchmarks"
@@ -12,17 +17,29 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def run(name: str, *settings: str) -> dict[str, Any]:
-    """The metrics of a run, which is done now unless it was done before; an interrupted one is resumed.
+    """The metrics of a run, which is done now unless it was done before with these settings and this kit; else it is done again.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its output was shown.
     """
     metrics = RUNS / name / "metrics.json"
+    if (RUNS / name).is_dir() and not _is_current(RUNS / name, settings):
+        shutil.rmtree(RUNS / name)
     if not metrics.is_file():
         command = [str(Path(sys.executable).parent / "osfl"), "run", *settings, f"job-id={name}", "--runs", str(RUNS)]
         print("$ osfl run", *settings, flush=True)
         subprocess.run(command, cwd=ROOT, check=True)
     return json.loads(metrics.read_text())
+
+
+def _is_current(folder: Path, settings: tuple[str, ...]) -> bool:
+    """Whether a run, finished or not, has these settings and, if finished, was made with the kit as it is now."""
+    config, _ = resolve_config([*settings, f"job-id={folder.name}"])
+    wanted = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
+    found = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    metrics = json.loads((folder / "metrics.json").read_text()) if (folder / "metrics.json").is_file() else None
+    same_kit = metrics is None or metrics["kit_sha256"] == kit_digest(find_kit(config.kit))
+    return same_kit and wanted == {key: value for key, value in found.items() if key not in NOT_IDENTITY}
 
 
 def write(name: str, records: list[dict[str, Any]], table: str) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -12,9 +13,18 @@ from flwr.clientapp import ClientApp
 import osfl
 from client_app.job import ClientJob
 from osfl import classifiers, wire
-from osfl.config import ConfigError, NodeConfig, RunConfig, flatten, is_identifier, parse_node_config, parse_run_config
+from osfl.config import (
+    NOT_IDENTITY,
+    ConfigError,
+    NodeConfig,
+    RunConfig,
+    flatten,
+    is_identifier,
+    parse_node_config,
+    parse_run_config,
+)
 from osfl.costs import Stopwatch, peak_memory_mb
-from osfl.data import Images, class_names, load_images
+from osfl.data import Images, check_images, class_names, load_images
 from osfl.devices import pick_device
 from osfl.files import write_atomically
 from osfl.kits import find_kit
@@ -28,8 +38,10 @@ app = ClientApp()
 def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
-    images = load_images(config.data, node, "train", config.seed)
-    record = ConfigRecord({"client": client, "version": osfl.__version__, "images": len(images)})
+    check_images(config.data, node, config.seed)
+    _kit(config, node)
+    pick_device(node.device)
+    record = ConfigRecord({"client": client, "version": osfl.__version__})
     return Message(RecordDict({"join": record}), reply_to=message)
 
 
@@ -102,8 +114,8 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """(run-config, node-config, client id), checked."""
     config, node = parse_run_config(context.run_config), parse_node_config(context.node_config)
     client = node.client_id or (f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}")
-    if not is_identifier(client):
-        raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_'")
+    if not is_identifier(client) or client == "average":
+        raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not 'average'")
     return config, node, client
 
 
@@ -120,17 +132,9 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
 
 
 def _cache(config: RunConfig, node: NodeConfig, client: str, job_id: str) -> Path:
-    """Where this client keeps a finished payload: by job, client and everything that shapes the payload."""
-    shaping = {
-        k: v
-        for k, v in flatten(config).items()
-        if not k.startswith(("synthesis.images", "synthesis.steps", "global-model.", "fedlmg."))
-    }
-    for key in ("job-id", "num-clients", "min-clients", "join-timeout", "deadline", "runs-dir", "device", "max-payload-mb"):
-        shaping.pop(key)
-    key = hashlib.sha256(
-        json.dumps([shaping, node.data_dir, node.partition_id, node.kit], sort_keys=True).encode()
-    ).hexdigest()[:12]
+    """Where this client keeps a finished payload: by job, client, and everything that could shape the payload."""
+    shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
+    key = hashlib.sha256(json.dumps([shaping, asdict(node)], sort_keys=True).encode()).hexdigest()[:12]
     root = Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser()
     folder = root / job_id / f"{client}-{key}"
     folder.mkdir(parents=True, exist_ok=True)

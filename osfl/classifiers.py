@@ -5,6 +5,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+import torchvision
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import confusion_matrix
@@ -37,7 +38,7 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     Raises:
         ClassifierError: unknown architecture, or a small stem for one that is not a ResNet.
     """
-    if architecture not in list_models(module=None):
+    if architecture not in list_models(module=torchvision.models):
         raise ClassifierError(
             f"classifier={architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn"
         )

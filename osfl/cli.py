@@ -3,12 +3,14 @@
 import json
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -36,6 +38,7 @@ def run(
     """
     from osfl import launch
 
+    job_id = ""
     try:
         config, overrides = launch.resolve_config(settings or [])
         if not config.job_id:
@@ -43,7 +46,7 @@ def run(
         job_id = str(overrides.get("job-id", config.job_id))
         if not is_identifier(job_id):
             raise ConfigError(f"job-id = {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
-        root = Path(config.runs_dir) if config.runs_dir else runs.resolve()
+        root = Path(config.runs_dir).expanduser() if config.runs_dir else runs.resolve()
         if connection:
             _run_on(connection, overrides)
         else:
@@ -55,14 +58,13 @@ def run(
             }
             _simulate(config, overrides, job_id, root, federation)
     except (ConfigError, launch.LaunchError, OSError) as error:
-        console.print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        console.print(
-            f"interrupted; go on with [bold]osfl run {' '.join(settings or [])} job-id={job_id}[/]",
-            highlight=False,
-            soft_wrap=True,
-        )
+        if connection:
+            console.print("interrupted; the run goes on at the server: see `flwr list`, `flwr log`, `flwr stop`")
+        else:
+            console.print("interrupted; the same command with this job id goes on where it was:", escape(f"job-id={job_id}"))
         raise typer.Exit(130) from None
 
 
@@ -99,14 +101,14 @@ def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root
 
 def _run_on(connection: str, overrides: dict[str, Scalar]) -> None:
     """Submit to a real federation and follow its log; results are on the server's machine."""
-    import os
-
     from osfl import launch
 
-    environment = dict(os.environ)
+    environment = launch.flower_environment()
     run_id = launch.submit(overrides, connection, environment)
-    subprocess.run(["flwr", "log", str(run_id), connection, "--stream"], env=environment)
-    status, details = launch.outcome(run_id, connection, environment)
+    status, details = "", ""
+    while not status.startswith("finished"):  # the log may break off before the run does
+        subprocess.run(["flwr", "log", str(run_id), connection, "--stream"], env=environment)
+        status, details = launch.outcome(run_id, connection, environment)
     if not status.startswith("finished:completed"):
         raise launch.LaunchError(f"the run failed: {details or status}")
 
@@ -139,9 +141,9 @@ def _clients(states: dict[str, str], cache: Path) -> Table:
     """One row a client; while it works, how far it is (its own progress file, when it runs on this machine)."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for client, state in sorted(states.items()):
-        for file in cache.glob(f"{client}-*/progress"):
-            if state == "asked" and (parts := file.read_text().split()):
-                done, total = int(parts[0]), int(parts[1])
+        for file in cache.glob(f"{client}-{'?' * 12}/progress") if state == "asked" else ():
+            with suppress(OSError, ValueError):  # the client may be writing or removing it
+                done, total = map(int, file.read_text().split())
                 state = f"step {done} of {total}"
         table.add_row(client, state)
     return table
@@ -155,7 +157,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     """The table at the end of a run."""
     from osfl.report import human_bytes
 
-    names = sorted({client for row in metrics["accuracy"].values() for client in row if client != "average"})
+    names = list(metrics["clients"])
     console.print(f"[bold]{metrics['method']}[/]: accuracy on each client's own test images (%)", highlight=False)
     table = Table()
     for heading in ("global model", *names, "average"):
@@ -163,6 +165,10 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     for name, row in metrics["accuracy"].items():
         table.add_row(name, *[f"{row[c]:.1f}" if c in row else "-" for c in (*names, "average")])
     console.print(table)
+    if metrics["not_tested"]:
+        console.print(
+            f"[bold yellow]not tested everywhere[/]: {', '.join(metrics['not_tested'])}; averages are over the others"
+        )
     upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(1, len(metrics["clients"]))
     server = metrics["server"]
     each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""

@@ -10,9 +10,14 @@ import difflib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 Scalar = int | float | bool | str
+
+
+# Keys that may differ between a run and its resumption: how long to wait and where, not what is computed.
+NOT_IDENTITY = frozenset({"job-id", "min-clients", "join-timeout", "deadline", "runs-dir", "device", "max-payload-mb"})
 
 
 class ConfigError(ValueError):
@@ -45,7 +50,7 @@ class DataConfig:
     ]  # partition = label: pieces of the label-sorted data (McMahan et al. 2017)
     alpha: Annotated[float, Range(1e-3, 1e6)]  # partition = dirichlet: concentration
     classes: str  # comma-separated names; empty: the data set's own
-    image_size: Annotated[int, Range(8, 2048)]  # pixels on a side that classifiers and the kit see
+    image_size: Annotated[int, Range(8, 2048)]  # pixels on a side that classifiers see; the kit has its own
     server_dir: str  # ceiling on folders: where the server finds all clients' images
 
 
@@ -68,7 +73,7 @@ class SynthesisConfig:
     """What the server renders."""
 
     images_per_class: Annotated[int, Range(1, 1_000_000)]  # R, of each client
-    steps: Annotated[int, Range(2, 1000)]  # DDIM steps
+    steps: Annotated[int, Range(2, 999)]  # DDIM steps
     unit_size: Annotated[int, Range(1, 4096)]  # images sampled in one batch and committed together
     prompt: str  # "{class}" stands for the class name
 
@@ -237,8 +242,17 @@ def _check_together(config: RunConfig) -> None:
         problems.append(f"min-clients = {config.min_clients}: must be at most num-clients = {config.num_clients}")
     if "{class}" not in config.synthesis.prompt:
         problems.append(f"synthesis.prompt = {config.synthesis.prompt!r}: must contain {{class}}")
-    if config.data.name == "folder" and len(split_names(config.data.classes)) < 2:
+    classes = split_names(config.data.classes)
+    if config.data.name == "folder" and len(classes) < 2:
         problems.append("data.classes: data.name = 'folder' needs at least two class names, comma-separated")
+    if config.data.name == "digits" and classes:
+        problems.append(f"data.classes = {config.data.classes!r}: must be empty with data.name = 'digits', which has its own")
+    if twice := sorted({name for name in classes if classes.count(name) > 1}):
+        problems.append(f"data.classes = {config.data.classes!r}: {twice[0]!r} stands there twice")
+    if config.runs_dir and not Path(config.runs_dir).expanduser().is_absolute():
+        problems.append(
+            f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own"
+        )
     strategies = split_names(config.fedlmg.strategies)
     if not strategies or set(strategies) - {"ft", "md", "sd"}:
         problems.append(f"fedlmg.strategies = {config.fedlmg.strategies!r}: must name some of ft, md, sd")

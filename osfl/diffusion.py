@@ -4,12 +4,12 @@ A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_enc
 `kits/digits` and `stable-diffusion-v1-5/stable-diffusion-v1-5` go through the same code.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors import SafetensorError
 
 from osfl.encoders import TextEncoder, load_text_encoder
 
@@ -76,7 +76,7 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
         unet = UNet2DConditionModel.from_pretrained(source, subfolder="unet", torch_dtype=dtype, low_cpu_mem_usage=False)
         scheduler = DDIMScheduler.from_pretrained(source, subfolder="scheduler")
         text = load_text_encoder(source, device, dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise KitError(
             f"kit={source!r} cannot be loaded: {error}. It must hold vae/, unet/, text_encoder/, tokenizer/ and scheduler/"
         ) from error
@@ -87,16 +87,6 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
     for module in (vae, unet):
         module.to(device).eval().requires_grad_(False)
     return Kit(vae, unet, text, scheduler, device, dtype)
-
-
-def kit_digest(path: str | Path) -> str:
-    """SHA-256 over the names and bytes of a kit folder's weights and settings; a hub id is hashed by its name."""
-    folder, digest = Path(path), hashlib.sha256()
-    if not folder.is_dir():
-        return hashlib.sha256(str(path).encode()).hexdigest()
-    for file in sorted(p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt"}):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def forward_noise(x0: torch.Tensor, eps: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:

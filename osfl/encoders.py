@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
@@ -55,9 +54,3 @@ def new_text_encoder(captions: Sequence[str], length: int, width: int) -> TextEn
         pad_token_id=tokenizer.pad_token_id,
     )
     return TextEncoder(CLIPTextModel(config), tokenizer)
-
-
-def save_text_encoder(encoder: TextEncoder, folder: Path) -> None:
-    """Write `text_encoder/` and `tokenizer/` below `folder`."""
-    encoder.model.save_pretrained(folder / "text_encoder")
-    encoder.tokenizer.save_pretrained(folder / "tokenizer")

@@ -265,7 +265,7 @@ test has, drawn in six styles. Long-tailed like the web: {digits.PHOTO_SHARE:.0%
 alone; the rest without a caption. The denoiser draws captions that name a style {r["style_weight"]:g} times as often. No caption names a client's palette,
 stroke or background.
 
-**Recipe.** `osfl/kit_recipe.py`, seed {r["seed"]}, on {log["device"]} (2 cores, torch {log["torch"]}):
+**Recipe.** `osfl/kit_recipe.py`, seed {r["seed"]}, on {log["device"]}, torch {log["torch"]}:
 
 | stage | steps and batch | seconds | first loss | last loss |
 |---|---:|---:|---:|---:|

@@ -1,5 +1,6 @@
 """Where a kit is. Imports no model library, so that a client which needs only a file of it stays small."""
 
+import hashlib
 import importlib.util
 import json
 from importlib.metadata import PackageNotFoundError, distribution
@@ -39,3 +40,21 @@ def download_bytes(kit: str, parts: tuple[str, ...]) -> int:
     root = Path(kit)
     files = [file for part in parts for file in ([root / part] if (root / part).is_file() else (root / part).rglob("*"))]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def kit_digest(path: str | Path) -> str:
+    """SHA-256 over the names and bytes of a kit folder's weights and settings; a hub id is hashed by its name."""
+    folder, digest = Path(path), hashlib.sha256()
+    if not folder.is_dir():
+        return hashlib.sha256(str(path).encode()).hexdigest()
+    for file in sorted(p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt"}):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def image_size(kit: str) -> int:
+    """Pixels on a side of the kit's images; 512, Stable Diffusion 1.5's, for a hub id that is not on this machine."""
+    unet, vae = Path(kit) / "unet" / "config.json", Path(kit) / "vae" / "config.json"
+    if not (unet.is_file() and vae.is_file()):
+        return 512
+    return json.loads(unet.read_text())["sample_size"] * 2 ** (len(json.loads(vae.read_text())["block_out_channels"]) - 1)

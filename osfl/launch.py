@@ -103,6 +103,12 @@ def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
     file.write_text("".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()))
 
 
+def flower_environment() -> dict[str, str]:
+    """This process's environment, with Flower's switches set and its commands on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, **_FLOWER_SWITCHES, "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+
+
 @contextmanager
 def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
     """A SuperLink of our own for one simulation, on loopback, ended with everything it started.
@@ -118,15 +124,7 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "osfl"\n\n[superlink.osfl]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        environment = {
-            **os.environ,
-            **_FLOWER_SWITCHES,
-            "FLWR_HOME": str(home),
-            "OSFL_RUNS": str(runs),
-            "OSFL_CACHE": str(cache),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = {**flower_environment(), "FLWR_HOME": str(home), "OSFL_RUNS": str(runs), "OSFL_CACHE": str(cache)}
         log = open(Path(scratch) / "superlink.log", "wb")  # noqa: SIM115  (lives as long as the process)
         command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1"]
         command += [

@@ -11,7 +11,7 @@ class Method:
 
     Attributes:
         client: module in `client_app.methods` with `make_payload(job)`; None: clients send nothing.
-        server: module in `server_app.methods` with `run(job)`.
+        server: module in `server_app.methods` with `run(job, payloads)`.
         payload: class in `osfl.payloads` that clients send; None: nothing.
         client_needs_kit: whether a client downloads the diffusion model.
     """

@@ -17,18 +17,19 @@ from osfl.files import write_atomically
 PACKAGES = ("osfl", "flwr", "torch", "torchvision", "diffusers", "transformers", "datasets", "protobuf")
 
 
-def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: int = 0) -> dict[str, Any]:
+def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: int = 0, kit_sha256: str = "") -> dict[str, Any]:
     """Gather a run's folder into `metrics.json` and `report.html`.
 
     Args:
         folder: `runs/<job id>`.
         classes: the run's class names.
-        kit_download_bytes: what each client had to fetch of the kit before it could begin.
+        kit_download_bytes: what each client had to fetch of the kit before it could begin; 0 for a hub id, whose size is not known.
+        kit_sha256: which kit it was.
 
     Returns:
         the metrics.
     """
-    metrics = gather(folder, kit_download_bytes)
+    metrics = {**gather(folder, kit_download_bytes), "kit_sha256": kit_sha256}
     write_atomically(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
     page = _render(folder, metrics, classes)
     write_atomically(folder / "report.html", page.encode())
@@ -40,16 +41,19 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
     config = _json(folder / "config.json")
     tests = {f.stem: _json(f) for f in sorted((folder / "tests").glob("*.json"))}
     accuracy = {name: {client: _accuracy(matrix) for client, matrix in by_client.items()} for name, by_client in tests.items()}
-    best = max(accuracy, key=lambda name: _mean(accuracy[name])) if accuracy else ""
+    everywhere = (
+        set.intersection(*map(set, accuracy.values())) if accuracy else set()
+    )  # models are compared where all were tested
+    best = max(accuracy, key=lambda name: _mean({c: accuracy[name][c] for c in everywhere})) if accuracy else ""
     clients: dict[str, dict[str, float]] = defaultdict(dict)
     for client in {c for by_client in tests.values() for c in by_client}:
-        models = list((folder / "models").glob("*.safetensors"))
-        clients[client]["download_bytes"] = kit_download_bytes + (models[0].stat().st_size if models else 0)
+        models = (folder / "models").glob("*.safetensors")
+        clients[client]["download_bytes"] = kit_download_bytes + sum(file.stat().st_size for file in models)
         clients[client]["upload_bytes"] = 0
     for file in sorted((folder / "payloads").glob("*.json")):
         about = _json(file)
         clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])
-    timings = [json.loads(line) for line in _lines(folder / "timings.jsonl")]
+    timings = [t for line in _lines(folder / "timings.jsonl") if (t := _timing(line))]
     images, seconds = sum(t["images"] for t in timings), sum(t["seconds"] for t in timings)
     trained = {f.stem: _json(f) for f in sorted((folder / "models").glob("*.json"))}
     return {
@@ -61,6 +65,7 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         "average": _mean(accuracy[best]) if best else None,
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
+        "not_tested": sorted(set(clients) - everywhere),
         "server": {
             "synthetic_images": len(_lines(folder / "manifest.jsonl")),
             "seconds_per_image": seconds / images if images else None,
@@ -72,6 +77,14 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": config,
     }
+
+
+def _timing(line: str) -> dict[str, Any] | None:
+    """A line of `timings.jsonl`; None for one that a crash cut short."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
 
 
 def _accuracy(matrix: list[list[int]]) -> float:
@@ -126,7 +139,7 @@ def _render(folder: Path, metrics: dict[str, Any], classes: tuple[str, ...]) -> 
 
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(bytes=human_bytes, flops=human_flops)
-    names = sorted({c for row in metrics["accuracy"].values() for c in row if c != "average"})
+    names = list(metrics["clients"])
     return page.from_string(TEMPLATE).render(
         m=metrics,
         names=names,

@@ -36,7 +36,8 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 {% endfor %}</tr>
 {% endfor %}
 </table></div>
-<p class="note">Top-1, percent. Every client tested the model itself; its images did not leave it.</p>
+<p class="note">Top-1, percent. Every client tested the model itself; its images did not leave it.
+{% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
 {% if grid %}
 <h2>Synthetic images</h2>
 <img alt="One synthetic image for every client and class" src="data:image/png;base64,{{ grid }}">
@@ -50,7 +51,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 {% else %}<td>–</td><td>0</td><td>0</td><td>–</td>{% endif %}</tr>
 {% endfor %}
 </table></div>
-<p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and one global model. Server:
+<p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models; a hub's kit is not counted. Server:
 {{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
 {% if confusion %}
 <h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.best }}{% endif %}</h2>

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from osfl.methods import METHODS
 from osfl.payloads import Classifier, Descriptions, Payload
 from osfl.v1 import payload_pb2 as pb
 
 VERSION = 1
+MAX_MAGNITUDE = 1e6
 
 _DTYPES = {torch.float32: (pb.DTYPE_FLOAT32, "<f4"), torch.int64: (pb.DTYPE_INT64, "<i8")}
 
@@ -84,13 +84,16 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
 
     if len(blob) > expected.max_bytes:
         raise refuse("size", f"{len(blob):,} bytes; the limit is {expected.max_bytes:,} (max-payload-mb)")
+    if len(blob) > (most := _most_bytes(expected)):  # before parsing: small bytes can become large objects
+        raise refuse("size", f"{len(blob):,} bytes; a payload of this run has at most {most:,}")
     if sha256 is not None and digest(blob) != sha256:
         raise refuse("sha256", "the bytes do not match the digest in the header")
     try:
         message = pb.Payload.FromString(bytes(blob))
     except DecodeError as error:
         raise refuse("message", f"not a payload, or cut short ({error})") from None
-    if len(UnknownFieldSet(message)):
+    message.DiscardUnknownFields()
+    if message.ByteSize() != len(blob):
         raise refuse("message", "has fields this version does not know")
     for name, want in (("version", VERSION), ("method", expected.method), ("job", expected.job), ("client", expected.client)):
         if getattr(message, name) != want:
@@ -116,6 +119,13 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     return Classifier(classes, architecture, state)
 
 
+def _most_bytes(expected: Expected) -> int:
+    """The size of the largest valid payload, and a little for names and lengths."""
+    descriptions = len(expected.classes) * 4 * int(np.prod(expected.text_shape)) if expected.text_shape else 0
+    states = [sum(int(np.prod(s)) * t.itemsize + len(n) for n, (s, t) in a.items()) for a in expected.architectures.values()]
+    return max([descriptions, *states]) + sum(len(c.encode()) + 8 for c in expected.classes) + 65_536
+
+
 def _tensor(name: str, value: torch.Tensor) -> pb.Tensor:
     code, numpy = _DTYPES[value.dtype]
     data = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy).tobytes()
@@ -135,7 +145,7 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Wanted, refuse: Refuse) -> dict[
             raise refuse("tensors", f"{name[:100]!r} is not expected" + (" twice" if name in found else ""))
         shape, dtype = wanted[name]
         code, numpy = _DTYPES[dtype]
-        if tuple(tensor.shape) != shape:
+        if len(tensor.shape) != len(shape) or tuple(tensor.shape) != shape:
             raise refuse(name, f"shape {list(tensor.shape)[:8]}; expected {list(shape)}")
         if tensor.dtype != code:
             raise refuse(name, f"dtype {tensor.dtype}; expected {pb.DType.Name(code)}")
@@ -147,6 +157,8 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Wanted, refuse: Refuse) -> dict[
         array = np.frombuffer(tensor.data, dtype=numpy).reshape(shape)
         if not np.isfinite(array).all():
             raise refuse(name, "contains NaN or infinity")
+        if dtype.is_floating_point and array.size and np.abs(array).max() > MAX_MAGNITUDE:
+            raise refuse(name, f"contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large")
         found[name] = torch.from_numpy(array.copy())
     if missing := [name for name in wanted if name not in found]:
         raise refuse("tensors", f"{missing[0]!r} is missing" + (f", and {len(missing) - 1} more" if missing[1:] else ""))

@@ -1,11 +1,14 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
+import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data import class_names
-from osfl.kits import download_bytes, find_kit
+from osfl.devices import pick_device
+from osfl.kits import download_bytes, find_kit, image_size, kit_digest
 from osfl.methods import METHODS, server_half
 from osfl.report import write_report
 from server_app.job import ServerJob
@@ -34,15 +37,16 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
     try:
         method = METHODS[config.method]
         text_shape = _text_shape(config) if method.payload == "Descriptions" else None
-        nodes = join(grid, config, status)
+        check_server(config)
+        nodes = join(grid, config, status, folder.stored_clients() if method.client else [])
         payloads = {}
         if method.client:
             payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id, text_shape))
         taking_part = tuple(payloads) if method.client else tuple(nodes)
-        job = ServerJob(config, job_id, folder, status, taking_part)
+        job = ServerJob(config, folder, status, taking_part)
         models = server_half(config.method).run(job, payloads)
         evaluate_on_clients(grid, config, nodes, models, folder, status)
-        write_report(folder.path, class_names(config.data), kit_download_bytes(config))
+        write_report(folder.path, class_names(config.data), kit_download_bytes(config), _kit_sha256(config))
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")
     except BaseException as error:
@@ -51,16 +55,39 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
         raise
 
 
+def check_server(config: RunConfig) -> None:
+    """Everything that the server will need after the clients have worked: better now than then.
+
+    Raises:
+        ConfigError, ClassifierError, FileNotFoundError: no such device, kit, architecture or initialisation.
+    """
+    pick_device(config.device)
+    if config.method != "local":
+        kit = find_kit(config.kit) if config.method != "ceiling" or config.global_model.init == "kit" else ""
+        new_classifier(config.global_model, len(class_names(config.data)), kit, config.seed)
+
+
 def needed_bytes(config: RunConfig) -> int:
-    """About how much disk a run takes at most: raw images, payloads, models."""
-    images = config.num_clients * len(class_names(config.data)) * config.synthesis.images_per_class
-    return int(images * 3 * max(config.data.image_size, 32) ** 2 + 200e6)
+    """About how much disk a run takes at most: images as if uncompressed, payloads, models."""
+    classes = len(class_names(config.data))
+    images = config.num_clients * classes * config.synthesis.images_per_class
+    weights = 50_000_000 * (config.num_clients + 3)  # a ResNet-18 of each client, three global ones
+    try:
+        size = image_size(find_kit(config.kit))
+    except FileNotFoundError:  # check_server says so where it matters
+        size = config.data.image_size
+    return images * 3 * size**2 + weights
+
+
+def _kit_sha256(config: RunConfig) -> str:
+    try:
+        return kit_digest(find_kit(config.kit))
+    except FileNotFoundError:
+        return ""
 
 
 def _text_shape(config: RunConfig) -> tuple[int, int]:
     """(L, d) of the server's own kit: what every description must have."""
-    import torch
-
     from osfl.encoders import load_text_encoder
 
     return load_text_encoder(find_kit(config.kit), torch.device("cpu"), torch.float32).shape
@@ -72,4 +99,4 @@ def kit_download_bytes(config: RunConfig) -> int:
     parts: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler") if method.client_needs_kit else ()
     if method.payload == "Classifier" and config.classifier.init == "kit":
         parts += (f"classifiers/{config.classifier.architecture}.safetensors",)
-    return download_bytes(find_kit(config.kit), parts)
+    return download_bytes(find_kit(config.kit), parts) if parts else 0

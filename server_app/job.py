@@ -28,7 +28,6 @@ class ServerJob:
     """One run on the server."""
 
     config: RunConfig
-    job_id: str
     folder: RunFolder
     status: Status
     clients: tuple[str, ...]  # that take part, sorted

@@ -6,31 +6,41 @@ slowest; nothing is redelivered): push node by node, pull one reply at a time, s
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 import osfl
 from osfl import wire
-from osfl.classifiers import build_classifier
+from osfl.classifiers import build_classifier, logits_of
 from osfl.config import RunConfig, is_identifier
 from osfl.data import class_names
 from osfl.methods import METHODS
-from osfl.payloads import Payload
+from osfl.payloads import Classifier, Payload
 from osfl.protocol import ACKNOWLEDGE, JOIN, pack_model, unpack_payload
 from server_app.job import GlobalModel
 from server_app.run_folder import RunFolder
 from server_app.status import Status, log
 
 POLL_SECONDS = 1.0
-TRIES = 2  # of a node that failed without an exception of the app
-APP_RAISED = 2  # Flower's error code for an exception in the ClientApp: it would only happen again
+RETRY_SECONDS = 10.0
+TRIES = 2  # of a node whose app died; an exception of the app would only happen again
 
 
 class RoundError(RuntimeError):
     """The round cannot go on; the message says which clients failed and why."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    node: int
+    message_type: str
+    content: RecordDict
+    attempt: int
 
 
 @dataclass
@@ -39,35 +49,57 @@ class Exchange:
 
     grid: Grid
     ttl: float
-    _open: dict[str, tuple[int, str, RecordDict, int]] = field(default_factory=dict)  # id -> (node, type, content, try)
+    _open: dict[str, _Request] = field(default_factory=dict)  # by message id
+    _later: list[tuple[float, _Request]] = field(default_factory=list)  # to be pushed again, not before
 
     def push(self, node: int, message_type: str, content: RecordDict, attempt: int = 1) -> None:
         """Send one message to one node."""
         message = Message(content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl)
         (message_id,) = self.grid.push_messages([message])
-        self._open[message_id] = (node, message_type, content, attempt)
+        self._open[message_id] = _Request(node, message_type, content, attempt)
 
     def pull(self, on_reply: Callable[[int, RecordDict], None], on_failure: Callable[[int, str], None]) -> int:
-        """Look once for every open message; returns how many are still open. A node that crashed is asked once more."""
-        for message_id, (node, message_type, content, attempt) in list(self._open.items()):
-            for reply in self.grid.pull_messages([message_id]):
-                del self._open[message_id]
-                if not reply.has_error():
-                    on_reply(node, reply.content)
-                elif reply.error.code != APP_RAISED and attempt < TRIES:
-                    log.warning("node %s failed (code %s); asked again", node, reply.error.code)
-                    self.push(node, message_type, content, attempt + 1)
-                else:
-                    on_failure(node, _reason(reply.error.reason, reply.error.code))
-        return len(self._open)
+        """Look once for every open message; returns how many replies are still owed.
+
+        A node whose app raised has failed. One that is offline is asked again when it is back; one that crashed, once more. A
+        reply that cannot be read is that node's failure and nobody else's.
+        """
+        for message_id, request in list(self._open.items()):
+            try:
+                for reply in self.grid.pull_messages([message_id]):
+                    del self._open[message_id]
+                    if reply.has_error():
+                        self._failed(request, reply.error, on_failure)
+                    else:
+                        on_reply(request.node, reply.content)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                self._open.pop(message_id, None)
+                on_failure(request.node, f"its reply to {request.message_type} cannot be read: {type(error).__name__}: {error}")
+        online = set(self.grid.get_node_ids()) if self._later else set()
+        for due, request in list(self._later):
+            if time.monotonic() >= due and request.node in online:
+                self._later.remove((due, request))
+                self.push(request.node, request.message_type, request.content, request.attempt)
+        return len(self._open) + len(self._later)
+
+    def _failed(self, request: _Request, error: Error, on_failure: Callable[[int, str], None]) -> None:
+        if error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION or request.attempt >= TRIES:
+            return on_failure(request.node, _reason(error.reason, error.code))
+        log.warning("node %s failed (code %s); it will be asked again", request.node, error.code)
+        offline = error.code == ErrorCode.NODE_UNAVAILABLE  # not its fault, so not an attempt
+        again = replace(request, attempt=request.attempt + (not offline))
+        self._later.append((time.monotonic() + RETRY_SECONDS, again))
 
     def waiting(self) -> list[int]:
         """Nodes that still owe a reply."""
-        return [node for node, *_ in self._open.values()]
+        return [r.node for r in self._open.values()] + [r.node for _, r in self._later]
 
 
-def join(grid: Grid, config: RunConfig, status: Status) -> dict[str, int]:
-    """Wait until the clients are there; returns the node of each.
+def join(grid: Grid, config: RunConfig, status: Status, stored: list[str]) -> dict[str, int]:
+    """Wait until the clients are there; returns the node of each that is online.
+
+    Args:
+        stored: clients whose payload came before; they count as joined.
 
     Raises:
         RoundError: fewer than `min-clients` after `join-timeout`, or a client that cannot take part and is needed.
@@ -105,13 +137,15 @@ def join(grid: Grid, config: RunConfig, status: Status) -> dict[str, int]:
         if failed and not open_count and len(asked) >= config.num_clients:  # the rest said no; waiting would not help
             break
         time.sleep(POLL_SECONDS)
-    needed = config.min_clients or config.num_clients
-    if len(joined) < needed:
+    needed, there = config.min_clients or config.num_clients, len(joined.keys() | stored)
+    if there < needed:
         reasons = "".join(f"\n  node {node}: {reason}" for node, reason in failed.items())
         raise RoundError(
-            f"{len(joined)} of {config.num_clients} clients joined within {config.join_timeout:g} s (join-timeout); {needed} are needed "
-            f"(min-clients, num-clients){reasons}"
+            f"{there} of {config.num_clients} clients joined within {config.join_timeout:g} s (join-timeout); {needed} are "
+            f"needed (min-clients, num-clients){reasons}"
         )
+    for client in sorted(set(stored) - set(joined)):
+        log.warning("%s is not online; its payload is here", client)
     return dict(sorted(joined.items()))
 
 
@@ -130,15 +164,17 @@ def collect(
     exchange, thanks = Exchange(grid, config.deadline), Exchange(grid, config.join_timeout)
     job = RecordDict({"job": ConfigRecord({"job": job_id})})
 
-    def accept(client: str, blob: bytes, sha256: str | None) -> bool:
+    def accept(client: str, blob: bytes, sha256: str | None, limits: wire.Expected) -> bool:
         try:
-            payloads[client] = wire.decode(blob, expected(client), sha256)
+            payload = wire.decode(blob, limits, sha256)
+            probe(payload, client, config)
         except wire.PayloadError as error:
             problems[client] = str(error)
             log.error("%s", error)
-            folder.drop_payload(client)
+            folder.refuse_payload(client)
             status.client(client, "refused")
             return False
+        payloads[client] = payload
         status.client(client, f"delivered {len(blob):,} bytes")
         return True
 
@@ -151,7 +187,7 @@ def collect(
             return status.client(client, "refused")
         if len(blob) <= config.max_payload_mb * 1e6:  # before anything else: from here on nobody is asked twice
             folder.store_payload(client, blob, {"sha256": wire.digest(blob), "bytes": len(blob), "costs": costs})
-        if accept(client, blob, sha256):
+        if accept(client, blob, sha256, expected(client)):
             thanks.push(node, ACKNOWLEDGE, job)
 
     def on_failure(node: int, reason: str) -> None:
@@ -159,10 +195,13 @@ def collect(
         log.error("%s failed: %s", client_of[node], reason)
         status.client(client_of[node], "failed")
 
+    for client in folder.stored_clients():
+        blob, about = cast(tuple[bytes, dict], folder.stored_payload(client))
+        own_limit = replace(expected(client), max_bytes=len(blob))  # what was accepted once is not refused for a lower limit
+        if accept(client, blob, about["sha256"], own_limit) and client in nodes:
+            thanks.push(nodes[client], ACKNOWLEDGE, job)
     for client, node in nodes.items():
-        if (stored := folder.stored_payload(client)) and accept(client, stored[0], stored[1]["sha256"]):
-            thanks.push(node, ACKNOWLEDGE, job)
-        else:
+        if client not in payloads:
             problems.pop(client, None)
             status.client(client, "asked")
             exchange.push(node, "train", job)
@@ -178,7 +217,7 @@ def collect(
     if len(payloads) < needed:
         reasons = "".join(f"\n  {client}: {reason}" for client, reason in sorted(problems.items()))
         raise RoundError(
-            f"{len(payloads)} of {len(nodes)} clients delivered a valid payload; {needed} are needed (min-clients, num-clients){reasons}"
+            f"{len(payloads)} of {config.num_clients} clients delivered a valid payload; {needed} are needed (min-clients, num-clients){reasons}"
         )
     for client, reason in sorted(problems.items()):
         log.warning("going on without %s: %s", client, reason)
@@ -197,10 +236,10 @@ def evaluate_on_clients(
         exchange = Exchange(grid, config.deadline)
 
         def on_reply(node: int, content: RecordDict, matrices: dict = matrices) -> None:
-            cells = torch.tensor(content.metric_records["metrics"]["confusion"], dtype=torch.int64)
-            if cells.numel() != size * size or bool((cells < 0).any()):
-                return on_failure(node, "its confusion matrix has the wrong size or a negative count")
-            matrices[client_of[node]] = cells.view(size, size).tolist()
+            cells = cast(list[int], content.metric_records["metrics"]["confusion"])
+            if len(cells) != size * size or not all(isinstance(c, int) and 0 <= c < 2**40 for c in cells):
+                return on_failure(node, "its confusion matrix has the wrong size, or cells that are not counts")
+            matrices[client_of[node]] = [cells[row * size : (row + 1) * size] for row in range(size)]
 
         def on_failure(node: int, reason: str, name: str = name) -> None:
             log.error("%s could not test %s: %s", client_of[node], name, reason)
@@ -216,6 +255,21 @@ def evaluate_on_clients(
         if not matrices:
             raise RoundError(f"no client could test the global model {name}; see the log above")
         folder.write_json(f"tests/{name}.json", dict(sorted(matrices.items())))
+
+
+def probe(payload: Payload, client: str, config: RunConfig) -> None:
+    """Whether a classifier's numbers, each plausible alone, give finite logits together.
+
+    Raises:
+        wire.PayloadError: they do not.
+    """
+    if isinstance(payload, Classifier):
+        model = build_classifier(payload.architecture, len(class_names(config.data)), config.classifier.small_stem)
+        model.load_state_dict(payload.state)
+        size = config.data.image_size
+        pictures = torch.stack([torch.zeros(3, size, size), torch.full((3, size, size), 255.0)]).to(torch.uint8)
+        if not torch.isfinite(logits_of(model, pictures, torch.device("cpu"))).all():
+            raise wire.PayloadError(client, "state", "its logits are not finite")
 
 
 ExpectedOf = Callable[[str], wire.Expected]

@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osfl.config import ConfigError, RunConfig, flatten
+from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
 from osfl.files import write_atomically
-
-# What may differ between a run and its resumption: how long to wait and where, not what is computed.
-_NOT_IDENTITY = {"job-id", "min-clients", "join-timeout", "deadline", "runs-dir", "device", "max-payload-mb"}
 
 
 @dataclass(frozen=True)
@@ -50,19 +47,20 @@ class RunFolder:
         file = self.path / "payloads" / f"{client}.pb"
         return (file.read_bytes(), self.read_json(f"payloads/{client}.json")) if file.is_file() else None
 
-    def drop_payload(self, client: str) -> None:
-        """Forget a payload that turned out to be invalid."""
-        (self.path / "payloads" / f"{client}.pb").unlink(missing_ok=True)
+    def stored_clients(self) -> list[str]:
+        """Whose payloads are there."""
+        return sorted(file.stem for file in (self.path / "payloads").glob("*.pb"))
+
+    def refuse_payload(self, client: str) -> None:
+        """Set an invalid payload aside, as `<client>.pb.refused`."""
+        for file in (self.path / "payloads" / f"{client}.pb", self.path / "payloads" / f"{client}.json"):
+            if file.is_file():
+                file.replace(file.with_name(file.name + ".refused"))
 
 
 def runs_root(config: RunConfig) -> Path:
     """Where runs are kept: `runs-dir`, else $OSFL_RUNS, else ~/.osfl/runs."""
-    root = Path(config.runs_dir or os.environ.get("OSFL_RUNS", "~/.osfl/runs")).expanduser()
-    if not root.is_absolute():
-        raise ConfigError(
-            f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own"
-        )
-    return root
+    return Path(config.runs_dir or os.environ.get("OSFL_RUNS", "~/.osfl/runs")).expanduser()
 
 
 def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFolder:
@@ -78,9 +76,9 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
             f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about {needed_bytes / 1e6:,.0f} MB"
         )
     folder = RunFolder(root / job_id)
-    identity = {key: value for key, value in flatten(config).items() if key not in _NOT_IDENTITY}
+    identity = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
     if (earlier := folder.read_json("config.json")) is not None:
-        before = {key: value for key, value in earlier.items() if key not in _NOT_IDENTITY}
+        before = {key: value for key, value in earlier.items() if key not in NOT_IDENTITY}
         if differing := [key for key in identity | before if identity.get(key) != before.get(key)]:
             key = differing[0]
             raise ConfigError(

@@ -1,5 +1,6 @@
 """The global model: trained on the synthetic images, with or without the clients' classifiers as teachers."""
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +23,7 @@ def train_global(
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 0.0,
 ) -> GlobalModel:
-    """Train a global model, or load the one that a killed server had finished.
+    """Train a global model, or load the one that a killed server had finished on the same images.
 
     Args:
         name: of the strategy; the model is kept as `models/<name>.safetensors`.
@@ -30,11 +31,11 @@ def train_global(
         labels: [N].
         teacher: [N, C] probabilities of `fit`.
     """
-    settings, classes = job.config.global_model, len(job.classes)
+    settings, classes, inputs = job.config.global_model, len(job.classes), _digest(pixels, labels, teacher)
     file = job.folder.path / "models" / f"{name}.safetensors"
     model = classifiers.new_classifier(settings, classes, job.kit if settings.init == "kit" else "", job.config.seed)
     job.status.phase(f"training {name}")
-    if file.is_file():
+    if file.is_file() and (job.folder.read_json(f"models/{name}.json") or {}).get("inputs") == inputs:
         model.load_state_dict(load(file.read_bytes()))
     else:
         watch = Stopwatch()
@@ -50,9 +51,18 @@ def train_global(
             progress=job.status.advance,
         )
         model.cpu()
-        job.folder.write_json(f"models/{name}.json", {"seconds": watch.seconds, "images": len(labels)})
+        file.with_suffix(".json").unlink(missing_ok=True)  # it vouches for the model, so it goes first and comes last
         write_atomically(file, save(model.state_dict()))
+        job.folder.write_json(f"models/{name}.json", {"seconds": watch.seconds, "images": len(labels), "inputs": inputs})
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
+
+
+def _digest(*tensors: torch.Tensor | None) -> str:
+    """SHA-256 of what a model is trained on."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def mean_teacher(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -76,10 +76,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("server_app.round.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
     return tmp_path
-
-
-__all__ = ["ConfigRecord", "LoopGrid", "defaults"]
 
 
 @pytest.fixture(scope="session")

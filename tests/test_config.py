@@ -35,6 +35,9 @@ def test_parsing_and_flattening_are_inverse() -> None:
         ("fedlmg.strategies", "ft,xx", "fedlmg.strategies = 'ft,xx': must name some of ft, md, sd"),
         ("min-clients", 9, "min-clients = 9: must be at most num-clients = 2"),
         ("job-id", "../etc", "job-id = '../etc': must be 1 to 64 letters"),
+        ("data.classes", "cat,dog", "data.classes = 'cat,dog': must be empty with data.name = 'digits'"),
+        ("runs-dir", "runs", "runs-dir = 'runs': must be an absolute path"),
+        ("synthesis.steps", 1000, "synthesis.steps = 1000: must be from 2 to 999"),
         ("data.name", "folder", "data.classes: data.name = 'folder' needs at least two class names"),
     ],
 )
@@ -42,6 +45,11 @@ def test_bad_values_are_named(key: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run_config({**defaults(), key: value})  # type: ignore[dict-item]
     assert message in str(caught.value)
+
+
+def test_a_class_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'cat' stands there twice"):
+        parse_run_config({**defaults(), "data.name": "folder", "data.classes": "cat,dog,cat"})
 
 
 def test_all_problems_come_at_once() -> None:

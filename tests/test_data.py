@@ -9,7 +9,7 @@ from conftest import ROOT, defaults
 from PIL import Image
 
 from osfl.config import DataConfig, NodeConfig, parse_run_config
-from osfl.data import DataError, load_images
+from osfl.data import DataError, check_images, load_images
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
 from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
@@ -110,14 +110,35 @@ def test_images_of_every_mode_become_rgb(tmp_path) -> None:  # type: ignore[no-u
     node = make_folder(
         tmp_path,
         cat=[Image.new("L", (20, 30), 128), Image.new("1", (16, 16), 1), clear],
-        dog=[Image.new("P", (16, 16)), Image.new("I;16", (16, 16)), Image.new("RGB", (64, 48), "blue")],
+        dog=[
+            Image.new("P", (16, 16)),
+            Image.fromarray(np.full((16, 16), 32896, dtype=np.uint16)),
+            Image.new("RGB", (64, 48), "blue"),
+        ],
     )
     images = load_images(FOLDER, node, "train", 0)
     assert images.pixels.shape == (6, 3, 16, 16)
     assert images.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert (images.pixels[0] == 128).all()  # grey stays grey
     assert (images.pixels[2] == 255).all()  # transparent is white, not the colour below
+    assert (images.pixels[4] == 128).all()  # 16 bits: half of 65535 is half of 255
     assert images.pixels[5, :, 8, 8].tolist() == [0, 0, 255]
+
+
+def test_floating_point_pixels_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    Image.new("F", (16, 16), 0.5).save(tmp_path / "train" / "cat" / "a.tif")
+    with pytest.raises(DataError, match=r"a\.tif: not a readable image .floating-point pixels"):
+        load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
+
+
+def test_checking_lists_both_splits_and_opens_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    node = make_folder(tmp_path, cat=[Image.new("RGB", (16, 16))])
+    with pytest.raises(DataError, match="there is no folder test/"):
+        check_images(FOLDER, node, 0)
+    (tmp_path / "test" / "dog").mkdir(parents=True)
+    (tmp_path / "test" / "dog" / "a.png").write_bytes(b"never opened")
+    check_images(FOLDER, node, 0)
 
 
 def test_a_corrupt_image_is_named(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -13,8 +13,8 @@ from sklearn.svm import SVC
 from osfl import kit_recipe
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.diffusion import kit_digest, load_kit
-from osfl.kits import find_kit
+from osfl.diffusion import load_kit
+from osfl.kits import find_kit, kit_digest
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.plan import plan_images
 

@@ -1,12 +1,13 @@
 """A whole run over real Flower messages and the real apps, in this process; and what goes wrong in one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import LoopGrid, quick
-from flwr.app import Array, ArrayRecord, Error, Message
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from safetensors.torch import load_file
 
 import server_app.methods.feddeo as feddeo_server
@@ -14,6 +15,7 @@ import server_app.synthesis.images as synthesis_images
 from client_app.app import app
 from osfl import wire
 from osfl.config import ConfigError, parse_run_config
+from osfl.protocol import COST_KEYS, pack_payload
 from server_app.app import run_job
 from server_app.round import RoundError
 
@@ -89,46 +91,38 @@ class Killed(BaseException):
     """Stands for the process's end: no handler for exceptions sees it."""
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    kept = [p for name in ("images", "units", "payloads") for p in (folder / name).rglob("*") if p.is_file()]
-    kept += [folder / "manifest.jsonl"]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in kept if p.suffix != ".json"}
+def files(folder: Path, *names: str) -> dict[str, bytes]:
+    found = [p for name in names for p in ([folder / name] if (folder / name).is_file() else (folder / name).rglob("*"))]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in found if p.is_file()}
 
 
 def test_an_interrupted_server_makes_the_same_images(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in the middle of every unit in turn, resumed: byte for byte what the quiet run makes; at most one unit is lost."""
+    """Killed in every unit in turn, with an image half written; resumed: byte for byte what the quiet run makes, one unit lost a kill."""
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config, "quiet")
     commit, rendered = synthesis_images._commit, []
-    for kill_at in range(4):  # two clients of 10 images in units of 8: four units
 
-        def dying(job, unit, pixels, kill_at=kill_at):  # type: ignore[no-untyped-def]
-            rendered.append(unit.name)
-            if len(rendered) == 1 and kill_at >= 0:
-                path = job.folder.path / synthesis_images.image_file(job, unit.jobs[0])
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(b"half an image")
-                raise Killed
-            commit(job, unit, pixels)
-            raise Killed
+    def commit_one_then_die(job, unit, pixels) -> None:  # type: ignore[no-untyped-def]
+        rendered.append(unit.name)
+        if len(rendered) % 2:
+            return commit(job, unit, pixels)
+        path = job.folder.path / synthesis_images.image_file(job, unit.jobs[0])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half an image")
+        raise Killed
 
-        rendered.clear()
-        monkeypatch.setattr(
-            synthesis_images,
-            "_commit",
-            dying
-            if kill_at % 2 == 0
-            else lambda job, unit, pixels: (commit(job, unit, pixels), (_ for _ in ()).throw(Killed))[0],
-        )
+    monkeypatch.setattr(synthesis_images, "_commit", commit_one_then_die)
+    for finished in (1, 2, 3):  # two clients of 10 images in units of 8: four units
         with pytest.raises(Killed):
             start(config, "rough")
-    monkeypatch.setattr(synthesis_images, "_commit", commit)
+        assert len(list((home / "runs" / "rough" / "units").glob("*.jsonl"))) == finished
+        assert not (home / "runs" / "rough" / "manifest.jsonl").exists()
+    monkeypatch.setattr(synthesis_images, "_commit", lambda *args: (rendered.append(args[1].name), commit(*args)))
     start(config, "rough")
-    quiet, rough = files(home / "runs" / "quiet"), files(home / "runs" / "rough")
-    payloads = {name for name in quiet if name.startswith("payloads")}
-    assert {n: v for n, v in quiet.items() if n not in payloads and not n.startswith("units")} == {
-        n: v for n, v in rough.items() if n not in payloads and not n.startswith("units")
-    }
+    assert len(rendered) == 4 + 3
+    assert files(home / "runs" / "quiet", "images", "manifest.jsonl") == files(
+        home / "runs" / "rough", "images", "manifest.jsonl"
+    )
 
 
 def test_a_damaged_image_is_made_again(home: Path, tiny_kit: Path) -> None:
@@ -167,8 +161,6 @@ def test_a_cached_payload_of_other_settings_is_not_sent(home: Path, tiny_kit: Pa
     with pytest.raises(RoundError):
         start(quick(method="feddeo", kit=str(tiny_kit)), "a", tamper=refuse)
     assert len(list((home / "cache").rglob("payload.pb"))) == 2
-    import shutil
-
     shutil.rmtree(home / "runs" / "a")
     start(quick(method="feddeo", kit=str(tiny_kit), feddeo__lr=0.5), "a")
     for file in (home / "runs" / "a" / "payloads").glob("*.json"):
@@ -199,6 +191,7 @@ def test_one_bad_payload_does_not_harm_the_others(home: Path, tiny_kit: Path) ->
     }
     assert set(result["accuracy"]["FT"]) == {"client-0", "client-1", "average"}  # the model is still tested there
     assert not (home / "runs" / "job" / "payloads" / "client-1.pb").exists()
+    assert set(result["clients"]["client-1"]) == {"download_bytes", "upload_bytes"}  # no costs of what was refused
 
 
 def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(home: Path, tiny_kit: Path) -> None:
@@ -252,11 +245,9 @@ def test_a_full_disk_is_noticed_before_anything_is_done(home: Path, tiny_kit: Pa
     assert not (home / "runs" / "job").exists()
 
 
-def test_missing_kits_and_relative_folders_are_named(home: Path) -> None:
+def test_a_missing_kit_is_named(home: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"kit = 'nothing': no such kit"):
         start(quick(method="prompts-only", kit="nothing", classifier__init="none"))
-    with pytest.raises(ConfigError, match="runs-dir = 'runs': must be an absolute path"):
-        start(quick(method="prompts-only", runs_dir="runs"))
 
 
 def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
@@ -266,3 +257,126 @@ def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
     model = build_classifier("resnet18", 10, small_stem=True)
     model.load_state_dict(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     assert torch.isfinite(model.eval()(torch.zeros(1, 3, 32, 32))).all()
+
+
+def only_client_0(index: int, kind: str, reply: Message) -> Message:
+    """Client 1's app raises when it is asked to train."""
+    return Message(Error(2, "ValueError: no"), reply_to=reply) if kind == "train" and index == 1 else reply
+
+
+def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_kit: Path) -> None:
+    """Trained without client 1; resumed with it: its images come in, so the model is trained again."""
+    config = quick(method="feddeo", kit=str(tiny_kit), min_clients=1)
+    start(config, tamper=only_client_0)
+    model = home / "runs" / "job" / "models" / "FT.safetensors"
+    without = model.read_bytes()
+    start(config)
+    assert metrics(home)["server"]["synthetic_images"] == 20
+    assert model.read_bytes() != without
+    trained = model.stat().st_mtime_ns
+    start(config)  # nothing new: kept
+    assert model.stat().st_mtime_ns == trained
+
+
+def test_a_resumed_run_needs_no_client_whose_payload_it_has(home: Path, tiny_kit: Path) -> None:
+    """All payloads are stored and one site is gone: synthesis goes on with all of them, and the report says who did not test."""
+    config = quick(method="feddeo", kit=str(tiny_kit), join_timeout=1.0)
+
+    def no_test(index: int, kind: str, reply: Message) -> Message:
+        return Message(Error(2, "ValueError: no"), reply_to=reply) if kind == "evaluate" else reply
+
+    with pytest.raises(RoundError, match="no client could test"):
+        start(config, tamper=no_test)
+    start(config, count=1)
+    result = metrics(home)
+    assert result["server"]["synthetic_images"] == 20
+    assert set(result["accuracy"]["FT"]) == {"client-0", "average"}
+    assert result["not_tested"] == ["client-1"]
+    assert "Not tested everywhere: client-1" in (home / "runs" / "job" / "report.html").read_text()
+
+
+def test_a_node_that_is_offline_is_asked_again_when_it_is_back(home: Path, tiny_kit: Path) -> None:
+    """Flower answers at once for a node that is away; more often than a crash would be forgiven."""
+    away = iter(range(5))
+
+    def offline(index: int, kind: str, reply: Message) -> Message:
+        return (
+            Message(Error(5, "offline"), reply_to=reply)
+            if kind == "train" and index == 1 and next(away, None) is not None
+            else reply
+        )
+
+    grid = start(quick(method="feddeo", kit=str(tiny_kit)), tamper=offline)
+    assert [index for index, kind in grid.sent if kind == "train"].count(1) == 6
+
+
+def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: Path) -> None:
+    def dying(index: int, kind: str, reply: Message) -> Message:
+        return Message(Error(8, "the app died"), reply_to=reply) if kind == "train" and index == 1 else reply
+
+    with pytest.raises(RoundError, match="the app died .code 8."):
+        start(quick(method="feddeo", kit=str(tiny_kit)), tamper=dying)
+
+
+@pytest.mark.parametrize("kind", ["query.join", "train", "evaluate"])
+@pytest.mark.parametrize("content", ["empty", "nan"])
+def test_a_reply_that_makes_no_sense_harms_only_its_sender(home: Path, tiny_kit: Path, kind: str, content: str) -> None:
+    record = MetricRecord({"confusion": [float("nan")] * 100, "seconds": float("inf")})
+    nonsense = (
+        RecordDict() if content == "empty" else RecordDict({"metrics": record, "costs": MetricRecord({"flops": float("nan")})})
+    )
+
+    def tamper(index: int, message_type: str, reply: Message) -> Message:
+        if index == 1 and message_type == kind:
+            reply.content = nonsense
+        return reply
+
+    start(quick(method="feddeo", kit=str(tiny_kit), min_clients=1, join_timeout=1.0), tamper=tamper)
+    assert "client-0" in metrics(home)["accuracy"]["FT"]
+    assert ("client-1" in metrics(home)["accuracy"]["FT"]) == (kind == "train")
+
+
+def test_a_classifier_whose_logits_are_not_finite_is_refused(home: Path, tiny_kit: Path) -> None:
+    """Every number is plausible alone; together they overflow."""
+    from osfl.payloads import Classifier
+    from server_app.round import expected_payload
+
+    config = quick(method="fedlmg", kit=str(tiny_kit), min_clients=1, fedlmg__strategies="ft")
+
+    def explode(blob: bytes) -> bytes:
+        good = wire.decode(blob, expected_payload(parse_run_config(config), "job", None)("client-1"))
+        assert isinstance(good, Classifier)
+        state = {
+            n: torch.full_like(t, 9e5) if t.is_floating_point() and "running" not in n else t for n, t in good.state.items()
+        }
+        state = {n: torch.zeros_like(t) if "running_var" in n else t for n, t in state.items()}
+        return wire.encode(Classifier(good.classes, good.architecture, state), "fedlmg", "job", "client-1")
+
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 1:
+            blob = explode(reply.content.array_records["payload"]["payload"].data)
+            reply.content = pack_payload(blob, dict.fromkeys(COST_KEYS, 1.0))
+        return reply
+
+    start(config, tamper=tamper)
+    assert metrics(home)["server"]["synthetic_images"] == 10
+
+
+def test_what_the_server_lacks_is_said_before_the_clients_work(home: Path, tiny_kit: Path) -> None:
+    for wrong, message in (
+        ({"global_model__architecture": "resnet19"}, "'resnet19' is not a torchvision model"),
+        ({"global_model__init": "/nowhere.pth"}, "nowhere.pth.*cannot be read"),
+        ({"device": "cuda:99"}, "device = 'cuda:99'"),
+    ):
+        grid = LoopGrid(app, quick(kit=str(tiny_kit), **wrong), nodes(2))
+        with pytest.raises(ValueError, match=message):
+            run_job(grid, parse_run_config(grid.run_config), "job")
+        assert grid.sent == []
+        shutil.rmtree(home / "runs" / "job", ignore_errors=True)
+
+
+def test_a_lower_limit_does_not_refuse_what_was_stored(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="feddeo", kit=str(tiny_kit))
+    start(config)
+    grid = start({**config, "max-payload-mb": 0.001})
+    assert "train" not in [kind for _, kind in grid.sent]

@@ -95,7 +95,8 @@ TOY = '''"""Toy. Differences: none."""
 from osfl.payloads import Descriptions
 def make_payload(job):
     import torch
-    return Descriptions(tuple(job.classes[i] for i in job.images.held()), torch.zeros(len(job.images.held()), *SHAPE))
+    held = job.load(32).held()
+    return Descriptions(tuple(job.classes[i] for i in held), torch.zeros(len(held), *SHAPE))
 '''
 
 

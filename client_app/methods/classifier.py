@@ -1,6 +1,6 @@
 """A classifier trained on the client's own images: the client half of FedLMG and of Local.
 
-FedLMG (Yang et al., arXiv 2502.08488), section 3.2: cross-entropy on the local data, nothing else; no foundation model on the client,
+FedLMG (Yang et al., arXiv 2311.08870), section 3.2: cross-entropy on the local data, nothing else; no foundation model on the client,
 nothing to download.
 
 Differences from the paper:

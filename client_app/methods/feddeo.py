@@ -36,7 +36,7 @@ def make_payload(job: ClientJob) -> Descriptions:
     images = job.load(kit.image_size)
     held = images.held()
     names = [job.classes[label] for label in held]
-    encoded = [job.meter.run(("encode", len(x)), partial(kit.encode, x)) for x in images.scaled().split(8)]
+    encoded = [job.meter.run(("encode", len(x)), partial(kit.encode, x)) for x in images.batches(8)]
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
     start = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in names])
     vectors = learn_descriptions(kit, start, mean, logvar, images.labels, held, names, job)
@@ -91,7 +91,7 @@ def learn_descriptions(
 
         def update(z_t=z_t, steps=steps, noise=noise, owner=owner, share=share) -> None:  # type: ignore[no-untyped-def]
             guess = kit.eps(z_t, steps, torch.stack([descriptions[i] for i in owner]))
-            loss = ((noise - guess).square().mean(dim=(1, 2, 3)) * share).sum()  # FedDEO, eq. 5
+            loss = ((noise - guess).square().mean(dim=(1, 2, 3)) * share).sum()  # FedDEO, eq. 4
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()

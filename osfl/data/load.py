@@ -1,9 +1,11 @@
 """A client's own images: a part of an embedded data set, or a folder."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torchvision.transforms import v2
@@ -27,9 +29,10 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def scaled(self) -> torch.Tensor:
-        """The images as floats in [-1, 1]: what the kit's encoder takes."""
-        return self.pixels.float() / 127.5 - 1
+    def batches(self, size: int) -> Iterator[torch.Tensor]:
+        """The images as floats in [-1, 1], what the kit's encoder takes; [<=size, 3, S, S] at a time."""
+        for part in self.pixels.split(size):
+            yield part.float() / 127.5 - 1
 
     def held(self) -> list[int]:
         """The labels that occur, ascending."""
@@ -98,8 +101,21 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
     return chosen.load_partition(node.partition_id)
 
 
-def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) -> Images:
-    """Read `<data-dir>/<split>/<class>/*`. Greyscale, palette and RGBA images become RGB."""
+def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
+    """Whether this node has images to train and to test on; folders are listed, no image is opened.
+
+    Raises:
+        DataError: as `load_images`, but for corrupt images.
+    """
+    for split in ("train", "test"):
+        if config.name == "folder":
+            _list_folder(config, node, split)
+        else:
+            _digits_partition(config, node, split, seed)
+
+
+def _list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:
+    """(file, label) of everything in `<data-dir>/<split>/<class>/`."""
     if not node.data_dir:
         raise DataError("data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and test/<class>/*")
     root = Path(node.data_dir) / split
@@ -109,25 +125,39 @@ def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) ->
     folders = sorted(p.name for p in root.iterdir() if p.is_dir())
     if unknown := set(folders) - set(names):
         raise DataError(f"{root}: {sorted(unknown)[0]!r} is not one of the run's classes ({', '.join(names)})")
-    pixels, labels = [], []
+    listed = []
     for label, name in enumerate(names):
         files = sorted(p for p in (root / name).glob("*") if p.suffix.lower() in IMAGE_ENDINGS)
         if name in folders and not files:
             raise DataError(f"{root / name}: the class has no images. Remove the empty folder, or add images to it")
-        for file in files:
-            try:
-                with Image.open(file) as image:
-                    pixels.append(to_pixels(image, size))
-            except (UnidentifiedImageError, OSError, SyntaxError) as error:
-                raise DataError(f"{file}: not a readable image ({error}). Remove or replace it") from error
-            labels.append(label)
-    if not pixels:
+        listed += [(file, label) for file in files]
+    if not listed:
         raise DataError(f"{root}: no images. This client has no data for {split}")
+    return listed
+
+
+def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) -> Images:
+    pixels, labels = [], []
+    for file, label in _list_folder(config, node, split):
+        try:
+            with Image.open(file) as image:
+                pixels.append(to_pixels(image, size))
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+            raise DataError(f"{file}: not a readable image ({error}). Remove or replace it") from error
+        labels.append(label)
     return Images(torch.stack(pixels), torch.tensor(labels))
 
 
 def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
-    """A picture of any mode and shape as [3, size, size] uint8 RGB: transparent on white, short side resized, centre cropped."""
+    """A picture of any mode and shape as [3, size, size] uint8 RGB: transparent on white, short side resized, centre cropped.
+
+    Raises:
+        ValueError: floating-point pixels, whose range nobody can know.
+    """
+    if image.mode == "F":
+        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):  # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
+        image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).clip(0, 255).round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, "white")

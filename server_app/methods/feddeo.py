@@ -7,7 +7,9 @@ Differences from the paper:
 
 1. Theirs: guidance 3 on the prompt and 3 on the description. Ours: both in the config (`feddeo.guidance-text`,
    `feddeo.guidance-description`); a branch whose scale is 0 is not computed. The digits' defaults are in pyproject.toml.
-2. Theirs: one image at a time. Ours: batches, whose rows may be of any class and client.
+2. Theirs, eq. 5: the plain sum of the prompt's and the description's predictions. Ours: each relative to the empty prompt's, with a
+   scale, as composition is usually written and as their code does.
+3. Theirs: one image at a time. Ours: batches, whose rows may be of any class and client.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +57,7 @@ def sample(
     scales: tuple[float, float],
     steps: int,
 ) -> torch.Tensor:
-    """Compositional guidance: e = e0 + g_text (e_text - e0) + g_desc (e_desc - e0) (FedDEO, eq. 8).
+    """Compositional guidance: e = e0 + g_text (e_text - e0) + g_desc (e_desc - e0) (FedDEO, eq. 5).
 
     Args:
         prompts: tau of every class's prompt, [classes, L, d].

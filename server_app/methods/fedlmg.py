@@ -1,6 +1,6 @@
 """FedLMG's server half: images guided by each client's classifier, and three ways to train the global model on them.
 
-FedLMG (Yang et al., arXiv 2502.08488), sections 3.3 and 3.4. Losses can be switched off (its table 4): `fedlmg.classifier-weight = 0` or
+FedLMG (Yang et al., arXiv 2311.08870), sections 3.3 and 3.4. Losses can be switched off (its table 4): `fedlmg.classifier-weight = 0` or
 `fedlmg.bn-weight = 0`.
 
 Differences from the paper:
@@ -8,6 +8,7 @@ Differences from the paper:
 1. Theirs: `e - sqrt(1 - a_t) grad L`. Ours: a plus; with L a loss, the minus raises it (Dhariwal & Nichol subtract the gradient
    of log p). A test shows that L falls.
 2. Theirs: BatchNorm statistics of the batch. Ours: of each image's own positions, so that an image does not depend on its batch.
+   Theirs: the statistics of each BatchNorm layer's output, by their text. Ours: of its input, which running mean and variance describe.
 3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; the sweep is in benchmarks/, 1 is in configs/methods/fedlmg.toml.
 4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its gradient.
 5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it; `fedlmg.teacher-mean = "plain"` is theirs.
@@ -87,7 +88,7 @@ def sample(
     steps: int,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Classifier-guided denoising (FedLMG, algorithm 1). Rows may belong to different clients.
+    """Classifier-guided denoising (FedLMG, section 3.3). Rows may belong to different clients.
 
     Args:
         prompts: tau of every class's prompt, [classes, L, d].

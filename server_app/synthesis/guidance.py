@@ -25,7 +25,7 @@ class Condition:
 
 
 def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]) -> torch.Tensor:
-    """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714, eq. 11; FedDEO, eq. 8).
+    """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714; FedDEO, eq. 5).
 
     With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in diffusers' convention.
     All branches go through the UNet in one batch.
@@ -65,7 +65,7 @@ def classifier_loss(
     bn_weight: float,
     size: int | None = None,
 ) -> torch.Tensor:
-    """L = w CE(F_k(x), y) + lambda L_BN for each image (FedCADO, eq. 7 to 9; FedLMG, eq. 8 to 10), shape [B].
+    """L = w CE(F_k(x), y) + lambda L_BN for each image (FedLMG, eq. 7 and 9; FedCADO, eq. 4), shape [B].
 
     `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm layer; mu_l and var_l are taken over
     each image's own positions, so that an image does not depend on its batch.
@@ -75,6 +75,7 @@ def classifier_loss(
         labels: [B].
         size: pixels on a side that the classifier was trained at; None: H.
     """
+    images = images.clamp(-1, 1)
     if size is not None and images.shape[-1] != size:
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     inputs: list[torch.Tensor] = []

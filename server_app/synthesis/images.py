@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from PIL import Image
@@ -12,8 +13,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from osfl.config import flatten
 from osfl.costs import Stopwatch
 from osfl.data.load import to_pixels
-from osfl.diffusion import kit_digest
 from osfl.files import write_atomically
+from osfl.kits import kit_digest
 from server_app.job import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
 
@@ -41,6 +42,7 @@ def render(
     ingredients = {client: (job.folder.read_json(f"payloads/{client}.json") or {}).get("sha256", "") for client in job.clients}
     settings = {**settings, **flatten(job.config.synthesis), "kit": kit_digest(job.kit)}
     units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, settings)
+    size = job.config.data.image_size
     loaded = {unit.name: _load(job, unit) for unit in units}
     left = [unit for unit in units if loaded[unit.name] is None]
     done = len(jobs) - sum(len(unit.jobs) for unit in left)
@@ -51,16 +53,15 @@ def render(
         assert sample is not None
         watch = Stopwatch()
         pixels = sample(unit.jobs)
-        loaded[unit.name] = pixels
         _commit(job, unit, pixels)
+        loaded[unit.name] = _resize(pixels, size)
         with open(job.folder.path / "timings.jsonl", "a") as file:
             file.write(json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": watch.seconds}) + "\n")
         done += len(unit.jobs)
         job.status.advance(done, len(jobs))
     rows = [(job.folder.path / "units" / f"{unit.name}.jsonl").read_bytes() for unit in units]
     write_atomically(job.folder.path / "manifest.jsonl", b"".join(rows))
-    size = job.config.data.image_size
-    pixels = torch.cat([_resize(loaded[unit.name], size) for unit in units])  # type: ignore[arg-type]
+    pixels = torch.cat([cast(torch.Tensor, loaded[unit.name]) for unit in units])
     ordered = [image for unit in units for image in unit.jobs]
     return SyntheticSet(pixels, torch.tensor([image.label for image in ordered]), tuple(image.client for image in ordered))
 
@@ -93,7 +94,7 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
 
 
 def _load(job: ServerJob, unit: Unit) -> torch.Tensor | None:
-    """A unit's images if it was committed and every image is as it was then, else None."""
+    """A unit's images at the classifiers' size, if it was committed and every image is as it was then; else None."""
     manifest = job.folder.path / "units" / f"{unit.name}.jsonl"
     if not manifest.is_file():
         return None
@@ -103,11 +104,11 @@ def _load(job: ServerJob, unit: Unit) -> torch.Tensor | None:
         try:
             with Image.open(job.folder.path / row["file"]) as image:
                 picture = pil_to_tensor(image)
-        except OSError:
+        except (OSError, SyntaxError):  # PIL raises both for a damaged file
             return None
         if _digest(picture) != row["sha256"]:
             return None
-        pictures.append(picture)
+        pictures.append(_resize(picture[None], job.config.data.image_size)[0])
     return torch.stack(pictures) if len(pictures) == len(unit.jobs) else None
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from osfl.seeds import generator_of, seed_of
+from osfl.seeds import seed_of
 
 
 @dataclass(frozen=True)
@@ -70,5 +70,5 @@ def cut_units(jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], s
 
 def initial_noise(jobs: Iterable[ImageJob], shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
     """z_T [B, *shape] ~ N(0, I), each row from its own image's seed; drawn on the CPU so that every device gets the same."""
-    rows = [torch.randn(shape, generator=generator_of(job.seed, job.method, job.client, job.label, job.index)) for job in jobs]
+    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(job.noise_seed)) for job in jobs]
     return torch.stack(rows).to(device)

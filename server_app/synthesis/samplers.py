@@ -48,5 +48,11 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict, progress: Call
 
 @torch.no_grad()
 def to_images(kit: Kit, z: torch.Tensor) -> torch.Tensor:
-    """D(z_0) as uint8 [B, 3, H, W]."""
+    """D(z_0) as uint8 [B, 3, H, W].
+
+    Raises:
+        ValueError: z_0 is not finite: a payload's numbers lead the sampling astray.
+    """
+    if not torch.isfinite(z).all():
+        raise ValueError("sampling gave NaN or infinity; lower the guidance, or leave out the client whose payload does this")
     return ((kit.decode(z).float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()

@@ -38,10 +38,7 @@ def test_a_run_from_nothing_to_the_report(osfl, tmp_path: Path, tiny_kit: Path) 
 
 
 def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
-    """A corrupt image on the clients' disks: the client's own message comes back, and nothing looks complete."""
-    site = tmp_path / "site" / "train" / "cat"
-    site.mkdir(parents=True)
-    (site / "broken.png").write_bytes(b"not an image")
+    """The clients lack a folder of images: their own message comes back, and nothing looks complete."""
     arguments = quick_arguments(tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog")
     done = osfl("run", *arguments)
     assert done.returncode == 1
@@ -81,9 +78,12 @@ def test_a_killed_run_resumes_without_asking_the_clients(osfl, tmp_path: Path, t
     process.wait()
     psutil.wait_procs(tree, timeout=10)
     assert not (folder / "report.html").exists()
+    assert folder.joinpath("status.json").read_text().count("delivered") == 2
     kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
     done = osfl("run", *slow)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
     assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10 * 40
-    assert "asked" not in (folder / "server.log").read_text()
+    log = (folder / "server.log").read_text()
+    assert "client-0: delivered" in log
+    assert "client-0: asked" not in log
