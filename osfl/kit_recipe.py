@@ -216,7 +216,9 @@ def _check_styles(kit: Path, resnet: nn.Module, progress: Progress, per_prompt: 
     Returns:
         for each kind of prompt, the share of samples that the pretext classifier takes for each style asked for.
     """
-    pipe = diffusion.StableDiffusionPipeline.from_pretrained(kit, safety_checker=None, low_cpu_mem_usage=False)
+    pipe = diffusion.StableDiffusionPipeline.from_pretrained(
+        kit, safety_checker=None, torch_dtype=torch.float32, low_cpu_mem_usage=False
+    )
     pipe.set_progress_bar_config(disable=True)
     bar, shares, rows = progress.add_task("samples", total=1 + len(STYLES)), {}, []
     for style in ("", *STYLES):
