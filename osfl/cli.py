@@ -124,8 +124,8 @@ def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
             state = _read(folder / "status.json")
             if phase := state.get("phase"):
                 if phase not in rows:
-                    for earlier in rows.values():
-                        phases.stop_task(earlier)
+                    for task in phases.tasks:  # what is over ends full, and its clock stands still
+                        phases.update(task.id, completed=task.total or 1, total=task.total or 1)
                     rows[phase] = phases.add_task(phase, total=None)
                 phases.update(rows[phase], completed=state["done"], total=state["total"] or None)
             live.update(Group(_clients(state.get("clients", {}), cache), phases))

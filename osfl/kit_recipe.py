@@ -141,8 +141,14 @@ def train_kit(out: Path, work: Path, recipe: Recipe, device: str, progress: Prog
     def images(rows: torch.Tensor) -> torch.Tensor:
         return pixels[rows].float() / 127.5 - 1
 
+    # All weights are drawn before any training, so that a resumed run starts from the same ones.
+    vae, resnet = diffusion.new_vae(), classifiers.build_classifier("resnet18", num_classes=4 * len(STYLES), small_stem=True)
+    text, unet = (
+        encoders.new_text_encoder(corpus["caption"], recipe.text_length, recipe.text_width),
+        diffusion.new_unet(recipe.text_width),
+    )
+
     # 1. Autoencoder
-    vae = diffusion.new_vae()
 
     def vae_loss(generator: torch.Generator) -> torch.Tensor:
         x = images(draw_balanced(recipe.vae_batch, generator))
@@ -155,8 +161,6 @@ def train_kit(out: Path, work: Path, recipe: Recipe, device: str, progress: Prog
     log["stages"]["vae"] = run_stage(stage, work, recipe.seed, target, progress)
 
     # 2. Classifier initialisation: 4 turns x 6 styles
-    resnet = classifiers.build_classifier("resnet18", num_classes=4 * len(STYLES), small_stem=True)
-
     def classifier_loss(generator: torch.Generator) -> torch.Tensor:
         rows = draw(recipe.classifier_batch, generator)
         turns = torch.randint(4, (len(rows),), generator=generator, device=target)
@@ -176,8 +180,6 @@ def train_kit(out: Path, work: Path, recipe: Recipe, device: str, progress: Prog
             1 / (mean + std * torch.randn(mean.shape, generator=torch.Generator(target).manual_seed(0), device=target)).std()
         )
     vae.register_to_config(scaling_factor=scale)
-    text = encoders.new_text_encoder(corpus["caption"], recipe.text_length, recipe.text_width)
-    unet = diffusion.new_unet(recipe.text_width)
     tokens, nothing = text.tokens(corpus["caption"]).to(target), text.tokens([""]).to(target)
     alphas_cumprod = diffusion.new_scheduler().alphas_cumprod.to(target)
 

@@ -80,6 +80,16 @@ def test_a_kits_digest_changes_with_its_weights(tiny_kit: Path, tmp_path: Path) 
     assert kit_digest(copy) != kit_digest(tiny_kit)
 
 
+def test_tokens_are_numbered_the_same_every_time() -> None:
+    from osfl.encoders import new_text_encoder
+
+    captions = [*digits.CLASSES, "an image of a", "in style, photo"]
+    one, two = (new_text_encoder(captions, 16, 16).tokenizer for _ in range(2))
+    assert one.get_vocab() == two.get_vocab()
+    tokens = one.convert_ids_to_tokens(one("an image of seven")["input_ids"])
+    assert tokens == ["<|startoftext|>", "an</w>", "image</w>", "of</w>", "seven</w>", "<|endoftext|>"]
+
+
 class Interrupted(Exception):
     pass
 
