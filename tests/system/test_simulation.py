@@ -61,7 +61,7 @@ def test_bad_settings_are_refused_before_anything_starts(osfl, tmp_path: Path) -
 def test_a_killed_run_resumes_without_asking_the_clients(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
     """kill -9 of everything in the middle of synthesis; the same command goes on from the store."""
     slow = quick_arguments(
-        tiny_kit, method="feddeo", job_id="killed", synthesis__images_per_class=40, synthesis__steps=50, synthesis__unit_size=10
+        tiny_kit, method="feddeo", job_id="killed", synthesis__images_per_class=10, synthesis__steps=50, synthesis__unit_size=10
     )
     folder = tmp_path / "runs" / "killed"
     environment = {**os.environ, "TERM": "dumb"}
@@ -83,7 +83,7 @@ def test_a_killed_run_resumes_without_asking_the_clients(osfl, tmp_path: Path, t
     done = osfl("run", *slow)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
-    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10 * 40
+    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10 * 10
     log = (folder / "server.log").read_text()
     assert "client-0: delivered" in log
     assert "client-0: asked" not in log
