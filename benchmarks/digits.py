@@ -1,6 +1,6 @@
 """The README's table: every method on the six handwritten domains, three seeds, through real Flower runs.
 
-    python -m benchmarks.digits [--seeds 0,1,2] [--methods feddeo,fedlmg]
+    python -m benchmarks.digits [--seeds 0,1,2] [--methods feddeo,fedlmg] [--at-once 2]
 
 Runs that are done are reused; an interrupted one is resumed.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.runs import machine, run, write
+from benchmarks.runs import machine, run_all, write
 from osfl.report import human_bytes, human_flops
 
-METHODS = ("ceiling", "local", "prompts-only", "fedlmg", "feddeo")
+METHODS = ("ceiling", "local", "prompts-only", "feddeo", "fedlmg")
 DOMAINS = ("clipart", "infograph", "neon", "painting", "photo", "sketch")  # of client-0 to client-5
 
 
@@ -23,17 +23,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--at-once", type=int, default=2, help="runs side by side, each on its share of the cores")
     arguments = parser.parse_args()
     seeds, methods = arguments.seeds.split(","), arguments.methods.split(",")
-    records = []
-    for seed in seeds:
-        for method in methods:
-            metrics = run(f"digits-{method}-s{seed}", "configs/digits.toml", f"method={method}", f"seed={seed}")
-            records += rows_of(metrics)
+    wanted = [
+        (f"digits-{method}-s{seed}", "configs/digits.toml", f"method={method}", f"seed={seed}")
+        for seed in seeds
+        for method in methods
+    ]
+    records = [row for metrics in run_all(wanted, arguments.at_once) for row in rows_of(metrics)]
     command = f"python -m benchmarks.digits --seeds {arguments.seeds}" + (
         "" if methods == list(METHODS) else f" --methods {arguments.methods}"
     )
-    write("digits", records, table(records, command))
+    write("digits", records, table(records, command, arguments.at_once))
 
 
 def rows_of(metrics: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,7 +63,7 @@ def rows_of(metrics: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def table(records: list[dict[str, Any]], command: str) -> str:
+def table(records: list[dict[str, Any]], command: str, at_once: int) -> str:
     """Mean over the seeds, and the standard deviation of the average."""
     groups = defaultdict(list)
     for record in records:
@@ -87,7 +89,7 @@ def table(records: list[dict[str, Any]], command: str) -> str:
     seeds = sorted({r["seed"] for r in records})
     note = (
         f"\nTop-1 accuracy (%), each client testing the global model on its own 300 images; mean of seeds {', '.join(map(str, seeds))}, ± the "
-        f"standard deviation of the average. Command: `{command}`. {machine()}, flwr {versions['flwr']}, diffusers "
+        f"standard deviation of the average. Command: `{command}`, {at_once} runs at a time. {machine()}, flwr {versions['flwr']}, diffusers "
         f"{versions.get('diffusers', '-')}.\n"
     )
     return "\n".join(lines) + "\n" + note

@@ -28,7 +28,7 @@ from osfl.data import Images, check_images, class_names, load_images
 from osfl.devices import pick_device
 from osfl.files import write_atomically
 from osfl.kits import find_kit
-from osfl.methods import METHODS, client_half
+from osfl.methods import client_half, kit_parts
 from osfl.protocol import pack_payload, unpack_model
 
 app = ClientApp()
@@ -127,8 +127,7 @@ def _job_id(message: Message) -> str:
 
 
 def _kit(config: RunConfig, node: NodeConfig) -> str:
-    needs_it = METHODS[config.method].client_needs_kit or config.classifier.init == "kit"
-    return find_kit(node.kit or config.kit) if needs_it else ""
+    return find_kit(node.kit or config.kit) if kit_parts(config) else ""
 
 
 def _cache(config: RunConfig, node: NodeConfig, client: str, job_id: str) -> Path:

@@ -1,6 +1,7 @@
 """The `osfl` command."""
 
 import json
+import signal
 import subprocess
 import time
 from contextlib import suppress
@@ -38,6 +39,9 @@ def run(
     """
     from osfl import launch
 
+    for ending in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: end the SuperLink and its clients too
+        if hasattr(signal, ending):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, ending), signal.default_int_handler)
     job_id = ""
     try:
         config, overrides = launch.resolve_config(settings or [])
@@ -160,10 +164,12 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     names = list(metrics["clients"])
     console.print(f"[bold]{metrics['method']}[/]: accuracy on each client's own test images (%)", highlight=False)
     table = Table()
-    for heading in ("global model", *names, "average"):
-        table.add_column(heading, justify="left" if heading == "global model" else "right")
-    for name, row in metrics["accuracy"].items():
-        table.add_row(name, *[f"{row[c]:.1f}" if c in row else "-" for c in (*names, "average")])
+    table.add_column("client")
+    for model in metrics["accuracy"]:
+        table.add_column(model, justify="right")
+    for name in (*names, "average"):
+        cells = [f"{row[name]:.1f}" if name in row else "-" for row in metrics["accuracy"].values()]
+        table.add_row(name, *cells, style="bold" if name == "average" else "", end_section=name == names[-1])
     console.print(table)
     if metrics["not_tested"]:
         console.print(

@@ -103,6 +103,7 @@ class FedLMGConfig:
     guidance: Annotated[float, Range(0, 100)]  # classifier-free
     classifier_weight: Annotated[float, Range(0, 1e4)]  # of the cross-entropy in L; 0 switches it off
     bn_weight: Annotated[float, Range(0, 1e4)]  # lambda of L_BN; 0 switches it off
+    bn_statistics: Annotated[str, OneOf("image", "unit")]  # of one image, or of all that are sampled together
     gradient_scale: Annotated[float, Range(0, 1e6)]  # 1 in the paper
     gradient: Annotated[str, OneOf("full", "x0")]
     strategies: str  # of ft, md, sd; comma-separated

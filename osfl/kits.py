@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -24,13 +25,12 @@ def find_kit(name: str) -> str:
 def _kit_roots() -> list[Path]:
     """The installed package's kits: not beside this file, which may be the copy in a Flower bundle, where kits are left out."""
     roots = []
+    with suppress(PackageNotFoundError):  # installed with `pip install -e`: the checkout, before the copy made at installation
+        origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
+            roots.append(Path(unquote(urlparse(origin["url"]).path)) / "kits")
     if (spec := importlib.util.find_spec("osfl_kits")) and spec.submodule_search_locations:  # installed from a wheel
         roots.append(Path(next(iter(spec.submodule_search_locations))))
-    try:  # installed with `pip install -e`
-        origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
-        roots.append(Path(unquote(urlparse(origin.get("url", "")).path)) / "kits")
-    except PackageNotFoundError:
-        pass
     roots.append(Path(__file__).resolve().parent.parent / "kits")
     return [root for root in roots if root.is_dir()]
 

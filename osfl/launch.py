@@ -51,7 +51,7 @@ def app_folder() -> Path:
 
 def default_config() -> dict[str, Scalar]:
     """Every run-config key with its default, from pyproject.toml."""
-    return _flat(tomllib.loads((app_folder() / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    return flatten_dict(tomllib.loads((app_folder() / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
 
 def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scalar]]:
@@ -89,13 +89,9 @@ def _read_toml(name: str) -> dict[str, Scalar]:
     if not file.is_file():
         raise ConfigError(f"{name!r}: no such file, and not key=value")
     try:
-        return _flat(tomllib.loads(file.read_text()))
+        return flatten_dict(tomllib.loads(file.read_text()))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
-
-
-def _flat(table: dict) -> dict[str, Scalar]:
-    return flatten_dict(table)
 
 
 def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:

@@ -4,6 +4,8 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
+from osfl.config import RunConfig
+
 
 @dataclass(frozen=True)
 class Method:
@@ -29,6 +31,15 @@ METHODS: dict[str, Method] = {
     "local": Method(client="classifier", server="local", payload="Classifier"),
     "ceiling": Method(client=None, server="ceiling", payload=None),
 }
+
+
+def kit_parts(config: RunConfig) -> tuple[str, ...]:
+    """The folders and files of the kit that every client needs; () if it needs none."""
+    method = METHODS[config.method]
+    parts: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler") if method.client_needs_kit else ()
+    if method.payload == "Classifier" and config.classifier.init == "kit":
+        parts += (f"classifiers/{config.classifier.architecture}.safetensors",)
+    return parts
 
 
 def client_half(method: str) -> ModuleType:

@@ -9,7 +9,7 @@ from osfl.config import RunConfig, parse_run_config
 from osfl.data import class_names
 from osfl.devices import pick_device
 from osfl.kits import download_bytes, find_kit, image_size, kit_digest
-from osfl.methods import METHODS, server_half
+from osfl.methods import METHODS, kit_parts, server_half
 from osfl.report import write_report
 from server_app.job import ServerJob
 from server_app.round import collect, evaluate_on_clients, expected_payload, join
@@ -46,7 +46,9 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
         job = ServerJob(config, folder, status, taking_part)
         models = server_half(config.method).run(job, payloads)
         evaluate_on_clients(grid, config, nodes, models, folder, status)
-        write_report(folder.path, class_names(config.data), kit_download_bytes(config), _kit_sha256(config))
+        parts = kit_parts(config)
+        fetched = download_bytes(find_kit(config.kit), parts) if parts else 0  # by every client, before it can begin
+        write_report(folder.path, class_names(config.data), fetched, _kit_sha256(config))
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")
     except BaseException as error:
@@ -91,12 +93,3 @@ def _text_shape(config: RunConfig) -> tuple[int, int]:
     from osfl.encoders import load_text_encoder
 
     return load_text_encoder(find_kit(config.kit), torch.device("cpu"), torch.float32).shape
-
-
-def kit_download_bytes(config: RunConfig) -> int:
-    """What every client fetches of the kit before it can begin."""
-    method = METHODS[config.method]
-    parts: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler") if method.client_needs_kit else ()
-    if method.payload == "Classifier" and config.classifier.init == "kit":
-        parts += (f"classifiers/{config.classifier.architecture}.safetensors",)
-    return download_bytes(find_kit(config.kit), parts) if parts else 0

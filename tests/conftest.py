@@ -2,6 +2,10 @@
 
 import itertools
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of one process would only wait for those of another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import subprocess
 import sys
 import tomllib

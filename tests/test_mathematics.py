@@ -96,6 +96,14 @@ def test_bn_loss_of_an_image_does_not_depend_on_its_batch() -> None:
     assert torch.allclose(alone, together[:1])
 
 
+def test_bn_loss_of_a_unit_by_hand() -> None:
+    # pixels 0, 2, 1, -1 of both images together: mu = 0.5, var = 1.25. Against mean -0.5 and variance 1:
+    # ||(1,1,1)|| + ||(0.25,0.25,0.25)|| = 1.25 sqrt(3), the same for both images.
+    images = torch.cat([image_with_normalised_pixels(0, 2), image_with_normalised_pixels(1, -1)])
+    loss = classifier_loss(as_teacher(bn_model(-0.5, 1.0)), images, torch.tensor([0, 3]), 0.0, 1.0, bn_statistics="unit")
+    assert torch.allclose(loss, torch.full((2,), 1.25 * math.sqrt(3)), rtol=1e-5)
+
+
 def test_bn_loss_has_a_finite_gradient_where_it_is_zero() -> None:
     image = image_with_normalised_pixels(1, 1).requires_grad_()
     loss = classifier_loss(as_teacher(bn_model(1.0, 0.0)), image, torch.tensor([0]), 0.0, 1.0)

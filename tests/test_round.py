@@ -250,6 +250,18 @@ def test_a_missing_kit_is_named(home: Path) -> None:
         start(quick(method="prompts-only", kit="nothing", classifier__init="none"))
 
 
+@pytest.mark.parametrize(("method", "needed"), [("prompts-only", False), ("feddeo", True)])
+def test_only_a_client_that_needs_the_kit_must_have_it(home: Path, tiny_kit: Path, method: str, needed: bool) -> None:
+    config = quick(method=method, kit=str(tiny_kit))
+    grid = LoopGrid(app, config, [{**node, "kit": "absent"} for node in nodes(2)])
+    if needed:
+        with pytest.raises(RoundError, match="'absent': no such kit"):
+            run_job(grid, parse_run_config(config), "job")
+    else:
+        run_job(grid, parse_run_config(config), "job")
+        assert all(about["download_bytes"] < 50e6 for about in metrics(home)["clients"].values())  # the global model
+
+
 def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
     from osfl.classifiers import build_classifier
 

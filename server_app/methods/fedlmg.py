@@ -7,8 +7,8 @@ Differences from the paper:
 
 1. Theirs: `e - sqrt(1 - a_t) grad L`. Ours: a plus; with L a loss, the minus raises it (Dhariwal & Nichol subtract the gradient
    of log p). A test shows that L falls.
-2. Theirs: BatchNorm statistics of the batch. Ours: of each image's own positions, so that an image does not depend on its batch.
-   Theirs: the statistics of each BatchNorm layer's output, by their text. Ours: of its input, which running mean and variance describe.
+2. Theirs: BatchNorm statistics of the batch. Ours: of each image's own positions, so that an image does not depend on its batch;
+   `fedlmg.bn-statistics = "unit"` is theirs. Theirs: the statistics of each BatchNorm layer's output, by their text. Ours: of its input, which running mean and variance describe.
 3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; the sweep is in benchmarks/, 1 is in configs/methods/fedlmg.toml.
 4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its gradient.
 5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it; `fedlmg.teacher-mean = "plain"` is theirs.
@@ -45,6 +45,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
         "guidance": settings.guidance,
         "classifier": settings.classifier_weight,
         "bn": settings.bn_weight,
+        "statistics": settings.bn_statistics,
         "scale": settings.gradient_scale,
         "gradient": settings.gradient,
     }
@@ -112,7 +113,8 @@ def sample(
         x = implied_image(kit, z, e, alphas_cumprod[t])
         loss = torch.zeros(len(z), device=z.device)
         for client, rows in rows_of.items():
-            own = classifier_loss(teachers[client], x[rows], labels[rows], settings.classifier_weight, settings.bn_weight, size)
+            weights, over = (settings.classifier_weight, settings.bn_weight), settings.bn_statistics
+            own = classifier_loss(teachers[client], x[rows], labels[rows], *weights, size, over)
             loss = loss.index_add(0, torch.tensor(rows, device=z.device), own)
         # 3. e <- e + s sqrt(1 - a_t) grad_z L
         return guide(z, e, alphas_cumprod[t], loss, settings.gradient_scale)

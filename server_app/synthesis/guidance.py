@@ -64,16 +64,18 @@ def classifier_loss(
     classifier_weight: float,
     bn_weight: float,
     size: int | None = None,
+    bn_statistics: str = "image",
 ) -> torch.Tensor:
     """L = w CE(F_k(x), y) + lambda L_BN for each image (FedLMG, eq. 7 and 9; FedCADO, eq. 4), shape [B].
 
-    `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm layer; mu_l and var_l are taken over
-    each image's own positions, so that an image does not depend on its batch.
+    `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm layer.
 
     Args:
         images: [B, 3, H, W] in about [-1, 1].
         labels: [B].
         size: pixels on a side that the classifier was trained at; None: H.
+        bn_statistics: what mu_l and var_l are taken over: `image`, each image's own positions, so that an image does not depend on
+            its batch; `unit`, all B images, which must then be a whole unit of the plan.
     """
     images = images.clamp(-1, 1)
     if size is not None and images.shape[-1] != size:
@@ -89,7 +91,8 @@ def classifier_loss(
     if bn_weight > 0:
         for norm, x in zip(teacher.norms, inputs, strict=True):
             mean_k, var_k = cast(torch.Tensor, norm.running_mean), cast(torch.Tensor, norm.running_var)
-            mu, var = x.mean(dim=(2, 3)), x.var(dim=(2, 3), unbiased=False)
+            over = (2, 3) if bn_statistics == "image" else (0, 2, 3)
+            mu, var = x.mean(dim=over).view(-1, x.shape[1]), x.var(dim=over, unbiased=False).view(-1, x.shape[1])
             loss = loss + bn_weight * (_norm(mu - mean_k) + _norm(var - var_k))
     return loss
 

@@ -22,14 +22,13 @@ def ddim_step(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, a_prev: torch
     return a_prev.sqrt() * x0hat(z, e, a_t) + (1 - a_prev).sqrt() * e
 
 
-def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict, progress: Callable[[], None] = lambda: None) -> torch.Tensor:
+def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tensor:
     """Denoise z_T to z_0.
 
     Args:
         z: z_T, [B, c, h, w].
         steps: number of timesteps, spaced as the kit's scheduler spaces them.
         predict: the guided noise prediction.
-        progress: called after every step.
 
     Returns:
         z_0 [B, c, h, w].
@@ -42,7 +41,6 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict, progress: Call
         e = predict(z, torch.tensor(t, device=kit.device))
         a_prev = alphas_cumprod[t - gap] if t >= gap else a_final
         z = ddim_step(z, e, alphas_cumprod[t], a_prev)
-        progress()
     return z
 
 

@@ -59,27 +59,37 @@ def test_bad_settings_are_refused_before_anything_starts(osfl, tmp_path: Path) -
 
 
 def test_a_killed_run_resumes_without_asking_the_clients(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
-    """kill -9 of everything in the middle of synthesis; the same command goes on from the store."""
+    """kill -9 of everything in the middle of synthesis, then SIGTERM of the command; each time it goes on from the store."""
     slow = quick_arguments(
         tiny_kit, method="feddeo", job_id="killed", synthesis__images_per_class=10, synthesis__steps=50, synthesis__unit_size=10
     )
     folder = tmp_path / "runs" / "killed"
-    environment = {**os.environ, "TERM": "dumb"}
-    process = subprocess.Popen([str(BIN / "osfl"), "run", *slow], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 300
-    while len(list((folder / "units").glob("*.jsonl"))) < 2:
-        assert time.monotonic() < end, "synthesis did not begin"
-        assert process.poll() is None, "the run ended too early"
-        time.sleep(0.1)
-    tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+
+    def begin_and_wait_for_units(count: int) -> psutil.Process:
+        environment = {**os.environ, "TERM": "dumb"}
+        process = psutil.Popen([str(BIN / "osfl"), "run", *slow], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 300
+        while len(list((folder / "units").glob("*.jsonl"))) < count:
+            assert time.monotonic() < end, "synthesis did not get so far"
+            assert process.poll() is None, "the run ended too early"
+            time.sleep(0.1)
+        return process
+
+    process = begin_and_wait_for_units(2)
+    tree = [*process.children(recursive=True), process]
     for member in tree:
         with suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGKILL)
-    process.wait()
     psutil.wait_procs(tree, timeout=10)
     assert not (folder / "report.html").exists()
     assert folder.joinpath("status.json").read_text().count("delivered") == 2
     kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
+
+    process = begin_and_wait_for_units(len(list(folder.glob("units/*.jsonl"))) + 1)
+    process.terminate()
+    assert process.wait(timeout=60) == 130
+    assert leftovers(tmp_path) == []
+
     done = osfl("run", *slow)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
