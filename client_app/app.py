@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 import osfl
 from client_app.job import ClientJob
-from osfl import classifiers, wire
+from osfl import wire
 from osfl.config import (
     NOT_IDENTITY,
     ConfigError,
@@ -100,6 +100,8 @@ def evaluate(message: Message, context: Context) -> Message:
     """Test a global model on this client's own test images."""
     config, node, _ = _settings(context)
     watch = Stopwatch()
+    from osfl import classifiers
+
     names = class_names(config.data)
     state, architecture, small_stem = unpack_model(message.content)
     model = classifiers.build_classifier(architecture, len(names), small_stem)
@@ -114,7 +116,7 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """(run-config, node-config, client id), checked."""
     config, node = parse_run_config(context.run_config), parse_node_config(context.node_config)
     client = node.client_id or (f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}")
-    if not is_identifier(client) or client == "average":
+    if not is_identifier(client):
         raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not 'average'")
     return config, node, client
 

@@ -5,13 +5,10 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-import torchvision
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from sklearn.metrics import confusion_matrix
 from torch import nn
 from torch.nn import functional as F
-from torchvision.models import get_model, list_models
 
 from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
@@ -38,11 +35,13 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     Raises:
         ClassifierError: unknown architecture, or a small stem for one that is not a ResNet.
     """
-    if architecture not in list_models(module=torchvision.models):
+    import torchvision.models  # seconds to import, and not every client builds a classifier
+
+    if architecture not in torchvision.models.list_models(module=torchvision.models):
         raise ClassifierError(
             f"classifier={architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn"
         )
-    model = get_model(architecture, weights=None, num_classes=num_classes)
+    model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
     if small_stem:
         if not (hasattr(model, "conv1") and hasattr(model, "maxpool")):
             raise ClassifierError(f"classifier={architecture!r}: small-stem is for the ResNet family; set it to false")
@@ -194,4 +193,5 @@ def confusion(
 ) -> list[list[int]]:
     """The confusion matrix on labelled images: rows are true classes, columns predicted ones."""
     predicted = logits_of(model, pixels, device).argmax(dim=1)
-    return confusion_matrix(labels, predicted, labels=range(num_classes)).tolist()
+    cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    return cells.view(num_classes, num_classes).tolist()

@@ -269,5 +269,5 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def is_identifier(text: str) -> bool:
-    """Whether a job or client id is safe as a file name."""
-    return 0 < len(text) <= 64 and text.isascii() and all(c.isalnum() or c in "-_" for c in text)
+    """Whether a job or client id is safe as a file name, and not `average`, which has its own column in the tables."""
+    return text != "average" and 0 < len(text) <= 64 and text.isascii() and all(c.isalnum() or c in "-_" for c in text)

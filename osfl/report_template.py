@@ -59,7 +59,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <p class="note">All clients' test images; shades are shares of a row.</p>
 {% endif %}
 <h2>How to repeat it</h2>
-<p class="note">{{ m.platform }}</p>
+<p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.config.kit }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
 <div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>
 <details><summary>Resolved configuration</summary><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></details>
 </body></html>

@@ -10,6 +10,6 @@ BIN = Path(sys.executable).parent
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     """`conftest.quick` as arguments of `osfl run`."""
-    usual, wanted = defaults(), quick(kit=str(kit), join_timeout=120.0, deadline=300.0, **overrides)
+    usual, wanted = defaults(), quick(kit=str(kit), join_timeout=300.0, deadline=300.0, **overrides)
     shown = {k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items() if v != usual[k]}
     return [f"{key}={value}" for key, value in shown.items()]

@@ -35,6 +35,7 @@ def test_parsing_and_flattening_are_inverse() -> None:
         ("fedlmg.strategies", "ft,xx", "fedlmg.strategies = 'ft,xx': must name some of ft, md, sd"),
         ("min-clients", 9, "min-clients = 9: must be at most num-clients = 2"),
         ("job-id", "../etc", "job-id = '../etc': must be 1 to 64 letters"),
+        ("job-id", "..", "job-id = '..': must be 1 to 64 letters"),
         ("data.classes", "cat,dog", "data.classes = 'cat,dog': must be empty with data.name = 'digits'"),
         ("runs-dir", "runs", "runs-dir = 'runs': must be an absolute path"),
         ("synthesis.steps", 1000, "synthesis.steps = 1000: must be from 2 to 999"),

@@ -11,6 +11,7 @@ from PIL import Image
 from osfl.config import DataConfig, NodeConfig, parse_run_config
 from osfl.data import DataError, check_images, load_images
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
+from osfl.data.load import _digits_partition
 from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
 DIGITS = parse_run_config(defaults()).data
@@ -103,6 +104,12 @@ def make_folder(root, **classes: list[Image.Image]):  # type: ignore[no-untyped-
         for index, image in enumerate(images):
             image.save(folder / f"{index}.png")
     return NodeConfig(client_id="site", data_dir=str(root))
+
+
+@pytest.mark.parametrize(("partition", "split"), [("iid", "train"), ("iid", "test"), ("label", "test")])
+def test_an_equal_share_has_every_class_and_domain(partition: str, split: str) -> None:
+    part = _digits_partition(replace(DIGITS, partition=partition), NodeConfig(partition_id=0, num_partitions=6), split, 0)
+    assert (set(part["domain"]), set(part["label"])) == (set(STYLES), set(range(10)))
 
 
 def test_images_of_every_mode_become_rgb(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -259,7 +259,7 @@ def test_descriptions_that_diverge_say_so(tiny_kit, monkeypatch) -> None:  # typ
     kit.unet.conv_out.bias.data.fill_(float("nan"))
     monkeypatch.setattr(feddeo_half, "load_kit", lambda *args: kit)
     with pytest.raises(ValueError, match=r"diverged.*lower feddeo.lr = 0.03"):
-        feddeo_half.make_payload(job_of(tiny_kit, images(1, 1)))
+        feddeo_half.make_payload(job_of(tiny_kit, images(1, 1), feddeo__lr=0.03))
 
 
 def test_guidance_sees_the_classifiers_own_size(tiny_kit) -> None:  # type: ignore[no-untyped-def]

@@ -1,15 +1,17 @@
 """A whole run over real Flower messages and the real apps, in this process; and what goes wrong in one."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import LoopGrid, quick
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors.torch import load_file
 
+import osfl
 import server_app.methods.feddeo as feddeo_server
 import server_app.synthesis.images as synthesis_images
 from client_app.app import app
@@ -61,6 +63,8 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, method: s
     for about in result["clients"].values():
         assert (about["upload_bytes"] > 0) == sends
         assert not sends or (about["flops"] > 0 and about["seconds"] > 0 and about["images"] == 100)
+    if method == "fedlmg":  # what taught them makes them three different models
+        assert len({(folder / "models" / f"{name}.safetensors").read_bytes() for name in models}) == 3
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")  # opens offline
     assert json.loads((folder / "status.json").read_text())["phase"] == "finished"
@@ -269,6 +273,46 @@ def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
     model = build_classifier("resnet18", 10, small_stem=True)
     model.load_state_dict(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     assert torch.isfinite(model.eval()(torch.zeros(1, 3, 32, 32))).all()
+    about = json.loads((home / "runs" / "job" / "models" / "real.json").read_text())
+    assert about["images"] == 2 * 100  # both clients' training images, not the test's
+
+
+@pytest.mark.parametrize(
+    ("client", "version", "said"),
+    [
+        ("../../evil", osfl.__version__, "client id '../../evil' is not 1 to 64"),
+        ("average", osfl.__version__, "client id 'average' is not"),
+        ("client-1", "0.0.0", "runs osfl 0.0.0"),
+    ],
+)
+def test_a_node_that_may_not_join_is_named(home: Path, tiny_kit: Path, client: str, version: str, said: str) -> None:
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "query.join" and index == 1:
+            reply.content = RecordDict({"join": ConfigRecord({"client": client, "version": version})})
+        return reply
+
+    with pytest.raises(RoundError, match=re.escape(said)):
+        start(quick(method="prompts-only", kit=str(tiny_kit)), tamper=tamper)
+
+
+@pytest.mark.timeout(60)
+def test_a_silent_client_is_given_up_at_the_deadline(home: Path, tiny_kit: Path) -> None:
+    def lost(index: int, kind: str, reply: Message) -> Message | None:
+        return None if (index, kind) == (1, "train") else reply
+
+    with pytest.raises(RoundError, match="client-1: no payload within 1 s .deadline"):
+        start(quick(method="feddeo", kit=str(tiny_kit), deadline=1.0), tamper=lost)
+
+
+@pytest.mark.parametrize("cells", [[1] * 99, [-1] * 100])
+def test_what_is_no_confusion_matrix_is_refused(home: Path, tiny_kit: Path, cells: list[int]) -> None:
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "evaluate" and index == 1:
+            reply.content = RecordDict({"metrics": MetricRecord({"confusion": cells})})
+        return reply
+
+    start(quick(method="prompts-only", kit=str(tiny_kit)), tamper=tamper)
+    assert set(metrics(home)["accuracy"]["FT"]) == {"client-0", "average"}
 
 
 def only_client_0(index: int, kind: str, reply: Message) -> Message:

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as npst
 
 from osfl import wire
 from osfl.payloads import Classifier, Descriptions
+from osfl.protocol import COST_KEYS, pack_payload, unpack_payload
 from osfl.v1 import payload_pb2 as pb
 
 CLASSES = ("cat", "dog", "emu")
@@ -187,10 +188,17 @@ def test_a_payload_beyond_what_the_run_can_have_is_refused_before_it_is_parsed()
     assert refused(made, replace(DESCRIPTIONS, max_bytes=10**9)).field == "size"
 
 
-def test_absurd_numbers_are_refused() -> None:
+@pytest.mark.parametrize("value", [3e38, -3e38])
+def test_absurd_numbers_are_refused(value: float) -> None:
     bad = descriptions()
-    bad.vectors[0, 0, 0] = 3e38
+    bad.vectors[0, 0, 0] = value
     assert "beyond" in str(refused(blob(bad)))
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0])
+def test_costs_are_finite_and_not_negative(cost: float) -> None:
+    with pytest.raises(wire.PayloadError, match="client-0.*costs"):
+        unpack_payload(pack_payload(b"x", dict.fromkeys(COST_KEYS, cost)), "client-0")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -8,7 +8,6 @@ import datasets
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
-from torchvision.transforms import v2
 
 from osfl.config import DataConfig, NodeConfig, split_names
 
@@ -162,7 +161,9 @@ def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(ground, image)
-    tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
+    tensor = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
     if tensor.shape[1:] == (size, size):
         return tensor
-    return v2.functional.center_crop(v2.functional.resize(tensor, [size], antialias=True), [size, size])
+    from torchvision.transforms.v2 import functional  # seconds to import, and the digits need no resizing
+
+    return functional.center_crop(functional.resize(tensor, [size], antialias=True), [size, size])

@@ -24,16 +24,64 @@ def leftovers(tmp_path: Path) -> list[str]:
     return found
 
 
-def test_a_run_from_nothing_to_the_report(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
-    done = osfl("run", *quick_arguments(tiny_kit, method="feddeo", job_id="first"))
+def begin(folder: Path, *arguments: str) -> psutil.Popen:
+    """`osfl run` in the background."""
+    environment = {**os.environ, "TERM": "dumb"}
+    return psutil.Popen([str(BIN / "osfl"), "run", *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+
+
+def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
+    """kill -9 of everything in the middle of synthesis; the same command goes on without asking the clients again."""
+    slow = quick_arguments(
+        tiny_kit,
+        method="feddeo",
+        job_id="killed",
+        num_clients=3,  # Flower's own default is 2
+        synthesis__images_per_class=6,
+        synthesis__steps=50,
+        synthesis__unit_size=10,
+    )
+    folder = tmp_path / "runs" / "killed"
+    process = begin(tmp_path, *slow)
+    end = time.monotonic() + 300
+    while len(list((folder / "units").glob("*.jsonl"))) < 2:
+        assert time.monotonic() < end, "synthesis did not begin"
+        assert process.poll() is None, "the run ended too early"
+        time.sleep(0.1)
+    tree = [*process.children(recursive=True), process]
+    for member in tree:
+        with suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGKILL)
+    psutil.wait_procs(tree, timeout=10)
+    assert not (folder / "report.html").exists()
+    assert folder.joinpath("status.json").read_text().count("delivered") == 3
+    kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
+
+    done = osfl("run", *slow)
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "runs" / "first"
+    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
+    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10 * 6
+    log = (folder / "server.log").read_text()
+    assert "client-0: delivered" in log
+    assert "client-0: asked" not in log
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert set(metrics["accuracy"]["FT"]) == {"client-0", "client-1", "average"}
+    assert set(metrics["accuracy"]["FT"]) == {"client-0", "client-1", "client-2", "average"}
     assert metrics["clients"]["client-0"]["upload_bytes"] == (folder / "payloads" / "client-0.pb").stat().st_size
     assert (folder / "report.html").stat().st_size > 10_000
     assert "accuracy on each client's own test images" in done.stdout
     assert str(folder / "report.html") in done.stdout.replace("\n", "")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_terminated_run_leaves_no_process(tmp_path: Path, tiny_kit: Path) -> None:
+    """SIGTERM, as a scheduler sends it, ends the SuperLink and the clients too."""
+    process = begin(tmp_path, *quick_arguments(tiny_kit, method="feddeo", job_id="ended"))
+    end = time.monotonic() + 120
+    while not any("flwr-simulation" in process for process in leftovers(tmp_path)):
+        assert time.monotonic() < end, "the simulation did not begin"
+        time.sleep(0.2)
+    process.terminate()
+    assert process.wait(timeout=60) == 130
     assert leftovers(tmp_path) == []
 
 
@@ -56,44 +104,3 @@ def test_bad_settings_are_refused_before_anything_starts(osfl, tmp_path: Path) -
     assert "seeed: unknown key (did you mean seed?)" in done.stdout
     assert "num-clients = 0: must be from 1" in done.stdout
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_killed_run_resumes_without_asking_the_clients(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
-    """kill -9 of everything in the middle of synthesis, then SIGTERM of the command; each time it goes on from the store."""
-    slow = quick_arguments(
-        tiny_kit, method="feddeo", job_id="killed", synthesis__images_per_class=10, synthesis__steps=50, synthesis__unit_size=10
-    )
-    folder = tmp_path / "runs" / "killed"
-
-    def begin_and_wait_for_units(count: int) -> psutil.Process:
-        environment = {**os.environ, "TERM": "dumb"}
-        process = psutil.Popen([str(BIN / "osfl"), "run", *slow], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 300
-        while len(list((folder / "units").glob("*.jsonl"))) < count:
-            assert time.monotonic() < end, "synthesis did not get so far"
-            assert process.poll() is None, "the run ended too early"
-            time.sleep(0.1)
-        return process
-
-    process = begin_and_wait_for_units(2)
-    tree = [*process.children(recursive=True), process]
-    for member in tree:
-        with suppress(psutil.NoSuchProcess):
-            member.send_signal(signal.SIGKILL)
-    psutil.wait_procs(tree, timeout=10)
-    assert not (folder / "report.html").exists()
-    assert folder.joinpath("status.json").read_text().count("delivered") == 2
-    kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
-
-    process = begin_and_wait_for_units(len(list(folder.glob("units/*.jsonl"))) + 1)
-    process.terminate()
-    assert process.wait(timeout=60) == 130
-    assert leftovers(tmp_path) == []
-
-    done = osfl("run", *slow)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
-    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10 * 10
-    log = (folder / "server.log").read_text()
-    assert "client-0: delivered" in log
-    assert "client-0: asked" not in log

@@ -1,0 +1,139 @@
+"""The server's parts, each alone: what it renders, whom it follows, what it counts."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import quick
+from torch import nn
+
+from osfl import classifiers, launch
+from osfl.classifiers import fit
+from osfl.config import ClassifierConfig, parse_run_config
+from osfl.data.digits import CLASSES
+from osfl.diffusion import load_kit
+from osfl.payloads import Classifier, Descriptions
+from osfl.report import gather
+from osfl.seeds import generator_of
+from server_app.job import ServerJob
+from server_app.methods import feddeo, fedlmg, local, prompts_only
+from server_app.run_folder import open_run_folder
+from server_app.status import Status
+from server_app.synthesis.guidance import as_teacher
+from server_app.synthesis.images import render
+from server_app.synthesis.plan import plan_images
+
+CPU = torch.device("cpu")
+
+
+def resnet() -> nn.Module:
+    return classifiers.build_classifier("resnet18", 10, small_stem=True)
+
+
+def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) -> None:
+    """Every image is painted in its label's shade, and made at 32 px for classifiers of 16."""
+    folder = open_run_folder(parse_run_config(quick(kit=str(tiny_kit))), "job", 0)
+    config = parse_run_config(quick(kit=str(tiny_kit), synthesis__unit_size=3))
+    job = ServerJob(config, folder, Status(folder.path), ("a", "b"))
+
+    def paint(jobs):  # type: ignore[no-untyped-def]
+        return torch.stack([torch.full((3, 32, 32), 20 * j.label + 10, dtype=torch.uint8) for j in jobs])
+
+    for make in (lambda: paint, lambda: pytest.fail("everything was made before")):
+        made = render(job, plan_images("m", 0, {"a": [1, 4], "b": [7]}, 2), make, {})  # type: ignore[arg-type]
+        assert (made.labels.tolist(), made.clients) == ([1, 1, 4, 4, 7, 7], ("a",) * 4 + ("b",) * 2)
+        assert made.pixels.shape == (6, 3, 16, 16)
+        assert (made.pixels[:, 0, 8, 8] // 20).tolist() == made.labels.tolist()
+
+
+def test_each_scale_belongs_to_its_branch(tiny_kit: Path) -> None:
+    """With one branch switched off, FedDEO is classifier-free guidance on the other."""
+    kit, plan = load_kit(tiny_kit), plan_images("m", 0, {"a": [0]}, 2)
+    prompts = kit.text([f"an image of {name}" for name in CLASSES])
+    d = torch.randn(prompts.shape[1:], generator=generator_of(0))
+    for scales, c in (((0.0, 3.0), d.expand_as(prompts)), ((3.0, 0.0), prompts)):
+        ours = feddeo.sample(kit, plan, prompts, {("a", 0): d}, scales, 2)
+        assert torch.equal(ours, prompts_only.sample(kit, plan, c, 3.0, 2))
+    assert not torch.equal(ours, prompts_only.sample(kit, plan, d.expand_as(prompts), 3.0, 2))
+
+
+def test_the_server_uses_the_classifier_that_was_sent() -> None:
+    state = resnet().state_dict()
+    payload, job = Classifier(CLASSES, "resnet18", state), SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES)
+    for model in (fedlmg._rebuild(payload, 10, True, CPU).model, local.run(job, {"a": payload})["a"].model):  # type: ignore[arg-type]
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+
+
+def test_each_row_is_guided_by_its_own_classifier(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the loss and the guidance in every step: teacher, labels, weights, size, statistics; the scale."""
+    kit, plan, calls = load_kit(tiny_kit), plan_images("m", 0, {"a": [0, 3], "b": [5]}, 1), []
+    teachers = {client: as_teacher(resnet()) for client in "ab"}
+    loss, guide = fedlmg.classifier_loss, fedlmg.guide
+    settings = parse_run_config(quick(fedlmg__gradient_scale=7.0, fedlmg__bn_weight=0.3)).fedlmg
+
+    def watched_loss(teacher, x, y, *rest):  # type: ignore[no-untyped-def]
+        calls.append(("b" if teacher is teachers["b"] else "a", y.tolist(), *rest))
+        return loss(teacher, x, y, *rest)
+
+    def watched_guide(*args):  # type: ignore[no-untyped-def]
+        calls.append(args[-1])
+        return guide(*args)
+
+    monkeypatch.setattr(fedlmg, "classifier_loss", watched_loss)
+    monkeypatch.setattr(fedlmg, "guide", watched_guide)
+    fedlmg.sample(kit, plan, kit.text([f"an image of {name}" for name in CLASSES]), teachers, settings, 2, 16)
+    step = [("a", [0, 3], 1.0, 0.3, 16, "image"), ("b", [5], 1.0, 0.3, 16, "image"), 7.0]
+    assert sorted(map(str, calls)) == sorted(map(str, step * 2))
+
+
+def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan has the client's own classes and the run's seed."""
+    job, plans = SimpleNamespace(config=parse_run_config(quick(seed=5)), classes=CLASSES, device=CPU), []
+    held = ("two", "seven")
+    for method, name, payload in (
+        (feddeo, "feddeo", Descriptions(held, torch.zeros(2, 8, 32))),
+        (fedlmg, "fedlmg", Classifier(held, "resnet18", resnet().state_dict())),
+    ):
+        monkeypatch.setattr(method, "render", lambda job, plan, *rest: plans.append(plan) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            method.run(job, {"a": payload})  # type: ignore[attr-defined]
+        assert plans.pop() == plan_images(name, 5, {"a": [2, 7]}, 1)
+
+
+def test_each_image_is_taught_by_its_own_row() -> None:
+    """KL to a one-hot teacher is cross-entropy: the same as twice the learning rate."""
+    pixels = torch.randint(256, (6, 3, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    labels = torch.tensor([0, 1, 2] * 2)
+
+    def trained(lr: float, teacher: torch.Tensor | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+        settings = ClassifierConfig("resnet18", True, "none", 2, 2, lr, 0.0, 0.0)
+        return fit(model, pixels, labels, settings, 0, CPU, teacher=teacher)[1].weight  # type: ignore[index]
+
+    assert torch.allclose(trained(0.02, nn.functional.one_hot(labels).float()), trained(0.04, None), atol=1e-5)
+    assert not torch.allclose(trained(0.02, None), trained(0.04, None), atol=1e-5)
+
+
+def test_figures_by_hand(tmp_path: Path) -> None:
+    # FT: 7 of 8 and 2 of 4 right, 68.75 on average; MD: 4 of 8 and 0 of 4, so FT is the best
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "config.json").write_text('{"method": "fedlmg", "seed": 0}')
+    (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 4]], "b": [[1, 1], [1, 1]]}))
+    (tmp_path / "tests" / "MD.json").write_text(json.dumps({"a": [[0, 4], [0, 4]], "b": [[0, 2], [2, 0]]}))
+    result = gather(tmp_path, 1000)
+    assert result["accuracy"]["FT"] == {"a": 87.5, "b": 50.0, "average": 68.75}
+    assert (result["best"], result["average"], result["clients"]["a"]["download_bytes"]) == ("FT", 68.75, 1000)
+
+
+def test_the_local_superlink_listens_on_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes any app that it is sent, so nobody else may reach it."""
+    seen: list[str] = []
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda command, **_: seen.extend(command) or SimpleNamespace(pid=0))
+    for name in ("_wait_until_healthy", "end_process_tree"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+    with launch.local_superlink(tmp_path, tmp_path):
+        assert seen[seen.index("--host") + 1] == "127.0.0.1"
+        assert seen[seen.index("--fleet-api-address") + 1].startswith("127.0.0.1:")
