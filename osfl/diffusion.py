@@ -6,12 +6,16 @@ A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_enc
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from safetensors import SafetensorError
 
 from osfl.encoders import TextEncoder, load_text_encoder
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
 
 
 class KitError(ValueError):
@@ -137,8 +141,10 @@ def new_scheduler() -> DDIMScheduler:
     )
 
 
-def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) -> StableDiffusionPipeline:
+def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) -> "StableDiffusionPipeline":
     """Diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
+    from diffusers import StableDiffusionPipeline  # seconds to import, and only a new kit needs it
+
     return StableDiffusionPipeline(
         vae=vae,
         unet=unet,

@@ -36,11 +36,11 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
     status = Status(folder.path)
     try:
         method = METHODS[config.method]
-        text_shape = _text_shape(config) if method.payload == "Descriptions" else None
-        check_server(config)
-        nodes = join(grid, config, status, folder.stored_clients() if method.client else [])
+        stored = folder.stored_clients() if method.client else []
+        nodes = join(grid, config, status, stored, meanwhile=lambda: check_server(config))
         payloads = {}
         if method.client:
+            text_shape = _text_shape(config) if method.payload == "Descriptions" else None
             payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id, text_shape))
         taking_part = tuple(payloads) if method.client else tuple(nodes)
         job = ServerJob(config, folder, status, taking_part)
@@ -58,7 +58,7 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
 
 
 def check_server(config: RunConfig) -> None:
-    """Everything that the server will need after the clients have worked: better now than then.
+    """Load what the server will need after the clients have worked: better now than then.
 
     Raises:
         ConfigError, ClassifierError, FileNotFoundError: no such device, kit, architecture or initialisation.
@@ -67,6 +67,8 @@ def check_server(config: RunConfig) -> None:
     if config.method != "local":
         kit = find_kit(config.kit) if config.method != "ceiling" or config.global_model.init == "kit" else ""
         new_classifier(config.global_model, len(class_names(config.data)), kit, config.seed)
+    if METHODS[config.method].payload == "Descriptions":
+        _text_shape(config)
 
 
 def needed_bytes(config: RunConfig) -> int:

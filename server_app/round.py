@@ -95,11 +95,14 @@ class Exchange:
         return [r.node for r in self._open.values()] + [r.node for _, r in self._later]
 
 
-def join(grid: Grid, config: RunConfig, status: Status, stored: list[str]) -> dict[str, int]:
+def join(
+    grid: Grid, config: RunConfig, status: Status, stored: list[str], meanwhile: Callable[[], None] = lambda: None
+) -> dict[str, int]:
     """Wait until the clients are there; returns the node of each that is online.
 
     Args:
         stored: clients whose payload came before; they count as joined.
+        meanwhile: called once, after the nodes that are there already were asked: they and the server get ready side by side.
 
     Raises:
         RoundError: fewer than `min-clients` after `join-timeout`, or a client that cannot take part and is needed.
@@ -124,12 +127,17 @@ def join(grid: Grid, config: RunConfig, status: Status, stored: list[str]) -> di
         failed[node] = reason
         log.error("node %s cannot take part: %s", node, reason)
 
-    end = time.monotonic() + config.join_timeout
-    while time.monotonic() < end:
+    def ask() -> None:
         for node in grid.get_node_ids():
             if node not in asked and len(asked) < config.num_clients + len(failed):
                 asked.add(node)
                 exchange.push(node, JOIN, RecordDict())
+
+    ask()
+    meanwhile()
+    end = time.monotonic() + config.join_timeout
+    while time.monotonic() < end:
+        ask()
         open_count = exchange.pull(on_reply, on_failure)
         status.advance(len(joined), config.num_clients)
         if len(joined) == config.num_clients:

@@ -427,7 +427,7 @@ def test_what_the_server_lacks_is_said_before_the_clients_work(home: Path, tiny_
         grid = LoopGrid(app, quick(kit=str(tiny_kit), **wrong), nodes(2))
         with pytest.raises(ValueError, match=message):
             run_job(grid, parse_run_config(grid.run_config), "job")
-        assert grid.sent == []
+        assert {kind for _, kind in grid.sent} <= {"query.join"}
         shutil.rmtree(home / "runs" / "job", ignore_errors=True)
 
 
