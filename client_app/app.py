@@ -104,8 +104,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
     names = class_names(config.data)
     state, architecture, small_stem = unpack_model(message.content)
-    model = classifiers.build_classifier(architecture, len(names), small_stem)
-    model.load_state_dict(state)
+    model = classifiers.rebuild(state, architecture, len(names), small_stem)
     images = load_images(config.data, node, "test", config.seed)
     matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), pick_device(node.device))
     metrics = MetricRecord({"confusion": [cell for row in matrix for cell in row], "seconds": watch.seconds})

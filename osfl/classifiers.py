@@ -50,6 +50,18 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     return model
 
 
+def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
+    """A trained classifier from its state dict, in eval mode.
+
+    Raises:
+        ClassifierError: as `build_classifier`.
+        RuntimeError: the state dict is another architecture's.
+    """
+    model = build_classifier(architecture, num_classes, small_stem)
+    model.load_state_dict(state)
+    return model.eval()
+
+
 def normalise(images: torch.Tensor) -> torch.Tensor:
     """Images [B, 3, H, W] in [-1, 1] to the classifier's input: clamped, then its own mean and standard deviation."""
     mean, std = (torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1) for v in (MEAN, STD))
@@ -192,6 +204,7 @@ def confusion(
     model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor, num_classes: int, device: torch.device
 ) -> list[list[int]]:
     """The confusion matrix on labelled images: rows are true classes, columns predicted ones."""
+    from sklearn.metrics import confusion_matrix  # seconds to import, and only a test needs it
+
     predicted = logits_of(model, pixels, device).argmax(dim=1)
-    cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-    return cells.view(num_classes, num_classes).tolist()
+    return confusion_matrix(labels, predicted, labels=range(num_classes)).tolist()

@@ -126,14 +126,17 @@ def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
     with Live(console=console, refresh_per_second=4, transient=False) as live:
         while streaming.poll() is None:
             state = _read(folder / "status.json")
-            if phase := state.get("phase"):
+            phase = state.get("phase", "")
+            over = phase in ("finished", "failed")
+            if phase not in rows and phase != "failed":
+                for task in phases.tasks:  # what is done ends full, and its clock stands still
+                    phases.update(task.id, completed=task.total or 1, total=task.total or 1)
+            if phase and not over:
                 if phase not in rows:
-                    for task in phases.tasks:  # what is over ends full, and its clock stands still
-                        phases.update(task.id, completed=task.total or 1, total=task.total or 1)
                     rows[phase] = phases.add_task(phase, total=None)
                 phases.update(rows[phase], completed=state["done"], total=state["total"] or None)
             live.update(Group(_clients(state.get("clients", {}), cache), phases))
-            if phase in ("finished", "failed"):
+            if over:
                 try:
                     streaming.wait(timeout=20)
                 except subprocess.TimeoutExpired:

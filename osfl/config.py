@@ -8,7 +8,7 @@ The defaults live in pyproject.toml alone. Names are kebab-case there (`feddeo.g
 
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -76,6 +76,10 @@ class SynthesisConfig:
     steps: Annotated[int, Range(2, 999)]  # DDIM steps
     unit_size: Annotated[int, Range(1, 4096)]  # images sampled in one batch and committed together
     prompt: str  # "{class}" stands for the class name
+
+    def prompts(self, names: Iterable[str]) -> list[str]:
+        """The prompt of every class."""
+        return [self.prompt.replace("{class}", name) for name in names]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def forward_noise(x0: torch.Tensor, eps: torch.Tensor, a_t: torch.Tensor) -> tor
     return a_t.sqrt() * x0 + (1 - a_t).sqrt() * eps
 
 
-# ---- Building a miniature kit (osfl/kit_recipe.py) ----
+# ---- Building a miniature kit (osfl/kit_recipe.py). Diffusers' pipeline takes seconds to import, and only a new kit needs it ----
 
 
 def new_vae() -> AutoencoderKL:
@@ -143,7 +143,7 @@ def new_scheduler() -> DDIMScheduler:
 
 def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) -> "StableDiffusionPipeline":
     """Diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
-    from diffusers import StableDiffusionPipeline  # seconds to import, and only a new kit needs it
+    from diffusers import StableDiffusionPipeline
 
     return StableDiffusionPipeline(
         vae=vae,
@@ -155,3 +155,12 @@ def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) 
         feature_extractor=None,
         requires_safety_checker=False,
     )
+
+
+def load_pipeline(folder: str | Path) -> "StableDiffusionPipeline":
+    """A kit as diffusers' own pipeline, on the CPU and in the kit's precision: what our samples are checked against."""
+    from diffusers import StableDiffusionPipeline
+
+    pipe = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, low_cpu_mem_usage=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

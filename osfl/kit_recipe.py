@@ -212,23 +212,22 @@ def train_kit(out: Path, work: Path, recipe: Recipe, device: str, progress: Prog
     return log
 
 
-def _check_styles(kit: Path, resnet: nn.Module, progress: Progress, per_prompt: int = 10, columns: int = 2) -> dict[str, float]:
+def _check_styles(
+    kit: Path, resnet: nn.Module, progress: Progress, per_prompt: int = 10, columns: int = 2, steps: int = 50
+) -> dict[str, float]:
     """Sample every class from class prompts and from each style's prompts with diffusers' own pipeline; draw `samples.png`.
 
     Returns:
         for each kind of prompt, the share of samples that the pretext classifier takes for each style asked for.
     """
-    pipe = diffusion.StableDiffusionPipeline.from_pretrained(
-        kit, safety_checker=None, torch_dtype=torch.float32, low_cpu_mem_usage=False
-    )
-    pipe.set_progress_bar_config(disable=True)
+    pipe = diffusion.load_pipeline(kit)
     bar, shares, rows = progress.add_task("samples", total=1 + len(STYLES)), {}, []
     for style in ("", *STYLES):
         prompts = [f"a {style} of a {name}" if style else f"an image of {name}" for name in digits.CLASSES]
         generator = torch.Generator().manual_seed(0)
         arrays = pipe(
             prompts,
-            num_inference_steps=50,
+            num_inference_steps=steps,
             guidance_scale=3.0,
             num_images_per_prompt=per_prompt,
             generator=generator,

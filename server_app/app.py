@@ -1,5 +1,7 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
+from functools import cache
+
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -90,6 +92,7 @@ def _kit_sha256(config: RunConfig) -> str:
         return ""
 
 
+@cache
 def _text_shape(config: RunConfig) -> tuple[int, int]:
     """(L, d) of the server's own kit: what every description must have."""
     from osfl.encoders import load_text_encoder

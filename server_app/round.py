@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 import osfl
 from osfl import wire
-from osfl.classifiers import build_classifier, logits_of
+from osfl.classifiers import build_classifier, logits_of, rebuild
 from osfl.config import RunConfig, is_identifier
 from osfl.data import class_names
 from osfl.methods import METHODS
@@ -272,8 +272,8 @@ def probe(payload: Payload, client: str, config: RunConfig) -> None:
         wire.PayloadError: they do not.
     """
     if isinstance(payload, Classifier):
-        model = build_classifier(payload.architecture, len(class_names(config.data)), config.classifier.small_stem)
-        model.load_state_dict(payload.state)
+        classes, small_stem = len(class_names(config.data)), config.classifier.small_stem
+        model = rebuild(payload.state, payload.architecture, classes, small_stem)
         size = config.data.image_size
         pictures = torch.stack([torch.zeros(3, size, size), torch.full((3, size, size), 255.0)]).to(torch.uint8)
         if not torch.isfinite(logits_of(model, pictures, torch.device("cpu"))).all():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     """Checkpoints every step; broken off in the second stage; resumed."""
     whole = digits.load_split("public").select(range(64))
     monkeypatch.setattr(digits, "load_split", lambda split: whole)
-    monkeypatch.setattr(kit_recipe, "_check_styles", lambda *args: {"class prompts, photographs": 1.0})
+    monkeypatch.setattr(kit_recipe, "_check_styles", partial(kit_recipe._check_styles, per_prompt=1, columns=1, steps=2))
     recipe = replace(
         kit_recipe.Recipe(),
         vae_steps=1,
@@ -128,4 +129,6 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     train(tmp_path / "rough", tmp_path / "work-2")
     assert len(calls) == 4  # vae, classifier (broken off before its rename), classifier, denoiser
     assert kit_digest(tmp_path / "rough" / "unet") == kit_digest(tmp_path / "quiet" / "unet")
+    assert (tmp_path / "quiet" / "samples.png").is_file()
+    assert "| infograph prompts | " in (tmp_path / "quiet" / "README.md").read_text()
     assert kit_digest(tmp_path / "rough" / "classifiers") == kit_digest(tmp_path / "quiet" / "classifiers")

@@ -236,15 +236,15 @@ def test_a_branch_of_scale_zero_costs_nothing(tiny_kit, monkeypatch) -> None:  #
 @pytest.mark.parametrize("steps", [2, 20, 50])
 def test_sampling_equals_diffusers_own_pipeline(tiny_kit, steps: int) -> None:  # type: ignore[no-untyped-def]
     """Same noise, same prompt, fp32: the decoded latents agree to 1e-4."""
-    from diffusers import DDIMScheduler, StableDiffusionPipeline
+    from diffusers import DDIMScheduler
 
+    from osfl.diffusion import load_pipeline
     from server_app.synthesis.guidance import Condition, compose
     from server_app.synthesis.samplers import ddim
 
     kit = load_kit(tiny_kit)
-    pipeline = StableDiffusionPipeline.from_pretrained(tiny_kit, safety_checker=None, low_cpu_mem_usage=False)
+    pipeline = load_pipeline(tiny_kit)
     pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
-    pipeline.set_progress_bar_config(disable=True)
     z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     texts = ["an image of one", "an image of two"]
     theirs = pipeline(texts, latents=z, num_inference_steps=steps, guidance_scale=3.0, output_type="latent").images

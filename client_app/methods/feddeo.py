@@ -38,7 +38,7 @@ def make_payload(job: ClientJob) -> Descriptions:
     names = [job.classes[label] for label in held]
     encoded = [job.meter.run(("encode", len(x)), partial(kit.encode, x)) for x in images.batches(8)]
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
-    start = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in names])
+    start = kit.text(job.config.synthesis.prompts(names))
     vectors = learn_descriptions(kit, start, mean, logvar, images.labels, held, names, job)
     return Descriptions(tuple(names), vectors.float().cpu())
 

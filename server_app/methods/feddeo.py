@@ -39,7 +39,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 def _sampler(job: ServerJob, payloads: Mapping[str, Descriptions], scales: tuple[float, float]) -> Sample:
     kit = load_kit(job.kit, job.device)
-    prompts = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in job.classes])
+    prompts = kit.text(job.config.synthesis.prompts(job.classes))
     learned = {
         (client, job.classes.index(name)): vector.to(kit.device, kit.dtype)
         for client, payload in payloads.items()

@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 
-from osfl.classifiers import build_classifier
+from osfl.classifiers import rebuild
 from osfl.config import FedLMGConfig, split_names
 from osfl.diffusion import Kit, load_kit
 from osfl.payloads import Classifier, Payload
@@ -64,9 +64,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _rebuild(payload: Classifier, num_classes: int, small_stem: bool, device: torch.device) -> Teacher:
-    model = build_classifier(payload.architecture, num_classes, small_stem)
-    model.load_state_dict(payload.state)
-    teacher = as_teacher(model.to(device))
+    teacher = as_teacher(rebuild(payload.state, payload.architecture, num_classes, small_stem).to(device))
     if not teacher.norms:
         warnings.warn(f"{payload.architecture} has no BatchNorm layer: L_BN is 0", stacklevel=2)
     return teacher
@@ -74,7 +72,7 @@ def _rebuild(payload: Classifier, num_classes: int, small_stem: bool, device: to
 
 def _sampler(job: ServerJob, teachers: Mapping[str, Teacher]) -> Sample:
     kit = load_kit(job.kit, job.device)
-    prompts = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in job.classes])
+    prompts = kit.text(job.config.synthesis.prompts(job.classes))
     return lambda jobs: sample(
         kit, jobs, prompts, teachers, job.config.fedlmg, job.config.synthesis.steps, job.config.data.image_size
     )

@@ -6,7 +6,7 @@ A reference, not a method: what a client has without the federation.
 from collections.abc import Mapping
 from typing import cast
 
-from osfl.classifiers import build_classifier
+from osfl.classifiers import rebuild
 from osfl.payloads import Classifier, Payload
 from server_app.job import GlobalModel, ServerJob
 
@@ -15,7 +15,6 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     """One model a client, under the client's name."""
     small_stem, models = job.config.classifier.small_stem, {}
     for client, payload in cast(Mapping[str, Classifier], payloads).items():
-        model = build_classifier(payload.architecture, len(job.classes), small_stem)
-        model.load_state_dict(payload.state)
-        models[client] = GlobalModel(model.eval(), payload.architecture, small_stem)
+        model = rebuild(payload.state, payload.architecture, len(job.classes), small_stem)
+        models[client] = GlobalModel(model, payload.architecture, small_stem)
     return models

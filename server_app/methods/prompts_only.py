@@ -32,7 +32,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 def _sampler(job: ServerJob) -> Sample:
     kit = load_kit(job.kit, job.device)
-    prompts = kit.text([job.config.synthesis.prompt.replace("{class}", name) for name in job.classes])
+    prompts = kit.text(job.config.synthesis.prompts(job.classes))
     return lambda jobs: sample(kit, jobs, prompts, job.config.prompts_only.guidance, job.config.synthesis.steps)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from PIL import Image
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from osfl.config import flatten
 from osfl.costs import Stopwatch
@@ -103,7 +103,7 @@ def _load(job: ServerJob, unit: Unit) -> torch.Tensor | None:
         row = json.loads(line)
         try:
             with Image.open(job.folder.path / row["file"]) as image:
-                picture = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+                picture = pil_to_tensor(image)
         except (OSError, SyntaxError):  # PIL raises both for a damaged file
             return None
         if _digest(picture) != row["sha256"]:
