@@ -1,4 +1,4 @@
-"""The sweeps that chose the digits' settings, shown openly; one seed, ten images a class and client.
+"""The sweeps that chose the digits' settings, shown openly; one seed, six images a class and client.
 
 python -m benchmarks.sweep feddeo     lr of Adam against epochs S
 python -m benchmarks.sweep guidance   FedDEO's two guidance scales
@@ -12,8 +12,8 @@ from benchmarks.runs import machine, run_all, write
 
 SWEEPS: dict[str, tuple[str, dict[str, tuple[float, ...]]]] = {
     "feddeo": ("feddeo", {"feddeo.lr": (0.03, 0.1, 0.3), "feddeo.epochs": (20, 40)}),
-    "guidance": ("feddeo", {"feddeo.guidance-text": (0.0, 1.0), "feddeo.guidance-description": (1.0, 2.0, 3.0)}),
-    "fedlmg": ("fedlmg", {"fedlmg.bn-weight": (0.0, 0.1, 0.3), "fedlmg.gradient-scale": (0.0, 1.0, 3.0)}),
+    "guidance": ("feddeo", {"feddeo.guidance-text": (0.0, 1.0), "feddeo.guidance-description": (1.5, 2.0, 3.0)}),
+    "fedlmg": ("fedlmg", {"fedlmg.bn-weight": (0.0, 0.1, 0.3), "fedlmg.gradient-scale": (1.0, 2.0)}),
 }
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     for settings in grid:
         job = f"sweep-{name}-" + "-".join(f"{v:g}".replace(".", "_") for v in settings.values())
         typed = [f"{key}={int(v) if key.endswith('epochs') else v}" for key, v in settings.items()]
-        wanted.append((job, "configs/digits.toml", "synthesis.images-per-class=10", f"method={method}", "seed=100", *typed))
+        wanted.append((job, "configs/digits.toml", "synthesis.images-per-class=6", f"method={method}", "seed=100", *typed))
     records = []
     for settings, metrics in zip(grid, run_all(wanted, arguments.at_once), strict=True):
         models = {model: row["average"] for model, row in metrics["accuracy"].items()}

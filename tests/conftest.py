@@ -121,6 +121,7 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "classifier.epochs": 1,
         "classifier.batch-size": 50,
         "global-model.epochs": 1,
+        "global-model.batch-size": 50,
         "feddeo.epochs": 1,
         "feddeo.batch-size": 10,
     }
