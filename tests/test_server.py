@@ -117,6 +117,17 @@ def test_each_image_is_taught_by_its_own_row() -> None:
     assert not torch.allclose(trained(0.02, None), trained(0.04, None), atol=1e-5)
 
 
+def test_rows_of_the_confusion_matrix_are_true_classes() -> None:
+    """A model that sees threes everywhere, on two zeros and a three."""
+
+    class Threes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.one_hot(torch.full((len(x),), 3), 4).float()
+
+    pixels, labels = torch.zeros(3, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 0, 3])
+    assert classifiers.confusion(Threes(), pixels, labels, 4, CPU) == [[0, 0, 0, 2], [0] * 4, [0] * 4, [0, 0, 0, 1]]
+
+
 def test_figures_by_hand(tmp_path: Path) -> None:
     # FT: 7 of 8 and 2 of 4 right, 68.75 on average; MD: 4 of 8 and 0 of 4, so FT is the best
     (tmp_path / "tests").mkdir()
