@@ -57,13 +57,12 @@ def run(name: str, *settings: str, threads: int) -> dict[str, Any]:
 
 
 def _is_current(folder: Path, settings: tuple[str, ...]) -> bool:
-    """Whether a run, finished or not, has these settings and, if finished, was made with the kit as it is now."""
+    """Whether a run, finished or not, has these settings and this kit."""
     config, _ = resolve_config([*settings, f"job-id={folder.name}"])
     wanted = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
+    wanted["kit-sha256"] = kit_digest(find_kit(config.kit))
     found = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
-    metrics = json.loads((folder / "metrics.json").read_text()) if (folder / "metrics.json").is_file() else None
-    same_kit = metrics is None or metrics["kit_sha256"] == kit_digest(find_kit(config.kit))
-    return same_kit and wanted == {key: value for key, value in found.items() if key not in NOT_IDENTITY}
+    return wanted == {key: value for key, value in found.items() if key not in NOT_IDENTITY}
 
 
 def write(name: str, records: list[dict[str, Any]], table: str) -> None:

@@ -24,13 +24,14 @@ from osfl.config import (
     parse_run_config,
 )
 from osfl.costs import Stopwatch, peak_memory_mb
-from osfl.data import Images, check_images, class_names, load_images
+from osfl.data import Images, check_images, class_names, load_images, simulated_folder
 from osfl.devices import pick_device
 from osfl.files import write_atomically
-from osfl.kits import find_kit
+from osfl.kits import check_kit, find_kit, kit_digest
 from osfl.methods import client_half, kit_parts
 from osfl.protocol import pack_payload, unpack_model
 
+KEY_LENGTH = 12
 app = ClientApp()
 
 
@@ -50,7 +51,9 @@ def train(message: Message, context: Context) -> Message:
     """Make this client's payload, or send again the one it made for this job."""
     config, node, client = _settings(context)
     job_id = _job_id(message)
-    folder = _cache(config, node, client, job_id)
+    kit = _kit(config, node)
+    folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
+    folder.mkdir(parents=True, exist_ok=True)
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = json.loads((folder / "costs.json").read_text())
@@ -69,7 +72,7 @@ def train(message: Message, context: Context) -> Message:
         client,
         class_names(config.data),
         load,
-        _kit(config, node),
+        kit,
         pick_device(node.device),
         progress=_Progress(folder),
     )
@@ -90,8 +93,9 @@ def train(message: Message, context: Context) -> Message:
 @app.query("acknowledge")
 def acknowledge(message: Message, context: Context) -> Message:
     """The server has the payload on its disk: forget ours."""
-    config, node, client = _settings(context)
-    shutil.rmtree(_cache(config, node, client, _job_id(message)), ignore_errors=True)
+    _, node, client = _settings(context)
+    for folder in _cache(node, _job_id(message)).glob(f"{client}-{'?' * KEY_LENGTH}"):
+        shutil.rmtree(folder, ignore_errors=True)
     return Message(RecordDict(), reply_to=message)
 
 
@@ -114,7 +118,11 @@ def evaluate(message: Message, context: Context) -> Message:
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """(run-config, node-config, client id), checked."""
     config, node = parse_run_config(context.run_config), parse_node_config(context.node_config)
-    client = node.client_id or (f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}")
+    if folder := simulated_folder(config.data, node):
+        own_name = folder.name
+    else:
+        own_name = f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}"
+    client = node.client_id or own_name
     if not is_identifier(client):
         raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not 'average'")
     return config, node, client
@@ -128,17 +136,23 @@ def _job_id(message: Message) -> str:
 
 
 def _kit(config: RunConfig, node: NodeConfig) -> str:
-    return find_kit(node.kit or config.kit) if kit_parts(config) else ""
+    if not (parts := kit_parts(config)):
+        return ""
+    kit = find_kit(node.kit or config.kit)
+    check_kit(kit, parts)
+    return kit
 
 
-def _cache(config: RunConfig, node: NodeConfig, client: str, job_id: str) -> Path:
-    """Where this client keeps a finished payload: by job, client, and everything that could shape the payload."""
+def _cache(node: NodeConfig, job_id: str) -> Path:
+    """Where this machine keeps a job's finished payloads."""
+    return Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / job_id
+
+
+def _cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
+    """Of everything that could shape a payload."""
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
-    key = hashlib.sha256(json.dumps([shaping, asdict(node)], sort_keys=True).encode()).hexdigest()[:12]
-    root = Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser()
-    folder = root / job_id / f"{client}-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    about = [shaping, asdict(node), kit_digest(kit) if kit else ""]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]
 
 
 class _Progress:

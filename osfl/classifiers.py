@@ -39,12 +39,14 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
 
     if architecture not in torchvision.models.list_models(module=torchvision.models):
         raise ClassifierError(
-            f"classifier={architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn"
+            f"architecture = {architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn"
         )
+    if architecture in ("googlenet", "inception_v3"):
+        raise ClassifierError(f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take a resnet")
     model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
     if small_stem:
         if not (hasattr(model, "conv1") and hasattr(model, "maxpool")):
-            raise ClassifierError(f"classifier={architecture!r}: small-stem is for the ResNet family; set it to false")
+            raise ClassifierError(f"architecture = {architecture!r}: small-stem is for the ResNet family; set it to false")
         model.conv1 = nn.Conv2d(3, model.conv1.out_channels, kernel_size=3, stride=2, padding=1, bias=False)
         model.maxpool = nn.Identity()
     return model
@@ -76,13 +78,22 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
     """
     try:
         weights = unpack_int8(load_file(file)) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-    except (OSError, SafetensorError, UnpicklingError) as error:
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        SafetensorError,
+        UnpicklingError,
+    ) as error:  # all that torch raises for a damaged file
         raise ClassifierError(
             f"init={str(file)!r} cannot be read: {error}. Set init='none' to start from random weights"
         ) from error
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise ClassifierError(f"init={str(file)!r} is not a state dict: it must hold tensors by name")
     own = model.state_dict()
     fitting = {name: tensor for name, tensor in weights.items() if name in own and own[name].shape == tensor.shape}
-    missing = [n for n in own if n not in fitting and not n.startswith(("fc.", "classifier.", "heads."))]
+    optional = ("fc.", "classifier.", "heads."), "num_batches_tracked"  # heads; a counter that older weight files lack
+    missing = [n for n in own if n not in fitting and not n.startswith(optional[0]) and not n.endswith(optional[1])]
     if missing:
         raise ClassifierError(
             f"init={str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more"
@@ -185,11 +196,13 @@ def fit(
         optimiser.step()
         return loss.detach()
 
-    for done, rows in enumerate(batches, start=1):
-        loss = meter.run(("fit", len(rows)), lambda rows=rows: step(rows.to(device)))  # type: ignore[misc]
-        if not torch.isfinite(loss):
-            raise ClassifierError(f"training diverged at step {done} (loss {loss.item()}); lower lr = {config.lr:g}")
-        progress(done, len(batches))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_of(seed, "dropout"))
+        for done, rows in enumerate(batches, start=1):
+            loss = meter.run(("fit", len(rows)), lambda rows=rows: step(rows.to(device)))  # type: ignore[misc]
+            if not torch.isfinite(loss):
+                raise ClassifierError(f"training diverged at step {done} (loss {loss.item()}); lower lr = {config.lr:g}")
+            progress(done, len(batches))
     return model.eval()
 
 

@@ -28,7 +28,9 @@ console = Console()
 @app.command()
 def run(
     settings: Annotated[list[str] | None, typer.Argument(help="TOML files and key=value, merged from left to right.")] = None,
-    runs: Annotated[Path, typer.Option(help="Where runs are kept (runs-dir goes first).")] = Path("runs"),
+    runs: Annotated[
+        Path | None, typer.Option(help="Simulation: where runs are kept (runs-dir goes first).", show_default="runs")
+    ] = None,
     connection: Annotated[str, typer.Option(help="A SuperLink of your Flower configuration; empty: simulate here.")] = "",
     client_cpus: Annotated[int, typer.Option(help="Simulation: cores of each client.")] = 1,
     client_gpus: Annotated[float, typer.Option(help="Simulation: share of a GPU of each client.")] = 0.0,
@@ -50,9 +52,13 @@ def run(
         job_id = str(overrides.get("job-id", config.job_id))
         if not is_identifier(job_id):
             raise ConfigError(f"job-id = {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
-        root = Path(config.runs_dir).expanduser() if config.runs_dir else runs.resolve()
+        root = Path(config.runs_dir).expanduser() if config.runs_dir else (runs or Path("runs")).resolve()
+        if connection and runs:
+            raise ConfigError(
+                "--runs is for simulations; where a server keeps its runs is the key runs-dir, or $OSFL_RUNS there"
+            )
         if connection:
-            _run_on(connection, overrides)
+            _run_on(connection, overrides, job_id)
         else:
             root.mkdir(parents=True, exist_ok=True)
             federation: dict[str, Scalar] = {
@@ -103,16 +109,19 @@ def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root
     console.print(f"report: [bold]{folder / 'report.html'}[/]", highlight=False, soft_wrap=True)
 
 
-def _run_on(connection: str, overrides: dict[str, Scalar]) -> None:
+def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
     """Submit to a real federation and follow its log; results are on the server's machine."""
     from osfl import launch
 
     environment = launch.flower_environment()
     run_id = launch.submit(overrides, connection, environment)
+    console.print(f"job [bold]{job_id}[/], Flower's run {run_id}; the server keeps it in its runs-dir", highlight=False)
     status, details = "", ""
     while not status.startswith("finished"):  # the log may break off before the run does
         subprocess.run(["flwr", "log", str(run_id), connection, "--stream"], env=environment)
         status, details = launch.outcome(run_id, connection, environment)
+        if status == "unknown":
+            raise launch.LaunchError(f"lost sight of run {run_id}, which may go on: {details}\nsee `flwr list {connection}`")
     if not status.startswith("finished:completed"):
         raise launch.LaunchError(f"the run failed: {details or status}")
 

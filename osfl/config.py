@@ -17,7 +17,9 @@ Scalar = int | float | bool | str
 
 
 # Keys that may differ between a run and its resumption: how long to wait and where, not what is computed.
-NOT_IDENTITY = frozenset({"job-id", "min-clients", "join-timeout", "deadline", "runs-dir", "device", "max-payload-mb"})
+NOT_IDENTITY = frozenset(
+    {"job-id", "min-clients", "join-timeout", "deadline", "test-timeout", "runs-dir", "device", "max-payload-mb"}
+)
 
 
 class ConfigError(ValueError):
@@ -51,7 +53,7 @@ class DataConfig:
     alpha: Annotated[float, Range(1e-3, 1e6)]  # partition = dirichlet: concentration
     classes: str  # comma-separated names; empty: the data set's own
     image_size: Annotated[int, Range(8, 2048)]  # pixels on a side that classifiers see; the kit has its own
-    server_dir: str  # ceiling on folders: where the server finds all clients' images
+    root: str  # name = folder: all clients' folders in one place, for simulations and method = ceiling
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class FedDEOConfig:
 
     epochs: Annotated[int, Range(1, 100_000)]  # S
     batch_size: Annotated[int, Range(1, 4096)]  # images of one class in a step
+    classes_at_once: Annotated[int, Range(1, 100_000)]  # that share a UNet batch
     lr: Annotated[float, Range(1e-8, 1000)]
     guidance_text: Annotated[float, Range(0, 100)]
     guidance_description: Annotated[float, Range(0, 100)]
@@ -126,6 +129,7 @@ class RunConfig:
     min_clients: Annotated[int, Range(0, 100_000)]  # how many payloads are enough; 0: all
     join_timeout: Annotated[float, Range(1, 1e7)]  # seconds to wait for clients to appear
     deadline: Annotated[float, Range(1, 1e7)]  # seconds to wait for payloads
+    test_timeout: Annotated[float, Range(1, 1e7)]  # seconds to wait for the test of each global model
     max_payload_mb: Annotated[float, Range(1e-3, 1e5)]
     runs_dir: str  # empty: ~/.osfl/runs
     kit: str  # a name in kits/, an absolute path or a hub id; node-config `kit` goes first
@@ -146,7 +150,7 @@ class NodeConfig:
     partition_id: int = -1  # which part of an embedded data set this node holds
     num_partitions: int = 0
     client_id: str = ""  # empty: client-<partition-id>
-    data_dir: str = ""  # <data-dir>/{train,test}/<class>/*
+    data_dir: str = ""  # <data-dir>/{train,test}/<class>/*; empty: data.root's partition-id-th folder
     kit: str = ""  # empty: the run's
     device: str = "auto"
     cache_dir: str = ""  # finished payloads until acknowledged; empty: ~/.osfl/cache
@@ -258,6 +262,8 @@ def _check_together(config: RunConfig) -> None:
         problems.append(
             f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own"
         )
+    if config.method == "feddeo" and not config.feddeo.guidance_text and not config.feddeo.guidance_description:
+        problems.append("feddeo.guidance-text and feddeo.guidance-description are both 0: images would have no class")
     strategies = split_names(config.fedlmg.strategies)
     if not strategies or set(strategies) - {"ft", "md", "sd"}:
         problems.append(f"fedlmg.strategies = {config.fedlmg.strategies!r}: must name some of ft, md, sd")

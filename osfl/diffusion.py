@@ -13,13 +13,10 @@ from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from safetensors import SafetensorError
 
 from osfl.encoders import TextEncoder, load_text_encoder
+from osfl.kits import DIFFUSION_PARTS, KitError, check_kit
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
-
-
-class KitError(ValueError):
-    """A kit that cannot be loaded; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,7 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
         KitError: nothing there, a part is missing, or its parts do not fit each other.
     """
     source, device = str(path), torch.device(device)
-    folder = Path(source)
-    if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1):
-        raise KitError(f"kit={source!r}: no such folder. Give a Stable-Diffusion-format folder or a hub id (owner/name)")
+    check_kit(source, DIFFUSION_PARTS)
     try:
         vae = AutoencoderKL.from_pretrained(source, subfolder="vae", torch_dtype=dtype, low_cpu_mem_usage=False)
         unet = UNet2DConditionModel.from_pretrained(source, subfolder="unet", torch_dtype=dtype, low_cpu_mem_usage=False)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl import classifiers, diffusion, encoders
+from osfl.config import ConfigError
 from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.seeds import seed_of
@@ -121,8 +122,17 @@ def train_kit(out: Path, work: Path, recipe: Recipe, device: str, progress: Prog
 
     Returns:
         the log written to the kit's `training.json`.
+
+    Raises:
+        ConfigError: `work` holds checkpoints of another recipe.
     """
     work.mkdir(parents=True, exist_ok=True)
+    own = json.dumps({**asdict(recipe), "device": device}, indent=1)
+    if (file := work / "recipe.json").is_file() and file.read_text() != own:
+        raise ConfigError(
+            f"--work {work}: its checkpoints are of another recipe or device; remove them, or name another folder"
+        )
+    file.write_text(own)
     torch.manual_seed(recipe.seed)
     target = torch.device(device)
     corpus = digits.load_split("public").with_format("numpy")

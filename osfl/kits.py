@@ -3,10 +3,17 @@
 import hashlib
 import importlib.util
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
+
+DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
+
+
+class KitError(ValueError):
+    """A kit that cannot be used; the message says what to do."""
 
 
 def find_kit(name: str) -> str:
@@ -20,6 +27,20 @@ def find_kit(name: str) -> str:
     raise FileNotFoundError(
         f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an absolute path or a hub id"
     )
+
+
+def check_kit(kit: str, parts: Iterable[str]) -> None:
+    """Whether some of a kit folder's files and sub-folders are there; a hub id is taken on trust.
+
+    Raises:
+        KitError: no such folder, or one that lacks a part.
+    """
+    folder = Path(kit)
+    if folder.is_dir():
+        if missing := [part for part in parts if not (folder / part).exists()]:
+            raise KitError(f"kit = {kit!r} lacks {', '.join(missing)}; this run needs it. Use a whole kit, or a hub id")
+    elif folder.is_absolute() or kit.startswith((".", "~")) or kit.count("/") != 1:
+        raise KitError(f"kit = {kit!r}: no such folder. Give a Stable-Diffusion-format folder or a hub id (owner/name)")
 
 
 def _kit_roots() -> list[Path]:

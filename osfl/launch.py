@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from flwr.common.config import flatten_dict
@@ -76,10 +77,10 @@ def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scala
 
 
 def _value(key: str, text: str, known: dict[str, Scalar]) -> Scalar:
-    if isinstance(known.get(key), str):
+    if isinstance(known.get(key), str) and not text.startswith("["):
         return text.strip("\"'")
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return dict(_flat(tomllib.loads(f"value = {text}"), ""))["value"]
     except tomllib.TOMLDecodeError:
         return text
 
@@ -89,9 +90,22 @@ def _read_toml(name: str) -> dict[str, Scalar]:
     if not file.is_file():
         raise ConfigError(f"{name!r}: no such file, and not key=value")
     try:
-        return flatten_dict(tomllib.loads(file.read_text()))
-    except tomllib.TOMLDecodeError as error:
+        return dict(_flat(tomllib.loads(file.read_text()), ""))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
+
+
+def _flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
+    """Dotted keys; a list becomes the comma-separated text that the schema has for lists."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield prefix + key, ",".join(map(str, value))
+        elif isinstance(value, int | float | str):
+            yield prefix + key, value
+        else:
+            raise ConfigError(f"{prefix}{key} = {value}: must be a text, a number, true or false")
 
 
 def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from osfl.config import RunConfig
+from osfl.kits import DIFFUSION_PARTS
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ METHODS: dict[str, Method] = {
 def kit_parts(config: RunConfig) -> tuple[str, ...]:
     """The folders and files of the kit that every client needs; () if it needs none."""
     method = METHODS[config.method]
-    parts: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler") if method.client_needs_kit else ()
+    parts: tuple[str, ...] = DIFFUSION_PARTS if method.client_needs_kit else ()
     if method.payload == "Classifier" and config.classifier.init == "kit":
         parts += (f"classifiers/{config.classifier.architecture}.safetensors",)
     return parts

@@ -17,19 +17,18 @@ from osfl.files import write_atomically
 PACKAGES = ("osfl", "flwr", "torch", "torchvision", "diffusers", "transformers", "datasets", "protobuf")
 
 
-def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: int = 0, kit_sha256: str = "") -> dict[str, Any]:
+def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: int = 0) -> dict[str, Any]:
     """Gather a run's folder into `metrics.json` and `report.html`.
 
     Args:
         folder: `runs/<job id>`.
         classes: the run's class names.
         kit_download_bytes: what each client had to fetch of the kit before it could begin; 0 for a hub id, whose size is not known.
-        kit_sha256: which kit it was.
 
     Returns:
         the metrics.
     """
-    metrics = {**gather(folder, kit_download_bytes), "kit_sha256": kit_sha256}
+    metrics = gather(folder, kit_download_bytes)
     write_atomically(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
     page = _render(folder, metrics, classes)
     write_atomically(folder / "report.html", page.encode())
@@ -44,10 +43,14 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
     everywhere = (
         set.intersection(*map(set, accuracy.values())) if accuracy else set()
     )  # models are compared where all were tested
-    best = max(accuracy, key=lambda name: _mean({c: accuracy[name][c] for c in everywhere})) if accuracy else ""
+    best = ""
+    if accuracy and config["method"] != "local":  # of which nobody could choose the best client's model
+        best = max(accuracy, key=lambda name: _mean({c: accuracy[name][c] for c in everywhere}))
     clients: dict[str, dict[str, float]] = defaultdict(dict)
     for client in {c for by_client in tests.values() for c in by_client}:
-        models = (folder / "models").glob("*.safetensors")
+        models = list((folder / "models").glob("*.safetensors")) or (folder / "payloads").glob(
+            "*.pb"
+        )  # Local's are the payloads
         clients[client]["download_bytes"] = kit_download_bytes + sum(file.stat().st_size for file in models)
         clients[client]["upload_bytes"] = 0
     for file in sorted((folder / "payloads").glob("*.json")):
@@ -62,7 +65,7 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         "seed": config["seed"],
         "accuracy": {name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()},
         "best": best,
-        "average": _mean(accuracy[best]) if best else None,
+        "average": _mean(accuracy[best]) if best else _mean({name: _mean(row) for name, row in accuracy.items()}),
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
         "not_tested": sorted(set(clients) - everywhere),
@@ -75,6 +78,7 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
         "platform": platform.platform(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kit_sha256": config.pop("kit-sha256", ""),
         "config": config,
     }
 

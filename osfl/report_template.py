@@ -19,7 +19,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <h1>{{ m.method }}</h1>
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}</p>
 <div class="cards">
-<div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.best }}){% endif %}</span></div>
+<div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.best or "mean of all models" }}){% endif %}</span></div>
 <div class="card"><b>{{ m.clients|length }}</b><span>clients, one round</span></div>
 <div class="card"><b>{{ upload|bytes }}</b><span>uploaded by all clients</span></div>
 <div class="card"><b>{{ m.server.synthetic_images }}</b><span>synthetic images</span></div>

@@ -10,12 +10,13 @@ from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data import class_names
 from osfl.devices import pick_device
-from osfl.kits import download_bytes, find_kit, image_size, kit_digest
+from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kit_digest
 from osfl.methods import METHODS, kit_parts, server_half
 from osfl.report import write_report
+from osfl.wire import PayloadError
 from server_app.job import ServerJob
-from server_app.round import collect, evaluate_on_clients, expected_payload, join
-from server_app.run_folder import open_run_folder
+from server_app.round import collect, evaluate_on_clients, expected_payload, join, leave_out
+from server_app.run_folder import RunFolder, open_run_folder
 from server_app.status import Status, log
 
 app = ServerApp()
@@ -34,7 +35,12 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
     Raises:
         ConfigError, RoundError, and what the kit, the data and the method raise; `status.json` then says `failed` and why.
     """
-    folder = open_run_folder(config, job_id, needed_bytes(config))
+    folder = open_run_folder(config, job_id, needed_bytes(config), _kit_sha256(config))
+    with folder.alone():
+        _run(grid, config, job_id, folder)
+
+
+def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
     status = Status(folder.path)
     try:
         method = METHODS[config.method]
@@ -44,13 +50,17 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
         if method.client:
             text_shape = _text_shape(config) if method.payload == "Descriptions" else None
             payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id, text_shape))
-        taking_part = tuple(payloads) if method.client else tuple(nodes)
-        job = ServerJob(config, folder, status, taking_part)
-        models = server_half(config.method).run(job, payloads)
+        while True:
+            job = ServerJob(config, folder, status, tuple(payloads) if method.client else tuple(nodes))
+            try:
+                models = server_half(config.method).run(job, payloads)
+                break
+            except PayloadError as error:  # passed every check, and led the sampling or a teacher astray
+                payloads = leave_out(error, payloads, config, folder, status)
         evaluate_on_clients(grid, config, nodes, models, folder, status)
         parts = kit_parts(config)
         fetched = download_bytes(find_kit(config.kit), parts) if parts else 0  # by every client, before it can begin
-        write_report(folder.path, class_names(config.data), fetched, _kit_sha256(config))
+        write_report(folder.path, class_names(config.data), fetched)
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")
     except BaseException as error:
@@ -60,12 +70,14 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
 
 
 def check_server(config: RunConfig) -> None:
-    """Load what the server will need after the clients have worked: better now than then.
+    """Look for all that the server will need after the clients have worked: better now than then.
 
     Raises:
-        ConfigError, ClassifierError, FileNotFoundError: no such device, kit, architecture or initialisation.
+        ConfigError, ClassifierError, KitError, FileNotFoundError: no such device, kit, architecture or initialisation.
     """
     pick_device(config.device)
+    if config.method not in ("local", "ceiling"):
+        check_kit(find_kit(config.kit), DIFFUSION_PARTS)
     if config.method != "local":
         kit = find_kit(config.kit) if config.method != "ceiling" or config.global_model.init == "kit" else ""
         new_classifier(config.global_model, len(class_names(config.data)), kit, config.seed)

@@ -22,6 +22,7 @@ from osfl.data import class_names
 from osfl.methods import METHODS
 from osfl.payloads import Classifier, Payload
 from osfl.protocol import ACKNOWLEDGE, JOIN, pack_model, unpack_payload
+from osfl.seeds import generator_of
 from server_app.job import GlobalModel
 from server_app.run_folder import RunFolder
 from server_app.status import Status, log
@@ -56,7 +57,11 @@ class Exchange:
         """Send one message to one node."""
         message = Message(content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl)
         (message_id,) = self.grid.push_messages([message])
-        self._open[message_id] = _Request(node, message_type, content, attempt)
+        request = _Request(node, message_type, content, attempt)
+        if message_id:
+            self._open[message_id] = request
+        else:  # what the SuperLink answers when it no longer knows the node
+            self._later.append((time.monotonic() + RETRY_SECONDS, request))
 
     def pull(self, on_reply: Callable[[int, RecordDict], None], on_failure: Callable[[int, str], None]) -> int:
         """Look once for every open message; returns how many replies are still owed.
@@ -232,16 +237,42 @@ def collect(
     return dict(sorted(payloads.items()))
 
 
+def leave_out(
+    error: wire.PayloadError, payloads: dict[str, Payload], config: RunConfig, folder: RunFolder, status: Status
+) -> dict[str, Payload]:
+    """The payloads without one that passed every check and still cannot be used.
+
+    Raises:
+        RoundError: fewer than `min-clients` are left.
+    """
+    left = {client: payload for client, payload in payloads.items() if client != error.client}
+    log.error("%s", error)
+    folder.refuse_payload(error.client)
+    status.client(error.client, "refused")
+    if len(left) < (config.min_clients or config.num_clients):
+        raise RoundError(
+            f"{len(left)} of {config.num_clients} clients delivered a payload that can be used; "
+            f"{config.min_clients or config.num_clients} are needed (min-clients, num-clients)\n  {error.client}: {error}"
+        ) from error
+    return left
+
+
 def evaluate_on_clients(
     grid: Grid, config: RunConfig, nodes: dict[str, int], models: dict[str, GlobalModel], folder: RunFolder, status: Status
 ) -> None:
-    """Send every global model to every client and store the confusion matrices in `tests/<name>.json`."""
+    """Send every global model to every client and store the confusion matrices in `tests/<name>.json`.
+
+    A client that does not answer within `test-timeout` is left out of that model's average, and the report says so.
+
+    Raises:
+        RoundError: no client could test a model.
+    """
     status.phase("testing on clients", len(models) * len(nodes))
     done, size = 0, len(class_names(config.data))
     client_of = {node: client for client, node in nodes.items()}
     for name, entry in models.items():
         matrices: dict[str, list[list[int]]] = {}
-        exchange = Exchange(grid, config.deadline)
+        exchange = Exchange(grid, config.test_timeout)
 
         def on_reply(node: int, content: RecordDict, matrices: dict = matrices) -> None:
             cells = cast(list[int], content.metric_records["metrics"]["confusion"])
@@ -255,7 +286,7 @@ def evaluate_on_clients(
         content = pack_model(entry.model.state_dict(), entry.architecture, entry.small_stem)
         for node in nodes.values():
             exchange.push(node, "evaluate", content)
-        end = time.monotonic() + config.deadline
+        end = time.monotonic() + config.test_timeout
         while exchange.pull(on_reply, on_failure) and time.monotonic() < end:
             status.advance(done + len(matrices), len(models) * len(nodes))
             time.sleep(POLL_SECONDS)
@@ -275,7 +306,8 @@ def probe(payload: Payload, client: str, config: RunConfig) -> None:
         classes, small_stem = len(class_names(config.data)), config.classifier.small_stem
         model = rebuild(payload.state, payload.architecture, classes, small_stem)
         size = config.data.image_size
-        pictures = torch.stack([torch.zeros(3, size, size), torch.full((3, size, size), 255.0)]).to(torch.uint8)
+        noise = torch.randint(256, (6, 3, size, size), generator=generator_of(0, "probe"), dtype=torch.uint8)
+        pictures = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
         if not torch.isfinite(logits_of(model, pictures, torch.device("cpu"))).all():
             raise wire.PayloadError(client, "state", "its logits are not finite")
 

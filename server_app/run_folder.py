@@ -1,7 +1,7 @@
 """A run's folder: everything that a run leaves behind, and all that a killed server needs to go on.
 
 runs/<job id>/
-config.json               the resolved run-config; a job id stands for one configuration
+config.json               the resolved run-config and the kit's digest; a job id stands for one of each
 payloads/<client>.pb      as received; <client>.json: its digest and what it cost the client
 images/<client>/<class>/  the synthetic images
 units/<unit>.jsonl        a manifest row for every image of a finished unit of work
@@ -14,12 +14,18 @@ manifest.jsonl metrics.json report.html
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
 from osfl.files import write_atomically
+
+LOCK_SECONDS = 5.0  # for a server that is just ending
 
 
 @dataclass(frozen=True)
@@ -57,27 +63,48 @@ class RunFolder:
             if file.is_file():
                 file.replace(file.with_name(file.name + ".refused"))
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other servers out of the folder; a lock that ends with this process, however it ends.
+
+        Raises:
+            ConfigError: a server is at work in it.
+        """
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            raise ConfigError(
+                f"job-id = {self.path.name!r}: another server is at work on it; wait, end it, or use another job-id"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
 
 def runs_root(config: RunConfig) -> Path:
     """Where runs are kept: `runs-dir`, else $OSFL_RUNS, else ~/.osfl/runs."""
     return Path(config.runs_dir or os.environ.get("OSFL_RUNS", "~/.osfl/runs")).expanduser()
 
 
-def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFolder:
+def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int, kit_sha256: str = "") -> RunFolder:
     """Make or reopen the folder of a job.
 
     Raises:
-        ConfigError: the job id belongs to a run with another configuration, or the disk cannot hold the run.
+        ConfigError: the job id belongs to a run with another configuration or kit, or the disk cannot hold the run.
     """
     root = runs_root(config)
     root.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(root).free) < needed_bytes:
+    folder = RunFolder(root / job_id)
+    earlier = folder.read_json("config.json")
+    if earlier is None and (free := shutil.disk_usage(root).free) < needed_bytes:
         raise ConfigError(
             f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about {needed_bytes / 1e6:,.0f} MB"
         )
-    folder = RunFolder(root / job_id)
-    identity = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
-    if (earlier := folder.read_json("config.json")) is not None:
+    now = {**flatten(config), "kit-sha256": kit_sha256}
+    identity = {key: value for key, value in now.items() if key not in NOT_IDENTITY}
+    if earlier is not None:
         before = {key: value for key, value in earlier.items() if key not in NOT_IDENTITY}
         if differing := [key for key in identity | before if identity.get(key) != before.get(key)]:
             key = differing[0]
@@ -85,5 +112,5 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
                 f"job-id = {job_id!r} was started with {key} = {before.get(key)!r}; this run has {identity.get(key)!r}. "
                 "Give the same configuration to resume it, or another job-id"
             )
-    folder.write_json("config.json", flatten(config))
+    folder.write_json("config.json", now)
     return folder

@@ -12,6 +12,7 @@ from osfl import classifiers
 from osfl.classifiers import logits_of
 from osfl.costs import Stopwatch
 from osfl.files import write_atomically
+from osfl.wire import PayloadError
 from server_app.job import GlobalModel, ServerJob
 
 
@@ -73,7 +74,7 @@ def mean_teacher(
     Under label skew a teacher knows nothing of the classes its client lacks; unless `plain`, each class is averaged over the
     teachers that know it, and the rows are brought back to a sum of one.
     """
-    probabilities = {client: F.softmax(logits_of(model, pixels, device), dim=1) for client, model in teachers.items()}
+    probabilities = {client: _softmax(client, model, pixels, device) for client, model in teachers.items()}
     if plain:
         return torch.stack(list(probabilities.values())).mean(dim=0)
     total, count = (
@@ -87,6 +88,13 @@ def mean_teacher(
     return mean / mean.sum(dim=1, keepdim=True)
 
 
+def _softmax(client: str, model: nn.Module, pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+    p = F.softmax(logits_of(model, pixels, device), dim=1)
+    if not torch.isfinite(p).all():
+        raise PayloadError(client, "state", "its outputs on the synthetic images are not finite")
+    return p
+
+
 def own_teacher(
     teachers: Mapping[str, nn.Module], clients: tuple[str, ...], pixels: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
@@ -95,7 +103,7 @@ def own_teacher(
     for client, model in teachers.items():
         rows = torch.tensor([index for index, owner in enumerate(clients) if owner == client], dtype=torch.long)
         if len(rows):
-            p = F.softmax(logits_of(model, pixels[rows], device), dim=1)
+            p = _softmax(client, model, pixels[rows], device)
             result = torch.zeros(len(pixels), p.shape[1]) if result is None else result
             result[rows] = p
     assert result is not None, "no image belongs to a teacher"

@@ -83,6 +83,21 @@ def test_files_and_arguments_merge_from_left_to_right(tmp_path) -> None:  # type
     assert overrides == {"method": "fedlmg", "seed": 2, "feddeo.lr": 0.5, "classifier.small-stem": False, "runs-dir": "/tmp/x"}
 
 
+def test_lists_and_other_values_of_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "a.toml"
+    file.write_text('[data]\nname = "folder"\nclasses = ["dog", "cat"]\n')
+    assert resolve_config([str(file)])[0].data.classes == "dog,cat"
+    file.write_text("[feddeo]\nlr = 2024-01-01\n")
+    with pytest.raises(ConfigError, match=r"feddeo\.lr = 2024-01-01: must be a text, a number"):
+        resolve_config([str(file)])
+    assert resolve_config(['fedlmg.strategies=["ft", "md"]'])[0].fedlmg.strategies == "ft,md"
+
+
+def test_images_must_have_a_class() -> None:
+    with pytest.raises(ConfigError, match="are both 0: images would have no class"):
+        resolve_config(["feddeo.guidance-text=0", "feddeo.guidance-description=0"])
+
+
 def test_bad_files_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=r"nothing\.toml.*no such file"):
         resolve_config(["nothing.toml"])

@@ -9,7 +9,7 @@ from conftest import ROOT, defaults
 from PIL import Image
 
 from osfl.config import DataConfig, NodeConfig, parse_run_config
-from osfl.data import DataError, check_images, load_images
+from osfl.data import DataError, check_images, load_images, simulated_folder
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
 from osfl.data.load import _digits_partition
 from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
@@ -154,6 +154,43 @@ def test_a_corrupt_image_is_named(tmp_path) -> None:  # type: ignore[no-untyped-
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(DataError, match=r"dog/0\.png: not a readable image"):
         load_images(FOLDER, node, "train", 0)
+
+
+def test_no_file_of_a_class_is_passed_over(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    node = make_folder(tmp_path, cat=[Image.new("RGB", (16, 16))])
+    (tmp_path / "train" / "cat" / ".hidden").write_text("of the file system")
+    Image.new("RGB", (16, 16)).save(tmp_path / "train" / "cat" / "a.gif")
+    assert len(load_images(FOLDER, node, "train", 0)) == 2
+    (tmp_path / "train" / "cat" / "scan.dcm").write_bytes(b"DICM")
+    with pytest.raises(DataError, match=r"scan\.dcm: not a readable image"):
+        load_images(FOLDER, node, "train", 0)
+
+
+def test_photographs_are_turned_upright(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Orientation 6: the camera was turned, and the first row of pixels is the right-hand side."""
+    picture = Image.new("RGB", (16, 16), "black")
+    picture.paste("white", (0, 0, 16, 4))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    picture.save(tmp_path / "train" / "cat" / "a.png", exif=exif)
+    pixels = load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0).pixels[0, 0]
+    assert (pixels[:, 13:] == 255).all()
+    assert (pixels[:, :12] == 0).all()
+
+
+def test_simulated_clients_take_the_folders_of_one_root(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for name, grey in (("b-site", 20), ("a-site", 10)):
+        make_folder(tmp_path / name, cat=[Image.new("L", (16, 16), grey)])
+    config = replace(FOLDER, root=str(tmp_path))
+    for k, name in enumerate(("a-site", "b-site")):
+        node = NodeConfig(partition_id=k, num_partitions=2)
+        assert simulated_folder(config, node) == tmp_path / name
+        assert (load_images(config, node, "train", 0).pixels == 10 * (k + 1)).all()
+    with pytest.raises(DataError, match="has 2 clients' folders; set num-clients to at most that"):
+        load_images(config, NodeConfig(partition_id=2), "train", 0)
+    with pytest.raises(DataError, match=r"data\.root = '/nowhere': no such folder"):
+        load_images(replace(FOLDER, root="/nowhere"), NodeConfig(partition_id=0), "train", 0)
 
 
 def test_missing_empty_and_unknown_folders_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from sklearn.svm import SVC
 
 from osfl import kit_recipe
+from osfl.config import ConfigError
 from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.diffusion import load_kit
@@ -129,6 +130,8 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     train(tmp_path / "rough", tmp_path / "work-2")
     assert len(calls) == 4  # vae, classifier (broken off before its rename), classifier, denoiser
     assert kit_digest(tmp_path / "rough" / "unet") == kit_digest(tmp_path / "quiet" / "unet")
+    with pytest.raises(ConfigError, match="its checkpoints are of another recipe"):
+        kit_recipe.train_kit(tmp_path / "other", tmp_path / "work-2", replace(recipe, vae_steps=2), "cpu", Progress())
     assert (tmp_path / "quiet" / "samples.png").is_file()
     assert "| infograph prompts | " in (tmp_path / "quiet" / "README.md").read_text()
     assert kit_digest(tmp_path / "rough" / "classifiers") == kit_digest(tmp_path / "quiet" / "classifiers")

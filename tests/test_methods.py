@@ -49,6 +49,16 @@ def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignor
         assert torch.allclose(alone.vectors[0], together.vectors[index], atol=1e-3)
 
 
+def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    data, done = images(0, 0, 4, 4, 9), []
+    together = feddeo_half.make_payload(job_of(tiny_kit, data, feddeo__epochs=3))
+    job = replace(job_of(tiny_kit, data, feddeo__epochs=3, feddeo__classes_at_once=2), progress=lambda *step: done.append(step))
+    grouped = feddeo_half.make_payload(job)
+    assert grouped.classes == together.classes == ("zero", "four", "nine")
+    assert torch.allclose(grouped.vectors, together.vectors, atol=1e-3)
+    assert done == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 6), (6, 6)]
+
+
 def test_descriptions_start_at_the_prompt_and_lower_the_denoising_loss(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data, kit = images(*[3] * 8), load_kit(tiny_kit)
     job = job_of(tiny_kit, data, feddeo__epochs=30, feddeo__batch_size=4, feddeo__lr=0.05)
@@ -133,7 +143,7 @@ def test_a_missing_or_damaged_kit_is_named(tmp_path, tiny_kit) -> None:  # type:
     with pytest.raises(KitError, match=r"nowhere.*no such folder"):
         load_kit(tmp_path / "nowhere")
     (tmp_path / "half").mkdir()
-    with pytest.raises(KitError, match="cannot be loaded"):
+    with pytest.raises(KitError, match="half. lacks vae, unet, text_encoder, tokenizer, scheduler"):
         load_kit(tmp_path / "half")
     for part in ("unet", "text_encoder"):
         copy = tmp_path / part
@@ -142,6 +152,33 @@ def test_a_missing_or_damaged_kit_is_named(tmp_path, tiny_kit) -> None:  # type:
         weights.write_bytes(weights.read_bytes()[:1000])
         with pytest.raises(KitError, match="cannot be loaded"):
             load_kit(copy)
+
+
+def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """1000 classes, a .pth, and without the counters that the first versions did not have."""
+    weights = classifiers.build_classifier("resnet18", 1000).state_dict()
+    torch.save({name: value for name, value in weights.items() if "num_batches" not in name}, tmp_path / "resnet18.pth")
+    model = classifiers.build_classifier("resnet18", 10)
+    classifiers.load_initialisation(model, tmp_path / "resnet18.pth")
+    assert torch.equal(model.conv1.weight, weights["conv1.weight"])
+    for name, content in (("empty", b""), ("short", (tmp_path / "resnet18.pth").read_bytes()[:5000])):
+        (tmp_path / f"{name}.pth").write_bytes(content)
+        with pytest.raises(ClassifierError, match=rf"{name}\.pth' cannot be read"):
+            classifiers.load_initialisation(model, tmp_path / f"{name}.pth")
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(ClassifierError, match="is not a state dict"):
+        classifiers.load_initialisation(model, tmp_path / "list.pth")
+
+
+def test_dropout_is_seeded() -> None:
+    pixels, labels = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
+    settings, weights = parse_run_config(quick()).classifier, []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2))
+        torch.manual_seed(len(weights))
+        weights.append(classifiers.fit(model, pixels, labels, settings, 0, torch.device("cpu"))[1].weight)
+    assert torch.equal(*weights)
 
 
 def test_initialisation_keeps_the_trunk_and_a_fresh_head(tiny_kit) -> None:  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,12 @@ import server_app.synthesis.images as synthesis_images
 from client_app.app import app
 from osfl import wire
 from osfl.config import ConfigError, parse_run_config
+from osfl.kits import KitError
 from osfl.protocol import COST_KEYS, pack_payload
 from server_app.app import run_job
-from server_app.round import RoundError
+from server_app.round import Exchange, RoundError
+from server_app.synthesis.samplers import NotFiniteError
+from server_app.training import mean_teacher, own_teacher
 
 
 def nodes(count: int) -> list[dict]:
@@ -209,6 +213,64 @@ def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(home: Path, t
     assert [index for index, kind in grid.sent if kind == "train"] == [1]
 
 
+def test_a_payload_that_leads_sampling_astray_is_left_out(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passed every check; the rows that are not finite say whose it is."""
+    sample = feddeo_server.sample
+
+    def astray(kit, jobs, *rest):  # type: ignore[no-untyped-def]
+        if rows := [row for row, job in enumerate(jobs) if job.client == "client-1"]:
+            raise NotFiniteError(rows)
+        return sample(kit, jobs, *rest)
+
+    monkeypatch.setattr(feddeo_server, "sample", astray)
+    with pytest.raises(RoundError, match=r"1 of 2 clients .* can be used; 2 are needed.*\n  client-1: .*NaN or infinity"):
+        start(quick(method="feddeo", kit=str(tiny_kit)))
+    grid = start(quick(method="feddeo", kit=str(tiny_kit), min_clients=1))
+    assert {row["client"] for row in map(json.loads, (home / "runs" / "job" / "manifest.jsonl").read_text().splitlines())} == {
+        "client-0"
+    }
+    assert [k for k, t in grid.sent if t == "train"] == [1]  # it may send a better one
+
+
+def test_outputs_that_are_not_finite_are_their_clients_fault() -> None:
+    broken = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 3))
+    torch.nn.init.constant_(broken[1].bias, float("nan"))
+    pixels, cpu = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.device("cpu")
+    with pytest.raises(wire.PayloadError, match="payload of b: state: its outputs on the synthetic images are not finite"):
+        mean_teacher({"b": broken}, {"b": [0]}, pixels, cpu, plain=True)
+    with pytest.raises(wire.PayloadError, match="payload of b"):
+        own_teacher({"b": broken}, ("a", "b"), pixels, cpu)
+
+
+def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message gets no id; when the node is back, it is asked."""
+    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
+    ids, online, replies = iter(["", "m1"]), [], []
+    reply = SimpleNamespace(has_error=lambda: False, content="content")
+    grid = SimpleNamespace(
+        push_messages=lambda _: [next(ids)],
+        get_node_ids=lambda: online,
+        pull_messages=lambda wanted: [reply] if wanted == ["m1"] else pytest.fail(str(wanted)),
+    )
+    exchange = Exchange(grid, 10.0)
+    exchange.push(5, "train", RecordDict())
+    look = lambda: exchange.pull(lambda *it: replies.append(it), lambda *it: pytest.fail(str(it)))  # noqa: E731
+    assert (look(), exchange.waiting()) == (1, [5])
+    online.append(5)
+    look()
+    assert (look(), replies) == (0, [(5, "content")])
+
+
+@pytest.mark.timeout(60)
+def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit: Path) -> None:
+    def lost(index: int, kind: str, reply: Message) -> Message | None:
+        return None if (index, kind) == (1, "evaluate") else reply
+
+    start(quick(method="prompts-only", kit=str(tiny_kit), test_timeout=1.0), tamper=lost)
+    assert set(metrics(home)["accuracy"]["FT"]) == {"client-0", "average"}
+    assert metrics(home)["not_tested"] == ["client-1"] or "client-1" not in metrics(home)["clients"]
+
+
 def test_an_oversized_payload_is_refused_before_it_is_stored(home: Path, tiny_kit: Path) -> None:
     with pytest.raises(RoundError, match=r"size: 1\d,\d+ bytes; the limit is 5,000"):
         start(quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005))
@@ -252,6 +314,12 @@ def test_a_full_disk_is_noticed_before_anything_is_done(home: Path, tiny_kit: Pa
 def test_a_missing_kit_is_named(home: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"kit = 'nothing': no such kit"):
         start(quick(method="prompts-only", kit="nothing", classifier__init="none"))
+    for method in ("prompts-only", "fedlmg"):  # where nothing but the server's own sampling needs it
+        config = quick(method=method, kit="/nowhere/kit", classifier__init="none", global_model__init="none")
+        grid = LoopGrid(app, config, nodes(2))
+        with pytest.raises(KitError, match="'/nowhere/kit': no such folder"):
+            run_job(grid, parse_run_config(config), f"absent-{method}")
+        assert "train" not in {kind for _, kind in grid.sent}
 
 
 @pytest.mark.parametrize(("method", "needed"), [("prompts-only", False), ("feddeo", True)])
@@ -261,9 +329,22 @@ def test_only_a_client_that_needs_the_kit_must_have_it(home: Path, tiny_kit: Pat
     if needed:
         with pytest.raises(RoundError, match="'absent': no such kit"):
             run_job(grid, parse_run_config(config), "job")
+        (tiny_kit.parent / "no-unet").mkdir(exist_ok=True)
+        shutil.copytree(tiny_kit, tiny_kit.parent / "no-unet", dirs_exist_ok=True, ignore=shutil.ignore_patterns("unet"))
+        grid = LoopGrid(app, config, [{**node, "kit": str(tiny_kit.parent / "no-unet")} for node in nodes(2)])
+        with pytest.raises(RoundError, match="lacks unet; this run needs it"):
+            run_job(grid, parse_run_config(config), "job")
+        assert {kind for _, kind in grid.sent} == {"query.join"}
     else:
         run_job(grid, parse_run_config(config), "job")
         assert all(about["download_bytes"] < 50e6 for about in metrics(home)["clients"].values())  # the global model
+
+
+def test_the_ceiling_needs_no_numbers_in_the_clients_names(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="ceiling", kit=str(tiny_kit))
+    grid = LoopGrid(app, config, [{**node, "client-id": f"site-{name}"} for node, name in zip(nodes(2), "ab", strict=True)])
+    run_job(grid, parse_run_config(config), "job")
+    assert json.loads((home / "runs" / "job" / "models" / "real.json").read_text())["images"] == 200
 
 
 def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:

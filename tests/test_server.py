@@ -9,14 +9,15 @@ import torch
 from conftest import quick
 from torch import nn
 
-from osfl import classifiers, launch
+from osfl import classifiers, cli, launch
 from osfl.classifiers import fit
-from osfl.config import ClassifierConfig, parse_run_config
+from osfl.config import ClassifierConfig, ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
 from osfl.diffusion import load_kit
 from osfl.payloads import Classifier, Descriptions
 from osfl.report import gather
 from osfl.seeds import generator_of
+from server_app import run_folder
 from server_app.job import ServerJob
 from server_app.methods import feddeo, fedlmg, local, prompts_only
 from server_app.run_folder import open_run_folder
@@ -137,6 +138,43 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     result = gather(tmp_path, 1000)
     assert result["accuracy"]["FT"] == {"a": 87.5, "b": 50.0, "average": 68.75}
     assert (result["best"], result["average"], result["clients"]["a"]["download_bytes"]) == ("FT", 68.75, 1000)
+
+
+def test_locals_figure_is_the_mean_of_its_models(tmp_path: Path) -> None:
+    """Nobody could choose the best client's model. Every client fetches all of them."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "payloads").mkdir()
+    (tmp_path / "config.json").write_text('{"method": "local", "seed": 0}')
+    for client, matrix in (("a", [[4, 0], [0, 4]]), ("b", [[0, 4], [4, 0]])):
+        (tmp_path / "tests" / f"{client}.json").write_text(json.dumps({"a": matrix, "b": matrix}))
+        (tmp_path / "payloads" / f"{client}.pb").write_bytes(b"x" * 100)
+    result = gather(tmp_path)
+    assert (result["best"], result["average"], result["clients"]["a"]["download_bytes"]) == ("", 50.0, 200)
+
+
+def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
+    folder = open_run_folder(parse_run_config(quick()), "job", 0)
+    with folder.alone(), pytest.raises(ConfigError, match="'job': another server is at work on it"), folder.alone():
+        pass
+    with folder.alone():
+        pass
+
+
+def test_a_job_id_stands_for_one_kit(home: Path) -> None:
+    config = parse_run_config(quick())
+    open_run_folder(config, "job", 0, "0123")
+    open_run_folder(config, "job", 10**18, "0123")  # what is there already needs no space
+    with pytest.raises(ConfigError, match="was started with kit-sha256 = '0123'; this run has '4567'"):
+        open_run_folder(config, "job", 0, "4567")
+
+
+def test_a_federation_out_of_sight_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "submit", lambda *_: 7)
+    monkeypatch.setattr(launch, "outcome", lambda *_: ("unknown", "connection refused"))
+    monkeypatch.setattr(cli.subprocess, "run", lambda *_, **__: None)
+    with pytest.raises(launch.LaunchError, match="lost sight of run 7, which may go on: connection refused"):
+        cli._run_on("there", {}, "job")
 
 
 def test_the_local_superlink_listens_on_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ Differences from the paper:
 2. Theirs (code): images normalised with CLIP's mean and deviation. Ours: [-1, 1], what the VAE was trained on.
 3. Theirs: the VAE encodes the images in every step. Ours: once; each step draws a new sample from the stored posterior (the same
    distribution at a fraction of the cost).
-4. Theirs: one class after the other. Ours: all classes in one UNet batch; exact, as no term couples two classes and each class has
+4. Theirs: one class after the other. Ours: `feddeo.classes-at-once` classes in one UNet batch; exact, as no term couples two classes and each class has
    its own stream of random numbers.
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -39,8 +40,16 @@ def make_payload(job: ClientJob) -> Descriptions:
     encoded = [job.meter.run(("encode", len(x)), partial(kit.encode, x)) for x in images.batches(8)]
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
     start = kit.text(job.config.synthesis.prompts(names))
-    vectors = learn_descriptions(kit, start, mean, logvar, images.labels, held, names, job)
-    return Descriptions(tuple(names), vectors.float().cpu())
+    learned, groups = [], [*range(0, len(held), at_once := job.config.feddeo.classes_at_once)]
+    for number, first in enumerate(groups):
+        part = slice(first, first + at_once)
+        share = replace(job, progress=partial(_advance, job, number, len(groups)))
+        learned.append(learn_descriptions(kit, start[part], mean, logvar, images.labels, held[part], names[part], share))
+    return Descriptions(tuple(names), torch.cat(learned).float().cpu())
+
+
+def _advance(job: ClientJob, number: int, groups: int, done: int, total: int) -> None:
+    job.progress(number * total + done, groups * total)
 
 
 def learn_descriptions(
@@ -53,7 +62,7 @@ def learn_descriptions(
     names: list[str],
     job: ClientJob,
 ) -> torch.Tensor:
-    """Minimise the denoising loss over the descriptions; all classes share a UNet batch and nothing else.
+    """Minimise the denoising loss over the descriptions; the classes share a UNet batch and nothing else.
 
     Args:
         start: tau(prompt), [C, L, d].

@@ -7,11 +7,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from osfl.config import DataConfig, NodeConfig, split_names
-
-IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
 
 
 class DataError(ValueError):
@@ -115,24 +113,48 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
 
 def _list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:
     """(file, label) of everything in `<data-dir>/<split>/<class>/`."""
-    if not node.data_dir:
-        raise DataError("data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and test/<class>/*")
-    root = Path(node.data_dir) / split
+    home = Path(node.data_dir).expanduser() if node.data_dir else simulated_folder(config, node)
+    if home is None:
+        raise DataError(
+            "data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and test/<class>/*; in a simulation, "
+            "data.root: the folder with all clients' folders"
+        )
+    root = home / split
     if not root.is_dir():
-        raise DataError(f"data-dir = {node.data_dir!r}: there is no folder {split}/ in it")
+        raise DataError(f"{home}: there is no folder {split}/ in it")
     names = class_names(config)
     folders = sorted(p.name for p in root.iterdir() if p.is_dir())
     if unknown := set(folders) - set(names):
         raise DataError(f"{root}: {sorted(unknown)[0]!r} is not one of the run's classes ({', '.join(names)})")
     listed = []
     for label, name in enumerate(names):
-        files = sorted(p for p in (root / name).glob("*") if p.suffix.lower() in IMAGE_ENDINGS)
+        files = sorted(p for p in (root / name).glob("*") if not p.name.startswith("."))
         if name in folders and not files:
             raise DataError(f"{root / name}: the class has no images. Remove the empty folder, or add images to it")
         listed += [(file, label) for file in files]
     if not listed:
         raise DataError(f"{root}: no images. This client has no data for {split}")
     return listed
+
+
+def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
+    """Where a simulated client finds its images: the folder number `partition-id` of `data.root`, alphabetically.
+
+    Returns:
+        None if the node has a `data-dir` of its own, or the data are no folders.
+
+    Raises:
+        DataError: `data.root` has no such folder.
+    """
+    if config.name != "folder" or node.data_dir or not config.root or node.partition_id < 0:
+        return None
+    root = Path(config.root).expanduser()
+    if not root.is_dir():
+        raise DataError(f"data.root = {config.root!r}: no such folder")
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if node.partition_id >= len(folders):
+        raise DataError(f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to at most that")
+    return folders[node.partition_id]
 
 
 def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) -> Images:
@@ -148,11 +170,14 @@ def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) ->
 
 
 def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
-    """A picture of any mode and shape as [3, size, size] uint8 RGB: transparent on white, short side resized, centre cropped.
+    """A picture of any mode and shape as [3, size, size] uint8 RGB: upright, transparent on white, short side resized, centre cropped.
+
+    16 bits a channel are taken for the whole range, 0 to 65,535.
 
     Raises:
         ValueError: floating-point pixels, whose range nobody can know.
     """
+    image = ImageOps.exif_transpose(image)
     if image.mode == "F":
         raise ValueError("floating-point pixels; save it with 8 or 16 bits")
     if image.mode.startswith("I"):  # 16 bits, as X-rays and microscopes save; Pillow would clip them to white

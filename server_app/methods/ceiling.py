@@ -1,7 +1,7 @@
 """Ceiling: all clients' real images in one place. The upper reference that federated learning exists to avoid.
 
 It needs data that no server has. With the embedded digits the server draws the clients' images itself; with folders it reads
-`data.server-dir`/<client>/train/<class>/*.
+`data.root`/<client>/train/<class>/*.
 """
 
 from collections.abc import Mapping
@@ -20,19 +20,17 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     """One global model on the real images.
 
     Raises:
-        ConfigError: the images are folders and `data.server-dir` is empty.
+        ConfigError: the images are folders and `data.root` is empty.
     """
-    parts = [load_images(job.config.data, _node(job, client), "train", job.config.seed) for client in job.clients]
+    parts = [load_images(job.config.data, node, "train", job.config.seed) for node in _nodes(job)]
     pixels, labels = torch.cat([p.pixels for p in parts]), torch.cat([p.labels for p in parts])
     return {"real": train_global(job, "real", pixels, labels)}
 
 
-def _node(job: ServerJob, client: str) -> NodeConfig:
-    data = job.config.data
-    if data.name == "folder":
-        if not data.server_dir:
-            raise ConfigError(
-                "method = 'ceiling' with data.name = 'folder' needs data.server-dir: all clients' folders in one place"
-            )
-        return NodeConfig(data_dir=str(Path(data.server_dir).expanduser() / client))
-    return NodeConfig(partition_id=int(client.rpartition("-")[2]), num_partitions=job.config.num_clients)
+def _nodes(job: ServerJob) -> list[NodeConfig]:
+    data, count = job.config.data, job.config.num_clients
+    if data.name == "digits":
+        return [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
+    if not data.root:
+        raise ConfigError("method = 'ceiling' with data.name = 'folder' needs data.root: all clients' folders in one place")
+    return [NodeConfig(data_dir=str(Path(data.root) / client)) for client in job.clients]

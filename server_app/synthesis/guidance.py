@@ -110,7 +110,7 @@ def guide(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tenso
     Args:
         z: the leaf that `loss` was computed from.
         e: the noise prediction, detached here.
-        loss: L of each image, [B]; rows are independent, so the gradient of their sum is each row's own.
+        loss: L of each image, [B]; rows are independent (but for statistics over a unit), so the gradient of their sum is each row's own.
     """
     (gradient,) = torch.autograd.grad(loss.sum(), z)
     return e.detach() + scale * (1 - a_t).sqrt() * gradient

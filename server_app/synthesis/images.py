@@ -15,8 +15,10 @@ from osfl.costs import Stopwatch
 from osfl.data.load import to_pixels
 from osfl.files import write_atomically
 from osfl.kits import kit_digest
+from osfl.wire import PayloadError
 from server_app.job import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
+from server_app.synthesis.samplers import NotFiniteError
 
 Sample = Callable[[Sequence[ImageJob]], torch.Tensor]  # jobs -> uint8 [B, 3, H, W]
 
@@ -38,6 +40,10 @@ def render(
     Args:
         make_sampler: loads the models; not called when nothing is left to do.
         settings: of the method's sampler; they are part of a unit's name.
+
+    Raises:
+        PayloadError: sampling with a client's payload is led astray.
+        NotFiniteError: it is without one.
     """
     ingredients = {client: (job.folder.read_json(f"payloads/{client}.json") or {}).get("sha256", "") for client in job.clients}
     settings = {**settings, **flatten(job.config.synthesis), "kit": kit_digest(job.kit)}
@@ -52,7 +58,7 @@ def render(
     for unit in left:
         assert sample is not None
         watch = Stopwatch()
-        pixels = sample(unit.jobs)
+        pixels = _sample(sample, unit, ingredients)
         _commit(job, unit, pixels)
         loaded[unit.name] = _resize(pixels, size)
         with open(job.folder.path / "timings.jsonl", "a") as file:
@@ -64,6 +70,16 @@ def render(
     pixels = torch.cat([cast(torch.Tensor, loaded[unit.name]) for unit in units])
     ordered = [image for unit in units for image in unit.jobs]
     return SyntheticSet(pixels, torch.tensor([image.label for image in ordered]), tuple(image.client for image in ordered))
+
+
+def _sample(sample: Sample, unit: Unit, ingredients: Mapping[str, str]) -> torch.Tensor:
+    try:
+        return sample(unit.jobs)
+    except NotFiniteError as error:
+        client = unit.jobs[error.rows[0]].client
+        if ingredients.get(client):
+            raise PayloadError(client, "payload", f"{error}, or this payload cannot be used") from error
+        raise
 
 
 def image_file(job: ServerJob, image: ImageJob) -> str:

@@ -9,6 +9,19 @@ import torch
 
 from osfl.diffusion import Kit
 
+
+class NotFiniteError(ValueError):
+    """Sampling was led astray.
+
+    Attributes:
+        rows: of the batch, whose z_0 is not finite.
+    """
+
+    def __init__(self, rows: list[int]):
+        super().__init__("sampling gave NaN or infinity; lower the guidance")
+        self.rows = rows
+
+
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (z [B, ...], t []) -> e [B, ...]
 
 
@@ -49,8 +62,10 @@ def to_images(kit: Kit, z: torch.Tensor) -> torch.Tensor:
     """D(z_0) as uint8 [B, 3, H, W].
 
     Raises:
-        ValueError: z_0 is not finite: a payload's numbers lead the sampling astray.
+        NotFiniteError: in some rows z_0 or its image is not finite.
     """
-    if not torch.isfinite(z).all():
-        raise ValueError("sampling gave NaN or infinity; lower the guidance, or leave out the client whose payload does this")
-    return ((kit.decode(z).float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
+    images = kit.decode(z).float()
+    finite = torch.isfinite(z).flatten(1).all(dim=1) & torch.isfinite(images).flatten(1).all(dim=1)
+    if not finite.all():
+        raise NotFiniteError((~finite).nonzero().flatten().tolist())
+    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
