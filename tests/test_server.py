@@ -169,11 +169,16 @@ def test_a_job_id_stands_for_one_kit(home: Path) -> None:
         open_run_folder(config, "job", 0, "4567")
 
 
-def test_a_federation_out_of_sight_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "said"), [("unknown", "lost sight of run 7, which may go on: why"), ("finished:failed", "the run failed: why")]
+)
+def test_a_federation_that_fails_or_is_out_of_sight_is_told(monkeypatch: pytest.MonkeyPatch, status: str, said: str) -> None:
+    """Its log breaks off first, and the run goes on: that alone is no failure."""
+    answers = iter([("running", ""), (status, "why")])
     monkeypatch.setattr(launch, "submit", lambda *_: 7)
-    monkeypatch.setattr(launch, "outcome", lambda *_: ("unknown", "connection refused"))
+    monkeypatch.setattr(launch, "outcome", lambda *_: next(answers))
     monkeypatch.setattr(cli.subprocess, "run", lambda *_, **__: None)
-    with pytest.raises(launch.LaunchError, match="lost sight of run 7, which may go on: connection refused"):
+    with pytest.raises(launch.LaunchError, match=said):
         cli._run_on("there", {}, "job")
 
 

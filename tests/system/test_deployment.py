@@ -68,10 +68,7 @@ def federation(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_payloads_cross_the_network(federation: dict[str, str], tmp_path: Path, tiny_kit: Path) -> None:
-    """FedLMG's 45 MB classifiers, over gRPC in Flower's chunks: what the server stored is a valid payload of each site.
-
-    A second run, of a kit that is not there, exits with 1 and its reason.
-    """
+    """FedLMG's 45 MB classifiers, over gRPC in Flower's chunks: what the server stored is a valid payload of each site."""
     arguments = quick_arguments(tiny_kit, method="fedlmg", job_id="networked", fedlmg__strategies="ft")
     command = [str(BIN / "osfl"), "run", "--connection", "test", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=federation, capture_output=True, text=True, timeout=600)
@@ -84,8 +81,3 @@ def test_payloads_cross_the_network(federation: dict[str, str], tmp_path: Path, 
         assert len(blob) == metrics["clients"][f"site-{k}"]["upload_bytes"] > 44_000_000
         assert wire.digest(blob) == json.loads((folder / "payloads" / f"site-{k}.json").read_text())["sha256"]
         assert not list((tmp_path / f"cache-{k}").rglob("payload.pb"))  # acknowledged
-
-    command += ["job-id=bad", "kit=/nowhere/kit"]
-    done = subprocess.run(command, cwd=tmp_path, env=federation, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "/nowhere/kit" in done.stdout

@@ -37,7 +37,7 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
         method="feddeo",
         job_id="killed",
         num_clients=3,  # Flower's own default is 2
-        synthesis__images_per_class=6,
+        synthesis__images_per_class=3,
         synthesis__steps=50,
         synthesis__unit_size=10,
     )
@@ -60,7 +60,7 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
     done = osfl("run", *slow)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
-    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10 * 6
+    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10 * 3
     log = (folder / "server.log").read_text()
     assert "client-0: delivered" in log
     assert "client-0: asked" not in log
