@@ -153,9 +153,10 @@ def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) 
 
 
 def load_pipeline(folder: str | Path) -> "StableDiffusionPipeline":
-    """A kit as diffusers' own pipeline, on the CPU and in the kit's precision: what our samples are checked against."""
+    """A kit as diffusers' own pipeline, in fp32 on the CPU: what our samples are checked against."""
     from diffusers import StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, low_cpu_mem_usage=False)
+    pipe.to(torch.float32)  # kits are stored in half precision
     pipe.set_progress_bar_config(disable=True)
     return pipe
