@@ -142,6 +142,11 @@ class RunConfig:
     feddeo: FedDEOConfig
     fedlmg: FedLMGConfig
 
+    @property
+    def needed_clients(self) -> int:
+        """With how many clients a run goes on."""
+        return self.min_clients or self.num_clients
+
 
 @dataclass(frozen=True)
 class NodeConfig:

@@ -53,6 +53,9 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         )  # Local's are the payloads
         clients[client]["download_bytes"] = kit_download_bytes + sum(file.stat().st_size for file in models)
         clients[client]["upload_bytes"] = 0
+    known = _json(folder / "status.json")["clients"] if (folder / "status.json").is_file() else {}
+    for client in known:  # one that tested nothing is in the tables too, as not tested
+        clients[client].setdefault("upload_bytes", 0)
     for file in sorted((folder / "payloads").glob("*.json")):
         about = _json(file)
         clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])

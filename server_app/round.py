@@ -150,7 +150,7 @@ def join(
         if failed and not open_count and len(asked) >= config.num_clients:  # the rest said no; waiting would not help
             break
         time.sleep(POLL_SECONDS)
-    needed, there = config.min_clients or config.num_clients, len(joined.keys() | stored)
+    needed, there = config.needed_clients, len(joined.keys() | stored)
     if there < needed:
         reasons = "".join(f"\n  node {node}: {reason}" for node, reason in failed.items())
         raise RoundError(
@@ -226,7 +226,7 @@ def collect(
     for node in exchange.waiting():
         problems[client_of[node]] = f"no payload within {config.deadline:g} s (deadline)"
     status.advance(len(payloads), len(nodes))
-    needed = config.min_clients or config.num_clients
+    needed = config.needed_clients
     if len(payloads) < needed:
         reasons = "".join(f"\n  {client}: {reason}" for client, reason in sorted(problems.items()))
         raise RoundError(
@@ -249,10 +249,10 @@ def leave_out(
     log.error("%s", error)
     folder.refuse_payload(error.client)
     status.client(error.client, "refused")
-    if len(left) < (config.min_clients or config.num_clients):
+    if len(left) < config.needed_clients:
         raise RoundError(
             f"{len(left)} of {config.num_clients} clients delivered a payload that can be used; "
-            f"{config.min_clients or config.num_clients} are needed (min-clients, num-clients)\n  {error.client}: {error}"
+            f"{config.needed_clients} are needed (min-clients, num-clients)\n  {error.client}: {error}"
         ) from error
     return left
 

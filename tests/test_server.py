@@ -25,6 +25,7 @@ from server_app.status import Status
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
+from server_app.synthesis.samplers import NotFiniteError, to_images
 
 CPU = torch.device("cpu")
 
@@ -127,6 +128,16 @@ def test_rows_of_the_confusion_matrix_are_true_classes() -> None:
 
     pixels, labels = torch.zeros(3, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 0, 3])
     assert classifiers.confusion(Threes(), pixels, labels, 4, CPU) == [[0, 0, 0, 2], [0] * 4, [0] * 4, [0, 0, 0, 1]]
+
+
+def test_rows_that_are_not_finite_are_named(tiny_kit: Path) -> None:
+    kit = load_kit(tiny_kit)
+    z = torch.zeros(3, *kit.latent_shape)
+    assert to_images(kit, z).shape == (3, 3, 32, 32)
+    z[1, 0, 0, 0], z[2, 0, 0, 0] = float("nan"), float("inf")
+    with pytest.raises(NotFiniteError) as caught:
+        to_images(kit, z)
+    assert caught.value.rows == [1, 2]
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
