@@ -1,8 +1,10 @@
 """Image classifiers: torchvision architectures, an option for small images, and their pretrained initialisation."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
+from osfl.kits import initialisation_part
 from osfl.seeds import seed_of
 
 # Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to them.
@@ -29,11 +32,10 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     Args:
         architecture: a torchvision model name, e.g. `resnet18`.
         num_classes: C.
-        small_stem: for images of about 32 px, replace a ResNet's 7x7 stride-2 convolution and max-pool (a reduction of 4) by
-            one 3x3 stride-2 convolution (a reduction of 2).
+        small_stem: for images of about 32 px, halve the reduction of the first layers (`_shrink_stem`).
 
     Raises:
-        ClassifierError: unknown architecture, or a small stem for one that is not a ResNet.
+        ClassifierError: unknown architecture, or a small stem for a family that has none.
     """
     import torchvision.models  # seconds to import, and not every client builds a classifier
 
@@ -45,11 +47,29 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
         raise ClassifierError(f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take a resnet")
     model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
     if small_stem:
-        if not (hasattr(model, "conv1") and hasattr(model, "maxpool")):
-            raise ClassifierError(f"architecture = {architecture!r}: small-stem is for the ResNet family; set it to false")
+        _shrink_stem(model, architecture, num_classes)
+    return model
+
+
+def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
+    """Fit an architecture for 224 px to about 32, in place.
+
+    ResNet: one 3x3 stride-2 convolution for the 7x7 and the max-pool. ShuffleNet: no max-pool. MobileNet: stride 1 in the first
+    convolution. VGG: average pooling and one linear layer for the three (as is usual for CIFAR; 15 M parameters for 134 M).
+    """
+    if architecture.startswith(("resnet", "resnext", "wide_resnet")):
         model.conv1 = nn.Conv2d(3, model.conv1.out_channels, kernel_size=3, stride=2, padding=1, bias=False)
         model.maxpool = nn.Identity()
-    return model
+    elif architecture.startswith("shufflenet"):
+        model.maxpool = nn.Identity()
+    elif architecture.startswith("mobilenet"):
+        model.features[0][0].stride = (1, 1)
+    elif architecture.startswith("vgg"):
+        model.avgpool, model.classifier = nn.AdaptiveAvgPool2d(1), nn.Sequential(nn.Flatten(), nn.Linear(512, num_classes))
+    else:
+        raise ClassifierError(
+            f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and VGG; set it to false"
+        )
 
 
 def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
@@ -77,7 +97,7 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
         ClassifierError: the file is missing or damaged, or anything but the head does not fit.
     """
     try:
-        weights = unpack_int8(load_file(file)) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        weights = unpack(load_file(file)) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     except (
         OSError,
         EOFError,
@@ -101,34 +121,69 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
     model.load_state_dict(fitting, strict=False)
 
 
-def save_initialisation(model: nn.Module, file: Path) -> None:
-    """Write the weights as safetensors, matrices in 8 bits: an initialisation needs no more, a repository likes less."""
-    save_file(pack_int8(model.state_dict()), file)
+def save_initialisation(model: nn.Module, file: Path, bits: int = 8) -> None:
+    """Write the weights as safetensors, matrices in 8 or 4 bits: an initialisation needs no more, a repository likes less."""
+    save_file(pack(model.state_dict(), bits), file)
 
 
-def pack_int8(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Matrices and convolutions as int8 with one scale per output channel (`NAME.scale`); all else as it is."""
-    packed = {}
+def round_weights(model: nn.Module, bits: int) -> None:
+    """Round the weights, in place, to what `save_initialisation` will keep of them."""
+    model.load_state_dict(unpack(pack(model.state_dict(), bits)))
+
+
+def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tensor]:
+    """Matrices and convolutions as whole numbers with one scale per output channel (`NAME.scale`); all else as it is.
+
+    Of 8 bits: int8. Of 4: two in a byte, uint8, with the shape beside them (`NAME.shape`).
+    """
+    packed, most = {}, 2 ** (bits - 1) - 1
     for name, tensor in state.items():
         if tensor.ndim < 2:
             packed[name] = tensor.contiguous()
             continue
-        scale = tensor.flatten(1).abs().amax(dim=1).clamp_min(1e-12) / 127
-        packed[name] = (tensor / scale.view(-1, *[1] * (tensor.ndim - 1))).round().to(torch.int8).contiguous()
-        packed[f"{name}.scale"] = scale
+        scale = tensor.flatten(1).abs().amax(dim=1).clamp_min(1e-12) / most
+        rounded = (tensor / scale.view(-1, *[1] * (tensor.ndim - 1))).round().to(torch.int8).contiguous()
+        if bits == 4:
+            high, low = F.pad(rounded.flatten() + 8, (0, rounded.numel() % 2)).to(torch.uint8).view(-1, 2).unbind(1)
+            packed[f"{name}.shape"], rounded = torch.tensor(tensor.shape), high * 16 + low
+        packed[name], packed[f"{name}.scale"] = rounded, scale
     return packed
 
 
-def unpack_int8(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `pack_int8`, up to rounding (half a step of 1/127 of the channel's largest weight)."""
-    state = {name: tensor for name, tensor in packed.items() if not name.endswith(".scale")}
+def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `pack`, up to rounding (half a step: 1/254 or 1/14 of the channel's largest weight)."""
+    state = {name: tensor for name, tensor in packed.items() if not name.endswith((".scale", ".shape"))}
     for name, tensor in state.items():
+        if f"{name}.shape" in packed:
+            shape = packed[f"{name}.shape"].tolist()
+            tensor = torch.stack([tensor >> 4, tensor & 15], dim=1).flatten()[: math.prod(shape)].view(shape).to(torch.int8) - 8
         if f"{name}.scale" in packed:
             state[name] = tensor.float() * packed[f"{name}.scale"].view(-1, *[1] * (tensor.ndim - 1))
     return state
 
 
 # ---- Training and testing, the same for clients, references and the global model ----
+
+
+def deepen(shallow: nn.Module, deep: nn.Module) -> None:
+    """Give a deeper ResNet of the same blocks the function of a shallower one, in place (Net2DeeperNet, Chen et al. 2016).
+
+    Every stage's further blocks begin as copies of its last one whose residual branch ends in a BatchNorm with weight 0 (Goyal et al.
+    2017), so that they pass their input on.
+    """
+    state, source = deep.state_dict(), shallow.state_dict()
+    for name in state:
+        stage, _, rest = name.partition(".")
+        if not stage.startswith("layer"):
+            if stage != "fc":  # the head stays random
+                state[name] = source[name]
+            continue
+        block, _, tensor = rest.partition(".")
+        last = len(getattr(shallow, stage)) - 1
+        state[name] = source[f"{stage}.{min(int(block), last)}.{tensor}"]
+        if int(block) > last and tensor in ("bn2.weight", "bn2.bias"):
+            state[name] = torch.zeros_like(state[name])
+    deep.load_state_dict(state)
 
 
 def new_classifier(config: ClassifierConfig, num_classes: int, kit: str, seed: int) -> nn.Module:
@@ -140,8 +195,12 @@ def new_classifier(config: ClassifierConfig, num_classes: int, kit: str, seed: i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "classifier"))
         model = build_classifier(config.architecture, num_classes, config.small_stem)
-    if config.init == "kit":
-        load_initialisation(model, Path(kit) / "classifiers" / f"{config.architecture}.safetensors")
+        shallow = build_classifier("resnet18", num_classes, config.small_stem) if config.architecture == "resnet34" else None
+    if config.init == "kit" and shallow is not None:
+        load_initialisation(shallow, Path(kit) / initialisation_part(config.architecture))
+        deepen(shallow, model)
+    elif config.init == "kit":
+        load_initialisation(model, Path(kit) / initialisation_part(config.architecture))
     elif config.init != "none":
         load_initialisation(model, Path(config.init).expanduser())
     return model
@@ -155,8 +214,10 @@ def fit(
     seed: int,
     device: torch.device,
     *,
+    epochs: int | None = None,
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 1.0,
+    penalty: Callable[[nn.Module], torch.Tensor] | None = None,
     meter: FlopMeter | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Module:
@@ -165,7 +226,9 @@ def fit(
     Args:
         pixels: [N, 3, S, S] uint8.
         labels: [N] int64.
+        epochs: None: `config.epochs`.
         teacher: [N, C] probabilities; FedLMG's eq. 12 and 13 with the mean or the image's own teacher.
+        penalty: what is added to the loss of every step, FedProx's and FedDyn's.
         meter: counts the FLOPs of the steps.
         progress: called with (steps done, steps in all).
 
@@ -181,7 +244,7 @@ def fit(
     order = torch.Generator().manual_seed(seed_of(seed, "order"))
     batches = [
         b
-        for _ in range(config.epochs)
+        for _ in range(config.epochs if epochs is None else epochs)
         for b in torch.randperm(len(labels), generator=order).split(config.batch_size)
         if len(b) > 1
     ]
@@ -191,6 +254,8 @@ def fit(
         loss = F.cross_entropy(logits, labels[rows])
         if teacher is not None:  # FedLMG eq. 12, 13
             loss = loss + distillation_weight * F.kl_div(F.log_softmax(logits, 1), teacher[rows], reduction="batchmean")
+        if penalty is not None:
+            loss = loss + penalty(model)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, UNet2DConditionModel
+from diffusers.models.embeddings import get_timestep_embedding
+from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from safetensors import SafetensorError
 
-from osfl.encoders import TextEncoder, load_text_encoder
+from osfl.encoders import ImageEncoder, TextEncoder, load_text_encoder, text_shape
 from osfl.kits import DIFFUSION_PARTS, KitError, check_kit
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline
+    from diffusers import StableDiffusionPipeline, StableUnCLIPImg2ImgPipeline
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Kit:
         """Pixels on a side of a decoded image."""
         return self.unet.config.sample_size * 2 ** (len(self.vae.config.block_out_channels) - 1)
 
-    def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d]."""
-        return self.unet(z, t, encoder_hidden_states=c).sample
+    def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d]; image [B, 2e]: an unCLIP UNet's condition."""
+        return self.unet(z, t, encoder_hidden_states=c, class_labels=image).sample
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,10 +90,61 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
     return Kit(vae, unet, text, scheduler, device, dtype)
 
 
+def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit, without loading its weights.
+
+    Raises:
+        KitError: a part is missing or damaged.
+    """
+    try:
+        unet = UNet2DConditionModel.load_config(source, subfolder="unet")
+        text = text_shape(source)
+    except (OSError, ValueError) as error:
+        raise KitError(f"kit={source!r} cannot be read: {error}") from error
+    size = unet["sample_size"]
+    return text, (unet["in_channels"], size, size), unet.get("projection_class_embeddings_input_dim") or 0
+
+
 def forward_noise(x0: torch.Tensor, eps: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
     """z_t = sqrt(a_t) x0 + sqrt(1 - a_t) eps (DDPM, eq. 4). x0, eps [B, ...]; a_t [B]."""
     a_t = a_t.to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))
     return a_t.sqrt() * x0 + (1 - a_t).sqrt() * eps
+
+
+@dataclass(frozen=True)
+class EmbeddingNoise:
+    """How Stable unCLIP noises an image embedding before the UNet sees it."""
+
+    normalizer: StableUnCLIPImageNormalizer
+    scheduler: DDPMScheduler
+
+    @torch.no_grad()
+    def __call__(self, embeddings: torch.Tensor, levels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The UNet's image condition [N, 2e]: the noised embedding, then the sinusoidal encoding of its level.
+
+        Args:
+            embeddings: [N, e].
+            levels: noise levels, [N] int64, 0 .. 999.
+            noise: [N, e] standard normal.
+        """
+        scaled = self.normalizer.scale(embeddings)
+        noised = self.normalizer.unscale(self.scheduler.add_noise(scaled, noise, levels))
+        level = get_timestep_embedding(levels, embeddings.shape[1], flip_sin_to_cos=True, downscale_freq_shift=0)
+        return torch.cat([noised, level.to(noised.dtype)], dim=1)
+
+
+def load_embedding_noise(kit: str) -> EmbeddingNoise:
+    """The `image_normalizer/` and `image_noising_scheduler/` of a Stable-unCLIP-format folder or hub id; on the CPU.
+
+    Raises:
+        KitError: they are not there, or damaged.
+    """
+    try:
+        normalizer = StableUnCLIPImageNormalizer.from_pretrained(kit, subfolder="image_normalizer", low_cpu_mem_usage=False)
+        scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise KitError(f"kit={kit!r} is no Stable unCLIP: {error}") from error
+    return EmbeddingNoise(normalizer.float().requires_grad_(False), scheduler)
 
 
 # ---- Building a miniature kit (osfl/kit_recipe.py). Diffusers' pipeline takes seconds to import, and only a new kit needs it ----
@@ -124,6 +177,24 @@ def new_unet(text_width: int) -> UNet2DConditionModel:
     )
 
 
+def new_unclip_unet(text_to_image: UNet2DConditionModel, embedding: int) -> UNet2DConditionModel:
+    """A UNet conditioned on text and on an image embedding, which begins as the text-conditioned one: the new projection ends in zeros."""
+    config = {**text_to_image.config, "class_embed_type": "projection", "projection_class_embeddings_input_dim": 2 * embedding}
+    unet = UNet2DConditionModel.from_config(config)
+    new = {name: value for name, value in unet.state_dict().items() if name.startswith("class_embedding.")}
+    unet.load_state_dict({**text_to_image.state_dict(), **new})
+    torch.nn.init.zeros_(unet.class_embedding.linear_2.weight)
+    torch.nn.init.zeros_(unet.class_embedding.linear_2.bias)
+    return unet
+
+
+def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise:
+    """Of embeddings with a mean and a standard deviation, each [e]; the schedule of Stable unCLIP 2.1."""
+    normalizer = StableUnCLIPImageNormalizer(len(mean))
+    normalizer.mean.data, normalizer.std.data = mean[None].clone(), std[None].clone()
+    return EmbeddingNoise(normalizer.requires_grad_(False), DDPMScheduler(beta_schedule="squaredcos_cap_v2"))
+
+
 def new_scheduler() -> DDIMScheduler:
     """Stable Diffusion 1.5's noise schedule."""
     return DDIMScheduler(
@@ -152,11 +223,40 @@ def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) 
     )
 
 
+def unclip_pipeline(
+    kit: Kit, unet: UNet2DConditionModel, encoder: ImageEncoder, noise: EmbeddingNoise
+) -> "StableUnCLIPImg2ImgPipeline":
+    """Diffusers' own unCLIP pipeline; text encoder, autoencoder and scheduler are the kit's."""
+    from diffusers import StableUnCLIPImg2ImgPipeline
+
+    return StableUnCLIPImg2ImgPipeline(
+        feature_extractor=encoder.processor,
+        image_encoder=encoder.model,
+        image_normalizer=noise.normalizer,
+        image_noising_scheduler=noise.scheduler,
+        tokenizer=kit.text.tokenizer,
+        text_encoder=kit.text.model,
+        unet=unet,
+        scheduler=kit.scheduler,
+        vae=kit.vae,
+    )
+
+
 def load_pipeline(folder: str | Path) -> "StableDiffusionPipeline":
     """A kit as diffusers' own pipeline, in fp32 on the CPU: what our samples are checked against."""
     from diffusers import StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, low_cpu_mem_usage=False)
     pipe.to(torch.float32)  # kits are stored in half precision
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def load_unclip_pipeline(folder: str | Path) -> "StableUnCLIPImg2ImgPipeline":
+    """A Stable unCLIP folder as diffusers' own pipeline, in fp32 on the CPU."""
+    from diffusers import StableUnCLIPImg2ImgPipeline
+
+    pipe = StableUnCLIPImg2ImgPipeline.from_pretrained(folder, low_cpu_mem_usage=False)
+    pipe.to(torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe

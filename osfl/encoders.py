@@ -1,13 +1,38 @@
-"""Text encoders of a kit. The only file that imports transformers."""
+"""Text encoders, image encoders and captioners of a kit. The only file that imports transformers."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    BertTokenizer,
+    BlipConfig,
+    BlipForConditionalGeneration,
+    BlipImageProcessor,
+    BlipProcessor,
+    BlipTextConfig,
+    BlipVisionConfig,
+    CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+    Dinov2Model,
+)
+
+from osfl.kits import KitError
+
+if TYPE_CHECKING:
+    from transformers import BitImageProcessor
 
 
 @dataclass(frozen=True)
@@ -27,10 +52,19 @@ class TextEncoder:
         batch = self.tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt")
         return batch.input_ids.to(self.model.device)
 
+    def count_tokens(self, text: str) -> int:
+        """How many tokens a text has, without the marks of its begin and end."""
+        return len(self.tokenizer(text, add_special_tokens=False).input_ids)
+
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> torch.Tensor:
         """tau(text): the last hidden states [N, L, d]."""
         return self.model(self.tokens(texts)).last_hidden_state
+
+    @torch.no_grad()
+    def pooled(self, texts: Sequence[str]) -> torch.Tensor:
+        """The end-of-text token's last hidden state [N, d]."""
+        return self.model(self.tokens(texts)).pooler_output
 
 
 def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> TextEncoder:
@@ -38,6 +72,110 @@ def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> Tex
     model = CLIPTextModel.from_pretrained(kit, subfolder="text_encoder", dtype=dtype)
     tokenizer = CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer")
     return TextEncoder(model.to(device).eval().requires_grad_(False), tokenizer)
+
+
+def text_shape(kit: str) -> tuple[int, int]:
+    """(L, d) of a kit's text encoder, without loading its weights."""
+    width = AutoConfig.from_pretrained(kit, subfolder="text_encoder").hidden_size
+    return CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer").model_max_length, width
+
+
+@dataclass(frozen=True)
+class ImageEncoder:
+    """A frozen image encoder with its preprocessing: CLIP's projected embedding, or DINOv2's class token."""
+
+    model: CLIPVisionModelWithProjection | Dinov2Model
+    processor: "CLIPImageProcessor | BitImageProcessor"
+
+    @property
+    def width(self) -> int:
+        """Numbers in an embedding; 1024 for Stable unCLIP 2.1."""
+        config = self.model.config
+        return config.projection_dim if isinstance(self.model, CLIPVisionModelWithProjection) else config.hidden_size
+
+    @property
+    def image_size(self) -> int:
+        """Pixels on a side that the encoder sees."""
+        return self.processor.crop_size["height"]
+
+    @torch.no_grad()
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Embeddings [N, e] float32 on the CPU of uint8 images [N, 3, H, W]."""
+        rows = []
+        for chunk in pixels.split(64):
+            inputs = self.processor(list(chunk), return_tensors="pt").pixel_values.to(self.model.device, self.model.dtype)
+            output = self.model(inputs)
+            rows.append(output.image_embeds if "image_embeds" in output else output.pooler_output)
+        return torch.cat(rows).float().cpu()
+
+
+@dataclass(frozen=True)
+class Captioner:
+    """A frozen BLIP captioner."""
+
+    model: BlipForConditionalGeneration
+    processor: BlipProcessor
+
+    @property
+    def image_size(self) -> int:
+        """Pixels on a side that the captioner sees."""
+        return self.processor.image_processor.size["height"]
+
+    @torch.no_grad()
+    def __call__(self, pixels: torch.Tensor, max_tokens: int = 30) -> list[str]:
+        """A caption for each of the uint8 images [N, 3, H, W]; greedy decoding, so the same image gets the same caption."""
+        texts = []
+        for chunk in pixels.split(16):
+            inputs = self.processor(images=list(chunk), return_tensors="pt").to(self.model.device)
+            tokens = self.model.generate(inputs.pixel_values.to(self.model.dtype), max_new_tokens=max_tokens, do_sample=False)
+            texts += self.processor.batch_decode(tokens, skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+
+def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
+    """CLIP or DINOv2: from a kit (`image_encoder/` and `feature_extractor/`, as Stable unCLIP has them), or a folder or hub id of its own.
+
+    Raises:
+        KitError: neither is there, or it is another kind of model.
+    """
+    folders = {"subfolder": "image_encoder"}, {"subfolder": "feature_extractor"}
+    if not (Path(source) / "image_encoder").is_dir():
+        folders = {}, {}
+    try:
+        kind = AutoConfig.from_pretrained(source, **folders[0]).model_type
+        if kind not in _IMAGE_ENCODERS:
+            raise KitError(f"image encoder {source!r} is a {kind!r}; it must be one of {', '.join(_IMAGE_ENCODERS)}")
+        model = _IMAGE_ENCODERS[kind].from_pretrained(source, **folders[0], dtype=torch.float32)
+        processor = AutoImageProcessor.from_pretrained(source, **folders[1])
+    except (OSError, SafetensorError) as error:
+        raise KitError(f"image encoder {source!r} cannot be loaded: {error}") from error
+    return ImageEncoder(model.to(device).eval().requires_grad_(False), processor)
+
+
+_IMAGE_ENCODERS = {
+    "clip_vision_model": CLIPVisionModelWithProjection,
+    "clip": CLIPVisionModelWithProjection,
+    "dinov2": Dinov2Model,
+}
+
+
+def load_captioner(source: str, device: torch.device) -> Captioner:
+    """BLIP from a kit's `captioner/`, or from a folder or hub id of its own.
+
+    Raises:
+        KitError: it is not there, or damaged.
+    """
+    folder = Path(source) / "captioner"
+    place = str(folder) if folder.is_dir() else source
+    try:
+        model = BlipForConditionalGeneration.from_pretrained(place, dtype=torch.float32)
+        processor = BlipProcessor.from_pretrained(place)
+    except (OSError, SafetensorError) as error:
+        raise KitError(f"captioner {source!r} cannot be loaded: {error}") from error
+    return Captioner(model.to(device).eval().requires_grad_(False), processor)
+
+
+# ---- Building a miniature kit (osfl/kit_recipe/) ----
 
 
 def new_text_encoder(captions: Sequence[str], length: int, width: int) -> TextEncoder:
@@ -96,3 +234,54 @@ def _merge(parts: list[str], pair: tuple[str, str]) -> list[str]:
         else:
             merged.append(part)
     return merged
+
+
+def new_image_encoder(size: int, width: int, projection: int) -> ImageEncoder:
+    """An untrained miniature CLIP image encoder: patches of 4, four layers."""
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        projection_dim=projection,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=size,
+        patch_size=4,
+    )
+    edge = {"height": size, "width": size}
+    processor = CLIPImageProcessor(size=edge, crop_size=edge, do_center_crop=False)
+    return ImageEncoder(CLIPVisionModelWithProjection(config), processor)
+
+
+def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
+    """An untrained miniature BLIP whose WordPiece vocabulary is the words of `captions`."""
+    words = sorted({word for caption in captions for word in caption.replace(",", " , ").split()})
+    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}
+    tokenizer = BertTokenizer(vocab=vocabulary)
+    text = BlipTextConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=width,
+        encoder_hidden_size=width,
+        intermediate_size=4 * width,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        bos_token_id=tokenizer.cls_token_id,  # BLIP begins with a token of its own; here training and decoding begin alike
+        sep_token_id=tokenizer.sep_token_id,
+        eos_token_id=tokenizer.sep_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    vision = BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        projection_dim=width,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=size,
+        patch_size=4,
+        initializer_range=0.02,
+    )
+    config = BlipConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=width)
+    edge = {"height": size, "width": size}
+    processor = BlipProcessor(BlipImageProcessor(size=edge), tokenizer)
+    return Captioner(BlipForConditionalGeneration(config), processor)

@@ -12,6 +12,11 @@ from urllib.parse import unquote, urlparse
 DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
 
 
+def initialisation_part(architecture: str) -> str:
+    """The file of a kit that an architecture's initial weights come from; a ResNet-34 grows out of a ResNet-18."""
+    return f"classifiers/{'resnet18' if architecture == 'resnet34' else architecture}.safetensors"
+
+
 class KitError(ValueError):
     """A kit that cannot be used; the message says what to do."""
 

@@ -1,6 +1,7 @@
 """The shipped kit, and the recipe that made it."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from osfl.config import ConfigError
 from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.diffusion import load_kit
+from osfl.kit_recipe import card
 from osfl.kits import find_kit, kit_digest
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.plan import plan_images
@@ -31,7 +33,7 @@ def samples(kit_folder: Path, template: str, per_class: int) -> tuple[torch.Tens
     kit = load_kit(kit_folder)
     jobs = plan_images("test", 0, {"a": range(10)}, per_class)
     prompts = kit.text([template.format(name) for name in digits.CLASSES])
-    return sample(kit, jobs, prompts, 3.0, 20), np.array([job.label for job in jobs])
+    return sample(kit, jobs, prompts[[job.label for job in jobs]], 3.0, 20), np.array([job.label for job in jobs])
 
 
 def test_the_kit_is_found_small_and_stable_diffusion_shaped(shipped_kit: Path) -> None:
@@ -70,8 +72,6 @@ def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
 
 
 def test_a_kits_digest_changes_with_its_weights(tiny_kit: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(tiny_kit, copy)
     assert kit_digest(copy) == kit_digest(tiny_kit)
@@ -97,41 +97,56 @@ class Interrupted(Exception):
 
 
 def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints every step; broken off in the second stage; resumed."""
-    whole = digits.load_split("public").select(range(64))
-    monkeypatch.setattr(digits, "load_split", lambda split: whole)
-    monkeypatch.setattr(kit_recipe, "_check_styles", partial(kit_recipe._check_styles, per_prompt=1, columns=1, steps=2))
-    recipe = replace(
-        kit_recipe.Recipe(),
-        vae_steps=1,
-        vae_batch=4,
-        classifier_steps=2,
-        classifier_batch=4,
-        denoiser_steps=2,
-        denoiser_batch=4,
-    )
+    """Checkpoints after every step; broken off in the denoiser and again in the captioner; resumed."""
+    few = {
+        "public": digits.load_split("public").select(range(200)),
+        "test": digits.load_split("test").select(range(0, 1800, 45)),
+    }
+    monkeypatch.setattr(digits, "load_split", few.__getitem__)
+    monkeypatch.setattr(card, "check_kit", partial(card.check_kit, per_prompt=2, steps=2))
+    stages = ("vae", "denoiser", "classifier", "image_encoder", "captioner", "unclip")
+    short = {f"{name}_steps": 1 for name in stages} | {f"{name}_batch": 4 for name in stages}
+    recipe = replace(kit_recipe.Recipe(), classifiers=("resnet18", "shufflenet_v2_x1_0"), **short)  # type: ignore[arg-type]
 
-    def train(out: Path, work: Path) -> None:
+    def train(out: Path, work: Path, base: Path | None = None) -> None:
         with Progress(disable=True) as progress:
-            kit_recipe.train_kit(out, work, recipe, "cpu", progress)
+            kit_recipe.train_kit(out, work, recipe, "cpu", progress, base)
 
-    train(tmp_path / "quiet", tmp_path / "work-1")
+    quiet, rough = tmp_path / "quiet", tmp_path / "rough"
+    train(quiet, tmp_path / "work-1")
     save, calls = torch.save, []
 
     def breaking(*args, **kwargs):  # type: ignore[no-untyped-def]
         save(*args, **kwargs)
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) in (2, 7):  # before the checkpoint is renamed
             raise Interrupted
 
     monkeypatch.setattr(torch, "save", breaking)
-    with pytest.raises(Interrupted):
-        train(tmp_path / "rough", tmp_path / "work-2")
-    train(tmp_path / "rough", tmp_path / "work-2")
-    assert len(calls) == 4  # vae, classifier (broken off before its rename), classifier, denoiser
-    assert kit_digest(tmp_path / "rough" / "unet") == kit_digest(tmp_path / "quiet" / "unet")
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            train(rough, tmp_path / "work-2")
+    train(rough, tmp_path / "work-2")
+    # vae, denoiser twice, two classifiers, image encoder, captioner twice, unclip
+    assert len(calls) == 9
+    for part in ("unet", "vae", "text_encoder", "classifiers", "image_encoder", "captioner"):
+        assert kit_digest(rough / part) == kit_digest(quiet / part), part
+    assert kit_digest(tmp_path / "rough-unclip") == kit_digest(tmp_path / "quiet-unclip")
     with pytest.raises(ConfigError, match="its checkpoints are of another recipe"):
         kit_recipe.train_kit(tmp_path / "other", tmp_path / "work-2", replace(recipe, vae_steps=2), "cpu", Progress())
-    assert (tmp_path / "quiet" / "samples.png").is_file()
-    assert "| infograph prompts | " in (tmp_path / "quiet" / "README.md").read_text()
-    assert kit_digest(tmp_path / "rough" / "classifiers") == kit_digest(tmp_path / "quiet" / "classifiers")
+    for kit in (quiet, tmp_path / "quiet-unclip"):
+        assert (kit / "samples.png").is_file()
+        assert load_kit(kit).image_size == 32
+    page = (quiet / "README.md").read_text()
+    assert all(f"| {name} | 1 of 4 | " in page for name in (*stages[:2], "classifier-shufflenet_v2_x1_0", *stages[3:]))
+    assert "| infograph | " in page
+
+    # On a finished diffusion model only what is missing is trained
+    base = tmp_path / "base"
+    shutil.copytree(quiet, base)
+    (base / "classifiers" / "shufflenet_v2_x1_0.safetensors").unlink()
+    calls[:] = [0] * 10
+    train(tmp_path / "grown", tmp_path / "work-3", base)
+    assert len(calls) == 10 + 4  # one classifier, image encoder, captioner, unclip
+    assert kit_digest(tmp_path / "grown" / "unet") == kit_digest(quiet / "unet")
+    assert kit_digest(tmp_path / "grown-unclip") == kit_digest(tmp_path / "quiet-unclip")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from osfl.classifiers import MEAN, STD, pack_int8, unpack_int8
+from osfl.classifiers import MEAN, STD, pack, unpack
 from osfl.diffusion import Kit, forward_noise, load_kit
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide, implied_image
 from server_app.synthesis.samplers import ddim, ddim_step, x0hat
@@ -43,7 +43,7 @@ def test_ddim_step_by_hand() -> None:
 class FakeKit:
     """eps(z, t, c) = the mean of c, everywhere: branches with known predictions."""
 
-    def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
         return c.mean(dim=(1, 2)).view(-1, 1, 1, 1).expand_as(z)
 
 
@@ -226,12 +226,15 @@ def test_distillation_term_by_hand() -> None:
     assert torch.allclose(before - model.logits.detach(), expected, atol=1e-6)
 
 
-def test_int8_weights_are_within_half_a_step() -> None:
+@pytest.mark.parametrize(("bits", "most"), [(8, 127), (4, 7)])
+def test_rounded_weights_are_within_half_a_step(bits: int, most: int) -> None:
     state = {"w": torch.randn(5, 3, 3, 3), "b": torch.randn(5), "n": torch.tensor(7)}
-    back = unpack_int8(pack_int8(state))
+    packed = pack(state, bits)
+    assert packed["w"].numel() == (135 if bits == 8 else 68)  # one or two to a byte
+    back = unpack(packed)
     assert torch.equal(back["b"], state["b"])
     assert torch.equal(back["n"], state["n"])
-    step = state["w"].flatten(1).abs().amax(dim=1) / 127
+    step = state["w"].flatten(1).abs().amax(dim=1) / most
     assert ((back["w"] - state["w"]).abs().flatten(1).amax(dim=1) <= step / 2 * 1.001).all()
 
 

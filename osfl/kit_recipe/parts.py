@@ -1,0 +1,180 @@
+"""Stages 3 to 6: what clients and baselines need beside the diffusion model. Each writes its part of the kit when it is done."""
+
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from torch import nn
+from torch.nn import functional as F
+
+from osfl import classifiers, diffusion, encoders
+from osfl.data.render import STYLES
+from osfl.kit_recipe import Recipe
+from osfl.kit_recipe.diffusion_model import noise_prediction_loss
+from osfl.kit_recipe.stages import Corpus, Stage, run_stage
+from osfl.seeds import seed_of
+
+BITS = {"resnet18": 8}  # the others are stored with 4
+
+
+def train_classifiers(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+    """Initialisations that are not there yet; the pretext task has 4 turns x 6 styles."""
+    device, log = corpus.pixels.device, {}
+
+    def pretext(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = corpus.draw(recipe.classifier_batch, generator)
+        turns = torch.randint(4, (len(rows),), generator=generator, device=device)
+        turned = torch.stack([torch.rot90(x, int(k), (1, 2)) for x, k in zip(corpus.images(rows), turns, strict=True)])
+        return classifiers.normalise(turned), turns * len(STYLES) + corpus.style[rows]
+
+    (out / "classifiers").mkdir(exist_ok=True)
+    for architecture in recipe.classifiers:
+        file = out / "classifiers" / f"{architecture}.safetensors"
+        if file.is_file():
+            continue
+        name = f"classifier-{architecture}"
+        torch.manual_seed(seed_of(recipe.seed, name))
+        model = classifiers.build_classifier(architecture, num_classes=4 * len(STYLES), small_stem=True)
+
+        def loss(generator: torch.Generator, model: nn.Module = model) -> torch.Tensor:
+            x, target = pretext(generator)
+            return F.cross_entropy(model(x), target)
+
+        stage = Stage(name, nn.ModuleDict({"model": model}), recipe.classifier_steps, recipe.classifier_lr, loss)
+        log[name] = run_stage(stage, work, recipe.seed, device, progress)
+        bits = BITS.get(architecture, 4)
+        classifiers.round_weights(model, bits)
+        generator = torch.Generator(device).manual_seed(seed_of(recipe.seed, name, "check"))
+        _settle_statistics(model, [pretext(generator)[0] for _ in range(30)])
+        with torch.no_grad():
+            checks = [(model(x).argmax(1) == y).float().mean().item() for x, y in (pretext(generator) for _ in range(20))]
+        log[name]["accuracy"] = round(sum(checks) / len(checks), 4)
+        classifiers.save_initialisation(model.cpu(), file, bits)
+    return log
+
+
+def _settle_statistics(model: nn.Module, batches: list[torch.Tensor]) -> None:
+    """BatchNorm's running statistics for the rounded weights: the mean over the batches. Leaves the model in eval mode."""
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean
+    model.train()
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    model.eval()
+
+
+def train_image_encoder(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+    """SLIP: captions among all captions, and views among the batch's."""
+    device = corpus.pixels.device
+    torch.manual_seed(seed_of(recipe.seed, "image_encoder"))
+    encoder = encoders.new_image_encoder(corpus.pixels.shape[-1], recipe.image_encoder_width, recipe.embedding)
+    text = encoders.load_text_encoder(str(out), device, torch.float32)
+    table, caption_of = _captions(text, corpus)
+    captioned, project = caption_of >= 0, nn.Linear(table.shape[1], recipe.embedding)
+    mean, std = (
+        torch.tensor(v, device=device).view(3, 1, 1) for v in (encoder.processor.image_mean, encoder.processor.image_std)
+    )
+
+    def embed(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        view = (_view(x, generator) + 1) / 2
+        return F.normalize(encoder.model((view - mean) / std).image_embeds)
+
+    def loss(generator: torch.Generator) -> torch.Tensor:
+        rows = corpus.draw_balanced(recipe.image_encoder_batch, generator)
+        x = corpus.images(rows)
+        one, other = embed(x, generator), embed(x, generator)
+        own = torch.arange(len(rows), device=device)
+        views = F.cross_entropy(one @ other.T / 0.1, own) + F.cross_entropy(other @ one.T / 0.1, own)
+        named = captioned[rows]
+        texts = F.normalize(project(table))
+        return views + F.cross_entropy(one[named] @ texts.T / 0.1, caption_of[rows][named])
+
+    modules = nn.ModuleDict({"encoder": encoder.model, "project": project})
+    stage = Stage("image_encoder", modules, recipe.image_encoder_steps, recipe.image_encoder_lr, loss, ema_decay=0.995)
+    log = run_stage(stage, work, recipe.seed, device, progress)
+    encoder.model.half().save_pretrained(out / "image_encoder")
+    encoder.processor.save_pretrained(out / "feature_extractor")
+    return {"image_encoder": log}
+
+
+def _captions(text: encoders.TextEncoder, corpus: Corpus) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the end-of-text state of every distinct caption [U, d], each image's caption's number there [N], -1 for none)."""
+    distinct = sorted(set(corpus.captions) - {""})
+    number = {caption: index for index, caption in enumerate(distinct)}
+    return text.pooled(distinct), torch.tensor([number.get(c, -1) for c in corpus.captions], device=corpus.pixels.device)
+
+
+def _view(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A shifted, scaled and slightly noisy view [B, 3, H, W]; colours stay, they are what a client's look is made of."""
+
+    def uniform(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(len(x), generator=generator, device=x.device)
+
+    scale, nothing = uniform(0.75, 1.05), torch.zeros(len(x), device=x.device)
+    rows = [torch.stack([scale, nothing, uniform(-0.15, 0.15)], 1), torch.stack([nothing, scale, uniform(-0.15, 0.15)], 1)]
+    grid = F.affine_grid(torch.stack(rows, 1), list(x.shape), align_corners=False)
+    moved = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
+    return (moved + 0.05 * torch.randn(x.shape, generator=generator, device=x.device)).clamp(-1, 1)
+
+
+def train_captioner(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+    """BLIP's captioning loss on the images that have a caption."""
+    device = corpus.pixels.device
+    torch.manual_seed(seed_of(recipe.seed, "captioner"))
+    captioner = encoders.new_captioner(corpus.captions, corpus.pixels.shape[-1], recipe.captioner_width)
+    captioned = torch.tensor([bool(c) for c in corpus.captions], device=device)
+    batch = captioner.processor.tokenizer(list(corpus.captions), padding=True, return_tensors="pt").to(device)
+    images = captioner.processor.image_processor
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (images.image_mean, images.image_std))
+
+    def loss(generator: torch.Generator) -> torch.Tensor:
+        rows = corpus.draw_balanced(recipe.captioner_batch, generator, among=captioned)
+        x = ((_view(corpus.images(rows), generator) + 1) / 2 - mean) / std
+        tokens, mask = batch.input_ids[rows], batch.attention_mask[rows]
+        return captioner.model(x, tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
+
+    stage = Stage(
+        "captioner", nn.ModuleDict({"model": captioner.model}), recipe.captioner_steps, recipe.captioner_lr, loss, 0.995
+    )
+    log = run_stage(stage, work, recipe.seed, device, progress)
+    captioner.model.half().save_pretrained(out / "captioner")
+    captioner.processor.save_pretrained(out / "captioner")
+    return {"captioner": log}
+
+
+def train_unclip(out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+    """The kit's UNet with an image embedding as one more condition; written as a Stable unCLIP folder of its own."""
+    device = corpus.pixels.device
+    kit, encoder = diffusion.load_kit(out, device), encoders.load_image_encoder(str(out), device)
+    embeddings = encoder(corpus.pixels.cpu()).to(device)
+    noise = diffusion.new_embedding_noise(embeddings.mean(dim=0), embeddings.std(dim=0))
+    posteriors = [kit.encode(chunk.float() / 127.5 - 1) for chunk in corpus.pixels.split(500)]
+    mean, logvar = (torch.cat(part) for part in zip(*posteriors, strict=True))
+    distinct = ["", *sorted(set(corpus.captions) - {""})]
+    number = {caption: index for index, caption in enumerate(distinct)}
+    hidden, caption_of = kit.text(distinct), torch.tensor([number[c] for c in corpus.captions], device=device)
+    torch.manual_seed(seed_of(recipe.seed, "unclip"))
+    unet = diffusion.new_unclip_unet(kit.unet, recipe.embedding).requires_grad_()
+    levels_count = noise.scheduler.config.num_train_timesteps
+
+    def loss(generator: torch.Generator) -> torch.Tensor:
+        rows = corpus.draw_balanced(recipe.unclip_batch, generator)
+        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(mean[rows].shape, generator=generator, device=device)
+        levels = torch.randint(levels_count, (len(rows),), generator=generator, device=device)
+        own_noise = torch.randn(len(rows), recipe.embedding, generator=generator, device=device)
+        image = noise(embeddings[rows], levels, own_noise)
+        no_text, no_image = torch.rand(2, len(rows), generator=generator, device=device)
+        image = image * (no_image >= recipe.unclip_image_dropout)[:, None]
+        condition = torch.where((no_text < recipe.unclip_caption_dropout)[:, None, None], hidden[0], hidden[caption_of[rows]])
+        return noise_prediction_loss(unet, x0, condition, image, kit.alphas_cumprod, generator)
+
+    stage = Stage("unclip", nn.ModuleDict({"unet": unet}), recipe.unclip_steps, recipe.unclip_lr, loss, recipe.ema_decay)
+    log = run_stage(stage, work, recipe.seed, device, progress)
+    half = diffusion.load_kit(out, "cpu", torch.float16)
+    pipe = diffusion.unclip_pipeline(half, unet.cpu().half(), encoders.load_image_encoder(str(out), torch.device("cpu")), noise)
+    pipe.image_encoder.half()
+    pipe.save_pretrained(unclip)
+    return {"unclip": log}
