@@ -5,19 +5,26 @@ before any of it is used, and nothing is ever unpickled.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
+from osfl import payloads
 from osfl.methods import METHODS
-from osfl.payloads import Classifier, Descriptions, Payload
+from osfl.payloads import Captions, Classifier, Concepts, Domain, Mixtures, Payload
 from osfl.v1 import payload_pb2 as pb
 
 VERSION = 1
 MAX_MAGNITUDE = 1e6
+MAX_TEXT = 500  # characters of a caption or a name
+
+Shape = tuple[int | str, ...]  # a dimension may be "classes", those the client holds, or "images", as many as it says
+Tensors = Mapping[str, tuple[Shape, torch.dtype]]
 
 _DTYPES = {torch.float32: (pb.DTYPE_FLOAT32, "<f4"), torch.int64: (pb.DTYPE_INT64, "<i8")}
 
@@ -36,8 +43,9 @@ class Expected:
 
     Attributes:
         classes: the run's class names; a payload holds a part of them, in this order.
-        text_shape: (L, d) of a description.
+        tensors: shape and dtype of every tensor of the body, by field.
         architectures: for each allowed classifier, the shape and dtype of every tensor of its state dict.
+        max_images: how many images a client may describe one by one.
     """
 
     method: str
@@ -45,8 +53,9 @@ class Expected:
     client: str
     classes: tuple[str, ...]
     max_bytes: int
-    text_shape: tuple[int, int] | None = None
-    architectures: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
+    architectures: Mapping[str, Tensors] = field(default_factory=dict)
+    max_images: int = 100_000
 
 
 def digest(blob: bytes | memoryview) -> str:
@@ -57,12 +66,18 @@ def digest(blob: bytes | memoryview) -> str:
 def encode(payload: Payload, method: str, job: str, client: str) -> bytes:
     """Serialise a payload; the same payload gives the same bytes."""
     message = pb.Payload(version=VERSION, method=method, job=job, client=client, classes=payload.classes)
-    match payload:
-        case Descriptions():
-            message.descriptions.vectors.CopyFrom(_tensor("vectors", payload.vectors))
-        case Classifier():
-            message.classifier.architecture = payload.architecture
-            message.classifier.state.extend(_tensor(name, value) for name, value in payload.state.items())
+    body = getattr(message, type(payload).__name__.lower())
+    body.SetInParent()
+    for item in fields(payload)[1:]:
+        match getattr(payload, item.name):
+            case torch.Tensor() as value:
+                getattr(body, item.name).CopyFrom(_tensor(item.name, value))
+            case dict() as state:
+                getattr(body, item.name).extend(_tensor(name, value) for name, value in state.items())
+            case tuple() as texts:
+                getattr(body, item.name).extend(pb.Texts(text=text) for text in texts)
+            case str() as text:
+                setattr(body, item.name, text)
     return message.SerializeToString(deterministic=True)
 
 
@@ -104,26 +119,88 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     body, kind = message.WhichOneof("body"), METHODS[expected.method].payload or "nothing"
     if body != kind.lower():
         raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
-    if body == "descriptions":
-        assert expected.text_shape is not None
-        want_shape = (len(classes), *expected.text_shape)
-        vectors = _read([message.descriptions.vectors], {"vectors": (want_shape, torch.float32)}, refuse)["vectors"]
-        return Descriptions(classes, vectors)
-    architecture = message.classifier.architecture
-    if architecture not in expected.architectures:
-        raise refuse("architecture", f"{architecture[:100]!r}; this run allows {', '.join(expected.architectures)}")
-    state = _read(message.classifier.state, expected.architectures[architecture], refuse)
-    for name, value in state.items():
-        if name.endswith("running_var") and bool((value < 0).any()):
-            raise refuse(name, "a variance below zero")
-    return Classifier(classes, architecture, state)
+    payload = _read_body(getattr(payloads, kind), getattr(message, body), classes, expected, refuse)
+    _check_values(payload, expected, refuse)
+    return payload
+
+
+def _read_body(kind: type, body: Any, classes: tuple[str, ...], expected: Expected, refuse: "Refuse") -> Payload:
+    """The dataclass `kind` from the message of the same fields."""
+    if kind is Classifier:
+        architecture = body.architecture
+        if architecture not in expected.architectures:
+            raise refuse("architecture", f"{architecture[:100]!r}; this run allows {', '.join(expected.architectures)}")
+        return Classifier(classes, architecture, _read(body.state, expected.architectures[architecture], refuse))
+    if kind is Captions:
+        return Captions(classes, tuple(tuple(texts.text) for texts in body.texts))
+    if kind is Domain:
+        return Domain(classes, body.name)
+    for item in fields(kind)[1:]:
+        if item.name not in expected.tensors and body.HasField(item.name):
+            raise refuse(item.name, "is not expected in this run")
+        if item.name in expected.tensors and not body.HasField(item.name):
+            raise refuse(item.name, "is missing")
+    images = len(body.labels.data) // 8 if kind is Concepts else 0
+    if images > expected.max_images:
+        raise refuse("labels", f"{images:,} images; at most {expected.max_images:,}")
+    size = {"classes": len(classes), "images": images}
+    wanted = {name: (_resolve(shape, size), dtype) for name, (shape, dtype) in expected.tensors.items()}
+    return kind(classes, **{name: _read([getattr(body, name)], {name: want}, refuse)[name] for name, want in wanted.items()})
+
+
+def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> None:
+    """What the numbers and texts of a kind must be beyond finite."""
+    match payload:
+        case Classifier():
+            for name, value in payload.state.items():
+                if name.endswith("running_var") and bool((value < 0).any()):
+                    raise refuse(name, "a variance below zero")
+        case Mixtures():
+            for name in ("weights", "component_weights"):
+                shares = getattr(payload, name)
+                if shares is not None and (bool((shares < 0).any()) or bool(((shares.sum(dim=1) - 1).abs() > 1e-3).any())):
+                    raise refuse(name, "must not be negative, and sum to 1 in every class")
+            if payload.component_variances is not None and bool((payload.component_variances < 0).any()):
+                raise refuse("component_variances", "a variance below zero")
+        case Concepts():
+            held = [expected.classes.index(name) for name in payload.classes]
+            if sorted(set(payload.labels.tolist())) != held:
+                raise refuse("labels", "must be the labels of the payload's classes, each at least once")
+            if bool((payload.deviations < 0).any()):
+                raise refuse("deviations", "a standard deviation below zero")
+        case Captions():
+            if len(payload.texts) != len(payload.classes) or not all(payload.texts):
+                raise refuse(
+                    "texts", f"{len(payload.texts)} lists for {len(payload.classes)} classes; each needs at least one text"
+                )
+            if sum(map(len, payload.texts)) > expected.max_images:
+                raise refuse("texts", f"more than {expected.max_images:,}")
+            _check_texts("texts", [text for texts in payload.texts for text in texts], refuse)
+        case Domain():
+            _check_texts("name", [payload.name], refuse)
+
+
+def _check_texts(name: str, texts: Iterable[str], refuse: "Refuse") -> None:
+    for text in texts:
+        if len(text) > MAX_TEXT or not text.isprintable():
+            raise refuse(name, f"{text[:40]!r}: must be printable and have at most {MAX_TEXT} characters")
+
+
+def _resolve(shape: Shape, size: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(size[n] if isinstance(n, str) else n for n in shape)
 
 
 def _most_bytes(expected: Expected) -> int:
     """The size of the largest valid payload, and a little for names and lengths."""
-    descriptions = len(expected.classes) * 4 * int(np.prod(expected.text_shape)) if expected.text_shape else 0
-    states = [sum(int(np.prod(s)) * t.itemsize + len(n) for n, (s, t) in a.items()) for a in expected.architectures.values()]
-    return max([descriptions, *states]) + sum(len(c.encode()) + 8 for c in expected.classes) + 65_536
+    if METHODS[expected.method].payload in ("Captions", "Domain"):
+        return expected.max_bytes
+    size = {"classes": len(expected.classes), "images": expected.max_images}
+
+    def most(tensors: Tensors) -> int:
+        return sum(math.prod(_resolve(s, size)) * dtype.itemsize + len(name) for name, (s, dtype) in tensors.items())
+
+    largest = max([most(expected.tensors), *map(most, expected.architectures.values())])
+    return largest + sum(len(c.encode()) + 8 for c in expected.classes) + 65_536
 
 
 def _tensor(name: str, value: torch.Tensor) -> pb.Tensor:
@@ -132,18 +209,17 @@ def _tensor(name: str, value: torch.Tensor) -> pb.Tensor:
     return pb.Tensor(name=name, shape=value.shape, dtype=code, codec=pb.CODEC_RAW, data=data)
 
 
-Wanted = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Refuse = Callable[[str, str], PayloadError]
 
 
-def _read(tensors: Iterable[pb.Tensor], wanted: Wanted, refuse: Refuse) -> dict[str, torch.Tensor]:
+def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict[str, torch.Tensor]:
     """Exactly the wanted tensors, in their order; names, shapes, dtypes, lengths and values are checked."""
     found: dict[str, torch.Tensor] = {}
     for tensor in tensors:
         name = tensor.name
         if name not in wanted or name in found:
             raise refuse("tensors", f"{name[:100]!r} is not expected" + (" twice" if name in found else ""))
-        shape, dtype = wanted[name]
+        shape, dtype = _resolve(wanted[name][0], {}), wanted[name][1]
         code, numpy = _DTYPES[dtype]
         if len(tensor.shape) != len(shape) or tuple(tensor.shape) != shape:
             raise refuse(name, f"shape {list(tensor.shape)[:8]}; expected {list(shape)}")

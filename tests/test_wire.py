@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from osfl import wire
-from osfl.payloads import Classifier, Descriptions
+from osfl.payloads import Captions, Classifier, Concepts, Descriptions, Domain, Embeddings, Encodings, Mixtures, Payload
 from osfl.protocol import COST_KEYS, pack_payload, unpack_payload
 from osfl.v1 import payload_pb2 as pb
 
 CLASSES = ("cat", "dog", "emu")
-DESCRIPTIONS = wire.Expected("feddeo", "job-1", "client-0", CLASSES, max_bytes=10_000, text_shape=(2, 3))
+DESCRIPTIONS = wire.Expected(
+    "feddeo", "job-1", "client-0", CLASSES, max_bytes=10_000, tensors={"vectors": (("classes", 2, 3), torch.float32)}
+)
 STATE = {
     "conv.weight": torch.arange(4.0).view(2, 2),
     "bn.running_mean": torch.tensor([0.5, -0.5]),
@@ -252,3 +254,126 @@ def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-unty
     assert (tmp_path / "osfl/v1/payload_pb2.py").read_text() == (ROOT / "osfl/v1/payload_pb2.py").read_text(), (
         "run `make proto`"
     )
+
+
+# ---- Every other kind of payload ----
+
+REAL, WHOLE = torch.float32, torch.int64
+KINDS: dict[str, tuple[Payload, dict]] = {
+    "oscar": (Encodings(("cat", "emu"), torch.arange(12.0).view(2, 2, 3)), {"vectors": (("classes", 2, 3), REAL)}),
+    "oscar-pooled": (Encodings(("dog",), torch.ones(1, 3)), {"vectors": (("classes", 3), REAL)}),
+    "feddisc": (Embeddings(("cat", "dog"), torch.ones(2, 6, 4)), {"vectors": (("classes", 6, 4), REAL)}),
+    "fgl": (Captions(("cat", "emu"), (("a cat", "a black cat"), ("",))), {}),
+    "prompts-domain": (Domain(CLASSES, "sketch"), {}),
+    "espresso": (
+        Mixtures(
+            ("emu",),
+            torch.ones(1, 2, 2, 3),
+            torch.tensor([[0.25, 0.75]]),
+            torch.tensor([[1.0, 0.0]]),
+            torch.ones(1, 2, 1, 2, 2),
+            torch.ones(1, 2, 1, 2, 2),
+        ),
+        {
+            "conditions": (("classes", 2, 2, 3), REAL),
+            "weights": (("classes", 2), REAL),
+            "component_weights": (("classes", 2), REAL),
+            "component_means": (("classes", 2, 1, 2, 2), REAL),
+            "component_variances": (("classes", 2, 1, 2, 2), REAL),
+        },
+    ),
+    "fedbip": (
+        Concepts(("cat", "emu"), torch.ones(3), torch.ones(2, 3), torch.tensor([0, 2, 2]), *torch.ones(2, 3, 1, 2, 2)),
+        {
+            "domain": ((3,), REAL),
+            "vectors": (("classes", 3), REAL),
+            "labels": (("images",), WHOLE),
+            "means": (("images", 1, 2, 2), REAL),
+            "deviations": (("images", 1, 2, 2), REAL),
+        },
+    ),
+}
+
+
+def expected_of(method: str, **changes) -> wire.Expected:  # type: ignore[no-untyped-def]
+    return replace(wire.Expected(method, "job-1", "client-0", CLASSES, 10_000, KINDS[method][1], max_images=5), **changes)
+
+
+def same(one: Payload, other: Payload) -> bool:
+    return type(one) is type(other) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_every_kind_round_trips(method: str) -> None:
+    payload = KINDS[method][0]
+    encoded = blob(payload, expected_of(method))
+    back = wire.decode(encoded, expected_of(method), wire.digest(encoded))
+    assert same(back, payload)
+    assert blob(back, expected_of(method)) == encoded
+
+
+@pytest.mark.parametrize("method", KINDS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_mutations_of_every_kind_are_refused_or_still_valid(method: str, data: st.DataObject) -> None:
+    mutated = bytearray(blob(KINDS[method][0], expected_of(method)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        mutated[at] ^= data.draw(st.integers(1, 255))
+    try:
+        payload = wire.decode(bytes(mutated), expected_of(method))
+    except wire.PayloadError as error:
+        assert error.client == "client-0"
+    else:
+        assert type(payload) is type(KINDS[method][0])
+        assert all(torch.isfinite(v).all() for v in vars(payload).values() if isinstance(v, torch.Tensor))
+
+
+def with_field(method: str, **changes) -> bytes:  # type: ignore[no-untyped-def]
+    return blob(replace(KINDS[method][0], **changes), expected_of(method))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "field"),
+    [
+        ("espresso", {"weights": torch.tensor([[0.5, 0.6]])}, "weights"),
+        ("espresso", {"weights": torch.tensor([[-0.5, 1.5]])}, "weights"),
+        ("espresso", {"component_weights": torch.tensor([[0.0, 0.0]])}, "component_weights"),
+        ("espresso", {"component_variances": -torch.ones(1, 2, 1, 2, 2)}, "component_variances"),
+        ("espresso", {"component_means": torch.full((1, 2, 1, 2, 2), float("nan"))}, "component_means"),
+        ("espresso", {"component_means": None}, "component_means"),
+        ("espresso", {"conditions": torch.ones(1, 3, 2, 3)}, "conditions"),
+        ("fedbip", {"labels": torch.tensor([0, 1, 2])}, "labels"),
+        ("fedbip", {"labels": torch.tensor([0, 0, 0])}, "labels"),
+        ("fedbip", {"labels": torch.tensor([0, 2])}, "means"),
+        ("fedbip", {"labels": torch.tensor([0, 2, 2, 2, 2, 2])}, "labels"),
+        ("fedbip", {"labels": torch.zeros(0, dtype=torch.int64)}, "means"),
+        ("fedbip", {"deviations": -torch.ones(3, 1, 2, 2)}, "deviations"),
+        ("fgl", {"texts": (("a cat",),)}, "texts"),
+        ("fgl", {"texts": (("a cat",), ())}, "texts"),
+        ("fgl", {"texts": (("a cat",), ("x" * 501,))}, "texts"),
+        ("fgl", {"texts": (("a cat",), ("an\nemu",))}, "texts"),
+        ("fgl", {"texts": (("a cat",) * 5, ("an emu",))}, "texts"),
+        ("prompts-domain", {"name": "a\x1b[31m"}, "name"),
+        ("feddisc", {"vectors": torch.ones(2, 5, 4)}, "vectors"),
+        ("oscar-pooled", {"vectors": torch.ones(1, 2, 3)}, "vectors"),
+    ],
+)
+def test_what_a_kind_cannot_be_is_named(method: str, changes: dict, field: str) -> None:
+    assert refused(with_field(method, **changes), expected_of(method)).field == field
+
+
+def test_a_mixture_that_was_not_asked_for_is_refused() -> None:
+    only = {name: want for name, want in KINDS["espresso"][1].items() if not name.startswith("component")}
+    data = blob(KINDS["espresso"][0], expected_of("espresso"))
+    assert refused(data, expected_of("espresso", tensors=only)).field == "component_weights"
+    without = replace(KINDS["espresso"][0], component_weights=None, component_means=None, component_variances=None)
+    assert same(wire.decode(blob(without, expected_of("espresso")), expected_of("espresso", tensors=only)), without)
+
+
+def test_a_body_of_another_kind_is_refused() -> None:
+    data = wire.encode(KINDS["oscar"][0], "feddeo", "job-1", "client-0")  # the tensors would fit
+    assert refused(data, DESCRIPTIONS).field == "body"

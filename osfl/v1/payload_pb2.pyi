@@ -24,7 +24,7 @@ CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
 
 class Payload(_message.Message):
-    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier")
+    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,12 @@ class Payload(_message.Message):
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTIONS_FIELD_NUMBER: _ClassVar[int]
     CLASSIFIER_FIELD_NUMBER: _ClassVar[int]
+    ENCODINGS_FIELD_NUMBER: _ClassVar[int]
+    MIXTURES_FIELD_NUMBER: _ClassVar[int]
+    CAPTIONS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    CONCEPTS_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     version: int
     method: str
     job: str
@@ -39,7 +45,13 @@ class Payload(_message.Message):
     classes: _containers.RepeatedScalarFieldContainer[str]
     descriptions: Descriptions
     classifier: Classifier
-    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ...) -> None: ...
+    encodings: Encodings
+    mixtures: Mixtures
+    captions: Captions
+    embeddings: Embeddings
+    concepts: Concepts
+    domain: Domain
+    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ...) -> None: ...
 
 class Descriptions(_message.Message):
     __slots__ = ("vectors",)
@@ -54,6 +66,64 @@ class Classifier(_message.Message):
     architecture: str
     state: _containers.RepeatedCompositeFieldContainer[Tensor]
     def __init__(self, architecture: _Optional[str] = ..., state: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class Encodings(_message.Message):
+    __slots__ = ("vectors",)
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    vectors: Tensor
+    def __init__(self, vectors: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Mixtures(_message.Message):
+    __slots__ = ("conditions", "weights", "component_weights", "component_means", "component_variances")
+    CONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_MEANS_FIELD_NUMBER: _ClassVar[int]
+    COMPONENT_VARIANCES_FIELD_NUMBER: _ClassVar[int]
+    conditions: Tensor
+    weights: Tensor
+    component_weights: Tensor
+    component_means: Tensor
+    component_variances: Tensor
+    def __init__(self, conditions: _Optional[_Union[Tensor, _Mapping]] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ..., component_weights: _Optional[_Union[Tensor, _Mapping]] = ..., component_means: _Optional[_Union[Tensor, _Mapping]] = ..., component_variances: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Captions(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedCompositeFieldContainer[Texts]
+    def __init__(self, texts: _Optional[_Iterable[_Union[Texts, _Mapping]]] = ...) -> None: ...
+
+class Texts(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, text: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Embeddings(_message.Message):
+    __slots__ = ("vectors",)
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    vectors: Tensor
+    def __init__(self, vectors: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Concepts(_message.Message):
+    __slots__ = ("domain", "vectors", "labels", "means", "deviations")
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
+    DEVIATIONS_FIELD_NUMBER: _ClassVar[int]
+    domain: Tensor
+    vectors: Tensor
+    labels: Tensor
+    means: Tensor
+    deviations: Tensor
+    def __init__(self, domain: _Optional[_Union[Tensor, _Mapping]] = ..., vectors: _Optional[_Union[Tensor, _Mapping]] = ..., labels: _Optional[_Union[Tensor, _Mapping]] = ..., means: _Optional[_Union[Tensor, _Mapping]] = ..., deviations: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Domain(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "codec", "data")
