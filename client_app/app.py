@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -22,13 +22,14 @@ from osfl.config import (
     is_identifier,
     parse_node_config,
     parse_run_config,
+    split_names,
 )
 from osfl.costs import Stopwatch, peak_memory_mb
-from osfl.data import Images, check_images, class_names, load_images, simulated_folder
+from osfl.data import Images, check_images, class_names, count_images, domain_name, load_images, simulated_folder
 from osfl.devices import pick_device
 from osfl.files import write_atomically
 from osfl.kits import check_kit, find_kit, kit_digest
-from osfl.methods import client_half, kit_parts
+from osfl.methods import METHODS, client_half, kit_parts
 from osfl.protocol import pack_payload, unpack_model
 
 KEY_LENGTH = 12
@@ -48,41 +49,29 @@ def join(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Make this client's payload, or send again the one it made for this job."""
+    """Make this client's payload, or send again the one it made for this job; a method with rounds: one round."""
     config, node, client = _settings(context)
     job_id = _job_id(message)
     kit = _kit(config, node)
     folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
     folder.mkdir(parents=True, exist_ok=True)
+    if METHODS[config.method].rounds:
+        from client_app.rounds import train_round
+
+        job = _job(config, node, client, kit, folder)
+        return Message(train_round(message.content, job, folder), reply_to=message)
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = json.loads((folder / "costs.json").read_text())
         return Message(pack_payload(stored.read_bytes(), {**costs, "resent": 1.0}), reply_to=message)
-    watch = Stopwatch()
-    count = 0
-
-    def load(size: int) -> Images:
-        nonlocal count
-        images = load_images(config.data, node, "train", config.seed, size)
-        count = len(images)
-        return images
-
-    job = ClientJob(
-        config,
-        client,
-        class_names(config.data),
-        load,
-        kit,
-        pick_device(node.device),
-        progress=_Progress(folder),
-    )
+    watch, job = Stopwatch(), _job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client)
     costs = {
         "seconds": watch.seconds,
         "flops": float(job.meter.total),
         "peak_memory_mb": peak_memory_mb(),
-        "images": float(count),
+        "images": float(count_images(config.data, node, "train", config.seed)),
         "resent": 0.0,
     }
     write_atomically(folder / "costs.json", json.dumps(costs).encode())
@@ -125,11 +114,26 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     client = node.client_id or own_name
     if not is_identifier(client):
         raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not 'average'")
-    return config, node, client
+    return replace(config, classifier=replace(config.classifier, architecture=_architecture(config, node))), node, client
+
+
+def _architecture(config: RunConfig, node: NodeConfig) -> str:
+    """This client's classifier: the node's own, else one of the run's in turn."""
+    of_the_run = split_names(config.classifier.architecture)
+    return node.architecture or of_the_run[max(node.partition_id, 0) % len(of_the_run)]
+
+
+def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Path) -> ClientJob:
+    def load(size: int) -> Images:
+        return load_images(config.data, node, "train", config.seed, size)
+
+    names, domain = class_names(config.data), node.domain or domain_name(config.data, node)
+    return ClientJob(config, client, names, load, kit, pick_device(node.device), domain, progress=_Progress(folder))
 
 
 def _job_id(message: Message) -> str:
-    job_id = str(message.content.config_records["job"]["job"])
+    records = message.content.config_records
+    job_id = str(records["job" if "job" in records else "config"]["job"])
     if not is_identifier(job_id):  # it becomes a folder's name
         raise ConfigError(f"job id {job_id[:80]!r}: must be 1 to 64 letters, digits, '-' or '_'")
     return job_id
@@ -138,7 +142,7 @@ def _job_id(message: Message) -> str:
 def _kit(config: RunConfig, node: NodeConfig) -> str:
     if not (parts := kit_parts(config)):
         return ""
-    kit = find_kit(node.kit or config.kit)
+    kit = find_kit(node.kit or config.sampling_kit)
     check_kit(kit, parts)
     return kit
 

@@ -60,7 +60,7 @@ class DataConfig:
 class ClassifierConfig:
     """A torchvision classifier and its training (SGD)."""
 
-    architecture: str
+    architecture: str  # the clients' may be several, comma-separated: client i takes the i-th, and so on in turn
     small_stem: bool
     init: str  # "kit": the kit's initialisation; "none": random; else a path
     epochs: Annotated[int, Range(1, 10_000)]
@@ -92,13 +92,27 @@ class PromptsOnlyConfig:
 
 
 @dataclass(frozen=True)
-class FedDEOConfig:
-    """FedDEO: descriptions."""
+class PromptsDomainConfig:
+    """Classifier-free guidance on a prompt that names class and domain."""
+
+    guidance: Annotated[float, Range(0, 100)]
+    prompt: str  # "{domain}" and "{class}" stand for the names
+
+
+@dataclass(frozen=True)
+class ConditionTraining:
+    """How a client learns conditions through the frozen diffusion model."""
 
     epochs: Annotated[int, Range(1, 100_000)]  # S
-    batch_size: Annotated[int, Range(1, 4096)]  # images of one class in a step
-    classes_at_once: Annotated[int, Range(1, 100_000)]  # that share a UNet batch
+    batch_size: Annotated[int, Range(1, 4096)]  # images of one condition in a step
+    at_once: Annotated[int, Range(1, 100_000)]  # conditions that share a UNet batch
     lr: Annotated[float, Range(1e-8, 1000)]
+
+
+@dataclass(frozen=True)
+class FedDEOConfig(ConditionTraining):
+    """FedDEO: descriptions."""
+
     guidance_text: Annotated[float, Range(0, 100)]
     guidance_description: Annotated[float, Range(0, 100)]
 
@@ -119,6 +133,80 @@ class FedLMGConfig:
 
 
 @dataclass(frozen=True)
+class FedCADOConfig(FedLMGConfig):
+    """FedCADO: FedLMG's guidance, and an initial noise that is edited first."""
+
+    noise_edits: Annotated[int, Range(0, 10_000)]  # M
+    noise_edit_lr: Annotated[float, Range(0, 1e4)]  # eta
+
+
+@dataclass(frozen=True)
+class OscarConfig:
+    """OSCAR: mean caption encodings."""
+
+    guidance: Annotated[float, Range(0, 100)]
+
+
+@dataclass(frozen=True)
+class EspressoConfig(ConditionTraining):
+    """Espresso: clusters' conditions (C), Gaussian mixtures of initial noise (G), Z-Sampling (Z)."""
+
+    clusters: Annotated[int, Range(1, 1000)]  # J
+    gmm: bool  # G
+    components: Annotated[int, Range(1, 1000)]  # M
+    noise_draws: Annotated[int, Range(1, 10_000)]  # forward diffusions of every mixed latent
+    z_sampling: bool  # Z
+    z_threshold: Annotated[int, Range(0, 1000)]  # T_z: zig-zag at timesteps above it
+    guidance: Annotated[float, Range(0, 100)]  # gamma_1
+    inversion_guidance: Annotated[float, Range(0, 100)]  # gamma_2
+
+
+@dataclass(frozen=True)
+class FGLConfig:
+    """FGL: captions as prompts."""
+
+    guidance: Annotated[float, Range(0, 100)]
+    prompt: str  # "{class}" and "{caption}" stand for the texts
+    negative_prompt: str
+
+
+@dataclass(frozen=True)
+class FedDISCConfig:
+    """FedDISC: cluster centres of image embeddings."""
+
+    kit: str  # a Stable unCLIP folder or hub id; empty: the run's kit
+    clusters: Annotated[int, Range(1, 1000)]  # K
+    noise_level: Annotated[int, Range(0, 999)]
+    guidance_cluster: Annotated[float, Range(0, 100)]
+    guidance_domain: Annotated[float, Range(0, 100)]
+
+
+@dataclass(frozen=True)
+class FedBiPConfig:
+    """FedBiP: learned words for domain and class, and interpolated latents."""
+
+    epochs: Annotated[int, Range(1, 100_000)]
+    batch_size: Annotated[int, Range(1, 4096)]
+    lr: Annotated[float, Range(1e-8, 1000)]
+    guidance: Annotated[float, Range(0, 100)]
+    domain_noise: Annotated[float, Range(0, 100)]  # standard deviation of the noise on the domain's word
+
+
+@dataclass(frozen=True)
+class RoundsConfig:
+    """FedAvg and its kin."""
+
+    count: Annotated[int, Range(1, 100_000)]
+    local_epochs: Annotated[int, Range(1, 10_000)]
+    proximal_mu: Annotated[float, Range(0, 1e4)]  # fedprox
+    dyn_alpha: Annotated[float, Range(1e-8, 1e4)]  # feddyn
+    proxy: str  # feddf's unlabelled images on the server: public (the digits' public split), or a folder of images
+    proxy_images: Annotated[int, Range(2, 10_000_000)]
+    distillation_steps: Annotated[int, Range(1, 1_000_000)]  # feddf, after every round
+    distillation_lr: Annotated[float, Range(1e-8, 100)]
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that is equal on all nodes of a run."""
 
@@ -133,14 +221,29 @@ class RunConfig:
     max_payload_mb: Annotated[float, Range(1e-3, 1e5)]
     runs_dir: str  # empty: ~/.osfl/runs
     kit: str  # a name in kits/, an absolute path or a hub id; node-config `kit` goes first
+    captioner: str  # a BLIP folder or hub id; empty: the kit's
+    image_encoder: str  # a DINOv2 or CLIP folder or hub id; empty: the kit's
     device: str  # of the server: auto, cpu, cuda, cuda:1, ...
     data: DataConfig
     classifier: ClassifierConfig  # the clients'
     global_model: ClassifierConfig  # the server's
     synthesis: SynthesisConfig
     prompts_only: PromptsOnlyConfig
+    prompts_domain: PromptsDomainConfig
     feddeo: FedDEOConfig
     fedlmg: FedLMGConfig
+    fedcado: FedCADOConfig
+    oscar: OscarConfig
+    espresso: EspressoConfig
+    fgl: FGLConfig
+    feddisc: FedDISCConfig
+    fedbip: FedBiPConfig
+    rounds: RoundsConfig
+
+    @property
+    def sampling_kit(self) -> str:
+        """The diffusion model's kit; FedDISC has one of its own."""
+        return (self.feddisc.kit if self.method == "feddisc" else "") or self.kit
 
     @property
     def needed_clients(self) -> int:
@@ -158,6 +261,8 @@ class NodeConfig:
     data_dir: str = ""  # <data-dir>/{train,test}/<class>/*; empty: data.root's partition-id-th folder
     kit: str = ""  # empty: the run's
     device: str = "auto"
+    architecture: str = ""  # of this client's classifier; empty: the run's
+    domain: str = ""  # its name, for prompts-domain; empty: the simulation's
     cache_dir: str = ""  # finished payloads until acknowledged; empty: ~/.osfl/cache
 
 
@@ -269,9 +374,27 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.method == "feddeo" and not config.feddeo.guidance_text and not config.feddeo.guidance_description:
         problems.append("feddeo.guidance-text and feddeo.guidance-description are both 0: images would have no class")
-    strategies = split_names(config.fedlmg.strategies)
-    if not strategies or set(strategies) - {"ft", "md", "sd"}:
-        problems.append(f"fedlmg.strategies = {config.fedlmg.strategies!r}: must name some of ft, md, sd")
+    for key, settings in (("fedlmg", config.fedlmg), ("fedcado", config.fedcado)):
+        strategies = split_names(settings.strategies)
+        if not strategies or set(strategies) - {"ft", "md", "sd"}:
+            problems.append(f"{key}.strategies = {settings.strategies!r}: must name some of ft, md, sd")
+    if "{class}" not in config.prompts_domain.prompt or "{domain}" not in config.prompts_domain.prompt:
+        problems.append(f"prompts-domain.prompt = {config.prompts_domain.prompt!r}: must contain {{class}} and {{domain}}")
+    if "{caption}" not in config.fgl.prompt:
+        problems.append(f"fgl.prompt = {config.fgl.prompt!r}: must contain {{caption}}")
+    if config.espresso.inversion_guidance >= config.espresso.guidance and config.espresso.z_sampling:
+        problems.append(
+            f"espresso.inversion-guidance = {config.espresso.inversion_guidance:g}: must be below espresso.guidance = "
+            f"{config.espresso.guidance:g}, or the zig-zag takes guidance away"
+        )
+    if not split_names(config.classifier.architecture):
+        problems.append("classifier.architecture: must name at least one torchvision model")
+    if config.method in METHODS and METHODS[config.method].rounds and len(split_names(config.classifier.architecture)) > 1:
+        problems.append(
+            f"classifier.architecture = {config.classifier.architecture!r}: {config.method} averages models of one architecture"
+        )
+    if len(split_names(config.global_model.architecture)) != 1:
+        problems.append(f"global-model.architecture = {config.global_model.architecture!r}: must name one torchvision model")
     if config.job_id and not is_identifier(config.job_id):
         problems.append(f"job-id = {config.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
     if problems:

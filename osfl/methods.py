@@ -4,8 +4,11 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
-from osfl.config import RunConfig
-from osfl.kits import DIFFUSION_PARTS
+from osfl.config import RunConfig, split_names
+from osfl.kits import DIFFUSION_PARTS, initialisation_part
+
+TEXT_PARTS = ("text_encoder", "tokenizer")
+IMAGE_ENCODER_PARTS = ("image_encoder", "feature_extractor")
 
 
 @dataclass(frozen=True)
@@ -14,32 +17,59 @@ class Method:
 
     Attributes:
         client: module in `client_app.methods` with `make_payload(job)`; None: clients send nothing.
-        server: module in `server_app.methods` with `run(job, payloads)`.
+        server: module in `server_app.methods` with `run(job, payloads)`; of a method with rounds, in `server_app.rounds` with `strategy(job)`.
         payload: class in `osfl.payloads` that clients send; None: nothing.
-        client_needs_kit: whether a client downloads the diffusion model.
+        client_parts: what a client needs of the kit.
+        rounds: whether it is one of those they compare with that send models to and fro.
+        samples: whether the server needs the diffusion model.
     """
 
     client: str | None
     server: str
     payload: str | None
-    client_needs_kit: bool = False
+    client_parts: tuple[str, ...] = ()
+    rounds: bool = False
+    samples: bool = True
 
 
 METHODS: dict[str, Method] = {
     "prompts-only": Method(client=None, server="prompts_only", payload=None),
-    "feddeo": Method(client="feddeo", server="feddeo", payload="Descriptions", client_needs_kit=True),
+    "prompts-domain": Method(client="domain", server="prompts_domain", payload="Domain"),
+    "feddeo": Method(client="feddeo", server="feddeo", payload="Descriptions", client_parts=DIFFUSION_PARTS),
     "fedlmg": Method(client="classifier", server="fedlmg", payload="Classifier"),
-    "local": Method(client="classifier", server="local", payload="Classifier"),
-    "ceiling": Method(client=None, server="ceiling", payload=None),
+    "fedcado": Method(client="classifier", server="fedcado", payload="Classifier"),
+    "oscar": Method(client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)),
+    "oscar-pooled": Method(client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)),
+    "espresso": Method(
+        client="espresso", server="espresso", payload="Mixtures", client_parts=(*DIFFUSION_PARTS, *IMAGE_ENCODER_PARTS)
+    ),
+    "fgl": Method(client="fgl", server="fgl", payload="Captions", client_parts=("captioner",)),
+    "feddisc": Method(
+        client="feddisc",
+        server="feddisc",
+        payload="Embeddings",
+        client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
+    ),
+    "fedbip": Method(client="fedbip", server="fedbip", payload="Concepts", client_parts=DIFFUSION_PARTS),
+    "fedavg": Method(client=None, server="fedavg", payload=None, rounds=True, samples=False),
+    "fedprox": Method(client=None, server="fedprox", payload=None, rounds=True, samples=False),
+    "feddyn": Method(client=None, server="feddyn", payload=None, rounds=True, samples=False),
+    "feddf": Method(client=None, server="feddf", payload=None, rounds=True, samples=False),
+    "local": Method(client="classifier", server="local", payload="Classifier", samples=False),
+    "ceiling": Method(client=None, server="ceiling", payload=None, samples=False),
 }
 
 
 def kit_parts(config: RunConfig) -> tuple[str, ...]:
-    """The folders and files of the kit that every client needs; () if it needs none."""
+    """The folders and files of the kit that a client needs; () if it needs none.
+
+    A captioner or image encoder that the run names itself is not the kit's.
+    """
     method = METHODS[config.method]
-    parts: tuple[str, ...] = DIFFUSION_PARTS if method.client_needs_kit else ()
+    elsewhere = (("captioner",) if config.captioner else ()) + (IMAGE_ENCODER_PARTS if config.image_encoder else ())
+    parts = tuple(part for part in method.client_parts if part not in elsewhere)
     if method.payload == "Classifier" and config.classifier.init == "kit":
-        parts += (f"classifiers/{config.classifier.architecture}.safetensors",)
+        parts += tuple(dict.fromkeys(initialisation_part(a) for a in split_names(config.classifier.architecture)))
     return parts
 
 
@@ -50,4 +80,5 @@ def client_half(method: str) -> ModuleType:
 
 def server_half(method: str) -> ModuleType:
     """The server module of a method."""
-    return importlib.import_module(f"server_app.methods.{METHODS[method].server}")
+    folder = "rounds" if METHODS[method].rounds else "methods"
+    return importlib.import_module(f"server_app.{folder}.{METHODS[method].server}")

@@ -7,6 +7,7 @@ query.join             nothing                                     client id, ve
 train                  job id                                      payload (one array of bytes), header, costs
 query.acknowledge      job id: stored, forget your copy            nothing
 evaluate               global model, its architecture              confusion matrix, seconds
+train (with rounds)    global model, round, job id                 trained model, number of images, costs
 =====================  ==========================================  ==================================================
 
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
@@ -60,6 +61,10 @@ def pack_model(state: dict[str, torch.Tensor], architecture: str, small_stem: bo
 
 def unpack_model(content: RecordDict) -> tuple[dict[str, torch.Tensor], str, bool]:
     """(state dict, architecture, small stem) of `pack_model`; arrays are read without unpickling."""
-    arrays, header = content.array_records["model"], content.config_records["header"]
-    state = {name: torch.from_numpy(np.load(io.BytesIO(array.data), allow_pickle=False)) for name, array in arrays.items()}
-    return state, str(header["architecture"]), bool(header["small-stem"])
+    header = content.config_records["header"]
+    return read_arrays(content.array_records["model"]), str(header["architecture"]), bool(header["small-stem"])
+
+
+def read_arrays(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    """A state dict as it was sent; read without unpickling."""
+    return {name: torch.from_numpy(np.load(io.BytesIO(array.data), allow_pickle=False)) for name, array in arrays.items()}

@@ -1,5 +1,6 @@
 """What a server half gets to work with, and what it gives back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from osfl.config import RunConfig
 from osfl.data import class_names
 from osfl.devices import pick_device
 from osfl.kits import find_kit
+from osfl.payloads import Payload
 from server_app.run_folder import RunFolder
 from server_app.status import Status
 
@@ -40,7 +42,16 @@ class ServerJob:
     @cached_property
     def kit(self) -> str:
         """Folder or hub id of the diffusion model."""
-        return find_kit(self.config.kit)
+        return find_kit(self.config.sampling_kit)
+
+    @cached_property
+    def initialisation(self) -> str:
+        """Where the global model starts from: the run's kit, or nothing that is needed."""
+        return find_kit(self.config.kit) if self.config.global_model.init == "kit" else ""
+
+    def held(self, payloads: Mapping[str, Payload]) -> dict[str, list[int]]:
+        """The labels that every client holds."""
+        return {client: [self.classes.index(name) for name in p.classes] for client, p in payloads.items()}
 
     @cached_property
     def device(self) -> torch.device:

@@ -34,7 +34,7 @@ def train_global(
     """
     settings, classes, inputs = job.config.global_model, len(job.classes), _digest(pixels, labels, teacher)
     file = job.folder.path / "models" / f"{name}.safetensors"
-    model = classifiers.new_classifier(settings, classes, job.kit if settings.init == "kit" else "", job.config.seed)
+    model = classifiers.new_classifier(settings, classes, job.initialisation, job.config.seed)
     job.status.phase(f"training {name}")
     if file.is_file() and (job.folder.read_json(f"models/{name}.json") or {}).get("inputs") == inputs:
         model.load_state_dict(load(file.read_bytes()))

@@ -97,8 +97,32 @@ def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = encoders.new_text_encoder([f"an image of {name}" for name in CLASSES], length=8, width=32)
     diffusion.pipeline(diffusion.new_vae(), diffusion.new_unet(32), text).save_pretrained(folder)
     (folder / "classifiers").mkdir()
-    resnet = classifiers.build_classifier("resnet18", 24, small_stem=True)
-    classifiers.save_initialisation(resnet, folder / "classifiers" / "resnet18.safetensors")
+    for architecture in ("resnet18", "shufflenet_v2_x1_0"):
+        model = classifiers.build_classifier(architecture, 24, small_stem=True)
+        classifiers.save_initialisation(model, folder / "classifiers" / f"{architecture}.safetensors")
+    captioner = encoders.new_captioner([f"a neon of a {name}" for name in CLASSES], 32, 16)
+    captioner.model.save_pretrained(folder / "captioner")
+    captioner.processor.save_pretrained(folder / "captioner")
+    encoder = encoders.new_image_encoder(32, 16, 12)
+    encoder.model.save_pretrained(folder / "image_encoder")
+    encoder.processor.save_pretrained(folder / "feature_extractor")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_unclip(tiny_kit: Path) -> Path:
+    """The tiny kit in Stable unCLIP's format."""
+    import torch
+
+    from osfl import diffusion, encoders
+
+    torch.manual_seed(1)
+    folder = tiny_kit.with_name("tiny-unclip")
+    kit, encoder = diffusion.load_kit(tiny_kit), encoders.load_image_encoder(str(tiny_kit), torch.device("cpu"))
+    unet = diffusion.new_unclip_unet(kit.unet, encoder.width)
+    torch.nn.init.normal_(unet.class_embedding.linear_2.weight, std=0.1)  # else embeddings would do nothing
+    noise = diffusion.new_embedding_noise(torch.zeros(encoder.width), torch.ones(encoder.width))
+    diffusion.unclip_pipeline(kit, unet, encoder, noise).save_pretrained(folder)
     return folder
 
 
@@ -124,6 +148,18 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "global-model.batch-size": 50,
         "feddeo.epochs": 1,
         "feddeo.batch-size": 10,
+        "fedcado.noise-edits": 1,
+        "espresso.epochs": 1,
+        "espresso.batch-size": 10,
+        "espresso.noise-draws": 2,
+        "espresso.clusters": 2,
+        "espresso.components": 2,
+        "feddisc.clusters": 2,
+        "fedbip.epochs": 1,
+        "fedbip.batch-size": 50,
+        "rounds.count": 2,
+        "rounds.proxy-images": 8,
+        "rounds.distillation-steps": 1,
     }
     config.update({key.replace("__", ".").replace("_", "-"): value for key, value in overrides.items()})
     unknown = set(config) - set(defaults())

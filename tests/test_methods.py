@@ -52,7 +52,7 @@ def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignor
 def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data, done = images(0, 0, 4, 4, 9), []
     together = feddeo_half.make_payload(job_of(tiny_kit, data, feddeo__epochs=3))
-    job = replace(job_of(tiny_kit, data, feddeo__epochs=3, feddeo__classes_at_once=2), progress=lambda *step: done.append(step))
+    job = replace(job_of(tiny_kit, data, feddeo__epochs=3, feddeo__at_once=2), progress=lambda *step: done.append(step))
     grouped = feddeo_half.make_payload(job)
     assert grouped.classes == together.classes == ("zero", "four", "nine")
     assert torch.allclose(grouped.vectors, together.vectors, atol=1e-3)
@@ -129,8 +129,8 @@ def test_training_that_diverges_says_so(tiny_kit) -> None:  # type: ignore[no-un
 def test_unknown_architectures_and_initialisations_are_named(tmp_path, tiny_kit) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ClassifierError, match="'resnet19' is not a torchvision model"):
         classifiers.build_classifier("resnet19", 10)
-    with pytest.raises(ClassifierError, match="small-stem is for the ResNet family"):
-        classifiers.build_classifier("vgg11_bn", 10, small_stem=True)
+    with pytest.raises(ClassifierError, match="small-stem is for ResNet, ShuffleNet, MobileNet and VGG"):
+        classifiers.build_classifier("densenet121", 10, small_stem=True)
     with pytest.raises(ClassifierError, match=r"nothing\.safetensors.*cannot be read"):
         classifiers.load_initialisation(torch.nn.Linear(2, 2), tmp_path / "nothing.safetensors")
     with pytest.raises(ClassifierError, match="does not fit this architecture or stem: 'conv1.weight'"):
@@ -236,7 +236,7 @@ def test_rows_do_not_depend_on_their_batch(tiny_kit) -> None:  # type: ignore[no
     teachers = {c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in held}
     settings = parse_run_config(quick()).fedlmg
     samplers = {
-        "prompts-only": lambda jobs: prompts_only.sample(kit, jobs, prompts, 3.0, 4),
+        "prompts-only": lambda jobs: prompts_only.sample(kit, jobs, prompts[[j.label for j in jobs]], 3.0, 4),
         "feddeo": lambda jobs: feddeo.sample(kit, jobs, prompts, learned, (3.0, 3.0), 4),
         "fedlmg": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, settings, 4),
     }

@@ -67,7 +67,7 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
     for name, method in METHODS.items():
         for half, module in (("client_app", method.client), ("server_app", method.server)):
             if module:
-                file = ROOT / half / "methods" / f"{module}.py"
+                file = ROOT / half / ("rounds" if method.rounds else "methods") / f"{module}.py"
                 assert file.is_file(), (name, file)
                 assert len(file.read_text().splitlines()) <= 250
                 docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
@@ -106,7 +106,7 @@ def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> Non
         shutil.copytree(ROOT / package, tmp_path / package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     table = tmp_path / "osfl" / "methods.py"
-    row = '    "toy": Method(client="toy", server="toy", payload="Descriptions", client_needs_kit=True),\n}'
+    row = '    "toy": Method(client="toy", server="toy", payload="Descriptions", client_parts=DIFFUSION_PARTS),\n}'
     table.write_text(table.read_text().replace("\n}\n", f"\n{row}\n", 1))  # edit 1
     (tmp_path / "client_app" / "methods" / "toy.py").write_text(TOY.replace("SHAPE", "(8, 32)"))  # edit 2
     server = (ROOT / "server_app" / "methods" / "feddeo.py").read_text().replace('"feddeo"', '"toy"')

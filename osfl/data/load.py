@@ -45,6 +45,14 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     return CLASSES
 
 
+def domain_name(config: DataConfig, node: NodeConfig) -> str:
+    """The name of a simulated client's domain: the digits' style, or the client's folder; "" where nobody knows it."""
+    if config.name == "digits" and config.partition == "domain" and node.partition_id >= 0:
+        return str(_digits_partition(config, node, "test", 0)[0]["domain"])
+    folder = simulated_folder(config, node)
+    return folder.name if folder else ""
+
+
 def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int, size: int | None = None) -> Images:
     """The images of one node.
 
@@ -105,10 +113,12 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
         DataError: as `load_images`, but for corrupt images.
     """
     for split in ("train", "test"):
-        if config.name == "folder":
-            _list_folder(config, node, split)
-        else:
-            _digits_partition(config, node, split, seed)
+        count_images(config, node, split, seed)
+
+
+def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> int:
+    """How many images this node has; none is opened."""
+    return len(_list_folder(config, node, split) if config.name == "folder" else _digits_partition(config, node, split, seed))
 
 
 def _list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:

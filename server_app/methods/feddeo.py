@@ -30,8 +30,7 @@ from server_app.training import train_global
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every description; one global model, FT."""
     descriptions = cast(Mapping[str, Descriptions], payloads)
-    held = {client: [job.classes.index(name) for name in p.classes] for client, p in descriptions.items()}
-    plan = plan_images("feddeo", job.config.seed, held, job.config.synthesis.images_per_class)
+    plan = plan_images("feddeo", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
     scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
     images = render(job, plan, lambda: _sampler(job, descriptions, scales), {"text": scales[0], "description": scales[1]})
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
@@ -70,10 +69,6 @@ def sample(
     c0 = kit.text([""])
     text = prompts[[job.label for job in jobs]]
     description = torch.stack([learned[job.client, job.label] for job in jobs])
-    conditions = [
-        Condition(c, torch.full((len(jobs),), scale, device=kit.device))
-        for c, scale in zip((text, description), scales, strict=True)
-        if scale != 0
-    ]
+    conditions = [Condition(c, scale) for c, scale in zip((text, description), scales, strict=True) if scale != 0]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
     return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))

@@ -17,7 +17,8 @@ Differences from the paper:
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import cast
 
 import torch
@@ -28,29 +29,36 @@ from osfl.diffusion import Kit, load_kit
 from osfl.payloads import Classifier, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.guidance import Condition, Teacher, as_teacher, classifier_loss, compose, guide, implied_image
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import ddim, to_images
+from server_app.synthesis.samplers import Predict, ddim, to_images
 from server_app.training import mean_teacher, own_teacher, train_global
+
+TRAINING = ("strategies", "distillation_weight", "teacher_mean")  # the settings that shape no image
+LossAt = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # (z, t []) -> (e, L [B])
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every class of every classifier; a global model for each of FT, MD and SD that the config names."""
-    classifiers = cast(Mapping[str, Classifier], payloads)
-    settings, small_stem = job.config.fedlmg, job.config.classifier.small_stem
-    held = {client: [job.classes.index(name) for name in p.classes] for client, p in classifiers.items()}
-    teachers = {client: _rebuild(p, len(job.classes), small_stem, job.device) for client, p in classifiers.items()}
-    plan = plan_images("fedlmg", job.config.seed, held, job.config.synthesis.images_per_class)
-    sampling = {
-        "guidance": settings.guidance,
-        "classifier": settings.classifier_weight,
-        "bn": settings.bn_weight,
-        "statistics": settings.bn_statistics,
-        "scale": settings.gradient_scale,
-        "gradient": settings.gradient,
-    }
-    images = render(job, plan, lambda: _sampler(job, teachers), sampling)
+    return run_guided(job, payloads, job.config.fedlmg, sample)
 
+
+def run_guided(
+    job: ServerJob, payloads: Mapping[str, Payload], settings: FedLMGConfig, sampler: Callable[..., torch.Tensor]
+) -> dict[str, GlobalModel]:
+    """FedLMG's and FedCADO's way from classifiers to global models; they differ in the sampler."""
+    small_stem, held = job.config.classifier.small_stem, job.held(payloads)
+    classifiers = cast(Mapping[str, Classifier], payloads)
+    teachers = {client: _rebuild(p, len(job.classes), small_stem, job.device) for client, p in classifiers.items()}
+    plan = plan_images(job.config.method, job.config.seed, held, job.config.synthesis.images_per_class)
+    sampling = {key: value for key, value in asdict(settings).items() if key not in TRAINING}
+
+    def make_sampler() -> Callable[[Sequence[ImageJob]], torch.Tensor]:
+        kit, steps = load_kit(job.kit, job.device), job.config.synthesis.steps
+        prompts = kit.text(job.config.synthesis.prompts(job.classes))
+        return lambda jobs: sampler(kit, jobs, prompts, teachers, settings, steps, job.config.data.image_size)
+
+    images = render(job, plan, make_sampler, sampling)
     models, networks = {}, {client: teacher.model for client, teacher in teachers.items()}
     for strategy in split_names(settings.strategies):
         target = None
@@ -68,14 +76,6 @@ def _rebuild(payload: Classifier, num_classes: int, small_stem: bool, device: to
     if not teacher.norms:
         warnings.warn(f"{payload.architecture} has no BatchNorm layer: L_BN is 0", stacklevel=2)
     return teacher
-
-
-def _sampler(job: ServerJob, teachers: Mapping[str, Teacher]) -> Sample:
-    kit = load_kit(job.kit, job.device)
-    prompts = kit.text(job.config.synthesis.prompts(job.classes))
-    return lambda jobs: sample(
-        kit, jobs, prompts, teachers, job.config.fedlmg, job.config.synthesis.steps, job.config.data.image_size
-    )
 
 
 def sample(
@@ -97,24 +97,46 @@ def sample(
     Returns:
         uint8 [B, 3, H, W].
     """
-    c0, labels = kit.text([""]), torch.tensor([job.label for job in jobs], device=kit.device)
-    condition = [Condition(prompts[labels], torch.full((len(jobs),), settings.guidance, device=kit.device))]
-    rows_of = {client: [row for row, job in enumerate(jobs) if job.client == client] for client in {job.client for job in jobs}}
-    alphas_cumprod = kit.alphas_cumprod
+    loss_at = guidance_loss(kit, jobs, prompts, teachers, settings, size)
+    z = initial_noise(jobs, kit.latent_shape, kit.device)
+    return to_images(kit, ddim(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
 
-    def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        z = z.detach().requires_grad_()
+
+def guidance_loss(
+    kit: Kit,
+    jobs: Sequence[ImageJob],
+    prompts: torch.Tensor,
+    teachers: Mapping[str, Teacher],
+    settings: FedLMGConfig,
+    size: int | None,
+) -> LossAt:
+    """The function (z, t) -> e, L(z, t) of a batch; L is differentiable in z."""
+    c0, labels = kit.text([""]), torch.tensor([job.label for job in jobs], device=kit.device)
+    condition = [Condition(prompts[labels], settings.guidance)]
+    rows_of = {client: [row for row, job in enumerate(jobs) if job.client == client] for client in {job.client for job in jobs}}
+
+    def loss_at(z: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # 1. e: classifier-free guidance on the class's prompt
         with torch.set_grad_enabled(settings.gradient == "full"):
             e = compose(kit, z, t, c0, condition)
         # 2. L(z, t) = CE(F_k(D(x0hat)), y) + lambda L_BN, each row by its own client's classifier
-        x = implied_image(kit, z, e, alphas_cumprod[t])
+        x = implied_image(kit, z, e, kit.alphas_cumprod[t])
         loss = torch.zeros(len(z), device=z.device)
         for client, rows in rows_of.items():
             weights, over = (settings.classifier_weight, settings.bn_weight), settings.bn_statistics
             own = classifier_loss(teachers[client], x[rows], labels[rows], *weights, size, over)
             loss = loss.index_add(0, torch.tensor(rows, device=z.device), own)
-        # 3. e <- e + s sqrt(1 - a_t) grad_z L
-        return guide(z, e, alphas_cumprod[t], loss, settings.gradient_scale)
+        return e, loss
 
-    return to_images(kit, ddim(kit, initial_noise(jobs, kit.latent_shape, kit.device), steps, predict))
+    return loss_at
+
+
+def guided(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
+    """3. e <- e + s sqrt(1 - a_t) grad_z L, as a prediction for the denoise loop."""
+
+    def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        z = z.detach().requires_grad_()
+        e, loss = loss_at(z, t)
+        return guide(z, e, kit.alphas_cumprod[t], loss, scale)
+
+    return predict

@@ -21,33 +21,32 @@ from server_app.training import train_global
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images a class and client from prompts; one global model, FT."""
-    every_class = range(len(job.classes))
-    plan = plan_images(
-        "prompts-only", job.config.seed, dict.fromkeys(job.clients, every_class), job.config.synthesis.images_per_class
-    )
-    settings = {"guidance": job.config.prompts_only.guidance}
-    images = render(job, plan, lambda: _sampler(job), settings)
+    held = dict.fromkeys(job.clients, range(len(job.classes)))
+    plan = plan_images("prompts-only", job.config.seed, held, job.config.synthesis.images_per_class)
+    images = render(job, plan, lambda: _sampler(job), {"guidance": job.config.prompts_only.guidance})
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
 def _sampler(job: ServerJob) -> Sample:
     kit = load_kit(job.kit, job.device)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
-    return lambda jobs: sample(kit, jobs, prompts, job.config.prompts_only.guidance, job.config.synthesis.steps)
+    guidance, steps = job.config.prompts_only.guidance, job.config.synthesis.steps
+    return lambda jobs: sample(kit, jobs, prompts[[image.label for image in jobs]], guidance, steps)
 
 
 @torch.no_grad()
-def sample(kit: Kit, jobs: Sequence[ImageJob], prompts: torch.Tensor, guidance: float, steps: int) -> torch.Tensor:
-    """Classifier-free guidance: e = e0 + g (e_text - e0).
+def sample(
+    kit: Kit, jobs: Sequence[ImageJob], c: torch.Tensor, guidance: float, steps: int, c0: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Classifier-free guidance on one condition an image: e = e0 + g (e_c - e0).
 
     Args:
-        prompts: tau of every class's prompt, [classes, L, d].
+        c: the condition of every image, [B, L, d].
+        c0: what it is guided away from, [1, L, d]; None: the empty prompt's encoding.
 
     Returns:
         uint8 [B, 3, H, W].
     """
-    c0 = kit.text([""])
-    c = prompts[[job.label for job in jobs]]
-    g = torch.full((len(jobs),), guidance, device=kit.device)
+    nothing = kit.text([""]) if c0 is None else c0
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, [Condition(c, g)])))
+    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, nothing, [Condition(c, guidance)])))

@@ -21,7 +21,8 @@ class Condition:
     """One branch of the guidance."""
 
     c: torch.Tensor  # [B, L, d]
-    scale: torch.Tensor  # [B]
+    scale: float | torch.Tensor  # of all rows, or [B]
+    image: torch.Tensor | None = None  # [B, 2e], for an unCLIP UNet
 
 
 def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]) -> torch.Tensor:
@@ -33,13 +34,16 @@ def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, condit
     Args:
         z: [B, c, h, w].
         t: timestep, [].
-        c0: the empty prompt's encoding, [1, L, d].
+        c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image condition is zero, as in Stable unCLIP.
     """
     branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
-    e0, *others = kit.eps(z.repeat(1 + len(conditions), 1, 1, 1), t, branches).chunk(1 + len(conditions))
+    images = [condition.image for condition in conditions if condition.image is not None]
+    image = torch.cat([torch.zeros_like(images[0]), *images]) if images else None
+    e0, *others = kit.eps(z.repeat(1 + len(conditions), 1, 1, 1), t, branches, image).chunk(1 + len(conditions))
     e = e0
     for e_i, condition in zip(others, conditions, strict=True):
-        e = e + condition.scale.view(-1, 1, 1, 1) * (e_i - e0)
+        scale = condition.scale
+        e = e + (scale.view(-1, 1, 1, 1) if isinstance(scale, torch.Tensor) else scale) * (e_i - e0)
     return e
 
 

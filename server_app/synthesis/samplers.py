@@ -35,25 +35,51 @@ def ddim_step(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, a_prev: torch
     return a_prev.sqrt() * x0hat(z, e, a_t) + (1 - a_prev).sqrt() * e
 
 
+def ddim_schedule(kit: Kit, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(t, a_t, a_prev) of every step, from T down; timesteps spaced as the kit's scheduler spaces them."""
+    kit.scheduler.set_timesteps(steps)
+    gap = kit.scheduler.config.num_train_timesteps // steps
+    alphas_cumprod, a_final = kit.alphas_cumprod, kit.scheduler.final_alpha_cumprod.to(kit.device)
+    return [
+        (t, alphas_cumprod[t], alphas_cumprod[t - gap] if t >= gap else a_final)
+        for t in (int(t) for t in kit.scheduler.timesteps)
+    ]
+
+
 def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tensor:
     """Denoise z_T to z_0.
 
     Args:
         z: z_T, [B, c, h, w].
-        steps: number of timesteps, spaced as the kit's scheduler spaces them.
+        steps: number of timesteps.
         predict: the guided noise prediction.
 
     Returns:
         z_0 [B, c, h, w].
     """
-    kit.scheduler.set_timesteps(steps)
-    timesteps = [int(t) for t in kit.scheduler.timesteps]
-    gap = kit.scheduler.config.num_train_timesteps // steps
-    alphas_cumprod, a_final = kit.alphas_cumprod, kit.scheduler.final_alpha_cumprod.to(kit.device)
-    for t in timesteps:
+    for t, a_t, a_prev in ddim_schedule(kit, steps):
         e = predict(z, torch.tensor(t, device=kit.device))
-        a_prev = alphas_cumprod[t - gap] if t >= gap else a_final
-        z = ddim_step(z, e, alphas_cumprod[t], a_prev)
+        z = ddim_step(z, e, a_t, a_prev)
+    return z
+
+
+def z_sampling(kit: Kit, z: torch.Tensor, steps: int, strong: Predict, weak: Predict, threshold: int) -> torch.Tensor:
+    """Denoise z_T to z_0 with a zig-zag at timesteps above the threshold (Espresso, Z-Sampling; Bai et al., arXiv 2412.10891).
+
+    Args:
+        strong: the noise prediction with guidance gamma_1.
+        weak: with gamma_2 < gamma_1.
+        threshold: T_z.
+    """
+    for t, a_t, a_prev in ddim_schedule(kit, steps):
+        at = torch.tensor(t, device=kit.device)
+        if t > threshold:
+            # 1. zig: a strong step down
+            lower = ddim_step(z, strong(z, at), a_t, a_prev)
+            # 2. zag: back up with a weak prediction at the same timestep; a DDIM step is its own inverse with a_t and a_prev exchanged
+            z = ddim_step(lower, weak(lower, at), a_prev, a_t)
+        # 3. the step that stays
+        z = ddim_step(z, strong(z, at), a_t, a_prev)
     return z
 
 

@@ -1,0 +1,100 @@
+"""Conditions learned through the frozen diffusion model: what FedDEO calls descriptions and Espresso learns for every cluster."""
+
+from functools import partial
+
+import torch
+
+from client_app.job import ClientJob
+from osfl.config import ConditionTraining
+from osfl.data import Images
+from osfl.diffusion import Kit, forward_noise
+from osfl.seeds import generator_of
+
+
+def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
+    """E(x) of every image: mean and log-variance of its latents' posterior, each [N, c, h, w]."""
+    encoded = [job.meter.run(("encode", len(x)), partial(kit.encode, x)) for x in images.batches(8)]
+    mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
+    return mean, logvar
+
+
+def learn_conditions(
+    kit: Kit,
+    start: torch.Tensor,
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    rows_of: list[torch.Tensor],
+    names: list[str],
+    settings: ConditionTraining,
+    job: ClientJob,
+) -> torch.Tensor:
+    """Minimise the denoising loss over each condition's own images; `settings.at_once` conditions share a UNet batch and nothing else.
+
+    Args:
+        start: where the conditions begin, [G, L, d].
+        mean, logvar: posterior of every image's latents, [N, c, h, w].
+        rows_of: the images of each condition, G index tensors.
+        names: of the conditions; each has its own stream of random numbers, by its name.
+
+    Returns:
+        conditions [G, L, d].
+
+    Raises:
+        ValueError: a condition diverged.
+    """
+    learned, groups = [], [*range(0, len(start), settings.at_once)]
+    for number, first in enumerate(groups):
+        part = slice(first, first + settings.at_once)
+
+        def advance(done: int, total: int, number: int = number) -> None:
+            job.progress(number * total + done, len(groups) * total)
+
+        learned.append(_learn_together(kit, start[part], mean, logvar, rows_of[part], names[part], settings, job, advance))
+    return torch.cat(learned)
+
+
+def _learn_together(kit, start, mean, logvar, rows_of, names, settings, job, advance) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    conditions = [c.clone().requires_grad_() for c in start]  # one tensor each: a condition that is done is left alone
+    optimiser = torch.optim.Adam(conditions, lr=settings.lr)
+    randomness = [generator_of(job.config.seed, job.config.method, job.client, name) for name in names]
+    schedules = [
+        _minibatches(rows, settings.epochs, settings.batch_size, g) for rows, g in zip(rows_of, randomness, strict=True)
+    ]
+    total = max(len(s) for s in schedules)
+    alphas_cumprod = kit.alphas_cumprod
+
+    for step in range(total):
+        rows, t, posterior_noise, eps, owner = [], [], [], [], []
+        for index, (schedule, generator) in enumerate(zip(schedules, randomness, strict=True)):
+            if step < len(schedule):
+                batch = schedule[step]
+                rows.append(batch)
+                t.append(torch.randint(len(alphas_cumprod), (len(batch),), generator=generator))
+                posterior_noise.append(torch.randn(len(batch), *mean.shape[1:], generator=generator))
+                eps.append(torch.randn(len(batch), *mean.shape[1:], generator=generator))
+                owner += [index] * len(batch)
+        chosen, steps, noise = torch.cat(rows), torch.cat(t).to(kit.device), torch.cat(eps).to(kit.device)
+        x0 = mean[chosen] + (0.5 * logvar[chosen]).exp() * torch.cat(posterior_noise).to(kit.device)
+        z_t = forward_noise(x0, noise, alphas_cumprod[steps])
+        share = torch.tensor(
+            [1 / len(schedules[i][step]) for i in owner], device=kit.device
+        )  # mean over a condition's own images
+
+        def update(z_t=z_t, steps=steps, noise=noise, owner=owner, share=share) -> None:  # type: ignore[no-untyped-def]
+            guess = kit.eps(z_t, steps, torch.stack([conditions[i] for i in owner]))
+            loss = ((noise - guess).square().mean(dim=(1, 2, 3)) * share).sum()  # FedDEO, eq. 4; Espresso, eq. 8
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
+        job.meter.run(("condition", len(owner)), update)
+        advance(step + 1, total)
+    learned = torch.stack([c.detach() for c in conditions])
+    if not torch.isfinite(learned).all():
+        raise ValueError(f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = {settings.lr:g}")
+    return learned
+
+
+def _minibatches(rows: torch.Tensor, epochs: int, size: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """`epochs` passes over `rows`, each in a new order, cut into batches."""
+    return [batch for _ in range(epochs) for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)]

@@ -1,0 +1,23 @@
+"""The client half of prompts-domain: the name of this client's domain, and nothing else.
+
+A reference, not a method of the papers: it gives away what OSFL keeps from the server. Espresso (CVPR 2026) calls it its prompts-only
+baseline.
+
+Differences: none; the papers say only that the prompt names the domain.
+"""
+
+from client_app.job import ClientJob
+from osfl.data import DataError
+from osfl.payloads import Domain
+
+
+def make_payload(job: ClientJob) -> Domain:
+    """The domain's name: the node's `domain`, or in a simulation the data set's.
+
+    Raises:
+        DataError: nobody told this client its domain.
+    """
+    if not job.domain:
+        raise DataError("prompts-domain needs node-config domain: the name of this client's kind of images, such as 'sketch'")
+    images = job.load(job.config.data.image_size)
+    return Domain(tuple(job.classes[label] for label in images.held()), job.domain)

@@ -1,0 +1,120 @@
+"""Espresso's client half: a condition for every visual sub-pattern of a class, and a Gaussian mixture of its noised latents.
+
+Espresso ("Guiding Diffusion Models with Fine-Grained Conditions and Semantics-Preserving Sampling", CVPR 2026; its code is not public), phase 1. (C) A frozen image encoder's features are
+clustered inside every class; each cluster learns a condition as FedDEO's description (eq. 8). (G) The class's latents, mixed by MixUp, are
+diffused forward to the first sampling timestep, and a diagonal Gaussian mixture is fitted to them.
+
+Differences from the paper:
+
+1. Theirs: DINOv2, or CLIP. Ours: the kit's image encoder (a small CLIP), or any DINOv2 or CLIP by `image-encoder`.
+2. Theirs: "hierarchical clustering". Ours: agglomerative with Ward's criterion, scikit-learn's default.
+3. Theirs, silent on where a condition begins: ours begins at the class prompt's encoding, as FedDEO's.
+4. Theirs, silent on MixUp's law and the number of draws: ours Beta(1, 1) between two images of the class, one mixture for every image, each noised
+   `espresso.noise-draws` times.
+5. Theirs: SD's [77, 768] conditions; a class with fewer images than J has fewer clusters. Ours: the same, sent in J places with weight 0 in
+   those left over.
+6. `espresso.gmm = false` sends no mixture (rows C and C+Z of its ablation).
+
+Payload for Stable Diffusion 1.5 at 512 px: J x 59,136 + J + M x (1 + 2 x 16,384) = 367,624 numbers a class with J = M = 4.
+"""
+
+import torch
+from sklearn.cluster import AgglomerativeClustering
+from sklearn.mixture import GaussianMixture
+
+from client_app.conditions import learn_conditions, posteriors
+from client_app.job import ClientJob
+from osfl.diffusion import forward_noise, load_kit
+from osfl.encoders import load_image_encoder
+from osfl.payloads import Mixtures
+from osfl.seeds import generator_of, seed_of
+
+VARIANCE_FLOOR = 1e-6  # scikit-learn's: keeps a component of equal latents from collapsing
+
+
+def make_payload(job: ClientJob) -> Mixtures:
+    """Cluster, learn a condition for each cluster, fit the mixtures.
+
+    Raises:
+        KitError: the kit or the image encoder is missing or damaged.
+        ValueError: a condition diverged.
+    """
+    settings = job.config.espresso
+    kit, encoder = load_kit(job.kit, job.device), load_image_encoder(job.config.image_encoder or job.kit, job.device)
+    images, seen = job.load(kit.image_size), job.load(encoder.image_size)
+    features = torch.cat([job.meter.run(("embed", len(x)), lambda x=x: encoder(x)) for x in seen.pixels.split(16)])  # type: ignore[misc]
+    mean, logvar = posteriors(kit, images, job)
+    held = images.held()
+    names = [job.classes[label] for label in held]
+
+    # C: one condition a cluster
+    rows_of, owners, cluster_names = [], [], []
+    for index, label in enumerate(held):
+        rows = (images.labels == label).nonzero().flatten()
+        for number, members in enumerate(cluster(features[rows], settings.clusters)):
+            rows_of.append(rows[members])
+            owners.append((index, number))
+            cluster_names.append(f"{names[index]}/{number}")
+    prompts = kit.text(job.config.synthesis.prompts(names))
+    start = prompts[[index for index, _ in owners]]
+    learned = learn_conditions(kit, start, mean, logvar, rows_of, cluster_names, settings, job).float().cpu()
+    conditions = torch.zeros(len(held), settings.clusters, *learned.shape[1:])
+    weights = torch.zeros(len(held), settings.clusters)
+    for (index, number), condition, rows in zip(owners, learned, rows_of, strict=True):
+        conditions[index, number] = condition
+        weights[index, number] = len(rows) / int((images.labels == held[index]).sum())
+    if not settings.gmm:
+        return Mixtures(tuple(names), conditions, weights)
+
+    # G: a mixture of the noised latents of every class
+    kit.scheduler.set_timesteps(job.config.synthesis.steps)
+    a_first = kit.alphas_cumprod[int(kit.scheduler.timesteps[0])].cpu()
+    mixtures = []
+    for label, name in zip(held, names, strict=True):
+        rows = (images.labels == label).nonzero().flatten()
+        latents = noised_latents(
+            mean[rows].cpu(),
+            logvar[rows].cpu(),
+            a_first,
+            settings.noise_draws,
+            generator_of(job.config.seed, "espresso mixture", job.client, name),
+        )
+        mixtures.append(
+            fit_mixture(latents, settings.components, seed_of(job.config.seed, "espresso mixture", job.client, name))
+        )
+    shares, means, variances = (torch.stack(part) for part in zip(*mixtures, strict=True))
+    return Mixtures(tuple(names), conditions, weights, shares, means, variances)
+
+
+def cluster(features: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Ward clusters of features [N, e]: the members of each, at most `count` and at most N of them."""
+    count = min(count, len(features))
+    if count == 1:
+        return [torch.arange(len(features))]
+    labels = torch.from_numpy(AgglomerativeClustering(count, linkage="ward").fit_predict(features.numpy()))
+    return [(labels == number).nonzero().flatten() for number in range(count)]
+
+
+def noised_latents(
+    mean: torch.Tensor, logvar: torch.Tensor, a_t: torch.Tensor, draws: int, generator: torch.Generator
+) -> torch.Tensor:
+    """MixUp of a class's latents, diffused forward `draws` times each: [N * draws, c, h, w].
+
+    Args:
+        mean, logvar: posteriors of the class's N images, [N, c, h, w].
+        a_t: alphas_cumprod at the first sampling timestep, [].
+    """
+    x0 = mean + (0.5 * logvar).exp() * torch.randn(mean.shape, generator=generator)
+    share = torch.rand(len(x0), 1, 1, 1, generator=generator)  # Beta(1, 1)
+    mixed = share * x0 + (1 - share) * x0[torch.randperm(len(x0), generator=generator)]
+    many = mixed.repeat(draws, 1, 1, 1)
+    return forward_noise(many, torch.randn(many.shape, generator=generator), a_t.expand(len(many)))
+
+
+def fit_mixture(latents: torch.Tensor, components: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A diagonal Gaussian mixture of latents [N, c, h, w]: weights [M], means and variances [M, c, h, w]."""
+    shape = latents.shape[1:]
+    mixture = GaussianMixture(components, covariance_type="diag", reg_covar=VARIANCE_FLOOR, random_state=seed % 2**32)
+    mixture.fit(latents.flatten(1).double().numpy())
+    weights, means, variances = (torch.from_numpy(v).float() for v in (mixture.weights_, mixture.means_, mixture.covariances_))
+    return weights, means.view(components, *shape), variances.view(components, *shape)

@@ -1,0 +1,89 @@
+"""FedBiP's client half: a learned word for the domain, one for each class, and the latent posterior of every image.
+
+FedBiP (Chen et al., arXiv 2410.04810, CVPR 2025). Concept level: in the prompt "a S style of a V" the vectors of S (one for
+the client) and V (one a class) are learned through the frozen diffusion model. Instance level: the VAE's posterior of every image.
+
+Differences from the paper:
+
+1. Theirs: S and V are embeddings that enter the text encoder. Ours: they take the place of two of its output vectors, those of S and V's last token, so that
+   the upload is in the same space as the other methods'; the other positions are the prompt's own.
+2. Theirs, silent where S and V begin: ours at the encoding of "a x style of a CLASS".
+3. Theirs: which images to send is the client's choice. Ours: all.
+
+Payload for Stable Diffusion 1.5 at 512 px: 768 + 768 a class + 2 x 16,384 an image. A posterior decodes to a close likeness of its image: of all
+methods here this one gives the most away.
+"""
+
+import torch
+
+from client_app.conditions import posteriors
+from client_app.job import ClientJob
+from osfl.diffusion import Kit, forward_noise, load_kit
+from osfl.payloads import Concepts
+from osfl.prompts import concept_positions, concept_prompts, with_concepts
+from osfl.seeds import generator_of
+
+
+def make_payload(job: ClientJob) -> Concepts:
+    """Learn S and V, and send them with every image's posterior.
+
+    Raises:
+        KitError: the kit is missing or damaged.
+        ValueError: the words diverged.
+    """
+    kit = load_kit(job.kit, job.device)
+    images = job.load(kit.image_size)
+    held = images.held()
+    names = [job.classes[label] for label in held]
+    mean, logvar = posteriors(kit, images, job)
+    order = images.labels.argsort(stable=True)
+    mean, logvar, labels = mean[order], logvar[order], images.labels[order]
+    domain, vectors = learn_words(kit, names, torch.tensor([held.index(y) for y in labels.tolist()]), mean, logvar, job)
+    deviations = (0.5 * logvar).exp()
+    return Concepts(tuple(names), domain, vectors, labels, mean.float().cpu(), deviations.float().cpu())
+
+
+def learn_words(
+    kit: Kit, names: list[str], owner: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor, job: ClientJob
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minimise the denoising loss over S [d] and V [C, d] together.
+
+    Args:
+        names: of the C classes.
+        owner: [N], each image's class among them.
+        mean, logvar: posteriors, [N, c, h, w].
+    """
+    settings, alphas_cumprod = job.config.fedbip, kit.alphas_cumprod
+    base, places = kit.text(concept_prompts(names)), concept_positions(kit.text, names)
+    domain = base[0, places[0][0]].clone().requires_grad_()
+    vectors = torch.stack([base[c, v] for c, (_, v) in enumerate(places)]).requires_grad_()
+    optimiser = torch.optim.Adam([domain, vectors], lr=settings.lr)
+    generator = generator_of(job.config.seed, "fedbip", job.client)
+    schedule = [
+        rows
+        for _ in range(settings.epochs)
+        for rows in torch.randperm(len(owner), generator=generator).split(settings.batch_size)
+    ]
+    for done, rows in enumerate(schedule, start=1):
+        t = torch.randint(len(alphas_cumprod), (len(rows),), generator=generator).to(kit.device)
+        eps = torch.randn(len(rows), *mean.shape[1:], generator=generator).to(kit.device)
+        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(len(rows), *mean.shape[1:], generator=generator).to(
+            kit.device
+        )
+        z_t, whose = forward_noise(x0, eps, alphas_cumprod[t]), owner[rows]
+
+        def update(z_t=z_t, t=t, eps=eps, whose=whose) -> None:  # type: ignore[no-untyped-def]
+            condition = with_concepts(
+                base[whose], [places[c] for c in whose.tolist()], domain.expand(len(whose), -1), vectors[whose]
+            )
+            loss = (eps - kit.eps(z_t, t, condition)).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
+        job.meter.run(("words", len(rows)), update)
+        job.progress(done, len(schedule))
+    domain, vectors = domain.detach().float().cpu(), vectors.detach().float().cpu()
+    if not (torch.isfinite(domain).all() and torch.isfinite(vectors).all()):
+        raise ValueError(f"the words diverged (NaN or infinity); lower fedbip.lr = {settings.lr:g}")
+    return domain, vectors

@@ -1,0 +1,54 @@
+"""FedDISC's client half: cluster centres of a class's noised image embeddings, and their mean.
+
+FedDISC (Yang et al., arXiv 2305.04063), as FedDEO and FedLMG compare with it: the true labels take the place of its pseudo-labels.
+
+Differences from the paper:
+
+1. Theirs: Stable unCLIP's CLIP ViT-H. Ours: the image encoder of the Stable unCLIP folder `feddisc.kit`, whatever it is.
+2. The domain's feature: ours is the mean of each class's images, as an upload of (K + 1) vectors a class says.
+3. The order: ours noises every image's embedding once at `feddisc.noise-level`, then clusters; a class with fewer than K images sends some
+   centres twice.
+
+Payload for Stable unCLIP 2.1 (embeddings of 1024 and their level's encoding): (5 + 1) x 2048 = 12,288 numbers a class.
+"""
+
+import torch
+from sklearn.cluster import KMeans
+
+from client_app.job import ClientJob
+from osfl.diffusion import load_embedding_noise
+from osfl.encoders import load_image_encoder
+from osfl.payloads import Embeddings
+from osfl.seeds import generator_of, seed_of
+
+
+def make_payload(job: ClientJob) -> Embeddings:
+    """Embed, noise, cluster.
+
+    Raises:
+        KitError: the image encoder or its noise schedule is missing or damaged.
+    """
+    settings = job.config.feddisc
+    encoder, add_noise = load_image_encoder(job.kit, job.device), load_embedding_noise(job.kit)
+    images = job.load(encoder.image_size)
+    parts = []
+    for pixels in images.pixels.split(16):
+        parts.append(job.meter.run(("embed", len(pixels)), lambda pixels=pixels: encoder(pixels)))  # type: ignore[misc]
+        job.progress(sum(map(len, parts)), len(images))
+    embeddings = torch.cat(parts)
+    noise = torch.randn(embeddings.shape, generator=generator_of(job.config.seed, "feddisc", job.client))
+    noised = add_noise(embeddings, torch.full((len(embeddings),), settings.noise_level), noise)
+    held = images.held()
+    vectors = [
+        class_vectors(noised[images.labels == label], settings.clusters, seed_of(job.config.seed, "feddisc", job.client, label))
+        for label in held
+    ]
+    return Embeddings(tuple(job.classes[label] for label in held), torch.stack(vectors))
+
+
+def class_vectors(noised: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
+    """[K + 1, 2e] of a class's noised embeddings [N, 2e]: K-means centres, then the mean of all."""
+    count = min(clusters, len(noised))
+    centres = KMeans(count, n_init=10, random_state=seed % 2**32).fit(noised.numpy()).cluster_centers_
+    rows = torch.from_numpy(centres).float()[[index % count for index in range(clusters)]]
+    return torch.cat([rows, noised.mean(dim=0, keepdim=True)])

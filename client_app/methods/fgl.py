@@ -1,0 +1,34 @@
+"""FGL's client half: a caption of every image, as text.
+
+FGL (Zhang et al., arXiv 2306.16064): a captioner describes every private image, and the captions are the server's prompts.
+
+Differences from the paper:
+
+1. Theirs: BLIP-2. Ours: the kit's BLIP, or any BLIP by `captioner`.
+2. Ours: greedy decoding, so that the same image gives the same caption; all captions are sent.
+
+Payload: some 50 bytes an image; the words are readable by whoever sees the message.
+"""
+
+from client_app.job import ClientJob
+from osfl.encoders import load_captioner
+from osfl.payloads import Captions
+from osfl.wire import MAX_TEXT
+
+
+def make_payload(job: ClientJob) -> Captions:
+    """Caption every image.
+
+    Raises:
+        KitError: the captioner is missing or damaged.
+    """
+    captioner = load_captioner(job.config.captioner or job.kit, job.device)
+    images = job.load(captioner.image_size)
+    captions: list[str] = []
+    for pixels in images.pixels.split(16):
+        captions += job.meter.run(("caption", len(pixels)), lambda pixels=pixels: captioner(pixels))  # type: ignore[misc]
+        job.progress(len(captions), len(images))
+    printable = ["".join(c for c in text if c.isprintable())[:MAX_TEXT] for text in captions]
+    held = images.held()
+    texts = tuple(tuple(t for t, y in zip(printable, images.labels.tolist(), strict=True) if y == label) for label in held)
+    return Captions(tuple(job.classes[label] for label in held), texts)

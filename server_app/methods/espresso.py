@@ -1,0 +1,92 @@
+"""Espresso's server half: initial noise from each class's mixture (G), a cluster's condition (C), zig-zag sampling (Z).
+
+Espresso ("Guiding Diffusion Models with Fine-Grained Conditions and Semantics-Preserving Sampling", CVPR 2026; its code is not public), phase 2. Its ablation: C (`espresso.gmm = false`,
+`espresso.z-sampling = false`), C+G, C+Z, C+G+Z.
+
+Differences from the paper:
+
+1. Theirs: "a randomly selected condition". Ours: drawn by the clusters' shares of the class's images.
+2. Theirs: the inversion at the next lower timestep, as Z-Sampling's authors write it, or the same, which the summary leaves open. Ours: the same
+   timestep t, for which the inverse of a DDIM step is exact when the prediction is.
+3. Theirs: gamma_2 is not given. Ours: 0, so that step 2 needs the unconditional branch alone (5 UNet passes a zig-zag).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from osfl.config import EspressoConfig
+from osfl.diffusion import Kit, load_kit
+from osfl.payloads import Mixtures, Payload
+from osfl.seeds import generator_of
+from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.guidance import Condition, compose
+from server_app.synthesis.images import Sample, render
+from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.samplers import ddim, to_images, z_sampling
+from server_app.training import train_global
+
+
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+    """R images for every class of every client; one global model, FT."""
+    s = job.config.espresso
+    plan = plan_images("espresso", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
+    sampling = {"gamma": [s.guidance, s.inversion_guidance], "threshold": s.z_threshold if s.z_sampling else None, "gmm": s.gmm}
+    images = render(job, plan, lambda: _sampler(job, cast(Mapping[str, Mixtures], payloads)), sampling)
+    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+
+
+def _sampler(job: ServerJob, payloads: Mapping[str, Mixtures]) -> Sample:
+    kit = load_kit(job.kit, job.device)
+    place = {(client, job.classes.index(name)): row for client, p in payloads.items() for row, name in enumerate(p.classes)}
+    return lambda jobs: sample(
+        kit,
+        jobs,
+        [(payloads[image.client], place[image.client, image.label]) for image in jobs],
+        job.config.espresso,
+        job.config.synthesis.steps,
+    )
+
+
+@torch.no_grad()
+def sample(
+    kit: Kit, jobs: Sequence[ImageJob], sources: Sequence[tuple[Mixtures, int]], settings: EspressoConfig, steps: int
+) -> torch.Tensor:
+    """Semantics-preserving sampling.
+
+    Args:
+        sources: for every image its client's payload, and its class's place there.
+
+    Returns:
+        uint8 [B, 3, H, W].
+    """
+    c0, z = kit.text([""]), initial_noise(jobs, kit.latent_shape, torch.device("cpu"))
+    chosen, starts = [], []
+    for image, (payload, row), noise in zip(jobs, sources, z, strict=True):
+        generator = generator_of(image.noise_seed, "espresso")
+        j = int(torch.multinomial(payload.weights[row], 1, generator=generator))
+        chosen.append(payload.conditions[row, j])
+        starts.append(from_mixture(payload, row, noise, generator) if settings.gmm else noise)
+    c, z = torch.stack(chosen).to(kit.device, kit.dtype), torch.stack(starts).to(kit.device, kit.dtype)
+
+    def strong(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:  # gamma_1
+        return compose(kit, z, t, c0, [Condition(c, settings.guidance)])
+
+    def weak(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:  # gamma_2
+        if settings.inversion_guidance == 0:
+            return kit.eps(z, t, c0.expand(len(z), -1, -1))
+        return compose(kit, z, t, c0, [Condition(c, settings.inversion_guidance)])
+
+    if settings.z_sampling:
+        return to_images(kit, z_sampling(kit, z, steps, strong, weak, settings.z_threshold))
+    return to_images(kit, ddim(kit, z, steps, strong))
+
+
+def from_mixture(payload: Mixtures, row: int, noise: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """z_T [c, h, w] from a class's Gaussian mixture: mean_m + sqrt(variance_m) * noise, m drawn by the components' weights."""
+    assert payload.component_weights is not None
+    assert payload.component_means is not None
+    assert payload.component_variances is not None
+    m = int(torch.multinomial(payload.component_weights[row], 1, generator=generator))
+    return payload.component_means[row, m] + payload.component_variances[row, m].sqrt() * noise

@@ -1,0 +1,77 @@
+"""FedBiP's server half: images between two of a client's latents, under its learned words.
+
+FedBiP (Chen et al., arXiv 2410.04810, CVPR 2025): two images' posteriors are interpolated, a latent is drawn, diffused forward to the
+first timestep and denoised under "a S style of a V", with noise on S.
+
+Differences from the paper:
+
+1. The interpolation's share: ours is drawn uniformly from [0, 1].
+2. Theirs: noise N(0, 0.1^2) on S. Ours: `fedbip.domain-noise`, a new draw for every image.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from osfl.config import FedBiPConfig
+from osfl.diffusion import Kit, forward_noise, load_kit
+from osfl.payloads import Concepts, Payload
+from osfl.prompts import concept_positions, concept_prompts, with_concepts
+from osfl.seeds import generator_of
+from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.guidance import Condition, compose
+from server_app.synthesis.images import Sample, render
+from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.samplers import ddim, ddim_schedule, to_images
+from server_app.training import train_global
+
+
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+    """R images for every class of every client; one global model, FT."""
+    settings = job.config.fedbip
+    plan = plan_images("fedbip", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
+    sampling = {"guidance": settings.guidance, "domain noise": settings.domain_noise}
+    images = render(job, plan, lambda: _sampler(job, cast(Mapping[str, Concepts], payloads)), sampling)
+    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+
+
+def _sampler(job: ServerJob, payloads: Mapping[str, Concepts]) -> Sample:
+    kit = load_kit(job.kit, job.device)
+    return lambda jobs: sample(kit, jobs, job.classes, payloads, job.config.fedbip, job.config.synthesis.steps)
+
+
+@torch.no_grad()
+def sample(
+    kit: Kit,
+    jobs: Sequence[ImageJob],
+    classes: Sequence[str],
+    payloads: Mapping[str, Concepts],
+    settings: FedBiPConfig,
+    steps: int,
+) -> torch.Tensor:
+    """Interpolate, noise, denoise. Returns uint8 [B, 3, H, W]."""
+    names = [classes[image.label] for image in jobs]
+    domains, words, latents = [], [], []
+    for image, name in zip(jobs, names, strict=True):
+        own, generator = payloads[image.client], generator_of(image.noise_seed, "fedbip")
+        domains.append(own.domain + settings.domain_noise * torch.randn(own.domain.shape, generator=generator))
+        words.append(own.vectors[own.classes.index(name)])
+        latents.append(interpolated(own, image.label, generator))
+    s, v = torch.stack(domains).to(kit.device), torch.stack(words).to(kit.device)
+    c = with_concepts(kit.text(concept_prompts(names)), concept_positions(kit.text, names), s, v)
+    a_first = ddim_schedule(kit, steps)[0][1]
+    z0 = torch.stack(latents).to(kit.device, kit.dtype)
+    z = forward_noise(z0, initial_noise(jobs, kit.latent_shape, kit.device), a_first.expand(len(z0)))
+    c0 = kit.text([""])
+    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, [Condition(c, settings.guidance)])))
+
+
+def interpolated(payload: Concepts, label: int, generator: torch.Generator) -> torch.Tensor:
+    """A latent [c, h, w] drawn between two images' posteriors of a class; of the one image, where there is one."""
+    rows = (payload.labels == label).nonzero().flatten()
+    one, other = rows[torch.randperm(len(rows), generator=generator)].repeat(2)[:2]
+    share = torch.rand((), generator=generator)
+    mean = share * payload.means[one] + (1 - share) * payload.means[other]
+    deviation = share * payload.deviations[one] + (1 - share) * payload.deviations[other]
+    return mean + deviation * torch.randn(mean.shape, generator=generator)

@@ -1,0 +1,73 @@
+"""FedDISC's server half: images from cluster centres of the clients' image embeddings.
+
+FedDISC (Yang et al., arXiv 2305.04063), as FedDEO and FedLMG compare with it. A diffusion model conditioned on image embeddings (Stable
+unCLIP) composes two branches: a cluster's centre, and the class's mean as the domain's feature, with scale 2 each.
+
+Differences from the paper:
+
+1. Theirs: pseudo-labels of unlabelled clients. Ours: the true labels, as in FedDEO's and FedLMG's comparisons.
+2. The centre of an image: ours takes them in turn.
+3. The prompt beside the embedding: ours is the class's in both branches, the empty one in the unconditional.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from osfl.config import FedDISCConfig
+from osfl.diffusion import Kit, load_kit
+from osfl.payloads import Embeddings, Payload
+from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.guidance import Condition, compose
+from server_app.synthesis.images import Sample, render
+from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.samplers import ddim, to_images
+from server_app.training import train_global
+
+
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+    """R images for every class of every client; one global model, FT."""
+    settings = job.config.feddisc
+    plan = plan_images("feddisc", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
+    sampling = {"cluster": settings.guidance_cluster, "domain": settings.guidance_domain}
+    images = render(job, plan, lambda: _sampler(job, cast(Mapping[str, Embeddings], payloads)), sampling)
+    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+
+
+def _sampler(job: ServerJob, payloads: Mapping[str, Embeddings]) -> Sample:
+    kit = load_kit(job.kit, job.device)
+    prompts = kit.text(job.config.synthesis.prompts(job.classes))
+    vectors = {
+        (client, job.classes.index(name)): rows.to(kit.device, kit.dtype)
+        for client, payload in payloads.items()
+        for name, rows in zip(payload.classes, payload.vectors, strict=True)
+    }
+    return lambda jobs: sample(kit, jobs, prompts, vectors, job.config.feddisc, job.config.synthesis.steps)
+
+
+@torch.no_grad()
+def sample(
+    kit: Kit,
+    jobs: Sequence[ImageJob],
+    prompts: torch.Tensor,
+    vectors: Mapping[tuple[str, int], torch.Tensor],
+    settings: FedDISCConfig,
+    steps: int,
+) -> torch.Tensor:
+    """e = e0 + g_c (e_centre - e0) + g_d (e_mean - e0).
+
+    Args:
+        prompts: tau of every class's prompt, [classes, L, d].
+        vectors: K centres and the mean [K + 1, 2e] of (client, label).
+
+    Returns:
+        uint8 [B, 3, H, W].
+    """
+    c0, c = kit.text([""]), prompts[[image.label for image in jobs]]
+    own = [vectors[image.client, image.label] for image in jobs]
+    centres = torch.stack([rows[image.index % (len(rows) - 1)] for rows, image in zip(own, jobs, strict=True)])
+    means = torch.stack([rows[-1] for rows in own])
+    conditions = [Condition(c, settings.guidance_cluster, centres), Condition(c, settings.guidance_domain, means)]
+    z = initial_noise(jobs, kit.latent_shape, kit.device)
+    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))

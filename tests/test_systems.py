@@ -1,0 +1,591 @@
+"""The systems' own mathematics: each part against numbers worked out by hand, a loop, or another library."""
+
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import quick
+from scipy.cluster.hierarchy import fcluster, ward
+from test_methods import CLASSES, images, job_of
+from torch import nn
+
+from client_app.methods import espresso as espresso_half
+from client_app.methods import fedbip as fedbip_half
+from client_app.methods import feddisc as feddisc_half
+from client_app.methods import fgl as fgl_half
+from client_app.methods import oscar as oscar_half
+from client_app.rounds import dynamic, proximal
+from osfl import classifiers, encoders
+from osfl.config import ClassifierConfig, parse_run_config
+from osfl.diffusion import forward_noise, load_embedding_noise, load_kit, load_unclip_pipeline
+from osfl.kits import KitError
+from osfl.payloads import Captions, Classifier, Concepts, Descriptions, Encodings, Mixtures
+from osfl.prompts import concept_positions, concept_prompts, with_concepts
+from osfl.seeds import generator_of
+from server_app.methods import espresso, fedbip, fedcado, feddisc, fedlmg, fgl, oscar, prompts_only
+from server_app.rounds import feddf
+from server_app.synthesis.guidance import Condition, as_teacher, compose
+from server_app.synthesis.plan import initial_noise, plan_images
+from server_app.synthesis.samplers import ddim, ddim_schedule, ddim_step, z_sampling
+
+CPU = torch.device("cpu")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- Z-Sampling (Espresso) ----
+
+
+def test_a_ddim_step_is_undone_exactly_when_the_prediction_is_fixed() -> None:
+    z, e = random(2, 4, 8, 8).double(), random(2, 4, 8, 8, seed=1).double()
+    for a_t, a_prev in ((0.05, 0.2), (0.5, 0.9), (0.9, 0.999)):
+        a_t, a_prev = torch.tensor(a_t).double(), torch.tensor(a_prev).double()
+        assert torch.allclose(ddim_step(ddim_step(z, e, a_t, a_prev), e, a_prev, a_t), z, atol=1e-12)
+
+
+def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    """Two steps of scalars, strong prediction z/2 and weak prediction 1, written out; the second step lies below the threshold."""
+    kit, z = load_kit(tiny_kit), torch.full((1, 4, 8, 8), 2.0)
+    (t1, a1, p1), (_, a2, p2) = ddim_schedule(kit, 2)
+    assert t1 > 400
+    strong, weak = (lambda z, t: z / 2), (lambda z, t: torch.ones_like(z))
+
+    def down(x: float, e: float, a: float, p: float) -> float:
+        return p**0.5 * (x - (1 - a) ** 0.5 * e) / a**0.5 + (1 - p) ** 0.5 * e
+
+    a1, p1, a2, p2 = (float(v) for v in (a1, p1, a2, p2))
+    zig = down(2.0, 1.0, a1, p1)  # 1. strong: e = 2 / 2
+    zag = down(zig, 1.0, p1, a1)  # 2. weak, backwards: e = 1, as it happens the same; so z is back at 2
+    assert zag == pytest.approx(2.0)
+    kept = down(zag, zag / 2, a1, p1)  # 3. strong again
+    end = down(kept, kept / 2, a2, p2)  # below the threshold: one plain step
+    assert torch.allclose(z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4)
+    weak = lambda z, t: torch.zeros_like(z)  # noqa: E731
+    zag = down(zig, 0.0, p1, a1)
+    kept = down(zag, zag / 2, a1, p1)
+    end = down(kept, kept / 2, a2, p2)
+    assert torch.allclose(z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4)
+
+
+def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """gamma_2 = 0 needs the unconditional branch alone: 2 + 1 + 2 rows above T_z, 2 below; 2 + 2 + 2 with gamma_2 > 0."""
+    kit, rows = load_kit(tiny_kit), []
+    settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=800)).espresso
+    payload = Mixtures(CLASSES, random(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
+    forward = kit.unet.forward
+    monkeypatch.setattr(kit.unet, "forward", lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1])
+    plan = plan_images("m", 0, {"a": [3]}, 1)
+    above = [t > 800 for t, *_ in ddim_schedule(kit, 10)]
+    assert sum(above) == 2
+    for weak, zig_zag in ((0.0, [2, 1, 2]), (1.0, [2, 2, 2])):
+        rows.clear()
+        espresso.sample(kit, plan, [(payload, 3)], replace(settings, inversion_guidance=weak), 10)
+        assert rows == [n for high in above for n in (zig_zag if high else [2])]
+    rows.clear()
+    espresso.sample(kit, plan, [(payload, 3)], replace(settings, z_sampling=False), 10)
+    assert rows == [2] * 10
+
+
+# ---- Mixtures and clusters (Espresso) ----
+
+
+def test_noise_from_a_mixture_has_its_moments() -> None:
+    """Weights 1/4 and 3/4, means -4 and 4 / variances 1 and 0.25: mean 2, variance 0.25 + 0.1875 + 12 = 12.4375."""
+    weights = torch.tensor([[0.25, 0.75]])
+    means, variances = torch.tensor([-4.0, 4.0]).view(1, 2, 1, 1, 1), torch.tensor([1.0, 0.25]).view(1, 2, 1, 1, 1)
+    payload = Mixtures(("a",), torch.zeros(1, 1, 2, 2), torch.ones(1, 1), weights, means, variances)
+    drawn = torch.cat(
+        [
+            espresso.from_mixture(payload, 0, random(1, 1, 1, seed=i), generator_of(i, "espresso")).flatten()
+            for i in range(20_000)
+        ]
+    )
+    assert drawn.mean().item() == pytest.approx(2.0, abs=0.1)
+    assert drawn.var().item() == pytest.approx(12.4375, rel=0.03)
+    assert (drawn < 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_fitted_mixture_finds_two_clouds() -> None:
+    clouds = torch.cat([random(300, 1, 2, 2) * 0.5 - 3, random(100, 1, 2, 2, seed=1) + 3])
+    weights, means, variances = espresso_half.fit_mixture(clouds, 2, seed=0)
+    order = weights.argsort()
+    assert torch.allclose(weights[order], torch.tensor([0.25, 0.75]), atol=0.01)
+    assert torch.allclose(means[order], torch.tensor([3.0, -3.0]).view(2, 1, 1, 1).expand_as(means), atol=0.3)
+    assert torch.allclose(variances[order], torch.tensor([1.0, 0.25]).view(2, 1, 1, 1).expand_as(variances), rtol=0.4)
+
+
+def test_clusters_are_wards() -> None:
+    """The same partition as SciPy's implementation, at most J and at most N clusters, every image in exactly one."""
+    features = random(30, 5)
+    for count in (1, 2, 4, 7):
+        ours = espresso_half.cluster(features, count)
+        assert sorted(torch.cat(ours).tolist()) == list(range(30))
+        theirs = fcluster(ward(features.numpy()), count, criterion="maxclust")
+        assert {frozenset(c.tolist()) for c in ours} == {frozenset(np.flatnonzero(theirs == n).tolist()) for n in set(theirs)}
+    assert [c.tolist() for c in espresso_half.cluster(features[:1], 4)] == [[0]]
+    assert len(espresso_half.cluster(features[:3], 4)) == 3
+
+
+def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
+    """Variance of a noised mixture: a E[s^2 + (1-s)^2] var(x0) + (1 - a) = 0.5 * 2/3 * 4 + 0.5, where an image is not mixed with itself."""
+    a_t = torch.tensor(0.5)
+    latents = espresso_half.noised_latents(
+        2 * random(4000, 1, 1, 1), torch.full((4000, 1, 1, 1), -30.0), a_t, 3, torch.Generator().manual_seed(0)
+    )
+    assert latents.shape == (12_000, 1, 1, 1)
+    assert latents.mean().item() == pytest.approx(0, abs=0.05)
+    assert latents.var().item() == pytest.approx(0.5 * 2 / 3 * 4 + 0.5, rel=0.04)
+
+
+def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    """Two classes, of five images and of one: 2 clusters and 1; weights are shares of the images; G alone brings the mixture."""
+    data = images(0, 0, 0, 0, 0, 4)
+    for gmm in (True, False):
+        payload = espresso_half.make_payload(job_of(tiny_kit, data, method="espresso", espresso__gmm=gmm))
+        assert payload.classes == ("zero", "four")
+        assert payload.conditions.shape == (2, 2, 8, 32)
+        assert torch.allclose(payload.weights.sum(dim=1), torch.ones(2))
+        assert payload.weights[1].tolist() == [1, 0]
+        assert payload.conditions[1, 1].abs().max() == 0
+        assert set((payload.weights[0] * 5).round().tolist()) <= {1.0, 2.0, 3.0, 4.0}
+        assert (payload.component_means is not None) == gmm
+    start = load_kit(tiny_kit).text(["an image of zero"])[0]
+    assert not torch.allclose(payload.conditions[0, 0], payload.conditions[0, 1])
+    assert (payload.conditions[0, 0] - start).abs().max() < 1  # ten images' steps away from the prompt
+
+
+def test_a_condition_is_drawn_by_its_clusters_share(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    kit, seen = load_kit(tiny_kit), []
+    conditions = torch.stack([torch.full((1, *kit.text.shape), float(j)) for j in range(3)], dim=1)
+    payload = Mixtures(("zero",), conditions, torch.tensor([[0.5, 0.5, 0.0]]))
+    settings = parse_run_config(quick(espresso__gmm=False, espresso__z_sampling=False)).espresso
+    eps = kit.unet.forward
+    kit.unet.forward = (
+        lambda z, t, encoder_hidden_states, class_labels=None: (  # type: ignore[method-assign]
+            seen.append(encoder_hidden_states[len(z) // 2 :, 0, 0]),
+            eps(z, t, encoder_hidden_states),
+        )[1]
+    )
+    espresso.sample(kit, plan_images("m", 0, {"a": [0]}, 200), [(payload, 0)] * 200, settings, 2)
+    counts = torch.bincount(seen[0].round().long(), minlength=3)
+    assert counts[2] == 0
+    assert 70 < counts[0] < 130
+    assert torch.equal(seen[0], seen[1])  # one condition an image, for all of its steps
+
+
+# ---- FedCADO ----
+
+
+def test_noise_editing_by_hand() -> None:
+    # L = z^2 / 2: z <- z - 0.1 z, three times: 2 * 0.9^3
+    z = fedcado.edit_noise(torch.full((1, 1, 2, 2), 2.0), torch.tensor(0), lambda z, t: (z, (z**2 / 2).sum((1, 2, 3))), 3, 0.1)
+    assert torch.allclose(z, torch.full_like(z, 2 * 0.9**3))
+    assert not z.requires_grad
+
+
+def test_edited_noise_has_a_lower_loss_and_other_images(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    kit, plan = load_kit(tiny_kit), plan_images("m", 0, {"a": [1, 2]}, 2)
+    torch.manual_seed(0)
+    teachers = {"a": as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True))}
+    prompts = kit.text([f"an image of {name}" for name in CLASSES])
+    settings = parse_run_config(quick(fedcado__noise_edits=10, fedcado__noise_edit_lr=0.3)).fedcado
+    loss_at = fedlmg.guidance_loss(kit, plan, prompts, teachers, settings, None)
+    z, t = initial_noise(plan, kit.latent_shape, CPU), torch.tensor(501)
+    edited = fedcado.edit_noise(z, t, loss_at, 10, 0.3)
+    assert loss_at(edited, t)[1].mean() < loss_at(z, t)[1].mean()
+    plain = fedlmg.sample(kit, plan, prompts, teachers, settings, 2)
+    assert torch.equal(fedcado.sample(kit, plan, prompts, teachers, replace(settings, noise_edits=0), 2), plain)
+    assert not torch.equal(fedcado.sample(kit, plan, prompts, teachers, settings, 2), plain)
+
+
+def test_a_teacher_without_batchnorm_warns_and_guides() -> None:
+    model = classifiers.build_classifier("vgg16", 10, small_stem=True)
+    with pytest.warns(UserWarning, match="vgg16 has no BatchNorm layer: L_BN is 0"):
+        teacher = fedlmg._rebuild(Classifier(CLASSES, "vgg16", model.state_dict()), 10, True, CPU)
+    assert not teacher.norms
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resnet = classifiers.build_classifier("resnet18", 10, small_stem=True)
+        fedlmg._rebuild(Classifier(CLASSES, "resnet18", resnet.state_dict()), 10, True, CPU)
+
+
+# ---- OSCAR ----
+
+
+def test_oscars_mean_is_a_loops(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    data = images(3, 3, 3, 8)
+    captioner, text = encoders.load_captioner(str(tiny_kit), CPU), encoders.load_text_encoder(str(tiny_kit), CPU, torch.float32)
+    captions = [captioner(data.pixels[i : i + 1])[0] for i in range(4)]
+    payload = oscar_half.make_payload(job_of(tiny_kit, data, method="oscar"))
+    total = torch.zeros(8, 32)
+    for caption in captions[:3]:
+        total += text([caption])[0]
+    assert payload.classes == ("three", "eight")
+    assert torch.allclose(payload.vectors[0], total / 3, atol=1e-5)
+    assert torch.allclose(payload.vectors[1], text([captions[3]])[0], atol=1e-5)
+    pooled = oscar_half.make_payload(job_of(tiny_kit, data, method="oscar-pooled"))
+    assert pooled.vectors.shape == (2, 32)
+    assert torch.allclose(pooled.vectors[1], text.pooled([captions[3]])[0], atol=1e-5)
+
+
+def test_a_pooled_vector_is_laid_out_behind_the_begin_of_text(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    kit, p = load_kit(tiny_kit), random(2, 32)
+    conditions = oscar.as_conditions(kit, p)
+    assert conditions.shape == (2, 8, 32)
+    for text in ("", "an image of six"):  # the begin-of-text state is the same whatever follows
+        assert torch.allclose(conditions[:, 0], kit.text([text])[:, 0].expand(2, -1), atol=1e-6)
+    assert all(torch.equal(conditions[:, place], p) for place in range(1, 8))
+    full = random(2, 8, 32)
+    assert torch.equal(oscar.as_conditions(kit, full), full)
+
+
+def test_pooling_takes_the_end_of_text(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    text = load_kit(tiny_kit).text
+    for words in ("six", "an image of six"):
+        end = (text.tokens([words])[0] == text.tokenizer.eos_token_id).int().argmax()
+        assert torch.allclose(text.pooled([words])[0], text([words])[0, end])
+
+
+# ---- FGL ----
+
+
+def test_fgl_sends_every_caption_and_uses_them_in_turn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    data = images(3, 5, 3)
+    payload = fgl_half.make_payload(job_of(tiny_kit, data, method="fgl"))
+    captioner = encoders.load_captioner(str(tiny_kit), CPU)
+    assert payload == Captions(("three", "five"), (tuple(captioner(data.pixels[[0, 2]])), tuple(captioner(data.pixels[[1]]))))
+    job = SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES)
+    texts = {("a", 3): ("red", "blue")}
+    prompts = [fgl.prompt_of(job, texts, image) for image in plan_images("fgl", 0, {"a": [3]}, 3)]  # type: ignore[arg-type]
+    assert prompts == ["three, red", "three, blue", "three, red"]
+
+
+def test_a_negative_prompt_is_the_other_end_of_the_guidance(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    kit, plan = load_kit(tiny_kit), plan_images("m", 0, {"a": [0]}, 1)
+    c, bad = random(1, 8, 32), random(1, 8, 32, seed=1)
+    nothing = kit.text([""])
+    z = initial_noise(plan, kit.latent_shape, CPU)
+    t = torch.tensor(501)
+    away, towards = kit.eps(z, t, bad), kit.eps(z, t, c)
+    assert torch.allclose(compose(kit, z, t, bad, [Condition(c, 2.0)]), away + 2 * (towards - away), atol=1e-5)
+    assert not torch.equal(prompts_only.sample(kit, plan, c, 2.0, 2, bad), prompts_only.sample(kit, plan, c, 2.0, 2, nothing))
+
+
+# ---- FedDISC ----
+
+
+def test_feddiscs_payload_has_12288_numbers_a_class() -> None:
+    """Stable unCLIP 2.1: embeddings of 1024 and their level's encoding, five centres and a mean."""
+    vectors = feddisc_half.class_vectors(random(16, 2048), clusters=5, seed=0)
+    assert vectors.numel() == 12_288
+
+
+def test_centres_and_mean_of_two_clouds() -> None:
+    cloud = torch.cat([torch.full((3, 4), 1.0), torch.full((1, 4), 5.0)])
+    vectors = feddisc_half.class_vectors(cloud, clusters=2, seed=0)
+    assert sorted(vectors[:2, 0].tolist()) == [1, 5]
+    assert torch.equal(vectors[2], torch.full((4,), 2.0))
+    few = feddisc_half.class_vectors(cloud[:1], clusters=3, seed=0)
+    assert torch.equal(few, torch.full((4, 4), 1.0))  # one image: its vector three times, and as the mean
+
+
+def test_embedding_noise_is_diffusers_own(tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    pipe, ours = load_unclip_pipeline(tiny_unclip), load_embedding_noise(str(tiny_unclip))
+    embeddings, noise = random(3, 12), random(3, 12, seed=1)
+    for level in (0, 500, 999):
+        theirs = pipe.noise_image_embeddings(embeddings, level, noise=noise)
+        assert torch.allclose(ours(embeddings, torch.full((3,), level), noise), theirs, atol=1e-6)
+
+
+def test_unclip_sampling_equals_diffusers_own_pipeline(tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    """One image condition, guidance 3: the latents agree to 1e-4."""
+    from diffusers import DDIMScheduler
+
+    kit, pipe, noise = load_kit(tiny_unclip), load_unclip_pipeline(tiny_unclip), load_embedding_noise(str(tiny_unclip))
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    embeddings, z, texts = random(2, 12), random(2, 4, 8, 8, seed=2), ["an image of one", "an image of two"]
+    theirs = pipe(
+        prompt=texts,
+        image_embeds=embeddings,
+        noise_level=500,
+        latents=z,
+        guidance_scale=3.0,
+        num_inference_steps=5,
+        output_type="latent",
+        generator=torch.Generator().manual_seed(7),
+    ).images
+    drawn = torch.randn(2, 12, generator=torch.Generator().manual_seed(7))  # what the pipeline drew first
+    image = noise(embeddings, torch.full((2,), 500), drawn)
+    with torch.no_grad():
+        condition = Condition(kit.text(texts), 3.0, image)
+        ours = ddim(kit, z, 5, lambda z, t: compose(kit, z, t, kit.text([""]), [condition]))
+    assert (ours - theirs).norm() / theirs.norm() < 1e-4
+
+
+def test_feddisc_uses_the_centres_in_turn_and_the_mean_for_all(tiny_unclip, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    kit, plan, seen = load_kit(tiny_unclip), plan_images("m", 0, {"a": [2]}, 3), []
+    rows = torch.arange(3.0).view(3, 1).expand(3, 24)  # centres 0 and 1, mean 2
+    forward = kit.unet.forward
+
+    def watched(z, t, encoder_hidden_states, class_labels):  # type: ignore[no-untyped-def]
+        seen.append(class_labels[:, 0].tolist())
+        return forward(z, t, encoder_hidden_states, class_labels=class_labels)
+
+    monkeypatch.setattr(kit.unet, "forward", watched)
+    prompts = kit.text([f"an image of {name}" for name in CLASSES])
+    feddisc.sample(kit, plan, prompts, {("a", 2): rows}, parse_run_config(quick()).feddisc, 2)
+    assert seen == [[0, 0, 0, 0, 1, 0, 2, 2, 2]] * 2  # nothing, centres, means
+
+
+# ---- FedBiP ----
+
+
+def test_concepts_take_their_words_places(shipped_kit, tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    text = encoders.load_text_encoder(str(shipped_kit), CPU, torch.float32)
+    tokens = [text.tokenizer.convert_ids_to_tokens(row) for row in text.tokens(concept_prompts(CLASSES)).tolist()]
+    for name, (s, v), row in zip(CLASSES, concept_positions(text, CLASSES), tokens, strict=True):
+        assert (row[s], row[v], row[v + 1]) == ("x</w>", f"{name}</w>", "<|endoftext|>")
+    short = load_kit(tiny_kit).text  # eight tokens, too few for the prompt: V takes the last before the end of text
+    assert concept_positions(short, ["seven"]) == [(2, 6)]
+    base, domain, vectors = random(2, 8, 32), random(2, 32, seed=1), random(2, 32, seed=2)
+    made = with_concepts(base, [(2, 5), (2, 6)], domain, vectors)
+    assert torch.equal(made[0, 2], domain[0])
+    assert torch.equal(made[0, 5], vectors[0])
+    assert torch.equal(made[1, 6], vectors[1])
+    untouched = [(0, i) for i in range(8) if i not in (2, 5)]
+    assert all(torch.equal(made[r, i], base[r, i]) for r, i in untouched)
+
+
+def test_words_learn_to_lower_the_denoising_loss(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    data, kit = images(*[3] * 6), load_kit(tiny_kit)
+    job = job_of(tiny_kit, data, method="fedbip", fedbip__epochs=60, fedbip__batch_size=6)
+    payload = fedbip_half.make_payload(job)
+    base, places = kit.text(concept_prompts(["three"])), concept_positions(kit.text, ["three"])
+
+    @torch.no_grad()
+    def loss(condition: torch.Tensor) -> float:
+        x0, _ = kit.encode(next(data.batches(100)))
+        t = torch.arange(0, 1000, 8)
+        eps = random(len(t), 4, 8, 8)
+        z = forward_noise(x0[torch.arange(len(t)) % 6], eps, kit.alphas_cumprod[t])
+        return (eps - kit.eps(z, t, condition.expand(len(t), -1, -1))).square().mean().item()
+
+    learned = with_concepts(base, places, payload.domain[None], payload.vectors)
+    assert loss(learned) < loss(base) - 0.005
+    mean, logvar = kit.encode(next(data.batches(100)))
+    assert torch.allclose(payload.means, mean, atol=1e-5)
+    assert torch.allclose(payload.deviations, (0.5 * logvar).exp(), atol=1e-5)
+    assert payload.labels.tolist() == [3] * 6
+
+
+def test_latents_are_drawn_between_two_images_of_the_class() -> None:
+    labels = torch.tensor([0, 0, 1])
+    means = torch.tensor([1.0, 3.0, 50.0]).view(3, 1, 1, 1)
+    payload = Concepts(("zero", "one"), torch.zeros(2), torch.zeros(2, 2), labels, means, torch.zeros(3, 1, 1, 1))
+    drawn = [fedbip.interpolated(payload, 0, generator_of(i)).item() for i in range(500)]
+    assert min(drawn) >= 1
+    assert max(drawn) <= 3
+    assert np.mean(drawn) == pytest.approx(2, abs=0.1)
+    assert np.std(drawn) == pytest.approx(2 / 12**0.5, abs=0.05)  # uniform on [1, 3]
+    assert fedbip.interpolated(payload, 1, generator_of(0)).item() == 50
+
+
+# ---- Every sampler ----
+
+
+def test_rows_of_every_sampler_do_not_depend_on_their_batch(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    kit, unclip = load_kit(tiny_kit), load_kit(tiny_unclip)
+    held = {"a": [0, 3], "b": [3]}
+    plan, config = plan_images("m", 0, held, 1), parse_run_config(quick(espresso__clusters=2))
+    prompts = kit.text([f"an image of {name}" for name in CLASSES])
+    torch.manual_seed(0)
+    teachers = {c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in held}
+    mixtures = {
+        c: Mixtures(
+            CLASSES,
+            random(10, 2, 8, 32, seed=n),
+            torch.full((10, 2), 0.5),
+            torch.full((10, 2), 0.5),
+            random(10, 2, 4, 8, 8),
+            random(10, 2, 4, 8, 8).square(),
+        )
+        for n, c in enumerate(held)
+    }
+    concepts = {
+        c: Concepts(CLASSES, random(32, seed=n), random(10, 32), torch.arange(10), random(10, 4, 8, 8), torch.ones(10, 4, 8, 8))
+        for n, c in enumerate(held)
+    }
+    vectors = {(j.client, j.label): random(3, 24, seed=j.label) for j in plan}
+    samplers = {
+        "fedcado": lambda jobs: fedcado.sample(kit, jobs, prompts, teachers, config.fedcado, 3),
+        "espresso": lambda jobs: espresso.sample(kit, jobs, [(mixtures[j.client], j.label) for j in jobs], config.espresso, 3),
+        "feddisc": lambda jobs: feddisc.sample(unclip, jobs, prompts, vectors, config.feddisc, 3),
+        "fedbip": lambda jobs: fedbip.sample(kit, jobs, CLASSES, concepts, config.fedbip, 3),
+    }
+    for name, sample in samplers.items():
+        together = sample(plan)
+        for row, job in enumerate(plan):
+            difference = (together[row].int() - sample([job])[0].int()).abs()
+            assert difference.float().mean() < 0.5, name
+            assert difference.max() <= 8, name
+        assert not torch.equal(together[0], together[1])
+
+
+# ---- Rounds ----
+
+
+def linear(weight: list[float]) -> nn.Module:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data = torch.tensor([weight])
+    return model
+
+
+def test_the_local_objectives_by_hand() -> None:
+    start = {"weight": torch.tensor([[1.0, 1.0]])}
+    model = linear([3.0, 0.0])
+    assert proximal(start, 0.5)(model).item() == pytest.approx(0.25 * (4 + 1))  # mu/2 ||(2, -1)||^2
+    gradient = {"weight": torch.tensor([[2.0, 7.0]])}
+    assert dynamic(start, gradient, 0.5)(model).item() == pytest.approx(0.25 * 5 - 6)  # - <(2, 7), (3, 0)>
+    (derivative,) = torch.autograd.grad(dynamic(start, gradient, 0.5)(model), model.weight)
+    assert torch.allclose(derivative, torch.tensor([[0.5 * 2 - 2, 0.5 * -1 - 7]]))
+
+
+def test_a_penalty_enters_every_step() -> None:
+    """One SGD step with lr 1 on a model whose cross-entropy has no gradient: the weight moves by minus the penalty's gradient."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1, bias=False))
+    before = model[1].weight.detach().clone()  # type: ignore[union-attr]
+    settings = ClassifierConfig("resnet18", True, "none", 1, 2, lr=1.0, momentum=0.0, weight_decay=0.0)
+    start = {"1.weight": torch.zeros_like(before)}
+    pixels, labels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+    classifiers.fit(model, pixels, labels, settings, 0, CPU, penalty=proximal(start, 0.25))
+    assert torch.allclose(model[1].weight.detach(), 0.75 * before)  # type: ignore[union-attr]
+
+
+def test_feddyns_server_step_by_hand() -> None:
+    """theta = 1; clients send 2 and 4: mean 3, h = 0 - 0.5 * (2/2) * (3 - 1) = -1, theta = 3 + 1/0.5 = 5. Next round: clients send 5 and 7."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from server_app.rounds.feddyn import FedDyn
+
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    strategy = FedDyn(0.5, clients=2, parameters=frozenset({"w"}), min_train_nodes=2, min_available_nodes=2)
+    grid = SimpleNamespace(get_node_ids=lambda: [1, 2])
+
+    def arrays(w: float, mean: float) -> ArrayRecord:
+        return ArrayRecord({"w": Array(np.array([w], np.float32)), "bn.running_mean": Array(np.array([mean], np.float32))})
+
+    def reply(w: float, mean: float) -> Message:
+        metrics = MetricRecord({"num-examples": int(w), "clients": 1})
+        return Message(RecordDict({"arrays": arrays(w, mean), "metrics": metrics}), dst_node_id=1, message_type="train")
+
+    said = ConfigRecord()
+    list(strategy.configure_train(1, arrays(1, 0), said, grid))  # type: ignore[arg-type]
+    assert said["dyn-alpha"] == 0.5
+    after, _ = strategy.aggregate_train(1, [reply(2, 10), reply(4, 20)])
+    assert after is not None
+    assert after["w"].numpy().tolist() == [5.0]
+    assert after["bn.running_mean"].numpy().tolist() == [15.0]  # statistics are averaged and not corrected
+    list(strategy.configure_train(2, after, said, grid))  # type: ignore[arg-type]
+    after, _ = strategy.aggregate_train(2, [reply(5, 0), reply(7, 0)])
+    assert after is not None
+    # mean 6, h = -1 - 0.5 * (6 - 5) = -1.5, theta = 6 + 3 = 9
+    assert after["w"].numpy().tolist() == [9.0]
+
+
+def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    """KL to the mean of the teachers' logits falls on the proxy images; labels play no part."""
+    torch.manual_seed(0)
+    proxy = torch.randint(256, (32, 3, 16, 16), dtype=torch.uint8)
+    student, *teachers = (nn.Sequential(nn.Flatten(), nn.Linear(768, 10)) for _ in range(3))
+    config = parse_run_config(quick(rounds__distillation_steps=40))
+    job = SimpleNamespace(config=config, device=CPU)
+    target = torch.stack([classifiers.logits_of(t, proxy, CPU) for t in teachers]).mean(0).softmax(1)
+
+    def distance() -> float:
+        return nn.functional.kl_div(
+            classifiers.logits_of(student, proxy, CPU).log_softmax(1), target, reduction="batchmean"
+        ).item()
+
+    before = distance()
+    feddf.distil(student, teachers, proxy, job, 1)  # type: ignore[arg-type]
+    assert distance() < 0.3 * before
+
+
+# ---- Sizes, architectures, other encoders ----
+
+
+def test_the_papers_payloads_are_counted() -> None:
+    """Stable Diffusion 1.5 at 512 px: conditions of 77 x 768, latents of 4 x 64 x 64."""
+    with torch.device("meta"):
+        assert Descriptions(("c",) * 60, torch.empty(60, 77, 768)).vectors.numel() == 3_548_160  # FedDEO's 3.54 M
+        assert Encodings(("c",), torch.empty(1, 77, 768)).vectors.numel() == 59_136
+        mixture = Mixtures(
+            ("c",), torch.empty(1, 4, 77, 768), torch.empty(1, 4), torch.empty(1, 4), *torch.empty(2, 1, 4, 4, 64, 64)
+        )
+        numbers = [v.numel() for v in vars(mixture).values() if isinstance(v, torch.Tensor)]
+        assert sum(numbers) == 4 * 59_136 + 4 + 4 * (1 + 2 * 16_384) == 367_624
+        concepts = Concepts(("c",), torch.empty(768), torch.empty(1, 768), torch.empty(1), *torch.empty(2, 1, 4, 64, 64))
+        assert sum(v.numel() for v in vars(concepts).values() if isinstance(v, torch.Tensor)) == 768 + 768 + 1 + 32_768
+        resnet = classifiers.build_classifier("resnet18", 1000)
+        assert sum(p.numel() for p in resnet.parameters()) == 11_689_512  # FedCADO's and FedLMG's 11.69 M
+        assert sum(b.numel() for name, b in resnet.named_buffers() if "running" in name) == 9_600
+
+
+@pytest.mark.parametrize(
+    "architecture", ["mobilenet_v3_small", "mobilenet_v2", "shufflenet_v2_x1_0", "resnet34", "resnet50", "vgg16"]
+)
+def test_small_stems_take_small_images(architecture: str) -> None:
+    """At 32 px a small stem leaves more positions to the last stage than the ImageNet stem does, and training reaches every parameter."""
+    small = classifiers.build_classifier(architecture, 10, small_stem=True)
+    x = random(2, 3, 32, 32)
+    small(x).sum().backward()
+    assert all(p.grad is not None for p in small.parameters())
+    if architecture == "vgg16":
+        assert sum(p.numel() for p in small.parameters()) < 16e6
+        return
+    inputs: dict[bool, int] = {}
+    for stem in (True, False):
+        model = classifiers.build_classifier(architecture, 10, small_stem=stem).eval()
+        last = [m for m in model.modules() if isinstance(m, nn.Conv2d)][-1]
+        last.register_forward_hook(lambda m, a, out, stem=stem: inputs.__setitem__(stem, out.shape[-1]))
+        model(x)
+    assert inputs[True] == 2 * inputs[False]
+
+
+def test_a_resnet34_begins_as_the_kits_resnet18(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    config = replace(parse_run_config(quick()).classifier, architecture="resnet34")
+    deep = classifiers.new_classifier(config, 10, str(tiny_kit), 0).eval()
+    shallow = classifiers.new_classifier(replace(config, architecture="resnet18"), 10, str(tiny_kit), 0).eval()
+    deep.fc, shallow.fc = nn.Identity(), nn.Identity()
+    x = random(2, 3, 32, 32)
+    assert torch.equal(deep(x), shallow(x))
+    assert sum(p.numel() for p in deep.parameters()) > 1.8 * sum(p.numel() for p in shallow.parameters())
+
+
+def test_dinov2_is_taken_as_image_encoder(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
+
+    folder = tmp_path / "dinov2"
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(folder)
+    BitImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}).save_pretrained(folder)
+    encoder = encoders.load_image_encoder(str(folder), CPU)
+    assert (encoder.width, encoder.image_size) == (16, 28)
+    assert encoder(torch.randint(256, (3, 3, 28, 28), dtype=torch.uint8)).shape == (3, 16)
+
+
+def test_missing_or_wrong_encoders_are_named(tmp_path, tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KitError, match="image encoder .*nowhere.* cannot be loaded"):
+        encoders.load_image_encoder(str(tmp_path / "nowhere"), CPU)
+    with pytest.raises(KitError, match="captioner .*nowhere.* cannot be loaded"):
+        encoders.load_captioner(str(tmp_path / "nowhere"), CPU)
+    with pytest.raises(KitError, match=r"is a 'blip'; it must be one of"):
+        encoders.load_image_encoder(str(tiny_kit / "captioner"), CPU)
+    with pytest.raises(KitError, match="is no Stable unCLIP"):
+        load_embedding_noise(str(tiny_kit))
