@@ -59,6 +59,11 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
     for file in sorted((folder / "payloads").glob("*.json")):
         about = _json(file)
         clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])
+    if (file := folder / "rounds" / "costs.json").is_file():  # FedAvg and its kin: summed over the rounds
+        for client, about in _json(file).items():
+            fetched = clients[client].get("download_bytes", 0) + about["download_bytes"]
+            clients[client].update(about, download_bytes=fetched)
+    any_payload = any((folder / "payloads").glob("*.pb"))
     timings = [t for line in _lines(folder / "timings.jsonl") if (t := _timing(line))]
     images, seconds = sum(t["images"] for t in timings), sum(t["seconds"] for t in timings)
     trained = {f.stem: _json(f) for f in sorted((folder / "models").glob("*.json"))}
@@ -69,6 +74,7 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         "accuracy": {name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()},
         "best": best,
         "average": _mean(accuracy[best]) if best else _mean({name: _mean(row) for name, row in accuracy.items()}),
+        "rounds": _json(done)["round"] if (done := folder / "rounds" / "done.json").is_file() else int(any_payload),
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
         "not_tested": sorted(set(clients) - everywhere),

@@ -1,8 +1,5 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
-from functools import cache
-
-import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -14,8 +11,10 @@ from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, imag
 from osfl.methods import METHODS, kit_parts, server_half
 from osfl.report import write_report
 from osfl.wire import PayloadError
+from server_app.expected import expected_payload, expected_tensors
 from server_app.job import ServerJob
-from server_app.round import collect, evaluate_on_clients, expected_payload, join, leave_out
+from server_app.round import collect, evaluate_on_clients, join, leave_out
+from server_app.rounds.run import run_rounds
 from server_app.run_folder import RunFolder, open_run_folder
 from server_app.status import Status, log
 
@@ -48,18 +47,20 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         nodes = join(grid, config, status, stored, meanwhile=lambda: check_server(config))
         payloads = {}
         if method.client:
-            text_shape = _text_shape(config) if method.payload == "Descriptions" else None
-            payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id, text_shape))
+            payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id))
         while True:
             job = ServerJob(config, folder, status, tuple(payloads) if method.client else tuple(nodes))
             try:
-                models = server_half(config.method).run(job, payloads)
+                if method.rounds:
+                    models = run_rounds(job, grid, nodes, server_half(config.method).strategy(job), job_id)
+                else:
+                    models = server_half(config.method).run(job, payloads)
                 break
             except PayloadError as error:  # passed every check, and led the sampling or a teacher astray
                 payloads = leave_out(error, payloads, config, folder, status)
         evaluate_on_clients(grid, config, nodes, models, folder, status)
         parts = kit_parts(config)
-        fetched = download_bytes(find_kit(config.kit), parts) if parts else 0  # by every client, before it can begin
+        fetched = download_bytes(find_kit(config.sampling_kit), parts) if parts else 0  # by every client, before it can begin
         write_report(folder.path, class_names(config.data), fetched)
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")
@@ -76,13 +77,13 @@ def check_server(config: RunConfig) -> None:
         ConfigError, ClassifierError, KitError, FileNotFoundError: no such device, kit, architecture or initialisation.
     """
     pick_device(config.device)
-    if config.method not in ("local", "ceiling"):
-        check_kit(find_kit(config.kit), DIFFUSION_PARTS)
+    method, classes = METHODS[config.method], len(class_names(config.data))
+    if method.samples:
+        check_kit(find_kit(config.sampling_kit), DIFFUSION_PARTS)
+    trained = config.classifier if method.rounds else config.global_model
     if config.method != "local":
-        kit = find_kit(config.kit) if config.method != "ceiling" or config.global_model.init == "kit" else ""
-        new_classifier(config.global_model, len(class_names(config.data)), kit, config.seed)
-    if METHODS[config.method].payload == "Descriptions":
-        _text_shape(config)
+        new_classifier(trained, classes, find_kit(config.kit) if trained.init == "kit" else "", config.seed)
+    expected_tensors(config)
 
 
 def needed_bytes(config: RunConfig) -> int:
@@ -91,7 +92,7 @@ def needed_bytes(config: RunConfig) -> int:
     images = config.num_clients * classes * config.synthesis.images_per_class
     weights = 50_000_000 * (config.num_clients + 3)  # a ResNet-18 of each client, three global ones
     try:
-        size = image_size(find_kit(config.kit))
+        size = image_size(find_kit(config.sampling_kit))
     except FileNotFoundError:  # check_server says so where it matters
         size = config.data.image_size
     return images * 3 * size**2 + weights
@@ -99,14 +100,6 @@ def needed_bytes(config: RunConfig) -> int:
 
 def _kit_sha256(config: RunConfig) -> str:
     try:
-        return kit_digest(find_kit(config.kit))
+        return kit_digest(find_kit(config.sampling_kit))
     except FileNotFoundError:
         return ""
-
-
-@cache
-def _text_shape(config: RunConfig) -> tuple[int, int]:
-    """(L, d) of the server's own kit: what every description must have."""
-    from osfl.encoders import load_text_encoder
-
-    return load_text_encoder(find_kit(config.kit), torch.device("cpu"), torch.float32).shape

@@ -9,20 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 import osfl
 from osfl import wire
-from osfl.classifiers import build_classifier, logits_of, rebuild
 from osfl.config import RunConfig, is_identifier
 from osfl.data import class_names
-from osfl.methods import METHODS
-from osfl.payloads import Classifier, Payload
+from osfl.payloads import Payload
 from osfl.protocol import ACKNOWLEDGE, JOIN, pack_model, unpack_payload
-from osfl.seeds import generator_of
+from server_app.expected import ExpectedOf, probe
 from server_app.job import GlobalModel
 from server_app.run_folder import RunFolder
 from server_app.status import Status, log
@@ -163,7 +160,7 @@ def join(
 
 
 def collect(
-    grid: Grid, config: RunConfig, job_id: str, nodes: dict[str, int], folder: RunFolder, status: Status, expected: "ExpectedOf"
+    grid: Grid, config: RunConfig, job_id: str, nodes: dict[str, int], folder: RunFolder, status: Status, expected: ExpectedOf
 ) -> dict[str, Payload]:
     """Every client's payload: from the store if it came before, else by asking for it.
 
@@ -294,37 +291,6 @@ def evaluate_on_clients(
         if not matrices:
             raise RoundError(f"no client could test the global model {name}; see the log above")
         folder.write_json(f"tests/{name}.json", dict(sorted(matrices.items())))
-
-
-def probe(payload: Payload, client: str, config: RunConfig) -> None:
-    """Whether a classifier's numbers, each plausible alone, give finite logits together.
-
-    Raises:
-        wire.PayloadError: they do not.
-    """
-    if isinstance(payload, Classifier):
-        classes, small_stem = len(class_names(config.data)), config.classifier.small_stem
-        model = rebuild(payload.state, payload.architecture, classes, small_stem)
-        size = config.data.image_size
-        noise = torch.randint(256, (6, 3, size, size), generator=generator_of(0, "probe"), dtype=torch.uint8)
-        pictures = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
-        if not torch.isfinite(logits_of(model, pictures, torch.device("cpu"))).all():
-            raise wire.PayloadError(client, "state", "its logits are not finite")
-
-
-ExpectedOf = Callable[[str], wire.Expected]
-
-
-def expected_payload(config: RunConfig, job_id: str, text_shape: tuple[int, int] | None) -> ExpectedOf:
-    """What a client's payload must look like, as a function of the client."""
-    classes, settings = class_names(config.data), config.classifier
-    architectures = {}
-    if METHODS[config.method].payload == "Classifier":
-        with torch.device("meta"):
-            state = build_classifier(settings.architecture, len(classes), settings.small_stem).state_dict()
-        architectures[settings.architecture] = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
-    limit = int(config.max_payload_mb * 1e6)
-    return lambda client: wire.Expected(config.method, job_id, client, classes, limit, text_shape, architectures)
 
 
 def _reason(text: str | None, code: int) -> str:

@@ -19,6 +19,7 @@ from client_app.app import app
 from osfl import wire
 from osfl.config import ConfigError, parse_run_config
 from osfl.kits import KitError
+from osfl.methods import METHODS
 from osfl.protocol import COST_KEYS, pack_payload
 from server_app.app import run_job
 from server_app.round import Exchange, RoundError
@@ -40,18 +41,12 @@ def metrics(home: Path, job: str = "job") -> dict:
     return json.loads((home / "runs" / job / "metrics.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("method", "models", "synthetic"),
-    [
-        ("prompts-only", ["FT"], 20),
-        ("feddeo", ["FT"], 20),
-        ("fedlmg", ["FT", "MD", "SD"], 20),
-        ("local", ["client-0", "client-1"], 0),
-        ("ceiling", ["real"], 0),
-    ],
-)
-def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, method: str, models: list[str], synthetic: int) -> None:
-    grid = start(quick(method=method, kit=str(tiny_kit)))
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_unclip: Path, method: str) -> None:
+    models = {"fedlmg": ["FT", "MD", "SD"], "local": ["client-0", "client-1"], "ceiling": ["real"]}.get(method, ["FT"])
+    rounds, samples = METHODS[method].rounds, METHODS[method].samples
+    models = {"fedcado": ["FT", "MD", "SD"]}.get(method, [method] if rounds else models)
+    grid = start(quick(method=method, kit=str(tiny_kit), feddisc__kit=str(tiny_unclip)))
     result = metrics(home)
     assert sorted(result["accuracy"]) == sorted(models)
     for row in result["accuracy"].values():
@@ -59,19 +54,25 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, method: s
         assert row["average"] == pytest.approx((row["client-0"] + row["client-1"]) / 2)
     assert all(sum(map(sum, matrix)) == 300 for by_client in result["confusion"].values() for matrix in by_client.values())
     folder = home / "runs" / "job"
-    manifest = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()] if synthetic else []
-    assert len(manifest) == synthetic == result["server"]["synthetic_images"]
+    manifest = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()] if samples else []
+    assert len(manifest) == result["server"]["synthetic_images"] == (20 if samples else 0)
     assert all((folder / row["file"]).is_file() for row in manifest)
-    sends = method in ("feddeo", "fedlmg", "local")
-    assert [t for _, t in grid.sent].count("train") == (2 if sends else 0)
+    sends = METHODS[method].client is not None or rounds
+    assert [t for _, t in grid.sent].count("train") == (2 * (2 if rounds else 1) if sends else 0)
+    assert result["rounds"] == (2 if rounds else int(sends))
     for about in result["clients"].values():
         assert (about["upload_bytes"] > 0) == sends
-        assert not sends or (about["flops"] > 0 and about["seconds"] > 0 and about["images"] == 100)
-    if method == "fedlmg":  # what taught them makes them three different models
+        assert not sends or (about["seconds"] > 0 and about["images"] == 100)
+        assert not sends or method == "prompts-domain" or about["flops"] > 0
+        assert about["download_bytes"] > 0
+    if len(models) == 3:  # what taught them makes them three different models
         assert len({(folder / "models" / f"{name}.safetensors").read_bytes() for name in models}) == 3
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")  # opens offline
     assert json.loads((folder / "status.json").read_text())["phase"] == "finished"
+    again = start(grid.run_config)  # a finished job asks nobody to train again
+    assert "train" not in [t for _, t in again.sent]
+    assert metrics(home)["accuracy"] == result["accuracy"]
 
 
 def test_payload_sizes_are_those_on_the_wire(home: Path, tiny_kit: Path) -> None:
@@ -477,12 +478,12 @@ def test_a_reply_that_makes_no_sense_harms_only_its_sender(home: Path, tiny_kit:
 def test_a_classifier_whose_logits_are_not_finite_is_refused(home: Path, tiny_kit: Path) -> None:
     """Every number is plausible alone; together they overflow."""
     from osfl.payloads import Classifier
-    from server_app.round import expected_payload
+    from server_app.expected import expected_payload
 
     config = quick(method="fedlmg", kit=str(tiny_kit), min_clients=1, fedlmg__strategies="ft")
 
     def explode(blob: bytes) -> bytes:
-        good = wire.decode(blob, expected_payload(parse_run_config(config), "job", None)("client-1"))
+        good = wire.decode(blob, expected_payload(parse_run_config(config), "job")("client-1"))
         assert isinstance(good, Classifier)
         state = {
             n: torch.full_like(t, 9e5) if t.is_floating_point() and "running" not in n else t for n, t in good.state.items()

@@ -1,0 +1,100 @@
+"""The client's part of FedAvg and its kin: train the global model on the local images for some epochs, and send it back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from safetensors.torch import load, save
+from torch import nn
+
+from client_app.job import ClientJob
+from osfl import classifiers
+from osfl.costs import Stopwatch, peak_memory_mb
+from osfl.files import write_atomically
+from osfl.protocol import read_arrays
+from osfl.seeds import seed_of
+
+Penalty = Callable[[nn.Module], torch.Tensor]
+
+
+def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict:
+    """One round of `fedavg`, `fedprox`, `feddyn` or `feddf`, which differ in the penalty on the local objective.
+
+    Args:
+        content: `arrays`, the global model; `config`, with the round's number and FedProx's or FedDyn's constant.
+        folder: where this client keeps FedDyn's state between the rounds of the job.
+
+    Raises:
+        ClassifierError: too few images, or the training diverged.
+    """
+    settings, said = job.config.classifier, content.config_records["config"]
+    watch, number = Stopwatch(), int(cast(int, said["server-round"]))
+    images = job.load(job.config.data.image_size)
+    model = classifiers.build_classifier(settings.architecture, len(job.classes), settings.small_stem)
+    model.load_state_dict(read_arrays(content.array_records["arrays"]))
+    start = {name: p.detach().clone().to(job.device) for name, p in model.named_parameters()}
+    penalty: Penalty | None = None
+    correction: dict[str, torch.Tensor] = {}
+    if "proximal-mu" in said:
+        penalty = proximal(start, float(cast(float, said["proximal-mu"])))
+    elif "dyn-alpha" in said:
+        alpha = float(cast(float, said["dyn-alpha"]))
+        correction = _load_correction(folder, number - 1, start)
+        penalty = dynamic(start, correction, alpha)
+    classifiers.fit(
+        model,
+        images.pixels,
+        images.labels,
+        settings,
+        seed_of(job.config.seed, job.config.method, job.client, number),
+        job.device,
+        epochs=job.config.rounds.local_epochs,
+        penalty=penalty,
+        meter=job.meter,
+        progress=job.progress,
+    )
+    if correction:  # grad L_k(theta_k) <- grad L_k(theta_k) - alpha (theta_k - theta) (FedDyn, algorithm 1)
+        after = {n: correction[n] - alpha * (p.detach() - start[n]) for n, p in model.named_parameters()}
+        _save_correction(folder, number, after)
+    costs = {"seconds": watch.seconds, "flops": float(job.meter.total), "peak_memory_mb": peak_memory_mb()}
+    metrics = MetricRecord({"num-examples": len(images), "clients": 1, **costs})
+    return RecordDict({"arrays": ArrayRecord(model.cpu().state_dict()), "metrics": metrics})
+
+
+def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
+    """mu/2 ||theta - theta_global||^2 (FedProx, Li et al., arXiv 1812.06127, eq. 2)."""
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        return mu / 2 * sum((p - start[name]).square().sum() for name, p in model.named_parameters())  # type: ignore[return-value]
+
+    return penalty
+
+
+def dynamic(start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], alpha: float) -> Penalty:
+    """-<grad L_k(theta_k), theta> + alpha/2 ||theta - theta_global||^2 (FedDyn, Acar et al., arXiv 2111.04263, algorithm 1)."""
+    quadratic = proximal(start, alpha)
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        linear = sum((gradient[name] * p).sum() for name, p in model.named_parameters())
+        return quadratic(model) - linear
+
+    return penalty
+
+
+def _load_correction(folder: Path, number: int, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """FedDyn's gradient after a round; zeros before the first, and where this client took no part in it."""
+    kept = sorted(folder.glob("feddyn-*.safetensors"))
+    usable = [file for file in kept if int(file.stem.removeprefix("feddyn-")) <= number]
+    if not usable:
+        return {name: torch.zeros_like(p) for name, p in like.items()}
+    state = load(usable[-1].read_bytes())
+    return {name: state[name].to(p.device) for name, p in like.items()}
+
+
+def _save_correction(folder: Path, number: int, state: dict[str, torch.Tensor]) -> None:
+    """Keep the last two rounds': a server that was killed may ask for a round again."""
+    write_atomically(folder / f"feddyn-{number:06d}.safetensors", save({n: t.cpu().contiguous() for n, t in state.items()}))
+    for old in sorted(folder.glob("feddyn-*.safetensors"))[:-2]:
+        old.unlink()

@@ -1,0 +1,222 @@
+"""FedAvg and its kin over real Flower messages and strategies, in this process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LoopGrid, quick
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from safetensors.torch import load_file
+from test_round import Killed, metrics, nodes, start
+
+from client_app import rounds as client_rounds
+from client_app.app import app
+from osfl.config import ConfigError, parse_run_config
+from osfl.protocol import read_arrays
+from server_app.app import run_job
+from server_app.round import RoundError
+from server_app.rounds import run as rounds_run
+
+
+def model(home: Path, method: str, job: str = "job") -> dict[str, torch.Tensor]:
+    return load_file(home / "runs" / job / "models" / f"{method}.safetensors")
+
+
+def keep_replies(replies: list[dict[str, torch.Tensor]]):  # type: ignore[no-untyped-def]
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train":
+            replies.append(read_arrays(reply.content.array_records["arrays"]))
+        return reply
+
+    return tamper
+
+
+def test_fedavg_is_the_mean_of_what_the_clients_sent(home: Path, tiny_kit: Path) -> None:
+    """One round of clients with equally many images: BatchNorm statistics too."""
+    replies: list[dict[str, torch.Tensor]] = []
+    start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=keep_replies(replies))
+    sent, made = replies[:2], model(home, "fedavg")
+    assert not torch.equal(sent[0]["conv1.weight"], sent[1]["conv1.weight"])
+    for name, value in made.items():
+        if value.is_floating_point():
+            assert torch.allclose(value, (sent[0][name] + sent[1][name]) / 2, atol=1e-6), name
+
+
+def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
+    """A client that says it has three times as many images counts three times."""
+    replies: list[dict[str, torch.Tensor]] = []
+
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train":
+            replies.append(read_arrays(reply.content.array_records["arrays"]))
+            said = dict(reply.content.metric_records["metrics"])
+            reply.content["metrics"] = MetricRecord({**said, "num-examples": 300 if index == 1 else 100})
+        return reply
+
+    start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
+    expected = 0.25 * replies[0]["fc.weight"] + 0.75 * replies[1]["fc.weight"]
+    assert torch.allclose(model(home, "fedavg")["fc.weight"], expected, atol=1e-6)
+
+
+def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -> None:
+    """FedProx with a large mu stays near the start; with mu = 0 it is FedAvg; FedDyn's first round has the quadratic term."""
+    common = {"kit": str(tiny_kit), "rounds__count": 1, "classifier__batch_size": 20}
+    for job, method, settings in (
+        ("avg", "fedavg", {}),
+        ("prox-0", "fedprox", {"rounds__proximal_mu": 0.0}),
+        ("prox", "fedprox", {"rounds__proximal_mu": 50.0}),
+    ):
+        start(quick(method=method, **common, **settings), job)
+    plain, zero, near = model(home, "fedavg", "avg"), model(home, "fedprox", "prox-0"), model(home, "fedprox", "prox")
+    from osfl.classifiers import new_classifier
+
+    begin = new_classifier(parse_run_config(quick()).classifier, 10, str(tiny_kit), 0).state_dict()
+    way = (plain["fc.weight"] - begin["fc.weight"]).norm()
+    assert (near["fc.weight"] - begin["fc.weight"]).norm() < 0.7 * way
+    # the same objective, but each method has its own order of images, so they agree in size and not in bits
+    assert (zero["fc.weight"] - begin["fc.weight"]).norm() == pytest.approx(way.item(), rel=0.2)
+
+
+def test_every_client_trains_in_every_round_and_all_is_counted(home: Path, tiny_kit: Path) -> None:
+    grid = start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=3, min_clients=1))
+    assert [kind for _, kind in grid.sent].count("train") == 6
+    size = sum(t.numel() * t.element_size() for t in model(home, "fedavg").values())
+    for about in metrics(home)["clients"].values():
+        assert 3 * size < about["upload_bytes"] < 3 * size + 3 * 200 * len(model(home, "fedavg"))
+        assert about["download_bytes"] > 3.9 * size  # three times to train, once to test
+        assert about["flops"] > 0
+    assert metrics(home)["rounds"] == 3
+
+
+@pytest.mark.parametrize("method", ["fedavg", "feddyn", "feddf"])
+def test_a_killed_server_goes_on_after_the_last_round(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Killed after the first round was kept; resumed: what the quiet run makes, bit for bit, and only the rounds that were left."""
+    config = quick(method=method, kit=str(tiny_kit), rounds__count=3)
+    start(config, "quiet")
+    keep, calls = rounds_run._keep, []
+
+    def keep_then_die(*args) -> None:  # type: ignore[no-untyped-def]
+        keep(*args)
+        calls.append(1)
+        raise Killed
+
+    monkeypatch.setattr(rounds_run, "_keep", keep_then_die)
+    for left in (3, 2, 1):
+        grid = LoopGrid(app, config, nodes(2))
+        with pytest.raises(Killed):
+            run_job(grid, parse_run_config(config), "rough")
+        assert [kind for _, kind in grid.sent].count("train") == 2
+        assert len(calls) == 4 - left
+    monkeypatch.setattr(rounds_run, "_keep", keep)
+    grid = start(config, "rough")
+    assert "train" not in [kind for _, kind in grid.sent]
+    quiet, rough = model(home, method, "quiet"), model(home, method, "rough")
+    assert all(torch.equal(quiet[name], rough[name]) for name in quiet)
+    one, other = (metrics(home, job)["clients"]["client-0"] for job in ("quiet", "rough"))
+    assert one["upload_bytes"] == other["upload_bytes"]
+
+
+def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path) -> None:
+    """After round 1 it is -alpha (theta_k - theta), and it is used in round 2; the last two are kept."""
+    replies: list[dict[str, torch.Tensor]] = []
+    config = quick(method="feddyn", kit=str(tiny_kit), rounds__count=1, rounds__dyn_alpha=0.5)
+    start(config, tamper=keep_replies(replies))
+    from osfl.classifiers import new_classifier
+
+    begin = new_classifier(parse_run_config(config).classifier, 10, str(tiny_kit), 0).state_dict()
+    (file,) = (home / "cache" / "job").glob("client-0-*/feddyn-000001.safetensors")
+    kept = load_file(file)
+    assert torch.allclose(kept["fc.weight"], -0.5 * (replies[0]["fc.weight"] - begin["fc.weight"]), atol=1e-6)
+    assert "bn1.running_mean" not in kept
+    loaded = client_rounds._load_correction(file.parent, 1, {"fc.weight": torch.zeros(10, 512)})
+    assert torch.equal(loaded["fc.weight"], kept["fc.weight"])
+    assert client_rounds._load_correction(file.parent, 0, {"fc.weight": torch.zeros(2)})["fc.weight"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"fc.bias": torch.full((10,), float("nan"))}, "fc.bias contains NaN or infinity"),
+        ({"fc.bias": torch.zeros(11)}, r"fc.bias has shape \[11\]"),
+        ({"extra": torch.zeros(1)}, "other arrays than the run's"),
+        ({"fc.bias": torch.zeros(10, dtype=torch.float64)}, "fc.bias has shape .* and type torch.float64"),
+        ({"num-examples": -5}, "figures are not plausible"),
+        ({"num-examples": float("nan")}, "figures are not plausible"),
+        ({"clients": 7}, "figures are not plausible"),
+    ],
+)
+def test_a_reply_that_is_wrong_is_left_out_by_name(home: Path, tiny_kit: Path, wrong: dict, message: str) -> None:
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 1:
+            for name, value in wrong.items():
+                if isinstance(value, torch.Tensor):
+                    arrays = dict(reply.content.array_records["arrays"]) | {name: Array(value.numpy())}
+                    reply.content["arrays"] = ArrayRecord(arrays)
+                else:
+                    reply.content["metrics"] = MetricRecord(dict(reply.content.metric_records["metrics"]) | {name: value})
+        return reply
+
+    with pytest.raises(RoundError, match=f"1 of 2 clients sent a model.*client-1: .*{message}") as caught:
+        start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
+    assert "client-0:" not in str(caught.value)
+    start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1, min_clients=1), "fewer", tamper=tamper)
+    assert torch.isfinite(model(home, "fedavg", "fewer")["fc.bias"]).all()
+
+
+def test_a_client_that_fails_in_a_round_is_named(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="fedavg", kit=str(tiny_kit), classifier__lr=100.0, classifier__batch_size=5, rounds__local_epochs=20)
+    with pytest.raises(RoundError, match=r"0 of 2 clients sent a model.*\n  client-0: .*diverged"):
+        start(config)
+
+
+def test_rounds_need_one_architecture_and_a_proxy_set_that_is_there(home: Path, tiny_kit: Path) -> None:
+    with pytest.raises(ConfigError, match="fedavg averages models of one architecture"):
+        parse_run_config(quick(method="fedavg", classifier__architecture="resnet18,resnet34"))
+    with pytest.raises(ConfigError, match="must be 'public' or a folder with at least two images"):
+        start(quick(method="feddf", kit=str(tiny_kit), rounds__proxy="/nowhere"))
+
+
+def test_a_folder_of_images_can_be_the_proxy_set(home: Path, tiny_kit: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    for shade in (10, 200, 90):
+        Image.new("RGB", (40, 20), (shade, 0, 0)).save(tmp_path / f"{shade}.png")
+    start(quick(method="feddf", kit=str(tiny_kit), rounds__proxy=str(tmp_path), rounds__count=1))
+    assert json.loads((home / "runs" / "job" / "status.json").read_text())["phase"] == "finished"
+    (tmp_path / "b.png").write_text("no image")
+    with pytest.raises(ConfigError, match=r"b\.png is not a readable image"):
+        start(quick(method="feddf", kit=str(tiny_kit), rounds__proxy=str(tmp_path)), "other")
+
+
+# ---- Clients of different architectures ----
+
+
+def test_clients_of_different_architectures_make_one_global_model(home: Path, tiny_kit: Path) -> None:
+    """FedCADO: a ResNet-18, a ShuffleNet and, by its node-config, a VGG without BatchNorm; the global model is a ShuffleNet."""
+    config = quick(
+        method="fedcado",
+        kit=str(tiny_kit),
+        num_clients=3,
+        classifier__architecture="resnet18,shufflenet_v2_x1_0,vgg16",
+        classifier__init="none",
+        global_model__architecture="shufflenet_v2_x1_0",
+    )
+    own = [{"partition-id": k, "num-partitions": 3} for k in range(3)]
+    own[0] |= {"architecture": "vgg16"}
+    own[2] |= {"architecture": "resnet18"}
+    grid = LoopGrid(app, config, own)
+    with pytest.warns(UserWarning, match="vgg16 has no BatchNorm"):
+        run_job(grid, parse_run_config(config), "job")
+    result = metrics(home)
+    assert set(result["accuracy"]) == {"FT", "MD", "SD"}
+    from osfl.v1 import payload_pb2 as pb
+
+    sent = {
+        p.stem: pb.Payload.FromString(p.read_bytes()).classifier.architecture
+        for p in (home / "runs" / "job" / "payloads").glob("*.pb")
+    }
+    assert sent == {"client-0": "vgg16", "client-1": "shufflenet_v2_x1_0", "client-2": "resnet18"}
+    assert "conv5.0.weight" in load_file(home / "runs" / "job" / "models" / "SD.safetensors")
