@@ -195,6 +195,65 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     )
 
 
+@app.command()
+def compare(
+    table: Annotated[Path, typer.Argument(help="A table file, such as configs/tables/digits.toml.")],
+    settings: Annotated[list[str] | None, typer.Argument(help="key=value for every run.")] = None,
+    seeds: Annotated[str, typer.Option(help="Comma-separated; empty: the file's.")] = "",
+    rows: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
+    at_once: Annotated[int, typer.Option(help="Runs side by side, each on its share of the cores.")] = 2,
+    runs: Annotated[Path, typer.Option(help="Where the runs are kept and looked for.")] = Path("runs/tables"),
+    out: Annotated[Path, typer.Option(help="Where the table is written: Markdown, CSV and a plot.")] = Path("runs/tables"),
+) -> None:
+    """Run methods side by side and write their table; runs that are done are used again, interrupted ones go on.
+
+    Example: osfl compare configs/tables/digits.toml --seeds 0
+    """
+    from osfl import compare as tables
+    from osfl.report import human_bytes
+
+    for ending in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, ending):
+            signal.signal(getattr(signal, ending), signal.default_int_handler)
+    try:
+        content = tables.read_table(table, settings or [], seeds, rows)
+        cells, runs = content.cells(), runs.resolve()
+        runs.mkdir(parents=True, exist_ok=True)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task(content.name, total=len(cells))
+
+            def note(cell: tables.Cell, state: str) -> None:
+                if state != "running":
+                    progress.advance(bar)
+                progress.console.print(f"{time.strftime('%H:%M:%S')} {cell.row}, seed {cell.seed}: {state}", highlight=False)
+
+            outcomes = tables.Runner(runs, at_once, note).run_all(cells)
+    except (ConfigError, OSError) as error:
+        console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on where it was")
+        raise typer.Exit(130) from None
+    options = [f"--seeds {seeds}"] if seeds else []
+    options += [f"--rows '{rows}'"] if rows else []
+    command = " ".join(["osfl compare", str(table), *(settings or []), *options])
+    records = tables.write_table(content, outcomes, out, command, at_once)
+    shown = Table("", "average", "upload", "rounds")
+    for name, group in tables.by_row(records).items():
+        mean = sum(r["average"] for r in group) / len(group)
+        shown.add_row(name, f"{mean:.1f}", human_bytes(group[0]["upload_bytes"]), str(group[0]["rounds"]))
+    console.print(shown)
+    for record in records:
+        if "error" in record:
+            console.print(
+                f"[bold red]failed[/] {escape(record['row'])}, seed {record['seed']}: {escape(record['error'])}", soft_wrap=True
+            )
+    console.print(f"table: [bold]{out / content.name}.md[/], .csv, .png", highlight=False, soft_wrap=True)
+    if any("error" in record for record in records):
+        raise typer.Exit(1)
+
+
 @kit_app.command("train")
 def kit_train(
     out: Annotated[Path, typer.Option(help="Folder of the finished kit.")] = Path("runs/kit/digits"),
@@ -202,14 +261,18 @@ def kit_train(
         "runs/kit/checkpoints"
     ),
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
+    base: Annotated[
+        Path | None,
+        typer.Option(help="A finished kit to take the diffusion model and initialisations from; the rest is trained."),
+    ] = None,
 ) -> None:
-    """Train the digits kit from the public split: about an hour and a half on two cores, minutes on a GPU."""
+    """Train the digits kits from the public split: about four hours on two cores, minutes on a GPU."""
     from osfl.devices import pick_device
     from osfl.kit_recipe import Recipe, train_kit
 
     try:
         with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
-            train_kit(out, work, Recipe(), str(pick_device(device)), progress)
+            train_kit(out, work, Recipe(), str(pick_device(device)), progress, base)
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on from the last checkpoint")
         raise typer.Exit(130) from None

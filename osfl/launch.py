@@ -90,13 +90,21 @@ def _read_toml(name: str) -> dict[str, Scalar]:
     if not file.is_file():
         raise ConfigError(f"{name!r}: no such file, and not key=value")
     try:
-        return dict(_flat(tomllib.loads(file.read_text()), ""))
+        return flat_toml(tomllib.loads(file.read_text()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
 
 
+def flat_toml(table: dict[str, Any]) -> dict[str, Scalar]:
+    """A TOML table with dotted keys; a list becomes the comma-separated text that the schema has for lists.
+
+    Raises:
+        ConfigError: a value that no run-config key can have.
+    """
+    return dict(_flat(table, ""))
+
+
 def _flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
-    """Dotted keys; a list becomes the comma-separated text that the schema has for lists."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

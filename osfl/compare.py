@@ -1,0 +1,379 @@
+"""Methods side by side: a table file, the runs it asks for, and what they measured as Markdown, CSV and a plot.
+
+A table file (configs/tables/*.toml) has
+
+    title = "..."            # what the table is about
+    seeds = [0, 1, 2]
+    [common]                 # run-config of every run
+    num-clients = 6
+    [rows."espresso C"]      # one row each: its run-config
+    method = "espresso"
+    espresso.gmm = false
+    [grid]                   # optional: every row is run with every combination
+    "espresso.epochs" = [5, 15]
+
+Each cell, a row and a seed, is one `osfl run` of its own; runs that are done with the same settings and kit are used again.
+"""
+
+import csv
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
+from osfl.files import write_atomically
+from osfl.kits import find_kit, kit_digest
+from osfl.launch import flat_toml, resolve_config
+from osfl.report import human_bytes, human_flops
+
+MOST_CLIENTS = 8  # that have a column of their own in the Markdown table
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table."""
+
+    row: str
+    seed: int
+    job_id: str
+    settings: tuple[str, ...]  # key=value
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A table file, read and checked."""
+
+    name: str
+    title: str
+    seeds: tuple[int, ...]
+    rows: dict[str, dict[str, Scalar]]  # with common settings and grid merged in
+
+    def cells(self) -> list[Cell]:
+        """Every row with every seed, seed by seed: with one seed done there is a whole table."""
+        return [
+            Cell(
+                row,
+                seed,
+                f"{self.name}-{re.sub(r'[^A-Za-z0-9_]+', '-', row).strip('-')}-s{seed}",
+                (*(f"{key}={_text(value)}" for key, value in settings.items()), f"seed={seed}"),
+            )
+            for seed in self.seeds
+            for row, settings in self.rows.items()
+        ]
+
+
+@dataclass
+class Outcome:
+    """What a cell gave: metrics, or an error."""
+
+    cell: Cell
+    metrics: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows: str = "") -> TableFile:
+    """Read a table file.
+
+    Args:
+        overrides: key=value for every run, after the file's.
+        seeds, rows: comma-separated; empty: the file's.
+
+    Raises:
+        ConfigError: not such a file, no such row, or a run-config that is wrong; every row is checked before any is run.
+    """
+    try:
+        content = tomllib.loads(file.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not a table file: {error}") from None
+    if unknown := set(content) - {"title", "seeds", "common", "rows", "grid"}:
+        raise ConfigError(f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has title, seeds, common, rows and grid")
+    if not content.get("rows"):
+        raise ConfigError(f"{file}: has no [rows.NAME]")
+    common = flat_toml(content.get("common", {}))
+    axes = content.get("grid", {})
+    if wrong := [key for key, values in axes.items() if not isinstance(values, list) or not values]:
+        raise ConfigError(f"{file}: [grid] {wrong[0]}: must be a list of values")
+    made: dict[str, dict[str, Scalar]] = {}
+    for name, row in content["rows"].items():
+        for values in product(*axes.values()):
+            point = dict(zip(axes, values, strict=True))
+            title = " ".join([name, *(f"{key.rpartition('.')[2]}={_text(value)}" for key, value in point.items())])
+            made[title] = {**common, **flat_toml(row), **point}
+    if asked := [name.strip() for name in rows.split(",") if name.strip()]:
+        if missing := [name for name in asked if name not in made]:
+            raise ConfigError(f"--rows {missing[0]!r}: {file} has no such row; it has {', '.join(made)}")
+        made = {name: made[name] for name in asked}
+    try:
+        numbers = tuple(int(seed) for seed in (seeds.split(",") if seeds else content.get("seeds", [0])))
+    except (TypeError, ValueError):
+        raise ConfigError(f"seeds = {seeds or content.get('seeds')!r}: must be whole numbers") from None
+    table = TableFile(file.stem, str(content.get("title", file.stem)), numbers, made)
+    extra = tuple(overrides)
+    for name, settings in made.items():
+        try:
+            settings.update(resolve_config(extra)[1])
+            resolve_config([f"{key}={_text(value)}" for key, value in settings.items()])
+        except ConfigError as error:
+            raise ConfigError(f"{file}, row {name!r}: {error}") from None
+    if len({cell.job_id for cell in table.cells()}) < len(table.cells()):
+        raise ConfigError(f"{file}: two rows have names that differ in signs only; give them other names")
+    return table
+
+
+def _text(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Runner:
+    """Runs cells, some side by side, each on its share of the cores; can be stopped."""
+
+    def __init__(self, runs: Path, at_once: int, note: Callable[[Cell, str], None] = lambda cell, state: None):
+        self.runs, self.at_once, self.note = runs, at_once, note
+        self._stopped, self._processes, self._lock = threading.Event(), set[subprocess.Popen](), threading.Lock()
+
+    def run_all(self, cells: list[Cell]) -> list[Outcome]:
+        """The outcome of every cell; one that fails does not stop the others.
+
+        Raises:
+            KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were.
+        """
+        with ThreadPoolExecutor(self.at_once) as pool:
+            futures = [pool.submit(self.run, cell) for cell in cells]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                self._stopped.set()
+                with self._lock:
+                    for process in self._processes:
+                        process.send_signal(signal.SIGTERM)
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def run(self, cell: Cell) -> Outcome:
+        """One cell: from its folder if it was run before with these settings and this kit, else by `osfl run`."""
+        folder = self.runs / cell.job_id
+        if folder.is_dir() and not is_current(folder, cell.settings):
+            shutil.rmtree(folder)
+        if outcome := _finished(cell, folder):
+            self.note(cell, "done before")
+            return outcome
+        command = [
+            str(Path(sys.executable).parent / "osfl"),
+            "run",
+            *cell.settings,
+            f"job-id={cell.job_id}",
+            "--runs",
+            str(self.runs),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.at_once))}
+        with self._lock:
+            if self._stopped.is_set():
+                return Outcome(cell, error="stopped")
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # Ctrl-C is ours to pass on, once
+            )
+            self._processes.add(process)
+        self.note(cell, "running")
+        output, _ = process.communicate()
+        with self._lock:
+            self._processes.discard(process)
+        if process.returncode == 0 and (outcome := _finished(cell, folder)):
+            self.note(cell, "done")
+            return outcome
+        error = " ".join(output.split()[-80:]).rpartition("error ")[2] or f"osfl run ended with {process.returncode}"
+        self.note(cell, "failed")
+        return Outcome(cell, error=error)
+
+
+def _finished(cell: Cell, folder: Path) -> Outcome | None:
+    file, status = folder / "metrics.json", folder / "status.json"
+    if file.is_file() and status.is_file() and json.loads(status.read_text()).get("phase") == "finished":
+        return Outcome(cell, json.loads(file.read_text()))
+    return None
+
+
+def is_current(folder: Path, settings: Iterable[str]) -> bool:
+    """Whether a run, finished or not, has these settings and this kit."""
+    config, _ = resolve_config([*settings, f"job-id={folder.name}"])
+    wanted = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
+    wanted["kit-sha256"] = kit_digest(find_kit(config.sampling_kit))
+    found = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    return wanted == {key: value for key, value in found.items() if key not in NOT_IDENTITY}
+
+
+# ---- From outcomes to tables ----
+
+
+def records_of(outcome: Outcome) -> list[dict[str, Any]]:
+    """One record for every global model of a cell, or one with its error; Local's models become their mean."""
+    cell, metrics = outcome.cell, outcome.metrics
+    if not metrics:
+        return [{"row": cell.row, "seed": cell.seed, "error": outcome.error}]
+    accuracy = metrics["accuracy"]
+    if metrics["method"] == "local":
+        accuracy = {"": {key: float(np.mean([row[key] for row in accuracy.values()])) for key in next(iter(accuracy.values()))}}
+    clients, server = metrics["clients"].values(), metrics["server"]
+
+    def most(key: str) -> float:
+        return max(about.get(key, 0) for about in clients)
+
+    costs = {
+        "rounds": metrics["rounds"],
+        "upload_bytes": most("upload_bytes"),
+        "download_bytes": most("download_bytes"),
+        "client_flops": most("flops"),
+        "client_seconds": most("seconds"),
+        "client_memory_mb": most("peak_memory_mb"),
+        "server_seconds_per_image": server["seconds_per_image"],
+    }
+    return [
+        {
+            "row": f"{cell.row} {model}" if len(accuracy) > 1 else cell.row,
+            "seed": cell.seed,
+            "average": by_client["average"],
+            "accuracy": {client: value for client, value in by_client.items() if client != "average"},
+            **costs,
+            "versions": metrics["versions"],
+        }
+        for model, by_client in accuracy.items()
+    ]
+
+
+def as_csv(records: list[dict[str, Any]]) -> str:
+    """One line for every row and seed: all figures, not rounded."""
+    clients = sorted({client for record in records for client in record.get("accuracy", {})})
+    costs = [key for key in _first(records) if key not in ("row", "seed", "average", "accuracy", "versions", "error")]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", "seed", "average", *clients, *costs, "error"])
+    for record in records:
+        own = record.get("accuracy", {})
+        cells = [record.get("average", ""), *(own.get(c, "") for c in clients), *(record.get(key, "") for key in costs)]
+        writer.writerow([record["row"], record["seed"], *cells, record.get("error", "")])
+    return text.getvalue()
+
+
+def _first(records: list[dict[str, Any]]) -> dict[str, Any]:
+    return next((record for record in records if "average" in record), {})
+
+
+def by_row(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The records of every row that have figures, in the file's order."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        if "average" in record:
+            groups[record["row"]].append(record)
+    return groups
+
+
+def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, at_once: int) -> str:
+    """Means over the seeds, with the standard deviation of the average; what failed is named."""
+    groups = by_row(records)
+    clients = sorted({client for record in records for client in record.get("accuracy", {})})
+    shown = clients if len(clients) <= MOST_CLIENTS else []
+    costs = ["upload", "download", "client compute", "client s", "client MB", "server s/image", "rounds"]
+    lines = ["| | " + " | ".join([*shown, "average", *costs]) + " |", "|---|" + "---:|" * (len(shown) + 1 + len(costs))]
+    for name, group in groups.items():
+        averages = [record["average"] for record in group]
+        spread = f" ± {np.std(averages, ddof=1):.1f}" if len(averages) > 1 else ""
+        cells = [f"{np.mean([r['accuracy'].get(c, np.nan) for r in group]):.1f}" for c in shown]
+        lines.append(f"| {name} | " + " | ".join([*cells, f"**{np.mean(averages):.1f}**{spread}", *_costs(group)]) + " |")
+    failed = [f"- {r['row']}, seed {r['seed']}: {r['error']}" for r in records if "average" not in r]
+    seeds = ", ".join(str(seed) for seed in sorted({r["seed"] for r in records}))
+    versions = _first(records).get("versions", {})
+    note = (
+        f"Top-1 accuracy (%), each client testing the global model on its own test images; mean of seeds {seeds}, ± the standard deviation of the "
+        f"average. Costs are the largest client's; upload and download as serialised, the kit's parts included. Command: `{command}`, {at_once} runs at "
+        f"a time. {machine()}, {', '.join(f'{name} {versions[name]}' for name in ('torch', 'flwr', 'diffusers') if name in versions)}."
+    )
+    parts = [f"**{table.title}**", "\n".join(lines), note, *(["Failed:\n\n" + "\n".join(failed)] if failed else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _costs(group: list[dict[str, Any]]) -> list[str]:
+    def mean(key: str) -> float:
+        return float(np.mean([record[key] for record in group]))
+
+    seconds = [r["server_seconds_per_image"] for r in group if r["server_seconds_per_image"]]
+    return [
+        human_bytes(mean("upload_bytes")),
+        human_bytes(mean("download_bytes")),
+        human_flops(mean("client_flops")),
+        f"{mean('client_seconds'):.0f}",
+        f"{mean('client_memory_mb'):,.0f}",
+        f"{np.mean(seconds):.3f}" if seconds else "",
+        f"{mean('rounds'):.0f}",
+    ]
+
+
+def plot(records: list[dict[str, Any]], file: Path) -> None:
+    """Accuracy against a client's bytes, uploaded (left) and both ways (right), on log axes; rows that move none are dashed lines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 6))
+    panels = figure.subplots(1, 2, sharey=True)
+    groups = by_row(records)
+    colours = {name: f"C{number % 10}" for number, name in enumerate(groups)}
+    marks = {name: "osD^vP*X"[number // 10 % 8] for number, name in enumerate(groups)}
+    for panel, keys, title in zip(
+        panels, (("upload_bytes",), ("upload_bytes", "download_bytes")), ("uploaded", "uploaded and downloaded"), strict=True
+    ):
+        for name, group in groups.items():
+            averages = [record["average"] for record in group]
+            size = float(np.mean([sum(record[key] for key in keys) for record in group]))
+            if size > 0:
+                spread = np.std(averages, ddof=1) if len(averages) > 1 else 0
+                panel.errorbar(
+                    size, np.mean(averages), spread, fmt=marks[name], color=colours[name], capsize=3, markersize=8, label=name
+                )
+            else:
+                panel.axhline(float(np.mean(averages)), color=colours[name], linestyle="--", linewidth=1.2, label=name)
+        panel.set(xscale="log", xlabel=f"bytes of a client, {title}")
+        panel.grid(alpha=0.3, which="both")
+    panels[0].set_ylabel("average top-1 accuracy (%)")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+
+
+def machine() -> str:
+    """Hardware in a few words."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return f"{os.cpu_count()} cores, {device}, Python {platform.python_version()}"
+
+
+def write_table(table: TableFile, outcomes: list[Outcome], out: Path, command: str, at_once: int) -> list[dict[str, Any]]:
+    """`<name>.md`, `<name>.csv` and `<name>.png` in `out`; returns the records."""
+    ordered = sorted(outcomes, key=lambda outcome: list(table.rows).index(outcome.cell.row))
+    records = [record for outcome in ordered for record in records_of(outcome)]
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / f"{table.name}.csv", as_csv(records).encode())
+    write_atomically(out / f"{table.name}.md", as_markdown(table, records, command, at_once).encode())
+    if by_row(records):
+        plot(records, out / f"{table.name}.png")
+    return records

@@ -1,0 +1,215 @@
+"""Tables: what a table file asks for, and what becomes of its runs."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, defaults, quick
+
+from osfl import compare
+from osfl.config import ConfigError
+
+TABLE = """
+title = "Two methods"
+seeds = [0, 1]
+[common]
+num-clients = 2
+[rows.ceiling]
+method = "ceiling"
+[rows."Espresso C+G"]
+method = "espresso"
+espresso.z-sampling = false
+"""
+
+
+def write(folder: Path, text: str = TABLE, name: str = "table.toml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> None:
+    table = compare.read_table(write(tmp_path), ["synthesis.steps=3"])
+    assert (table.title, table.seeds, list(table.rows)) == ("Two methods", (0, 1), ["ceiling", "Espresso C+G"])
+    cells = table.cells()
+    assert [(c.row, c.seed) for c in cells] == [("ceiling", 0), ("Espresso C+G", 0), ("ceiling", 1), ("Espresso C+G", 1)]
+    assert cells[3].job_id == "table-Espresso-C-G-s1"
+    expected = {"num-clients=2", "method=espresso", "espresso.z-sampling=false", "synthesis.steps=3", "seed=1"}
+    assert set(cells[3].settings) == expected
+    assert [c.row for c in compare.read_table(write(tmp_path), seeds="5", rows="ceiling").cells()] == ["ceiling"]
+    assert compare.read_table(write(tmp_path), seeds="5").seeds == (5,)
+
+
+def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
+    file = write(tmp_path, TABLE + '[grid]\n"synthesis.steps" = [2, 5]\nnum-clients = [2, 3]\n')
+    rows = compare.read_table(file).rows
+    assert list(rows)[:4] == [f"ceiling steps={s} num-clients={n}" for s in (2, 5) for n in (2, 3)]
+    assert len(rows) == 8
+    assert (
+        rows["Espresso C+G steps=5 num-clients=3"]["synthesis.steps"],
+        rows["ceiling steps=2 num-clients=3"]["num-clients"],
+    ) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds = [0", "not a table file"),
+        ("seeds = [0]", r"has no \[rows.NAME\]"),
+        ("row = 1", "'row' is unknown"),
+        ("[rows.a]\nmethod = 'magic'", "row 'a': bad run-config:\n  method = 'magic'"),
+        ("[rows.a]\nfeddeo.epoch = 1", r"row 'a'.*feddeo.epoch: unknown key \(did you mean feddeo.epochs\?\)"),
+        ("seeds = ['x']\n[rows.a]", "must be whole numbers"),
+        ("[rows.a]\n[grid]\nseed = 3", r"\[grid\] seed: must be a list"),
+        ("[rows.'a b']\n[rows.'a-b']", "differ in signs only"),
+    ],
+)
+def test_a_wrong_table_is_named_before_anything_runs(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        compare.read_table(write(tmp_path, text)).cells()
+    with pytest.raises(ConfigError, match="'nobody': .* has no such row; it has ceiling"):
+        compare.read_table(write(tmp_path), rows="nobody")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem)
+def test_the_shipped_tables_are_sound(file: Path) -> None:
+    assert compare.read_table(file).cells()
+
+
+def test_the_digits_table_has_every_method() -> None:
+    from osfl.methods import METHODS
+
+    rows = compare.read_table(ROOT / "configs" / "tables" / "digits.toml").rows
+    assert {row["method"] for row in rows.values()} == set(METHODS)
+    switches = [
+        (row.get("espresso.gmm", True), row.get("espresso.z-sampling", True))
+        for row in rows.values()
+        if row["method"] == "espresso"
+    ]
+    assert sorted(switches) == [(False, False), (False, True), (True, False), (True, True)]
+
+
+def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object) -> dict:
+    about = {"upload_bytes": 1000, "download_bytes": 2e6, "flops": 3e12, "seconds": 4.4, "peak_memory_mb": 512.0}
+    return {
+        "method": method,
+        "accuracy": accuracy,
+        "rounds": 1,
+        "clients": {"a": {**about, "upload_bytes": 500}, "b": about},
+        "server": {"seconds_per_image": 0.25, **server},
+        "versions": {"torch": "1", "flwr": "2"},
+    }
+
+
+def outcome(row: str, seed: int, **kwargs) -> compare.Outcome:  # type: ignore[no-untyped-def]
+    return compare.Outcome(compare.Cell(row, seed, f"{row}-{seed}", ()), **kwargs)
+
+
+def test_figures_by_hand(tmp_path: Path) -> None:
+    """FedX: averages 50 and 54 give 52.0 ± 2.8; Local's models become their mean; the largest client's costs; an error stands below."""
+    outcomes = [
+        outcome("FedX", 0, metrics=metrics("fedx", {"FT": {"a": 40.0, "b": 60.0, "average": 50.0}})),
+        outcome(
+            "local",
+            0,
+            metrics=metrics(
+                "local", {"a": {"a": 90.0, "b": 10.0, "average": 50.0}, "b": {"a": 0.0, "b": 80.0, "average": 40.0}}
+            ),
+        ),
+        outcome("FedX", 1, metrics=metrics("fedx", {"FT": {"a": 44.0, "b": 64.0, "average": 54.0}})),
+        outcome("local", 1, error="no disk"),
+    ]
+    table = compare.TableFile("t", "A title", (0, 1), {"FedX": {}, "local": {}})
+    records = compare.write_table(table, outcomes, tmp_path, "osfl compare t.toml", 2)
+    page = (tmp_path / "t.md").read_text()
+    assert "| FedX | 42.0 | 62.0 | **52.0** ± 2.8 | 1 kB | 2 MB | 3 TFLOP | 4 | 512 | 0.250 | 1 |" in page
+    assert "| local | 45.0 | 45.0 | **45.0** |" in page
+    assert page.startswith("**A title**")
+    assert "- local, seed 1: no disk" in page
+    assert "`osfl compare t.toml`, 2 runs at a time" in page
+    lines = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))
+    assert [(line["row"], line["seed"], line["average"], line["error"]) for line in lines] == [
+        ("FedX", "0", "50.0", ""),
+        ("FedX", "1", "54.0", ""),
+        ("local", "0", "45.0", ""),
+        ("local", "1", "", "no disk"),
+    ]
+    assert (lines[0]["a"], lines[0]["upload_bytes"], lines[0]["client_memory_mb"]) == ("40.0", "1000", "512.0")
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+    assert len(records) == 4
+
+
+def test_several_global_models_are_rows_of_their_own() -> None:
+    two = {name: {"a": value, "average": value} for name, value in (("FT", 50.0), ("SD", 60.0))}
+    records = compare.records_of(outcome("FedLMG", 0, metrics=metrics("fedlmg", two)))
+    assert [(r["row"], r["average"]) for r in records] == [("FedLMG FT", 50.0), ("FedLMG SD", 60.0)]
+
+
+def settings_of(**overrides: object) -> list[str]:
+    """What `quick` changes, as key=value."""
+    base = defaults()
+    changed = {key: value for key, value in quick(**overrides).items() if base[key] != value}
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changed.items()]
+
+
+@pytest.mark.system
+def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # type: ignore[no-untyped-def]
+    """Two rows that work and one that fails: table, CSV, plot, exit code 1; again: the finished ones are used as they are."""
+    file = write(
+        tmp_path,
+        "title = 'Small'\n[common]\nnum-clients = 2\n[rows.good]\nmethod = 'prompts-only'\n[rows.better]\nmethod = 'ceiling'\n"
+        "[rows.bad]\nmethod = 'ceiling'\nglobal-model.architecture = 'resnet19'\n",
+    )
+    settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
+    command = ["compare", str(file), *settings, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    done = osfl(*command)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "failed bad, seed 0: " in done.stdout
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert "| good |" in page
+    assert "| better |" in page
+    assert "- bad, seed 0: " in page
+    assert "'resnet19' is not a torchvision model" in page
+    finished = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").glob("table-*/metrics.json")}
+    assert len(finished) == 2
+    again = osfl(*command, "--rows", "good,better")
+    assert again.returncode == 0
+    assert again.stdout.count("done before") == 2
+    assert {p: p.stat().st_mtime_ns for p in finished} == finished
+    other = osfl(*command, "synthesis.steps=3", "--rows", "good")  # other settings: run again
+    assert other.returncode == 0, other.stdout
+    assert "good, seed 0: done\n" in other.stdout
+
+
+@pytest.mark.system
+def test_an_interrupted_table_leaves_no_process_and_goes_on(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # type: ignore[no-untyped-def]
+    import psutil
+
+    file = write(tmp_path, "[common]\nnum-clients = 2\n[rows.one]\nmethod = 'prompts-only'\n")
+    settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
+    command = ["compare", str(file), *settings, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [str(Path(sys.executable).parent / "osfl"), *command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    status, end = tmp_path / "runs" / "table-one-s0" / "status.json", time.monotonic() + 200
+    while not status.is_file() and time.monotonic() < end:
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "the same command goes on where it was" in output
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, alive
+    again = osfl(*command)
+    assert again.returncode == 0, again.stdout
+    assert json.loads(status.read_text())["phase"] == "finished"
