@@ -17,7 +17,7 @@ COMMON = ("num-clients=3", "synthesis.images-per-class=6", "seed=100", "fedlmg.s
 SWEEPS: dict[str, tuple[str, dict[str, tuple[float, ...]]]] = {
     "feddeo": ("feddeo", {"feddeo.lr": (0.03, 0.1, 0.3), "feddeo.epochs": (20, 40)}),
     "guidance": ("feddeo", {"feddeo.guidance-text": (0.0, 1.0), "feddeo.guidance-description": (2.0, 3.0)}),
-    "fedlmg": ("fedlmg", {"fedlmg.bn-weight": (0.0, 0.1, 0.3), "fedlmg.gradient-scale": (1.0, 2.0)}),
+    "fedlmg": ("fedlmg", {"fedlmg.bn-weight": (0.0, 0.1), "fedlmg.gradient-scale": (1.0, 2.0)}),
     "batch": ("ceiling", {"global-model.batch-size": (8, 16, 32)}),
 }
 

@@ -81,7 +81,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.query("acknowledge")
 def acknowledge(message: Message, context: Context) -> Message:
-    """The server has the payload on its disk: forget ours."""
+    """The server has the payload on its disk, or the rounds are over: forget what was kept for the job."""
     _, node, client = _settings(context)
     for folder in _cache(node, _job_id(message)).glob(f"{client}-{'?' * KEY_LENGTH}"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +119,11 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:
     """This client's classifier: the node's own, else one of the run's in turn."""
-    of_the_run = split_names(config.classifier.architecture)
+    of_the_run, method = split_names(config.classifier.architecture), METHODS[config.method]
+    if not (method.rounds or method.payload == "Classifier"):
+        return config.classifier.architecture
+    if node.architecture and node.architecture not in of_the_run:
+        raise ConfigError(f"node-config architecture = {node.architecture!r}: this run allows {', '.join(of_the_run)}")
     return node.architecture or of_the_run[max(node.partition_id, 0) % len(of_the_run)]
 
 
@@ -127,7 +131,10 @@ def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Pat
     def load(size: int) -> Images:
         return load_images(config.data, node, "train", config.seed, size)
 
-    names, domain = class_names(config.data), node.domain or domain_name(config.data, node)
+    def domain() -> str:
+        return node.domain or domain_name(config.data, node)
+
+    names = class_names(config.data)
     return ClientJob(config, client, names, load, kit, pick_device(node.device), domain, progress=_Progress(folder))
 
 
@@ -142,7 +149,8 @@ def _job_id(message: Message) -> str:
 def _kit(config: RunConfig, node: NodeConfig) -> str:
     if not (parts := kit_parts(config)):
         return ""
-    kit = find_kit(node.kit or config.sampling_kit)
+    own_kit = node.kit if config.sampling_kit == config.kit else ""  # which stands in for the run's, not for FedDISC's
+    kit = find_kit(own_kit or config.sampling_kit)
     check_kit(kit, parts)
     return kit
 

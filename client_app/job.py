@@ -20,6 +20,6 @@ class ClientJob:
     load: Callable[[int], Images]  # size -> this client's own training images at that size; they do not leave it
     kit: str  # folder or hub id
     device: torch.device
-    domain: str = ""  # its name, where the node or the simulation tells it; only prompts-domain sends it
+    domain: Callable[[], str] = lambda: ""  # its name, where the node or the simulation tells it; only prompts-domain sends it
     meter: FlopMeter = field(default_factory=FlopMeter)
     progress: Callable[[int, int], None] = lambda done, total: None  # (steps done, steps in all)

@@ -41,7 +41,10 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         penalty = proximal(start, float(cast(float, said["proximal-mu"])))
     elif "dyn-alpha" in said:
         alpha = float(cast(float, said["dyn-alpha"]))
-        correction = _load_correction(folder, number - 1, start)
+        for stale in folder.glob("feddyn-*.safetensors"):  # of this round, asked for again, or of an earlier run of the job
+            if int(stale.stem.removeprefix("feddyn-")) >= number:
+                stale.unlink()
+        correction = _load_correction(folder, start)
         penalty = dynamic(start, correction, alpha)
     classifiers.fit(
         model,
@@ -83,13 +86,12 @@ def dynamic(start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], a
     return penalty
 
 
-def _load_correction(folder: Path, number: int, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """FedDyn's gradient after a round; zeros before the first, and where this client took no part in it."""
+def _load_correction(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """FedDyn's gradient after the last round that this client took part in; zeros before the first."""
     kept = sorted(folder.glob("feddyn-*.safetensors"))
-    usable = [file for file in kept if int(file.stem.removeprefix("feddyn-")) <= number]
-    if not usable:
+    if not kept:
         return {name: torch.zeros_like(p) for name, p in like.items()}
-    state = load(usable[-1].read_bytes())
+    state = load(kept[-1].read_bytes())
     return {name: state[name].to(p.device) for name, p in like.items()}
 
 

@@ -203,6 +203,8 @@ def compare(
     rows: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
     at_once: Annotated[int, typer.Option(help="Runs side by side, each on its share of the cores.")] = 2,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept and looked for.")] = Path("runs/tables"),
+    client_cpus: Annotated[int, typer.Option(help="Cores of each client.")] = 1,
+    client_gpus: Annotated[float, typer.Option(help="Share of a GPU of each client.")] = 0.0,
     out: Annotated[Path, typer.Option(help="Where the table is written: Markdown, CSV and a plot.")] = Path("runs/tables"),
 ) -> None:
     """Run methods side by side and write their table; runs that are done are used again, interrupted ones go on.
@@ -228,7 +230,8 @@ def compare(
                     progress.advance(bar)
                 progress.console.print(f"{time.strftime('%H:%M:%S')} {cell.row}, seed {cell.seed}: {state}", highlight=False)
 
-            outcomes = tables.Runner(runs, at_once, note).run_all(cells)
+            resources = ["--client-cpus", str(client_cpus), "--client-gpus", str(client_gpus)]
+            outcomes = tables.Runner(runs, at_once, note, resources).run_all(cells)
     except (ConfigError, OSError) as error:
         console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -12,16 +12,16 @@ A table file (configs/tables/*.toml) has
     [grid]                   # optional: every row is run with every combination
     "espresso.epochs" = [5, 15]
 
-Each cell, a row and a seed, is one `osfl run` of its own; runs that are done with the same settings and kit are used again.
+Each cell, a row and a seed, is one `osfl run` of its own; runs that are done with the same settings and kits are used again.
 """
 
 import csv
+import hashlib
 import io
 import json
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ import numpy as np
 
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.files import write_atomically
-from osfl.kits import find_kit, kit_digest
+from osfl.kits import kits_digest
 from osfl.launch import flat_toml, resolve_config
 from osfl.report import human_bytes, human_flops
 
@@ -68,15 +69,22 @@ class TableFile:
     def cells(self) -> list[Cell]:
         """Every row with every seed, seed by seed: with one seed done there is a whole table."""
         return [
-            Cell(
-                row,
-                seed,
-                f"{self.name}-{re.sub(r'[^A-Za-z0-9_]+', '-', row).strip('-')}-s{seed}",
-                (*(f"{key}={_text(value)}" for key, value in settings.items()), f"seed={seed}"),
-            )
+            _cell(self.name, row, (*(f"{key}={_text(value)}" for key, value in settings.items()), f"seed={seed}"), seed)
             for seed in self.seeds
             for row, settings in self.rows.items()
         ]
+
+
+_kits_digest = cache(kits_digest)
+
+
+def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
+    """A cell whose job id holds a digest of its whole configuration and its kits: a run is used again for the very same, and for nothing else."""
+    config, _ = resolve_config(settings)
+    identity = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
+    digest = hashlib.sha256(json.dumps([identity, _kits_digest(config.kits)], sort_keys=True).encode()).hexdigest()[:8]
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", f"{table}-{row}").strip("-")[:45]
+    return Cell(row, seed, f"{name}-s{seed}-{digest}", settings)
 
 
 @dataclass
@@ -132,8 +140,6 @@ def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows:
             resolve_config([f"{key}={_text(value)}" for key, value in settings.items()])
         except ConfigError as error:
             raise ConfigError(f"{file}, row {name!r}: {error}") from None
-    if len({cell.job_id for cell in table.cells()}) < len(table.cells()):
-        raise ConfigError(f"{file}: two rows have names that differ in signs only; give them other names")
     return table
 
 
@@ -144,8 +150,14 @@ def _text(value: Scalar) -> str:
 class Runner:
     """Runs cells, some side by side, each on its share of the cores; can be stopped."""
 
-    def __init__(self, runs: Path, at_once: int, note: Callable[[Cell, str], None] = lambda cell, state: None):
-        self.runs, self.at_once, self.note = runs, at_once, note
+    def __init__(
+        self,
+        runs: Path,
+        at_once: int,
+        note: Callable[[Cell, str], None] = lambda cell, state: None,
+        options: Iterable[str] = (),  # more options of `osfl run`
+    ):
+        self.runs, self.at_once, self.note, self.options = runs, at_once, note, tuple(options)
         self._stopped, self._processes, self._lock = threading.Event(), set[subprocess.Popen](), threading.Lock()
 
     def run_all(self, cells: list[Cell]) -> list[Outcome]:
@@ -155,7 +167,7 @@ class Runner:
             KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were.
         """
         with ThreadPoolExecutor(self.at_once) as pool:
-            futures = [pool.submit(self.run, cell) for cell in cells]
+            futures = [pool.submit(self._run_safely, cell) for cell in cells]
             try:
                 return [future.result() for future in futures]
             except BaseException:
@@ -166,11 +178,16 @@ class Runner:
                 pool.shutdown(cancel_futures=True)
                 raise
 
+    def _run_safely(self, cell: Cell) -> Outcome:
+        try:
+            return self.run(cell)
+        except Exception as error:  # this cell's; the others go on
+            self.note(cell, "failed")
+            return Outcome(cell, error=f"{type(error).__name__}: {error}")
+
     def run(self, cell: Cell) -> Outcome:
-        """One cell: from its folder if it was run before with these settings and this kit, else by `osfl run`."""
+        """One cell: from its folder if it was run before, else by `osfl run`, which resumes what was interrupted."""
         folder = self.runs / cell.job_id
-        if folder.is_dir() and not is_current(folder, cell.settings):
-            shutil.rmtree(folder)
         if outcome := _finished(cell, folder):
             self.note(cell, "done before")
             return outcome
@@ -181,6 +198,7 @@ class Runner:
             f"job-id={cell.job_id}",
             "--runs",
             str(self.runs),
+            *self.options,
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.at_once))}
         with self._lock:
@@ -212,15 +230,6 @@ def _finished(cell: Cell, folder: Path) -> Outcome | None:
     if file.is_file() and status.is_file() and json.loads(status.read_text()).get("phase") == "finished":
         return Outcome(cell, json.loads(file.read_text()))
     return None
-
-
-def is_current(folder: Path, settings: Iterable[str]) -> bool:
-    """Whether a run, finished or not, has these settings and this kit."""
-    config, _ = resolve_config([*settings, f"job-id={folder.name}"])
-    wanted = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
-    wanted["kit-sha256"] = kit_digest(find_kit(config.sampling_kit))
-    found = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
-    return wanted == {key: value for key, value in found.items() if key not in NOT_IDENTITY}
 
 
 # ---- From outcomes to tables ----

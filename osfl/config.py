@@ -246,6 +246,11 @@ class RunConfig:
         return (self.feddisc.kit if self.method == "feddisc" else "") or self.kit
 
     @property
+    def kits(self) -> tuple[str, ...]:
+        """All that the run takes something from: the diffusion model's, and the initialisations'."""
+        return tuple(dict.fromkeys((self.sampling_kit, self.kit)))
+
+    @property
     def needed_clients(self) -> int:
         """With how many clients a run goes on."""
         return self.min_clients or self.num_clients
@@ -372,12 +377,31 @@ def _check_together(config: RunConfig) -> None:
         problems.append(
             f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own"
         )
+    for key, path in (("data.root", config.data.root), ("rounds.proxy", config.rounds.proxy.removeprefix("public"))):
+        if path and not Path(path).expanduser().is_absolute():
+            problems.append(
+                f"{key} = {path!r}: must be an absolute path; Flower starts server and clients in a folder of its own"
+            )
+    for key, settings in (("classifier.init", config.classifier), ("global-model.init", config.global_model)):
+        if settings.init not in ("kit", "none") and not Path(settings.init).expanduser().is_absolute():
+            problems.append(f"{key} = {settings.init!r}: must be kit, none, or the absolute path of a file of weights")
+    if config.kit.startswith("."):
+        problems.append(f"kit = {config.kit!r}: must be a shipped kit's name, an absolute path or a hub id")
+    if config.espresso.gmm and config.espresso.noise_draws < config.espresso.components:
+        problems.append(
+            f"espresso.noise-draws = {config.espresso.noise_draws}: must be at least espresso.components = "
+            f"{config.espresso.components}, or a class with one image has too few latents for its mixture"
+        )
+    if config.method == "feddf" and config.data.name == "folder" and config.rounds.proxy == "public":
+        problems.append(
+            "rounds.proxy = 'public': those are digits; with data.name = 'folder', name a folder of unlabelled images"
+        )
     if config.method == "feddeo" and not config.feddeo.guidance_text and not config.feddeo.guidance_description:
         problems.append("feddeo.guidance-text and feddeo.guidance-description are both 0: images would have no class")
-    for key, settings in (("fedlmg", config.fedlmg), ("fedcado", config.fedcado)):
-        strategies = split_names(settings.strategies)
+    for key, guided in (("fedlmg", config.fedlmg), ("fedcado", config.fedcado)):
+        strategies = split_names(guided.strategies)
         if not strategies or set(strategies) - {"ft", "md", "sd"}:
-            problems.append(f"{key}.strategies = {settings.strategies!r}: must name some of ft, md, sd")
+            problems.append(f"{key}.strategies = {guided.strategies!r}: must name some of ft, md, sd")
     if "{class}" not in config.prompts_domain.prompt or "{domain}" not in config.prompts_domain.prompt:
         problems.append(f"prompts-domain.prompt = {config.prompts_domain.prompt!r}: must contain {{class}} and {{domain}}")
     if "{caption}" not in config.fgl.prompt:

@@ -49,8 +49,15 @@ class Kit:
         return self.unet.config.sample_size * 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
-        """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d]; image [B, 2e]: an unCLIP UNet's condition."""
-        return self.unet(z, t, encoder_hidden_states=c, class_labels=image).sample
+        """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d]; image [B, 2e]: an unCLIP UNet's condition.
+
+        A UNet that predicts v (Salimans & Ho, arXiv 2202.00512; Stable Diffusion 2.1) is read as eps = sqrt(a_t) v + sqrt(1 - a_t) z.
+        """
+        output = self.unet(z, t, encoder_hidden_states=c, class_labels=image).sample
+        if self.scheduler.config.prediction_type == "v_prediction":
+            a_t = self.alphas_cumprod[t].to(z.dtype).view(-1, 1, 1, 1)
+            return a_t.sqrt() * output + (1 - a_t).sqrt() * z
+        return output
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +88,8 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
         raise KitError(
             f"kit={source!r} cannot be loaded: {error}. It must hold vae/, unet/, text_encoder/, tokenizer/ and scheduler/"
         ) from error
-    if scheduler.config.prediction_type != "epsilon":
-        raise KitError(f"kit={source!r} predicts {scheduler.config.prediction_type!r}; the methods need 'epsilon'")
+    if scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
+        raise KitError(f"kit={source!r} predicts {scheduler.config.prediction_type!r}; it must be epsilon or v_prediction")
     if text.shape[1] != unet.config.cross_attention_dim:
         raise KitError(f"kit={source!r}: text width {text.shape[1]} but the UNet expects {unet.config.cross_attention_dim}")
     for module in (vae, unet):
@@ -147,7 +154,7 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
     return EmbeddingNoise(normalizer.float().requires_grad_(False), scheduler)
 
 
-# ---- Building a miniature kit (osfl/kit_recipe.py). Diffusers' pipeline takes seconds to import, and only a new kit needs it ----
+# ---- Building a miniature kit (osfl/kit_recipe/). Diffusers' pipeline takes seconds to import, and only a new kit needs it ----
 
 
 def new_vae() -> AutoencoderKL:

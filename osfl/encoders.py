@@ -139,10 +139,12 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
         KitError: neither is there, or it is another kind of model.
     """
     folders = {"subfolder": "image_encoder"}, {"subfolder": "feature_extractor"}
-    if not (Path(source) / "image_encoder").is_dir():
-        folders = {}, {}
     try:
-        kind = AutoConfig.from_pretrained(source, **folders[0]).model_type
+        try:
+            kind = AutoConfig.from_pretrained(source, **folders[0]).model_type
+        except OSError:  # not a kit: the encoder itself
+            folders = {}, {}
+            kind = AutoConfig.from_pretrained(source).model_type
         if kind not in _IMAGE_ENCODERS:
             raise KitError(f"image encoder {source!r} is a {kind!r}; it must be one of {', '.join(_IMAGE_ENCODERS)}")
         model = _IMAGE_ENCODERS[kind].from_pretrained(source, **folders[0], dtype=torch.float32)

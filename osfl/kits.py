@@ -78,6 +78,15 @@ def kit_digest(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def kits_digest(names: Iterable[str]) -> str:
+    """The digest of one kit, or of several together; of one that is not there, nothing: what needs it says so."""
+    digests = []
+    for name in names:
+        with suppress(FileNotFoundError):
+            digests.append(kit_digest(find_kit(name)))
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
+
+
 def image_size(kit: str) -> int:
     """Pixels on a side of the kit's images; 512, Stable Diffusion 1.5's, for a hub id that is not on this machine."""
     unet, vae = Path(kit) / "unet" / "config.json", Path(kit) / "vae" / "config.json"

@@ -66,7 +66,9 @@ def kit_parts(config: RunConfig) -> tuple[str, ...]:
     A captioner or image encoder that the run names itself is not the kit's.
     """
     method = METHODS[config.method]
-    elsewhere = (("captioner",) if config.captioner else ()) + (IMAGE_ENCODER_PARTS if config.image_encoder else ())
+    elsewhere: tuple[str, ...] = ("captioner",) if config.captioner else ()
+    if config.image_encoder and config.method != "feddisc":  # whose UNet knows the embeddings of its own kit's encoder alone
+        elsewhere += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in elsewhere)
     if method.payload == "Classifier" and config.classifier.init == "kit":
         parts += tuple(dict.fromkeys(initialisation_part(a) for a in split_names(config.classifier.architecture)))

@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from osfl.files import write_atomically
 PACKAGES = ("osfl", "flwr", "torch", "torchvision", "diffusers", "transformers", "datasets", "protobuf")
 
 
-def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: int = 0) -> dict[str, Any]:
+def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Gather a run's folder into `metrics.json` and `report.html`.
 
     Args:
         folder: `runs/<job id>`.
         classes: the run's class names.
-        kit_download_bytes: what each client had to fetch of the kit before it could begin; 0 for a hub id, whose size is not known.
+        kit_download_bytes: what each client had to fetch of the kit before it could begin.
 
     Returns:
         the metrics.
@@ -35,8 +36,9 @@ def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: int
     return metrics
 
 
-def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
+def gather(folder: Path, kit_download_bytes: Mapping[str, int] | None = None) -> dict[str, Any]:
     """The figures of a run."""
+    fetched = kit_download_bytes or {}
     config = _json(folder / "config.json")
     tests = {f.stem: _json(f) for f in sorted((folder / "tests").glob("*.json"))}
     accuracy = {name: {client: _accuracy(matrix) for client, matrix in by_client.items()} for name, by_client in tests.items()}
@@ -51,7 +53,7 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         models = list((folder / "models").glob("*.safetensors")) or (folder / "payloads").glob(
             "*.pb"
         )  # Local's are the payloads
-        clients[client]["download_bytes"] = kit_download_bytes + sum(file.stat().st_size for file in models)
+        clients[client]["download_bytes"] = fetched.get(client, 0) + sum(file.stat().st_size for file in models)
         clients[client]["upload_bytes"] = 0
     known = _json(folder / "status.json")["clients"] if (folder / "status.json").is_file() else {}
     for client in known:  # one that tested nothing is in the tables too, as not tested
@@ -59,11 +61,14 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
     for file in sorted((folder / "payloads").glob("*.json")):
         about = _json(file)
         clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])
-    if (file := folder / "rounds" / "costs.json").is_file():  # FedAvg and its kin: summed over the rounds
-        for client, about in _json(file).items():
-            fetched = clients[client].get("download_bytes", 0) + about["download_bytes"]
-            clients[client].update(about, download_bytes=fetched)
     any_payload = any((folder / "payloads").glob("*.pb"))
+    rounds: dict[str, Any] = (
+        _json(done) if (done := folder / "rounds" / "done.json").is_file() else {"round": int(any_payload), "costs": {}}
+    )
+    for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
+        both = clients[client].get("download_bytes", 0) + about["download_bytes"]
+        clients[client].update(about, download_bytes=both)
+        clients[client].setdefault("upload_bytes", 0)
     timings = [t for line in _lines(folder / "timings.jsonl") if (t := _timing(line))]
     images, seconds = sum(t["images"] for t in timings), sum(t["seconds"] for t in timings)
     trained = {f.stem: _json(f) for f in sorted((folder / "models").glob("*.json"))}
@@ -74,7 +79,7 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         "accuracy": {name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()},
         "best": best,
         "average": _mean(accuracy[best]) if best else _mean({name: _mean(row) for name, row in accuracy.items()}),
-        "rounds": _json(done)["round"] if (done := folder / "rounds" / "done.json").is_file() else int(any_payload),
+        "rounds": rounds["round"],
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
         "not_tested": sorted(set(clients) - everywhere),
@@ -87,6 +92,9 @@ def gather(folder: Path, kit_download_bytes: int = 0) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
         "platform": platform.platform(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kits": list(
+            dict.fromkeys([(config["feddisc.kit"] if config["method"] == "feddisc" else "") or config["kit"], config["kit"]])
+        ),
         "kit_sha256": config.pop("kit-sha256", ""),
         "config": config,
     }

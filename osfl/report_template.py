@@ -20,7 +20,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}</p>
 <div class="cards">
 <div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.best or "mean of all models" }}){% endif %}</span></div>
-<div class="card"><b>{{ m.clients|length }}</b><span>clients, one round</span></div>
+<div class="card"><b>{{ m.clients|length }}</b><span>clients, {{ m.rounds }} round{{ '' if m.rounds == 1 else 's' }}</span></div>
 <div class="card"><b>{{ upload|bytes }}</b><span>uploaded by all clients</span></div>
 <div class="card"><b>{{ m.server.synthetic_images }}</b><span>synthetic images</span></div>
 {% if m.server.seconds_per_image %}
@@ -59,7 +59,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <p class="note">All clients' test images; shades are shares of a row.</p>
 {% endif %}
 <h2>How to repeat it</h2>
-<p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.config.kit }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
+<p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
 <div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>
 <details><summary>Resolved configuration</summary><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></details>
 </body></html>

@@ -21,7 +21,7 @@ from osfl.v1 import payload_pb2 as pb
 
 VERSION = 1
 MAX_MAGNITUDE = 1e6
-MAX_TEXT = 500  # characters of a caption or a name
+MAX_TEXT = 300  # characters of a caption or a name
 
 Shape = tuple[int | str, ...]  # a dimension may be "classes", those the client holds, or "images", as many as it says
 Tensors = Mapping[str, tuple[Shape, torch.dtype]]
@@ -55,7 +55,7 @@ class Expected:
     max_bytes: int
     tensors: Tensors = field(default_factory=dict)
     architectures: Mapping[str, Tensors] = field(default_factory=dict)
-    max_images: int = 100_000
+    max_images: int = 20_000
 
 
 def digest(blob: bytes | memoryview) -> str:
@@ -113,7 +113,7 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     for name, want in (("version", VERSION), ("method", expected.method), ("job", expected.job), ("client", expected.client)):
         if getattr(message, name) != want:
             raise refuse(name, f"{getattr(message, name)!r}; expected {want!r}")
-    classes = tuple(message.classes)
+    classes = tuple(message.classes[: len(expected.classes) + 1])
     if not classes or classes != tuple(c for c in expected.classes if c in classes):
         raise refuse("classes", f"{list(classes)[:20]} must be a part of the run's classes, in their order")
     body, kind = message.WhichOneof("body"), METHODS[expected.method].payload or "nothing"
@@ -132,6 +132,10 @@ def _read_body(kind: type, body: Any, classes: tuple[str, ...], expected: Expect
             raise refuse("architecture", f"{architecture[:100]!r}; this run allows {', '.join(expected.architectures)}")
         return Classifier(classes, architecture, _read(body.state, expected.architectures[architecture], refuse))
     if kind is Captions:
+        if len(body.texts) != len(classes) or sum(len(texts.text) for texts in body.texts) > expected.max_images:
+            raise refuse(
+                "texts", f"not one list for each of {len(classes)} classes, or more than {expected.max_images:,} texts"
+            )
         return Captions(classes, tuple(tuple(texts.text) for texts in body.texts))
     if kind is Domain:
         return Domain(classes, body.name)
@@ -169,12 +173,8 @@ def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> Non
             if bool((payload.deviations < 0).any()):
                 raise refuse("deviations", "a standard deviation below zero")
         case Captions():
-            if len(payload.texts) != len(payload.classes) or not all(payload.texts):
-                raise refuse(
-                    "texts", f"{len(payload.texts)} lists for {len(payload.classes)} classes; each needs at least one text"
-                )
-            if sum(map(len, payload.texts)) > expected.max_images:
-                raise refuse("texts", f"more than {expected.max_images:,}")
+            if not all(payload.texts):
+                raise refuse("texts", "a class without a text; each needs at least one")
             _check_texts("texts", [text for texts in payload.texts for text in texts], refuse)
         case Domain():
             _check_texts("name", [payload.name], refuse)
@@ -193,7 +193,8 @@ def _resolve(shape: Shape, size: Mapping[str, int]) -> tuple[int, ...]:
 def _most_bytes(expected: Expected) -> int:
     """The size of the largest valid payload, and a little for names and lengths."""
     if METHODS[expected.method].payload in ("Captions", "Domain"):
-        return expected.max_bytes
+        texts = expected.max_images if METHODS[expected.method].payload == "Captions" else 1
+        return texts * (4 * MAX_TEXT + 8) + 65_536
     size = {"classes": len(expected.classes), "images": expected.max_images}
 
     def most(tensors: Tensors) -> int:

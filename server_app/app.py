@@ -1,5 +1,7 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
+from dataclasses import replace
+
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -7,8 +9,9 @@ from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data import class_names
 from osfl.devices import pick_device
-from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kit_digest
+from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kits_digest
 from osfl.methods import METHODS, kit_parts, server_half
+from osfl.payloads import Classifier, Payload
 from osfl.report import write_report
 from osfl.wire import PayloadError
 from server_app.expected import expected_payload, expected_tensors
@@ -34,7 +37,7 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
     Raises:
         ConfigError, RoundError, and what the kit, the data and the method raise; `status.json` then says `failed` and why.
     """
-    folder = open_run_folder(config, job_id, needed_bytes(config), _kit_sha256(config))
+    folder = open_run_folder(config, job_id, needed_bytes(config), kits_digest(config.kits))
     with folder.alone():
         _run(grid, config, job_id, folder)
 
@@ -45,7 +48,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         method = METHODS[config.method]
         stored = folder.stored_clients() if method.client else []
         nodes = join(grid, config, status, stored, meanwhile=lambda: check_server(config))
-        payloads = {}
+        payloads: dict[str, Payload] = {}
         if method.client:
             payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id))
         while True:
@@ -59,8 +62,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
             except PayloadError as error:  # passed every check, and led the sampling or a teacher astray
                 payloads = leave_out(error, payloads, config, folder, status)
         evaluate_on_clients(grid, config, nodes, models, folder, status)
-        parts = kit_parts(config)
-        fetched = download_bytes(find_kit(config.sampling_kit), parts) if parts else 0  # by every client, before it can begin
+        fetched = {client: kit_bytes(config, payloads.get(client)) for client in (*nodes, *payloads)}
         write_report(folder.path, class_names(config.data), fetched)
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")
@@ -86,6 +88,14 @@ def check_server(config: RunConfig) -> None:
     expected_tensors(config)
 
 
+def kit_bytes(config: RunConfig, payload: Payload | None) -> int:
+    """What a client had to fetch of the kit before it could begin; 0 for a hub id, whose size is not known."""
+    if isinstance(payload, Classifier):  # one architecture of those that the run allows
+        config = replace(config, classifier=replace(config.classifier, architecture=payload.architecture))
+    parts = kit_parts(config)
+    return download_bytes(find_kit(config.sampling_kit), parts) if parts else 0
+
+
 def needed_bytes(config: RunConfig) -> int:
     """About how much disk a run takes at most: images as if uncompressed, payloads, models."""
     classes = len(class_names(config.data))
@@ -96,10 +106,3 @@ def needed_bytes(config: RunConfig) -> int:
     except FileNotFoundError:  # check_server says so where it matters
         size = config.data.image_size
     return images * 3 * size**2 + weights
-
-
-def _kit_sha256(config: RunConfig) -> str:
-    try:
-        return kit_digest(find_kit(config.sampling_kit))
-    except FileNotFoundError:
-        return ""

@@ -21,7 +21,7 @@ def test_parsing_and_flattening_are_inverse() -> None:
     ("key", "value", "message"),
     [
         ("seeed", 1, "seeed: unknown key (did you mean seed?)"),
-        ("method", "magic", "method = 'magic': must be one of prompts-only, feddeo, fedlmg"),
+        ("method", "magic", "method = 'magic': must be one of prompts-only, prompts-domain, feddeo"),
         ("seed", -1, "seed = -1: must be from 0"),
         ("seed", 1.5, "seed = 1.5: must be a whole number"),
         ("seed", "one", "seed = 'one': must be a whole number"),
@@ -39,6 +39,17 @@ def test_parsing_and_flattening_are_inverse() -> None:
         ("data.classes", "cat,dog", "data.classes = 'cat,dog': must be empty with data.name = 'digits'"),
         ("runs-dir", "runs", "runs-dir = 'runs': must be an absolute path"),
         ("synthesis.steps", 1000, "synthesis.steps = 1000: must be from 2 to 999"),
+        ("fedcado.strategies", "", "fedcado.strategies = '': must name some of ft, md, sd"),
+        ("data.root", "sites", "data.root = 'sites': must be an absolute path"),
+        ("rounds.proxy", "web", "rounds.proxy = 'web': must be an absolute path"),
+        ("classifier.init", "w.pth", "classifier.init = 'w.pth': must be kit, none, or the absolute path"),
+        ("global-model.init", "w.pth", "global-model.init = 'w.pth': must be kit, none, or the absolute path"),
+        ("kit", "./kit", "kit = './kit': must be a shipped kit's name, an absolute path or a hub id"),
+        ("prompts-domain.prompt", "a {class}", "prompts-domain.prompt = 'a {class}': must contain {class} and {domain}"),
+        ("fgl.prompt", "a {class}", "fgl.prompt = 'a {class}': must contain {caption}"),
+        ("espresso.inversion-guidance", 6.0, "espresso.inversion-guidance = 6: must be below espresso.guidance = 5.5"),
+        ("classifier.architecture", " , ", "classifier.architecture: must name at least one"),
+        ("global-model.architecture", "resnet18,vgg16", "global-model.architecture = 'resnet18,vgg16': must name one"),
         ("data.name", "folder", "data.classes: data.name = 'folder' needs at least two class names"),
     ],
 )
@@ -46,6 +57,13 @@ def test_bad_values_are_named(key: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run_config({**defaults(), key: value})  # type: ignore[dict-item]
     assert message in str(caught.value)
+
+
+def test_feddf_does_not_distil_photographs_on_digits() -> None:
+    folders = {"data.name": "folder", "data.classes": "cat,dog", "method": "feddf"}
+    with pytest.raises(ConfigError, match="rounds.proxy = 'public': those are digits"):
+        parse_run_config({**defaults(), **folders})
+    assert parse_run_config({**defaults(), **folders, "rounds.proxy": "/data/web"}).rounds.proxy == "/data/web"
 
 
 def test_a_class_named_twice_is_refused() -> None:
@@ -107,7 +125,9 @@ def test_bad_files_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
         resolve_config([str(broken)])
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "file", sorted({*(ROOT / "configs").glob("*.toml"), *(ROOT / "configs" / "methods").glob("*.toml")}), ids=lambda f: f.name
+)
 def test_every_shipped_config_is_valid(file) -> None:  # type: ignore[no-untyped-def]
     assert tomllib.loads(file.read_text())
     resolve_config([str(file)])

@@ -47,19 +47,19 @@ class FakeKit:
         return c.mean(dim=(1, 2)).view(-1, 1, 1, 1).expand_as(z)
 
 
-def branch(values: list[float], scales: list[float]) -> Condition:
-    return Condition(torch.tensor(values).view(-1, 1, 1).expand(-1, 3, 4), torch.tensor(scales))
+def branch(values: list[float], scale: float) -> Condition:
+    return Condition(torch.tensor(values).view(-1, 1, 1).expand(-1, 3, 4), scale)
 
 
 def test_classifier_free_guidance_by_hand() -> None:
-    # e0 = 1, e_text = 3, g = 2: 1 + 2 * (3 - 1) = 5; the second row has its own condition and scale: 1 + 0.5 * (2 - 1) = 1.5
-    e = compose(FakeKit(), torch.zeros(2, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), [branch([3, 2], [2, 0.5])])  # type: ignore[arg-type]
-    assert torch.allclose(e.flatten(), torch.tensor([5.0, 1.5]))
+    # e0 = 1, e_text = 3, g = 2: 1 + 2 * (3 - 1) = 5; the second row has its own condition: 1 + 2 * (2 - 1) = 3
+    e = compose(FakeKit(), torch.zeros(2, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), [branch([3.0, 2.0], 2.0)])  # type: ignore[arg-type]
+    assert torch.allclose(e.flatten(), torch.tensor([5.0, 3.0]))
 
 
 def test_compositional_guidance_by_hand() -> None:
     # 1 + 3 * (3 - 1) + 3 * (0 - 1) = 4
-    conditions = [branch([3], [3]), branch([0], [3])]
+    conditions = [branch([3.0], 3.0), branch([0.0], 3.0)]
     e = compose(FakeKit(), torch.zeros(1, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), conditions)  # type: ignore[arg-type]
     assert torch.allclose(e.flatten(), torch.tensor([4.0]))
 
@@ -142,7 +142,7 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
     teacher = as_teacher(build_classifier("resnet18", 10, small_stem=True).double())
     t, labels = torch.tensor(500), torch.tensor([3, 7])
     c0, c = exact.text([""]), exact.text(["an image of one", "an image of two"])
-    conditions = [Condition(c, torch.tensor([3.0, 2.0], dtype=torch.float64))]
+    conditions = [Condition(c, 3.0)]
     a_t = exact.alphas_cumprod[500].double()
 
     def loss(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -514,6 +514,29 @@ def test_what_the_server_lacks_is_said_before_the_clients_work(home: Path, tiny_
         shutil.rmtree(home / "runs" / "job", ignore_errors=True)
 
 
+def test_an_architecture_that_the_run_does_not_allow_is_refused_at_joining(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="fedlmg", kit=str(tiny_kit), join_timeout=1.0)
+    own = nodes(2)
+    own[1] |= {"architecture": "resnet50"}
+    grid = LoopGrid(app, config, own)
+    with pytest.raises(RoundError, match="node-config architecture = 'resnet50': this run allows resnet18"):
+        run_job(grid, parse_run_config(config), "job")
+    assert {kind for _, kind in grid.sent} == {"query.join"}
+
+
+def test_domains_that_nobody_names_are_asked_for(home: Path, tiny_kit: Path) -> None:
+    """Without a simulation that knows it, the node must say its domain; with it, prompts name it."""
+    config = quick(method="prompts-domain", kit=str(tiny_kit), data__partition="iid")
+    with pytest.raises(RoundError, match="prompts-domain needs node-config domain"):
+        start(config)
+    own = [{**node, "domain": domain} for node, domain in zip(nodes(2), ("etching", "fresco"), strict=True)]
+    run_job(LoopGrid(app, config, own), parse_run_config(config), "told")
+    from osfl.v1 import payload_pb2 as pb
+
+    blobs = [(home / "runs" / "told" / "payloads" / f"client-{k}.pb").read_bytes() for k in range(2)]
+    assert [pb.Payload.FromString(blob).domain.name for blob in blobs] == ["etching", "fresco"]
+
+
 def test_a_lower_limit_does_not_refuse_what_was_stored(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config)

@@ -1,17 +1,21 @@
 """FedAvg and its kin over real Flower messages and strategies, in this process."""
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import LoopGrid, quick
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_round import Killed, metrics, nodes, start
 
+from client_app import app as client_app
 from client_app import rounds as client_rounds
 from client_app.app import app
+from osfl.classifiers import new_classifier
 from osfl.config import ConfigError, parse_run_config
 from osfl.protocol import read_arrays
 from server_app.app import run_job
@@ -60,7 +64,7 @@ def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
 
 
 def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -> None:
-    """FedProx with a large mu stays near the start; with mu = 0 it is FedAvg; FedDyn's first round has the quadratic term."""
+    """FedProx with a large mu stays near the start, with mu = 0 it is FedAvg."""
     common = {"kit": str(tiny_kit), "rounds__count": 1, "classifier__batch_size": 20}
     for job, method, settings in (
         ("avg", "fedavg", {}),
@@ -69,8 +73,6 @@ def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -
     ):
         start(quick(method=method, **common, **settings), job)
     plain, zero, near = model(home, "fedavg", "avg"), model(home, "fedprox", "prox-0"), model(home, "fedprox", "prox")
-    from osfl.classifiers import new_classifier
-
     begin = new_classifier(parse_run_config(quick()).classifier, 10, str(tiny_kit), 0).state_dict()
     way = (plain["fc.weight"] - begin["fc.weight"]).norm()
     assert (near["fc.weight"] - begin["fc.weight"]).norm() < 0.7 * way
@@ -119,21 +121,49 @@ def test_a_killed_server_goes_on_after_the_last_round(
     assert one["upload_bytes"] == other["upload_bytes"]
 
 
-def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path) -> None:
-    """After round 1 it is -alpha (theta_k - theta), and it is used in round 2; the last two are kept."""
+def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After round 1 it is -alpha (theta_k - theta), and round 2 uses it; what an earlier run of the job left does not count; at the end it goes."""
+    config = quick(method="feddyn", kit=str(tiny_kit), rounds__count=3, rounds__dyn_alpha=0.5)
+    begin = new_classifier(parse_run_config(config).classifier, 10, str(tiny_kit), 0)
     replies: list[dict[str, torch.Tensor]] = []
-    config = quick(method="feddyn", kit=str(tiny_kit), rounds__count=1, rounds__dyn_alpha=0.5)
-    start(config, tamper=keep_replies(replies))
-    from osfl.classifiers import new_classifier
+    kept: list[dict[str, dict[str, torch.Tensor]]] = []
+    context = SimpleNamespace(run_config=config, node_config=nodes(2)[0], node_id=100)
+    folder = home / "cache" / "job" / f"client-0-{client_app._cache_key(*client_app._settings(context)[:2], '')}"  # type: ignore[arg-type]
+    folder.mkdir(parents=True)
+    for number in (19, 20):
+        ones = {name: torch.ones_like(p) for name, p in begin.named_parameters()}
+        save_file(ones, folder / f"feddyn-{number:06d}.safetensors")
 
-    begin = new_classifier(parse_run_config(config).classifier, 10, str(tiny_kit), 0).state_dict()
-    (file,) = (home / "cache" / "job").glob("client-0-*/feddyn-000001.safetensors")
-    kept = load_file(file)
-    assert torch.allclose(kept["fc.weight"], -0.5 * (replies[0]["fc.weight"] - begin["fc.weight"]), atol=1e-6)
-    assert "bn1.running_mean" not in kept
-    loaded = client_rounds._load_correction(file.parent, 1, {"fc.weight": torch.zeros(10, 512)})
-    assert torch.equal(loaded["fc.weight"], kept["fc.weight"])
-    assert client_rounds._load_correction(file.parent, 0, {"fc.weight": torch.zeros(2)})["fc.weight"].tolist() == [0, 0]
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 0:
+            replies.append(read_arrays(reply.content.array_records["arrays"]))
+            kept.append({file.stem: load_file(file) for file in folder.glob("feddyn-*.safetensors")})
+        return reply
+
+    start(config, tamper=tamper)
+    assert [sorted(files) for files in kept] == [
+        ["feddyn-000001"],
+        ["feddyn-000001", "feddyn-000002"],
+        ["feddyn-000002", "feddyn-000003"],
+    ]
+    first = kept[0]["feddyn-000001"]
+    assert torch.allclose(first["fc.weight"], -0.5 * (replies[0]["fc.weight"] - begin.state_dict()["fc.weight"]), atol=1e-6)
+    assert "bn1.running_mean" not in first
+    assert not folder.exists()  # released
+    remembering = model(home, "feddyn")
+    monkeypatch.setattr(
+        client_rounds, "_load_correction", lambda folder, like: {n: torch.zeros_like(p) for n, p in like.items()}
+    )
+    start(config, "forgetful")
+    assert not torch.allclose(remembering["fc.weight"], model(home, "feddyn", "forgetful")["fc.weight"], atol=1e-5)
+
+
+def header(shape: str) -> bytes:
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({shape}), }}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
+
+
+HUGE = header("1000000000000,") + b"\0" * 4
 
 
 @pytest.mark.parametrize(
@@ -142,19 +172,29 @@ def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path) -> N
         ({"fc.bias": torch.full((10,), float("nan"))}, "fc.bias contains NaN or infinity"),
         ({"fc.bias": torch.zeros(11)}, r"fc.bias has shape \[11\]"),
         ({"extra": torch.zeros(1)}, "other arrays than the run's"),
-        ({"fc.bias": torch.zeros(10, dtype=torch.float64)}, "fc.bias has shape .* and type torch.float64"),
+        ({"fc.bias": torch.zeros(10, dtype=torch.float64)}, "fc.bias has shape .* and type float64"),
+        ({"fc.bias": torch.full((10,), 3e38)}, "fc.bias contains a number beyond"),
+        ({"bn1.running_var": torch.full((64,), -1.0)}, "bn1.running_var contains a variance below zero"),
+        ({"fc.bias": b""}, "fc.bias is not in NumPy's format"),
+        ({"fc.bias": b"PK\x03\x04 a zip file"}, "fc.bias is not in NumPy's format"),
+        ({"fc.bias": HUGE}, r"fc.bias has shape \[1000000000000\]"),
+        ({"fc.bias": header("10,") + bytes(4)}, "fc.bias has 4 bytes; its shape needs 40"),
         ({"num-examples": -5}, "figures are not plausible"),
         ({"num-examples": float("nan")}, "figures are not plausible"),
-        ({"clients": 7}, "figures are not plausible"),
+        ({"seconds": float("inf")}, "figures are not plausible"),
+        ({"second model": ArrayRecord()}, "must have one model"),
     ],
 )
 def test_a_reply_that_is_wrong_is_left_out_by_name(home: Path, tiny_kit: Path, wrong: dict, message: str) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
             for name, value in wrong.items():
-                if isinstance(value, torch.Tensor):
-                    arrays = dict(reply.content.array_records["arrays"]) | {name: Array(value.numpy())}
-                    reply.content["arrays"] = ArrayRecord(arrays)
+                if isinstance(value, torch.Tensor | bytes):
+                    raw = isinstance(value, bytes)
+                    array = Array("float32", (10,), "numpy.ndarray", value) if raw else Array(value.numpy())
+                    reply.content["arrays"] = ArrayRecord(dict(reply.content.array_records["arrays"]) | {name: array})
+                elif isinstance(value, ArrayRecord):
+                    reply.content[name] = value
                 else:
                     reply.content["metrics"] = MetricRecord(dict(reply.content.metric_records["metrics"]) | {name: value})
         return reply
@@ -164,6 +204,57 @@ def test_a_reply_that_is_wrong_is_left_out_by_name(home: Path, tiny_kit: Path, w
     assert "client-0:" not in str(caught.value)
     start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1, min_clients=1), "fewer", tamper=tamper)
     assert torch.isfinite(model(home, "fedavg", "fewer")["fc.bias"]).all()
+
+
+def test_figures_that_nobody_asked_for_are_ignored(home: Path, tiny_kit: Path) -> None:
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 1:
+            reply.content["metrics"] = MetricRecord(dict(reply.content.metric_records["metrics"]) | {"extra": [1.0, 2.0]})
+            reply.content["more"] = MetricRecord({"x": 1})
+        return reply
+
+    start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
+    assert torch.isfinite(model(home, "fedavg")["fc.bias"]).all()
+
+
+def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(home: Path, tiny_kit: Path) -> None:
+    """client-1's first two replies are lost: round 1 waits for the deadline, round 2 for test-timeout, round 3 has both again."""
+    lost: list[int] = []
+
+    def tamper(index: int, kind: str, reply: Message) -> Message | None:
+        if kind == "train" and index == 1 and len(lost) < 2:
+            lost.append(1)
+            return None
+        return reply
+
+    config = quick(method="fedavg", kit=str(tiny_kit), rounds__count=3, min_clients=1, deadline=30.0, test_timeout=1.0)
+    began = time.monotonic()
+    grid = start(config, tamper=tamper)
+    assert 30 < time.monotonic() - began < 58  # not twice the deadline
+    assert [kind for _, kind in grid.sent].count("train") == 6
+    about = metrics(home)["clients"]
+    assert about["client-0"]["upload_bytes"] == pytest.approx(3 * about["client-1"]["upload_bytes"])
+
+
+def test_a_mean_that_is_not_finite_is_not_kept(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from server_app.rounds.feddyn import FedDyn
+
+    aggregate = FedDyn.aggregate_train
+
+    def overflow(self, number, replies):  # type: ignore[no-untyped-def]
+        arrays, figures = aggregate(self, number, replies)
+        if number == 2:
+            arrays["fc.bias"] = Array(arrays["fc.bias"].numpy() * float("inf"))
+        return arrays, figures
+
+    monkeypatch.setattr(FedDyn, "aggregate_train", overflow)
+    config = quick(method="feddyn", kit=str(tiny_kit), rounds__count=2)
+    with pytest.raises(RoundError, match="not finite after round 2"):
+        start(config)
+    assert json.loads((home / "runs" / "job" / "rounds" / "done.json").read_text())["round"] == 1
+    monkeypatch.setattr(FedDyn, "aggregate_train", aggregate)
+    start(config)
+    assert metrics(home)["rounds"] == 2
 
 
 def test_a_client_that_fails_in_a_round_is_named(home: Path, tiny_kit: Path) -> None:

@@ -1,5 +1,6 @@
 """The systems' own mathematics: each part against numbers worked out by hand, a loop, or another library."""
 
+import math
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import quick
+from conftest import defaults, quick
 from scipy.cluster.hierarchy import fcluster, ward
 from test_methods import CLASSES, images, job_of
 from torch import nn
@@ -18,13 +19,14 @@ from client_app.methods import feddisc as feddisc_half
 from client_app.methods import fgl as fgl_half
 from client_app.methods import oscar as oscar_half
 from client_app.rounds import dynamic, proximal
-from osfl import classifiers, encoders
+from osfl import classifiers, encoders, wire
 from osfl.config import ClassifierConfig, parse_run_config
 from osfl.diffusion import forward_noise, load_embedding_noise, load_kit, load_unclip_pipeline
 from osfl.kits import KitError
-from osfl.payloads import Captions, Classifier, Concepts, Descriptions, Encodings, Mixtures
+from osfl.payloads import Captions, Classifier, Concepts, Mixtures
 from osfl.prompts import concept_positions, concept_prompts, with_concepts
 from osfl.seeds import generator_of
+from server_app import expected
 from server_app.methods import espresso, fedbip, fedcado, feddisc, fedlmg, fgl, oscar, prompts_only
 from server_app.rounds import feddf
 from server_app.synthesis.guidance import Condition, as_teacher, compose
@@ -520,21 +522,27 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
 # ---- Sizes, architectures, other encoders ----
 
 
-def test_the_papers_payloads_are_counted() -> None:
-    """Stable Diffusion 1.5 at 512 px: conditions of 77 x 768, latents of 4 x 64 x 64."""
-    with torch.device("meta"):
-        assert Descriptions(("c",) * 60, torch.empty(60, 77, 768)).vectors.numel() == 3_548_160  # FedDEO's 3.54 M
-        assert Encodings(("c",), torch.empty(1, 77, 768)).vectors.numel() == 59_136
-        mixture = Mixtures(
-            ("c",), torch.empty(1, 4, 77, 768), torch.empty(1, 4), torch.empty(1, 4), *torch.empty(2, 1, 4, 4, 64, 64)
+def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the server expects of a client with a kit of Stable Diffusion's shapes (512 px; unCLIP 2.1 for FedDISC): numbers a class."""
+    monkeypatch.setattr(expected, "_kit_shapes", lambda kit: ((77, 768), (4, 64, 64), 2048))
+
+    def numbers(method: str, classes: int = 1, images: int = 1) -> int:
+        config = parse_run_config(
+            {**defaults(), "method": method, "kit": "stable-diffusion/v1-5", "feddisc.kit": "stable/unclip"}
         )
-        numbers = [v.numel() for v in vars(mixture).values() if isinstance(v, torch.Tensor)]
-        assert sum(numbers) == 4 * 59_136 + 4 + 4 * (1 + 2 * 16_384) == 367_624
-        concepts = Concepts(("c",), torch.empty(768), torch.empty(1, 768), torch.empty(1), *torch.empty(2, 1, 4, 64, 64))
-        assert sum(v.numel() for v in vars(concepts).values() if isinstance(v, torch.Tensor)) == 768 + 768 + 1 + 32_768
+        size = {"classes": classes, "images": images}
+        return sum(math.prod(wire._resolve(shape, size)) for shape, _ in expected.expected_tensors(config).values())
+
+    assert numbers("feddeo", classes=60) == 3_548_160  # the paper's 3.54 M
+    assert numbers("oscar") == 59_136
+    assert numbers("oscar-pooled") == 768
+    assert numbers("espresso") == 4 * 59_136 + 4 + 4 * (1 + 2 * 16_384) == 367_624
+    assert numbers("feddisc") == 12_288
+    assert numbers("fedbip") == 768 + 768 + 1 + 2 * 16_384
+    with torch.device("meta"):
         resnet = classifiers.build_classifier("resnet18", 1000)
-        assert sum(p.numel() for p in resnet.parameters()) == 11_689_512  # FedCADO's and FedLMG's 11.69 M
-        assert sum(b.numel() for name, b in resnet.named_buffers() if "running" in name) == 9_600
+    assert sum(p.numel() for p in resnet.parameters()) == 11_689_512  # FedCADO's and FedLMG's 11.69 M
+    assert sum(b.numel() for name, b in resnet.named_buffers() if "running" in name) == 9_600
 
 
 @pytest.mark.parametrize(

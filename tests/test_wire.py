@@ -232,13 +232,6 @@ def test_sizes_on_the_wire() -> None:
     assert size - 4 * 3_548_160 - sum(len(c) + 2 for c in classes) < 256
 
 
-def test_a_resnet18_payload_has_the_papers_size() -> None:
-    from osfl.classifiers import build_classifier
-
-    model = build_classifier("resnet18", 1000)
-    assert sum(p.numel() for p in model.parameters()) == 11_689_512
-
-
 def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-untyped-def]
     protoc = pytest.importorskip("grpc_tools", reason="grpcio-tools is not installed (pip install -e '.[dev]')")
     assert protoc
@@ -354,7 +347,7 @@ def with_field(method: str, **changes) -> bytes:  # type: ignore[no-untyped-def]
         ("fedbip", {"deviations": -torch.ones(3, 1, 2, 2)}, "deviations"),
         ("fgl", {"texts": (("a cat",),)}, "texts"),
         ("fgl", {"texts": (("a cat",), ())}, "texts"),
-        ("fgl", {"texts": (("a cat",), ("x" * 501,))}, "texts"),
+        ("fgl", {"texts": (("a cat",), ("x" * 301,))}, "texts"),
         ("fgl", {"texts": (("a cat",), ("an\nemu",))}, "texts"),
         ("fgl", {"texts": (("a cat",) * 5, ("an emu",))}, "texts"),
         ("prompts-domain", {"name": "a\x1b[31m"}, "name"),

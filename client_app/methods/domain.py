@@ -17,7 +17,8 @@ def make_payload(job: ClientJob) -> Domain:
     Raises:
         DataError: nobody told this client its domain.
     """
-    if not job.domain:
+    domain = job.domain()
+    if not domain:
         raise DataError("prompts-domain needs node-config domain: the name of this client's kind of images, such as 'sketch'")
     images = job.load(job.config.data.image_size)
-    return Domain(tuple(job.classes[label] for label in images.held()), job.domain)
+    return Domain(tuple(job.classes[label] for label in images.held()), domain)

@@ -34,7 +34,8 @@ def make_payload(job: ClientJob) -> Encodings:
     for label in held:
         captions: list[str] = []
         for pixels in images.pixels[images.labels == label].split(16):
-            captions += job.meter.run(("caption", len(pixels)), lambda pixels=pixels: captioner(pixels))  # type: ignore[misc]
+            kind = ("caption", label, len(captions))  # each batch is counted: captions differ in length
+            captions += job.meter.run(kind, lambda pixels=pixels: captioner(pixels))  # type: ignore[misc]
         encodings = job.meter.run(("encode", len(captions)), lambda captions=captions: encode(captions))  # type: ignore[misc]
         means.append(encodings.float().mean(dim=0).cpu())  # OSCAR, eq. 7
         job.progress(int((images.labels <= label).sum()), total)

@@ -102,7 +102,8 @@ def train_kit(
             shutil.copytree(base, out, dirs_exist_ok=True)
     else:
         log["stages"] |= diffusion_model.train(out, work, recipe, corpus, progress)
-    log["stages"] |= parts.train_classifiers(out, work, recipe, corpus, progress)
+    kept = frozenset(file.stem for file in (base / "classifiers").glob("*.safetensors")) if base else frozenset()
+    log["stages"] |= parts.train_classifiers(out, work, recipe, corpus, progress, kept)
     log["stages"] |= parts.train_image_encoder(out, work, recipe, corpus, progress)
     log["stages"] |= parts.train_captioner(out, work, recipe, corpus, progress)
     unclip = out.with_name(f"{out.name}-unclip")

@@ -17,8 +17,10 @@ from osfl.seeds import seed_of
 BITS = {"resnet18": 8}  # the others are stored with 4
 
 
-def train_classifiers(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
-    """Initialisations that are not there yet; the pretext task has 4 turns x 6 styles."""
+def train_classifiers(
+    out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress, kept: frozenset[str] = frozenset()
+) -> dict[str, dict]:
+    """Initialisations of the recipe's architectures but those that are `kept`; the pretext task has 4 turns x 6 styles."""
     device, log = corpus.pixels.device, {}
 
     def pretext(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,8 +31,7 @@ def train_classifiers(out: Path, work: Path, recipe: Recipe, corpus: Corpus, pro
 
     (out / "classifiers").mkdir(exist_ok=True)
     for architecture in recipe.classifiers:
-        file = out / "classifiers" / f"{architecture}.safetensors"
-        if file.is_file():
+        if architecture in kept:
             continue
         name = f"classifier-{architecture}"
         torch.manual_seed(seed_of(recipe.seed, name))
@@ -49,7 +50,7 @@ def train_classifiers(out: Path, work: Path, recipe: Recipe, corpus: Corpus, pro
         with torch.no_grad():
             checks = [(model(x).argmax(1) == y).float().mean().item() for x, y in (pretext(generator) for _ in range(20))]
         log[name]["accuracy"] = round(sum(checks) / len(checks), 4)
-        classifiers.save_initialisation(model.cpu(), file, bits)
+        classifiers.save_initialisation(model.cpu(), out / "classifiers" / f"{architecture}.safetensors", bits)
     return log
 
 

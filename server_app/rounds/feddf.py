@@ -78,7 +78,8 @@ def load_proxy(job: ServerJob) -> torch.Tensor:
     if settings.proxy == "public":
         from osfl.data.digits import load_split
 
-        rows = load_split("public").shuffle(seed=job.config.seed).select(range(settings.proxy_images))
+        rows = load_split("public").shuffle(seed=job.config.seed)
+        rows = rows.select(range(min(settings.proxy_images, len(rows))))
         return torch.stack([to_pixels(image, size) for image in rows["image"]])
     files = sorted(p for p in Path(settings.proxy).expanduser().rglob("*") if p.is_file() and not p.name.startswith("."))
     pixels = []

@@ -1,5 +1,6 @@
 """Rounds: a Flower strategy over our own exchange of messages, validated, counted, and resumable after every round."""
 
+import io
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,84 +17,93 @@ from osfl.classifiers import new_classifier, rebuild
 from osfl.config import RunConfig
 from osfl.files import write_atomically
 from osfl.kits import find_kit
-from osfl.protocol import read_arrays
+from osfl.payloads import Classifier
+from osfl.protocol import ACKNOWLEDGE
+from osfl.wire import MAX_MAGNITUDE, PayloadError
 from server_app import round as one_round
+from server_app.expected import probe
 from server_app.job import GlobalModel, ServerJob
 from server_app.round import Exchange, RoundError
 from server_app.status import log
 
-COSTS = ("seconds", "flops", "peak_memory_mb")
 MOST_EXAMPLES = 1e9
+THANKS_SECONDS = 30.0
+Costs = dict[str, dict[str, float]]  # by client
 
 
 def run_rounds(job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedAvg, job_id: str) -> dict[str, GlobalModel]:
     """`rounds.count` rounds of a strategy; started again, it goes on after the last round that was finished.
 
     Raises:
-        RoundError: in a round, fewer than `min-clients` send a model that can be used.
+        RoundError: in a round, fewer than `min-clients` send a model that can be used, or their mean is not finite.
     """
     settings, count = job.config.classifier, job.config.rounds.count
     kit = find_kit(job.config.kit) if settings.init == "kit" else ""
-    model = new_classifier(settings, len(job.classes), kit, job.config.seed)
-    done, arrays = _resume(job, strategy, ArrayRecord(model.state_dict()))
+    start = new_classifier(settings, len(job.classes), kit, job.config.seed).state_dict()
+    done, seconds, state, costs = _resume(job, strategy, start)
+    between, began = RoundsGrid(grid, nodes, job.config, job_id, done, start, costs), time.monotonic()
     job.status.phase("rounds", count)
     job.status.advance(done, count)
 
     def finished(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        nonlocal state
         if number > 0:
-            _keep(job, strategy, done + number, arrays, between.costs)
+            state = {name: torch.from_numpy(np.array(array.numpy())).to(start[name].dtype) for name, array in arrays.items()}
+            if not all(torch.isfinite(value.float()).all() for value in state.values()):
+                raise RoundError(f"the global model is not finite after round {done + number}; see the settings in [rounds]")
+            _keep(job, strategy, done + number, seconds + time.monotonic() - began, state, between.costs)
             job.status.advance(done + number, count)
         return None
 
-    between = RoundsGrid(
-        grid, nodes, job.config, job_id, done, model.state_dict(), job.folder.read_json("rounds/costs.json") or {}
-    )
     if done < count:
+        arrays = ArrayRecord({name: Array(value.numpy()) for name, value in state.items()})
         strategy.start(between, arrays, count - done, timeout=job.config.deadline, evaluate_fn=finished)  # type: ignore[arg-type]
-        arrays = _resume(job, strategy, arrays)[1]
-    trained = rebuild(_state(arrays), settings.architecture, len(job.classes), settings.small_stem)
+    _release(grid, nodes, job_id)
     name = job.config.method
-    write_atomically(job.folder.path / "models" / f"{name}.safetensors", save(trained.state_dict()))
+    write_atomically(job.folder.path / "models" / f"{name}.safetensors", save({n: t.contiguous() for n, t in state.items()}))
     job.folder.write_json(f"models/{name}.json", {"seconds": job.folder.read_json("rounds/done.json")["seconds"]})
-    return {name: GlobalModel(trained, settings.architecture, settings.small_stem)}
+    model = rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
+    return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
 
 
-def _state(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()}
-
-
-def _keep(job: ServerJob, strategy: FedAvg, number: int, arrays: ArrayRecord, costs: dict[str, dict[str, float]]) -> None:
-    """A finished round: the model, what the strategy remembers, the costs; then the number, which vouches for them."""
-    path, before = job.folder.path / "rounds", job.folder.read_json("rounds/done.json") or {"round": 0, "seconds": 0.0}
+def _keep(job: ServerJob, strategy: FedAvg, number: int, seconds: float, state: dict[str, torch.Tensor], costs: Costs) -> None:
+    """A finished round: the model and what the strategy remembers; then the number, which vouches for them, with the costs so far."""
+    path = job.folder.path / "rounds"
     memory = {name: torch.as_tensor(value) for name, value in getattr(strategy, "memory", {}).items()}
-    write_atomically(path / f"{number:06d}.safetensors", save({n: t.contiguous() for n, t in _state(arrays).items()}))
+    write_atomically(path / f"{number:06d}.safetensors", save({n: t.contiguous() for n, t in state.items()}))
     write_atomically(path / f"{number:06d}.memory.safetensors", save(memory))
-    job.folder.write_json("rounds/costs.json", costs)
-    seconds = before["seconds"] + time.monotonic() - getattr(strategy, "began", time.monotonic())
-    strategy.began = time.monotonic()  # type: ignore[attr-defined]
-    job.folder.write_json("rounds/done.json", {"round": number, "seconds": seconds})
+    job.folder.write_json("rounds/done.json", {"round": number, "seconds": seconds, "costs": costs})
     for old in path.glob("*.safetensors"):
         if not old.name.startswith(f"{number:06d}"):
             old.unlink()
 
 
-def _resume(job: ServerJob, strategy: FedAvg, start: ArrayRecord) -> tuple[int, ArrayRecord]:
-    """(rounds done, model) of the last round that was kept; what the strategy remembers is put back."""
-    strategy.began = time.monotonic()  # type: ignore[attr-defined]
+def _resume(
+    job: ServerJob, strategy: FedAvg, start: dict[str, torch.Tensor]
+) -> tuple[int, float, dict[str, torch.Tensor], Costs]:
+    """(rounds done, their seconds, model, costs) of the last round that was kept; what the strategy remembers is put back."""
     done = job.folder.read_json("rounds/done.json")
     if done is None:
-        return 0, start
+        return 0, 0.0, start, {}
     number, path = int(done["round"]), job.folder.path / "rounds"
     if hasattr(strategy, "memory"):
         memory = load((path / f"{number:06d}.memory.safetensors").read_bytes())
         strategy.memory = {name: value.numpy() for name, value in memory.items()}
-    state = load((path / f"{number:06d}.safetensors").read_bytes())
-    return number, ArrayRecord({name: Array(value.numpy()) for name, value in state.items()})
+    return number, done["seconds"], load((path / f"{number:06d}.safetensors").read_bytes()), done["costs"]
+
+
+def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:
+    """The rounds are over: the clients may forget what they kept between them."""
+    exchange, end = Exchange(grid, THANKS_SECONDS), time.monotonic() + THANKS_SECONDS
+    for node in nodes.values():
+        exchange.push(node, ACKNOWLEDGE, RecordDict({"job": ConfigRecord({"job": job_id})}))
+    while exchange.pull(lambda node, content: None, lambda node, reason: None) and time.monotonic() < end:
+        time.sleep(one_round.POLL_SECONDS)
 
 
 @dataclass
 class RoundsGrid:
-    """What a Flower strategy sees as the federation: the clients that joined, and replies that are whole, finite and in the clients' order.
+    """What a Flower strategy sees as the federation: the clients that joined, and replies that were checked, in the clients' order.
 
     Attributes:
         first: rounds that were done before.
@@ -107,14 +117,15 @@ class RoundsGrid:
     job_id: str
     first: int
     like: dict[str, torch.Tensor]
-    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    costs: Costs = field(default_factory=dict)
+    _absent: set[str] = field(default_factory=set)  # in the last round: they are not waited for as long as the others
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes of the clients that joined."""
         return list(self.nodes.values())
 
     def send_and_receive(self, messages: Iterable[Message], timeout: float | None = None) -> list[Message]:
-        """Send one message to every node and wait for the replies.
+        """Send one message to every node and wait for the replies: `deadline`, and `test-timeout` for clients that missed the last round.
 
         Raises:
             RoundError: fewer than `min-clients` replies can be used.
@@ -125,10 +136,10 @@ class RoundsGrid:
 
         def on_reply(node: int, content: RecordDict) -> None:
             client = client_of[node]
-            if problem := self._problem(content):
-                return on_failure(node, problem)
-            usable[client] = content
-            self._book(client, content)
+            try:
+                usable[client] = self._checked(client, content)
+            except (KeyError, TypeError, ValueError) as error:
+                on_failure(node, str(error))
 
         def on_failure(node: int, reason: str) -> None:
             problems[client_of[node]] = reason
@@ -139,15 +150,18 @@ class RoundsGrid:
             said |= {"server-round": self.first + int(said["server-round"]), "job": self.job_id}
             content = RecordDict({"arrays": message.content.array_records["arrays"], "config": ConfigRecord(said)})
             exchange.push(message.metadata.dst_node_id, "train", content)
-            own = self.costs.setdefault(client_of[message.metadata.dst_node_id], {})
-            own["download_bytes"] = own.get("download_bytes", 0) + _bytes(content)
+            self._add(client_of[message.metadata.dst_node_id], download_bytes=_bytes(content.array_records["arrays"]))
         if not exchange.waiting():  # Flower's strategies also ask for an evaluation, of nobody
             return []
-        end = time.monotonic() + (timeout or self.config.deadline)
-        while exchange.pull(on_reply, on_failure) and time.monotonic() < end:
+        began = time.monotonic()
+        while exchange.pull(on_reply, on_failure):
+            late = {client_of[node] for node in exchange.waiting()} <= self._absent
+            if time.monotonic() - began > (self.config.test_timeout if late else timeout or self.config.deadline):
+                break
             time.sleep(one_round.POLL_SECONDS)
         for node in exchange.waiting():
-            problems[client_of[node]] = f"no model within {self.config.deadline:g} s (deadline)"
+            problems[client_of[node]] = "no model in time (deadline; test-timeout after a round that it missed)"
+        self._absent = set(self.nodes) - set(usable)
         if len(usable) < self.config.needed_clients:
             reasons = "".join(f"\n  {client}: {reason}" for client, reason in sorted(problems.items()))
             raise RoundError(
@@ -156,34 +170,65 @@ class RoundsGrid:
             )
         return [Message(usable[client], dst_node_id=self.nodes[client], message_type="train") for client in sorted(usable)]
 
-    def _problem(self, content: RecordDict) -> str | None:
-        """What is wrong with a reply, or None: exactly the model's arrays, finite, and a number of images that can be one."""
+    def _checked(self, client: str, content: RecordDict) -> RecordDict:
+        """What the strategy may see of a reply: exactly the model's arrays, read and checked, and the number of images.
+
+        Raises:
+            ValueError: another model, numbers that no trained model has, or figures that cannot be true.
+        """
+        if set(content.array_records) != {"arrays"} or "metrics" not in content.metric_records:
+            raise ValueError("its reply must have one model and its figures")
+        arrays, metrics = content.array_records["arrays"], content.metric_records["metrics"]
+        if set(arrays) != set(self.like):
+            raise ValueError("its model has other arrays than the run's")
+        state = {name: _read_array(name, arrays[name].data, like) for name, like in self.like.items()}
         try:
-            arrays, metrics = content.array_records["arrays"], content.metric_records["metrics"]
-            if set(arrays) != set(self.like):
-                return "its model has other arrays than the run's"
-            for name, value in read_arrays(arrays).items():
-                if tuple(value.shape) != tuple(self.like[name].shape) or value.dtype != self.like[name].dtype:
-                    return (
-                        f"{name} has shape {list(value.shape)} and type {value.dtype}; expected {list(self.like[name].shape)}"
-                    )
-                if not torch.isfinite(value.float()).all():
-                    return f"{name} contains NaN or infinity"
-            numbers = [float(cast(float, metrics[key])) for key in ("num-examples", "clients", *COSTS)]
-        except (KeyError, TypeError, ValueError) as error:
-            return f"its reply cannot be read: {type(error).__name__}: {error}"
-        if not 1 <= numbers[0] <= MOST_EXAMPLES or numbers[1] != 1 or not all(np.isfinite(n) and n >= 0 for n in numbers):
-            return f"its figures are not plausible: {dict(metrics)}"
-        return None
+            probe(Classifier((), self.config.classifier.architecture, state), client, self.config)
+        except PayloadError as error:
+            raise ValueError(str(error)) from None
+        keys = ("num-examples", "seconds", "flops", "peak_memory_mb")
+        images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
+        if not 1 <= images <= MOST_EXAMPLES or not all(np.isfinite(n) and n >= 0 for n in (seconds, flops, memory)):
+            raise ValueError(f"its figures are not plausible: {dict(metrics)}")
+        self._add(client, upload_bytes=_bytes(arrays), seconds=seconds, flops=flops)
+        own = self.costs[client]
+        own |= {"images": images, "peak_memory_mb": max(memory, own.get("peak_memory_mb", 0.0))}
+        clean = ArrayRecord({name: Array(value.numpy()) for name, value in state.items()})
+        return RecordDict({"arrays": clean, "metrics": MetricRecord({"num-examples": images, "clients": 1})})
 
-    def _book(self, client: str, content: RecordDict) -> None:
-        own, metrics = self.costs.setdefault(client, {}), content.metric_records["metrics"]
-        own["images"] = float(cast(float, metrics["num-examples"]))
-        for key in ("seconds", "flops"):
-            own[key] = own.get(key, 0.0) + float(cast(float, metrics[key]))
-        own["peak_memory_mb"] = max(own.get("peak_memory_mb", 0.0), float(cast(float, metrics["peak_memory_mb"])))
-        own["upload_bytes"] = own.get("upload_bytes", 0) + _bytes(content)
+    def _add(self, client: str, **costs: float) -> None:
+        own = self.costs.setdefault(client, {})
+        for key, value in costs.items():
+            own[key] = own.get(key, 0) + value
 
 
-def _bytes(content: RecordDict) -> int:
-    return sum(len(array.data) for record in content.array_records.values() for array in record.values())
+def _read_array(name: str, data: bytes, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of NumPy's format with the shape and type of `like`; nothing is allocated before the header is known to fit.
+
+    Raises:
+        ValueError: it is something else, or its numbers are not finite, too large, or a variance below zero.
+    """
+    shape, dtype = tuple(like.shape), like.numpy().dtype
+    stream = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        found_shape, by_columns, found_dtype = read_header(stream)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{name} is not in NumPy's format: {error}") from None
+    if found_shape != shape or found_dtype != dtype or (by_columns and len(shape) > 1):
+        raise ValueError(f"{name} has shape {list(found_shape)} and type {found_dtype}; expected {list(shape)} and {dtype}")
+    if len(data) - stream.tell() != like.numel() * dtype.itemsize:
+        raise ValueError(f"{name} has {len(data) - stream.tell():,} bytes; its shape needs {like.numel() * dtype.itemsize:,}")
+    value = np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape)
+    if not np.isfinite(value).all():
+        raise ValueError(f"{name} contains NaN or infinity")
+    if np.issubdtype(dtype, np.floating) and value.size and np.abs(value).max() > MAX_MAGNITUDE:
+        raise ValueError(f"{name} contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large")
+    if name.endswith("running_var") and (value < 0).any():
+        raise ValueError(f"{name} contains a variance below zero")
+    return torch.from_numpy(value.copy())
+
+
+def _bytes(record: ArrayRecord) -> int:
+    return sum(len(array.data) for array in record.values())

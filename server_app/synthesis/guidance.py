@@ -21,7 +21,7 @@ class Condition:
     """One branch of the guidance."""
 
     c: torch.Tensor  # [B, L, d]
-    scale: float | torch.Tensor  # of all rows, or [B]
+    scale: float
     image: torch.Tensor | None = None  # [B, 2e], for an unCLIP UNet
 
 
@@ -42,8 +42,7 @@ def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, condit
     e0, *others = kit.eps(z.repeat(1 + len(conditions), 1, 1, 1), t, branches, image).chunk(1 + len(conditions))
     e = e0
     for e_i, condition in zip(others, conditions, strict=True):
-        scale = condition.scale
-        e = e + (scale.view(-1, 1, 1, 1) if isinstance(scale, torch.Tensor) else scale) * (e_i - e0)
+        e = e + condition.scale * (e_i - e0)
     return e
 
 
