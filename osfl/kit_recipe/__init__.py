@@ -7,13 +7,13 @@ Each stage is a plain training loop with its own checkpoint:
 2. `denoiser`: UNet and text encoder together, noise prediction, min-SNR-5 weights (Hang et al. 2023), captions dropped for
    classifier-free guidance, exponential moving average of the weights. Images whose caption names a style are drawn five times
    as often; what a class-only caption means, nearly always a photograph, is left as the corpus has it.
-3. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that uses no digit label (RotNet, Gidaris
-   et al. 2018: which of four turns; and which style).
-4. `image_encoder`: a small CLIP vision tower by SLIP's two losses (Mu et al. 2021): an image's caption among all captions, encoded by the
+3. `image_encoder`: a small CLIP vision tower by SLIP's two losses (Mu et al. 2021): an image's caption among all captions, encoded by the
    kit's own text encoder, and an image's other view among the batch's.
-5. `captioner`: a small BLIP, captioning loss, every style equally often.
-6. `unclip`: the denoiser's UNet, trained on with the noised image embedding as one more condition (Ramesh et al. 2022, in Stable unCLIP's
+4. `captioner`: a small BLIP, captioning loss, every style equally often.
+5. `unclip`: the denoiser's UNet, trained on with the noised image embedding as one more condition (Ramesh et al. 2022, in Stable unCLIP's
    form), embeddings and captions dropped for guidance.
+6. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that uses no digit label (RotNet, Gidaris
+   et al. 2018: which of four turns; and which style).
 """
 
 import json
@@ -102,12 +102,12 @@ def train_kit(
             shutil.copytree(base, out, dirs_exist_ok=True)
     else:
         log["stages"] |= diffusion_model.train(out, work, recipe, corpus, progress)
-    kept = frozenset(file.stem for file in (base / "classifiers").glob("*.safetensors")) if base else frozenset()
-    log["stages"] |= parts.train_classifiers(out, work, recipe, corpus, progress, kept)
     log["stages"] |= parts.train_image_encoder(out, work, recipe, corpus, progress)
     log["stages"] |= parts.train_captioner(out, work, recipe, corpus, progress)
     unclip = out.with_name(f"{out.name}-unclip")
     log["stages"] |= parts.train_unclip(out, unclip, work, recipe, corpus, progress)
+    kept = frozenset(file.stem for file in (base / "classifiers").glob("*.safetensors")) if base else frozenset()
+    log["stages"] |= parts.train_classifiers(out, work, recipe, corpus, progress, kept)
     log["checks"] = card.check_kit(out, unclip, progress)
     card.write_cards(out, unclip, log)
     (out / "training.json").write_text(json.dumps(log, indent=1) + "\n")
