@@ -1,6 +1,7 @@
 """The `osfl` command."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -203,7 +204,9 @@ def compare(
     rows: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
     at_once: Annotated[int, typer.Option(help="Runs side by side, each on its share of the cores.")] = 2,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept and looked for.")] = Path("runs/tables"),
-    client_cpus: Annotated[int, typer.Option(help="Cores of each client.")] = 1,
+    client_cpus: Annotated[
+        int, typer.Option(help="Cores of each client; 0: as many as runs go side by side, so that no core has two.")
+    ] = 0,
     client_gpus: Annotated[float, typer.Option(help="Share of a GPU of each client.")] = 0.0,
     out: Annotated[Path, typer.Option(help="Where the table is written: Markdown, CSV and a plot.")] = Path("runs/tables"),
 ) -> None:
@@ -230,7 +233,12 @@ def compare(
                     progress.advance(bar)
                 progress.console.print(f"{time.strftime('%H:%M:%S')} {cell.row}, seed {cell.seed}: {state}", highlight=False)
 
-            resources = ["--client-cpus", str(client_cpus), "--client-gpus", str(client_gpus)]
+            resources = [
+                "--client-cpus",
+                str(client_cpus or min(at_once, os.cpu_count() or 1)),
+                "--client-gpus",
+                str(client_gpus),
+            ]
             outcomes = tables.Runner(runs, at_once, note, resources).run_all(cells)
     except (ConfigError, OSError) as error:
         console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
