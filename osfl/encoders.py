@@ -142,7 +142,7 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
     try:
         try:
             kind = AutoConfig.from_pretrained(source, **folders[0]).model_type
-        except OSError:  # not a kit: the encoder itself
+        except (OSError, ValueError):  # not a kit: the encoder itself
             folders = {}, {}
             kind = AutoConfig.from_pretrained(source).model_type
         if kind not in _IMAGE_ENCODERS:

@@ -28,6 +28,7 @@ _FLOWER_SWITCHES = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "300",  # Ray gives up after 30 s, which a busy machine needs
     "TQDM_DISABLE": "1",  # the libraries' progress bars would fill the log; ours shows the run's
 }
 

@@ -92,9 +92,9 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int] | None = None) ->
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
         "platform": platform.platform(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "kits": list(
-            dict.fromkeys([(config["feddisc.kit"] if config["method"] == "feddisc" else "") or config["kit"], config["kit"]])
-        ),
+        "kits": [
+            name for name in (config.get("kit"), config.get("feddisc.kit") if config["method"] == "feddisc" else "") if name
+        ],
         "kit_sha256": config.pop("kit-sha256", ""),
         "config": config,
     }

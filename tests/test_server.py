@@ -92,12 +92,13 @@ def test_each_row_is_guided_by_its_own_classifier(tiny_kit: Path, monkeypatch: p
 
 def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan has the client's own classes and the run's seed."""
-    job, plans = SimpleNamespace(config=parse_run_config(quick(seed=5)), classes=CLASSES, device=CPU), []
-    held = ("two", "seven")
+    plans, held = [], ("two", "seven")
     for method, name, payload in (
         (feddeo, "feddeo", Descriptions(held, torch.zeros(2, 8, 32))),
         (fedlmg, "fedlmg", Classifier(held, "resnet18", resnet().state_dict())),
     ):
+        config = parse_run_config(quick(seed=5, method=name))
+        job = ServerJob(config, SimpleNamespace(), SimpleNamespace(), ("a",))  # type: ignore[arg-type]
         monkeypatch.setattr(method, "render", lambda job, plan, *rest: plans.append(plan) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             method.run(job, {"a": payload})  # type: ignore[attr-defined]
@@ -146,7 +147,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"method": "fedlmg", "seed": 0}')
     (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 4]], "b": [[1, 1], [1, 1]]}))
     (tmp_path / "tests" / "MD.json").write_text(json.dumps({"a": [[0, 4], [0, 4]], "b": [[0, 2], [2, 0]]}))
-    result = gather(tmp_path, 1000)
+    result = gather(tmp_path, dict.fromkeys(("a", "b"), 1000))
     assert result["accuracy"]["FT"] == {"a": 87.5, "b": 50.0, "average": 68.75}
     assert (result["best"], result["average"], result["clients"]["a"]["download_bytes"]) == ("FT", 68.75, 1000)
 

@@ -1,5 +1,6 @@
 """Stages 3 to 6: what clients and baselines need beside the diffusion model. Each writes its part of the kit when it is done."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -178,4 +179,8 @@ def train_unclip(out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Co
     pipe = diffusion.unclip_pipeline(half, unet.cpu().half(), encoders.load_image_encoder(str(out), torch.device("cpu")), noise)
     pipe.image_encoder.half()
     pipe.save_pretrained(unclip)
+    for file in unclip.rglob("*.json"):  # diffusers notes where a part came from: a path of this machine
+        content = json.loads(file.read_text())
+        if isinstance(content, dict) and content.pop("_name_or_path", None):
+            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return {"unclip": log}

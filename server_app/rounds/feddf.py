@@ -34,6 +34,7 @@ class FedDF(FedAvg):
     def __init__(self, job: ServerJob, proxy: torch.Tensor):
         super().__init__(fraction_evaluate=0.0, **everyone(job))
         self.job, self.proxy = job, proxy
+        self.first = 0  # rounds that were done before this strategy was started
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """FedDF, algorithm 1: the student starts from the weighted mean and learns from the mean of the teachers' logits."""
@@ -43,7 +44,7 @@ class FedDF(FedAvg):
             return arrays, metrics
         teachers = [self._model(read_arrays(reply.content.array_records["arrays"])) for reply in replies]
         student = self._model({name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()})
-        distil(student, teachers, self.proxy, self.job, server_round)
+        distil(student, teachers, self.proxy, self.job, self.first + server_round)
         return ArrayRecord({n: Array(t.numpy()) for n, t in student.cpu().state_dict().items()}), metrics
 
     def _model(self, state: dict[str, torch.Tensor]) -> nn.Module:

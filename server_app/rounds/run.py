@@ -41,6 +41,7 @@ def run_rounds(job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedA
     kit = find_kit(job.config.kit) if settings.init == "kit" else ""
     start = new_classifier(settings, len(job.classes), kit, job.config.seed).state_dict()
     done, seconds, state, costs = _resume(job, strategy, start)
+    strategy.first = done  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
     between, began = RoundsGrid(grid, nodes, job.config, job_id, done, start, costs), time.monotonic()
     job.status.phase("rounds", count)
     job.status.advance(done, count)
