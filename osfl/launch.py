@@ -170,7 +170,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _wait_until_healthy(process: subprocess.Popen, port: int, log: Path, seconds: float = 60) -> None:
+def _wait_until_healthy(process: subprocess.Popen, port: int, log: Path, seconds: float = 180) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         try:

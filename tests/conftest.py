@@ -28,6 +28,15 @@ def defaults() -> dict[str, Any]:
     return flatten_dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """System tests between the others: each starts many processes, and two at a time only wait for each other."""
+    system = [item for item in items if item.get_closest_marker("system")]
+    others = [item for item in items if not item.get_closest_marker("system")]
+    step = max(1, len(others) // max(1, len(system)))
+    items[:] = [item for start, one in enumerate(system) for item in (one, *others[start * step : (start + 1) * step])]
+    items += others[len(system) * step :]
+
+
 class LoopGrid:
     """A Grid whose nodes are ClientApps called in this process: real messages, real apps, no network.
 

@@ -14,7 +14,7 @@ from system_tools import BIN, quick_arguments
 from osfl import wire
 from osfl.launch import _free_ports, end_process_tree
 
-pytestmark = [pytest.mark.system, pytest.mark.xdist_group("system")]  # one after the other: each starts many processes
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from system_tools import BIN, quick_arguments
 
-pytestmark = [pytest.mark.system, pytest.mark.xdist_group("system")]  # one after the other: each starts many processes
+pytestmark = pytest.mark.system
 
 
 def leftovers(tmp_path: Path) -> list[str]:
