@@ -62,7 +62,7 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         after = {n: correction[n] - alpha * (p.detach() - start[n]) for n, p in model.named_parameters()}
         _save_correction(folder, number, after)
     costs = {"seconds": watch.seconds, "flops": float(job.meter.total), "peak_memory_mb": peak_memory_mb()}
-    metrics = MetricRecord({"num-examples": len(images), "clients": 1, **costs})
+    metrics = MetricRecord({"num-examples": len(images), **costs})
     return RecordDict({"arrays": ArrayRecord(model.cpu().state_dict()), "metrics": metrics})
 
 

@@ -277,7 +277,7 @@ def kit_train(
         typer.Option(help="A finished kit to take the diffusion model and initialisations from; the rest is trained."),
     ] = None,
 ) -> None:
-    """Train the digits kits from the public split: about four hours on two cores, minutes on a GPU."""
+    """Train the digits kits from the public split: hours on two cores."""
     from osfl.devices import pick_device
     from osfl.kit_recipe import Recipe, train_kit
 

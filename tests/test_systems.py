@@ -20,13 +20,15 @@ from client_app.methods import fgl as fgl_half
 from client_app.methods import oscar as oscar_half
 from client_app.rounds import dynamic, proximal
 from osfl import classifiers, encoders, wire
-from osfl.config import ClassifierConfig, parse_run_config
+from osfl.config import ClassifierConfig, NodeConfig, parse_run_config
+from osfl.data import domain_name
 from osfl.diffusion import forward_noise, load_embedding_noise, load_kit, load_unclip_pipeline
-from osfl.kits import KitError
+from osfl.kits import KitError, kit_digest, kits_digest
 from osfl.payloads import Captions, Classifier, Concepts, Mixtures
 from osfl.prompts import concept_positions, concept_prompts, with_concepts
 from osfl.seeds import generator_of
 from server_app import expected
+from server_app.app import kit_bytes
 from server_app.methods import espresso, fedbip, fedcado, feddisc, fedlmg, fgl, oscar, prompts_only
 from server_app.rounds import feddf
 from server_app.synthesis.guidance import Condition, as_teacher, compose
@@ -574,6 +576,28 @@ def test_a_resnet34_begins_as_the_kits_resnet18(tiny_kit) -> None:  # type: igno
     x = random(2, 3, 32, 32)
     assert torch.equal(deep(x), shallow(x))
     assert sum(p.numel() for p in deep.parameters()) > 1.8 * sum(p.numel() for p in shallow.parameters())
+
+
+def test_a_client_is_charged_with_its_own_architectures_file(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    config = parse_run_config(quick(method="fedlmg", kit=str(tiny_kit), classifier__architecture="resnet18,shufflenet_v2_x1_0"))
+    for architecture in ("resnet18", "shufflenet_v2_x1_0"):
+        file = tiny_kit / "classifiers" / f"{architecture}.safetensors"
+        assert kit_bytes(config, Classifier(CLASSES, architecture, {})) == file.stat().st_size
+    assert kit_bytes(parse_run_config(quick(method="prompts-only", kit=str(tiny_kit))), None) == 0
+
+
+def test_a_simulated_client_knows_its_domain() -> None:
+    config = parse_run_config(quick()).data
+    assert [domain_name(config, NodeConfig(partition_id=k)) for k in (0, 2, 5)] == ["clipart", "neon", "sketch"]
+    assert domain_name(replace(config, partition="iid"), NodeConfig(partition_id=0, num_partitions=2)) == ""
+
+
+def test_two_kits_have_a_digest_together(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    one, other = str(tiny_kit), str(tiny_unclip)
+    assert kits_digest([one]) == kit_digest(one)
+    assert len({kits_digest(names) for names in ([one], [other], [one, other], [other, one], ["nobody"])}) == 5
+    assert parse_run_config(quick(method="feddisc", kit=one, feddisc__kit=other)).kits == (other, one)
+    assert parse_run_config(quick(method="feddeo", kit=one, feddisc__kit=other)).kits == (one,)
 
 
 def test_dinov2_is_taken_as_image_encoder(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -29,8 +29,6 @@ from osfl.encoders import load_image_encoder
 from osfl.payloads import Mixtures
 from osfl.seeds import generator_of, seed_of
 
-VARIANCE_FLOOR = 1e-6  # scikit-learn's: keeps a component of equal latents from collapsing
-
 
 def make_payload(job: ClientJob) -> Mixtures:
     """Cluster, learn a condition for each cluster, fit the mixtures.
@@ -114,7 +112,7 @@ def noised_latents(
 def fit_mixture(latents: torch.Tensor, components: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A diagonal Gaussian mixture of latents [N, c, h, w]: weights [M], means and variances [M, c, h, w]."""
     shape = latents.shape[1:]
-    mixture = GaussianMixture(components, covariance_type="diag", reg_covar=VARIANCE_FLOOR, random_state=seed % 2**32)
+    mixture = GaussianMixture(components, covariance_type="diag", random_state=seed % 2**32)
     mixture.fit(latents.flatten(1).double().numpy())
     weights, means, variances = (torch.from_numpy(v).float() for v in (mixture.weights_, mixture.means_, mixture.covariances_))
     return weights, means.view(components, *shape), variances.view(components, *shape)
