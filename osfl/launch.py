@@ -5,6 +5,7 @@ All that depends on the version of Flower's command line is in this file.
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def app_folder() -> Path:
             "osfl run needs the project's checkout: clone it and install it with `pip install -e '.[simulation]'`"
         )
     return root
+
+
+def copy_app(folder: Path) -> Path:
+    """What Flower's bundle is made of, in a new folder: in the checkout it matches every file of .venv and runs, for many seconds."""
+    root = app_folder()
+    for package in ("osfl", "client_app", "server_app"):
+        shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "pyproject.toml", folder)
+    return folder
 
 
 def default_config() -> dict[str, Scalar]:
@@ -209,8 +219,8 @@ def submit(
     Raises:
         LaunchError: the app was refused.
     """
-    with tempfile.TemporaryDirectory(prefix="osfl-config-") as scratch:
-        command = ["flwr", "run", str(app_folder()), connection, "--format", "json"]
+    with tempfile.TemporaryDirectory(prefix="osfl-submit-") as scratch:
+        command = ["flwr", "run", str(copy_app(Path(scratch) / "app")), connection, "--format", "json"]
         if overrides:
             file = Path(scratch) / "overrides.toml"
             write_overrides(overrides, file)

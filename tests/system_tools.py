@@ -1,11 +1,14 @@
 """Helpers of the system tests."""
 
+import os
 import sys
 from pathlib import Path
 
 from conftest import defaults, quick
 
 BIN = Path(sys.executable).parent
+# Every client that is simulated at the same time is a process that imports torch: half of what a small run costs.
+ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
 
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:

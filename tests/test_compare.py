@@ -195,8 +195,9 @@ def test_an_interrupted_table_leaves_no_process(tmp_path: Path, tiny_kit: Path) 
         start_new_session=True,
     )
     (cell,) = compare.read_table(file, settings).cells()
-    status, end = tmp_path / "runs" / cell.job_id / "status.json", time.monotonic() + 300
-    while not status.is_file() and time.monotonic() < end:
+    log, end = tmp_path / "runs" / f"{cell.job_id}.log", time.monotonic() + 300
+    while not log.is_file():  # Flower has taken the run
+        assert time.monotonic() < end, "no run began"
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children

@@ -52,7 +52,7 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_uncl
     for row in result["accuracy"].values():
         assert set(row) == {"client-0", "client-1", "average"}
         assert row["average"] == pytest.approx((row["client-0"] + row["client-1"]) / 2)
-    assert all(sum(map(sum, matrix)) == 300 for by_client in result["confusion"].values() for matrix in by_client.values())
+    assert all(sum(map(sum, matrix)) == 30 for by_client in result["confusion"].values() for matrix in by_client.values())
     folder = home / "runs" / "job"
     manifest = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()] if samples else []
     assert len(manifest) == result["server"]["synthetic_images"] == (20 if samples else 0)
@@ -62,7 +62,7 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_uncl
     assert result["rounds"] == (2 if rounds else int(sends))
     for about in result["clients"].values():
         assert (about["upload_bytes"] > 0) == sends
-        assert not sends or (about["seconds"] > 0 and about["images"] == 100)
+        assert not sends or (about["seconds"] > 0 and about["images"] == 30)
         assert not sends or method == "prompts-domain" or about["flops"] > 0
         assert about["download_bytes"] > 0
     if len(models) == 3:  # what taught them makes them three different models
@@ -346,18 +346,18 @@ def test_the_ceiling_needs_no_numbers_in_the_clients_names(home: Path, tiny_kit:
     config = quick(method="ceiling", kit=str(tiny_kit))
     grid = LoopGrid(app, config, [{**node, "client-id": f"site-{name}"} for node, name in zip(nodes(2), "ab", strict=True)])
     run_job(grid, parse_run_config(config), "job")
-    assert json.loads((home / "runs" / "job" / "models" / "real.json").read_text())["images"] == 200
+    assert json.loads((home / "runs" / "job" / "models" / "real.json").read_text())["images"] == 60
 
 
 def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
     from osfl.classifiers import build_classifier
 
     start(quick(method="ceiling", kit=str(tiny_kit)))
-    model = build_classifier("resnet18", 10, small_stem=True)
+    model = build_classifier("shufflenet_v2_x1_0", 10, small_stem=True)
     model.load_state_dict(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     assert torch.isfinite(model.eval()(torch.zeros(1, 3, 32, 32))).all()
     about = json.loads((home / "runs" / "job" / "models" / "real.json").read_text())
-    assert about["images"] == 2 * 100  # both clients' training images, not the test's
+    assert about["images"] == 2 * 30  # both clients' training images, not the test's
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def test_an_architecture_that_the_run_does_not_allow_is_refused_at_joining(home:
     own = nodes(2)
     own[1] |= {"architecture": "resnet50"}
     grid = LoopGrid(app, config, own)
-    with pytest.raises(RoundError, match="node-config architecture = 'resnet50': this run allows resnet18"):
+    with pytest.raises(RoundError, match="node-config architecture = 'resnet50': this run allows shufflenet_v2_x1_0"):
         run_job(grid, parse_run_config(config), "job")
     assert {kind for _, kind in grid.sent} == {"query.join"}
 

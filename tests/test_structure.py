@@ -1,16 +1,20 @@
 """The rules of CONTRIBUTING.md, enforced."""
 
 import ast
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from flwr.cli.build import build_fab_from_disk
 
+from osfl import launch
 from osfl.methods import METHODS
 
 PACKAGES = ("osfl", "client_app", "server_app")
@@ -61,6 +65,14 @@ def test_the_flower_apps_are_plain_assignments() -> None:
             if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
         ]
         assert "app" in targets
+
+
+def test_the_bundle_is_the_checkouts(tmp_path: Path) -> None:
+    """`osfl run` submits a copy; Flower makes of it what it would make of the checkout by `fab-include`."""
+    bundle = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(launch.copy_app(tmp_path / "app"))))
+    included = {p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+    assert {name for name in bundle.namelist() if not name.startswith(".info")} == included | {"pyproject.toml"}
+    assert bundle.read("osfl/wire.py") == (ROOT / "osfl" / "wire.py").read_bytes()
 
 
 def test_every_method_has_its_modules_and_lists_its_differences() -> None:

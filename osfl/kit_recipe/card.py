@@ -15,7 +15,9 @@ from osfl.data.render import STYLES
 CPU = torch.device("cpu")
 
 
-def check_kit(kit: Path, unclip: Path, progress: Progress, per_prompt: int = 10, steps: int = 50) -> dict[str, dict]:
+def check_kit(
+    kit: Path, unclip: Path, progress: Progress, per_prompt: int = 10, per_domain: int = 20, steps: int = 50
+) -> dict[str, dict]:
     """Everything that the cards say of quality, and the pictures beside them.
 
     Captions and embeddings are measured on the clients' kind of images: the test split, in all six domains, which no stage has seen.
@@ -28,7 +30,7 @@ def check_kit(kit: Path, unclip: Path, progress: Progress, per_prompt: int = 10,
         "captions": _check_captions(encoders.load_captioner(str(kit), CPU), pixels, labels, domains),
         "embeddings": _check_embeddings(encoders.load_image_encoder(str(kit), CPU), pixels, labels, domains),
     }
-    return checks | {"unclip": _check_unclip(unclip, pixels, labels, domains, steps)}
+    return checks | {"unclip": _check_unclip(unclip, pixels, labels, domains, steps, per_domain)}
 
 
 def _check_styles(kit: Path, progress: Progress, per_prompt: int = 10, columns: int = 2, steps: int = 50) -> dict[str, float]:
@@ -101,7 +103,7 @@ def _check_embeddings(
 
 
 def _check_unclip(
-    unclip: Path, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray, steps: int, per_domain: int = 20
+    unclip: Path, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray, steps: int, per_domain: int
 ) -> dict[str, dict[str, float]]:
     """Draw test images again from their embeddings with diffusers' own pipeline; draw `samples.png`.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import BIN, quick_arguments
+from system_tools import BIN, ONE_AT_A_TIME, quick_arguments
 
 pytestmark = pytest.mark.system
 
@@ -35,7 +35,8 @@ def what_stays(tmp_path: Path, seconds: float = 30) -> list[str]:
 def begin(folder: Path, *arguments: str) -> psutil.Popen:
     """`osfl run` in the background."""
     environment = {**os.environ, "TERM": "dumb"}
-    return psutil.Popen([str(BIN / "osfl"), "run", *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    command = [str(BIN / "osfl"), "run", *ONE_AT_A_TIME, *arguments]
+    return psutil.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
 
 
 def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
@@ -45,9 +46,8 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
         method="feddeo",
         job_id="killed",
         num_clients=3,  # Flower's own default is 2
-        synthesis__images_per_class=3,
-        synthesis__steps=50,
-        synthesis__unit_size=10,
+        synthesis__steps=30,
+        synthesis__unit_size=6,
     )
     folder = tmp_path / "runs" / "killed"
     process = begin(tmp_path, *slow)
@@ -65,10 +65,10 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
     assert folder.joinpath("status.json").read_text().count("delivered") == 3
     kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
 
-    done = osfl("run", *slow)
+    done = osfl("run", *ONE_AT_A_TIME, *slow)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
-    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10 * 3
+    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10
     log = (folder / "server.log").read_text()
     assert "client-0: delivered" in log
     assert "client-0: asked" not in log
@@ -96,7 +96,7 @@ def test_a_terminated_run_leaves_no_process(tmp_path: Path, tiny_kit: Path) -> N
 def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
     """The clients lack a folder of images: their own message comes back, and nothing looks complete."""
     arguments = quick_arguments(tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog")
-    done = osfl("run", *arguments)
+    done = osfl("run", *ONE_AT_A_TIME, *arguments)
     assert done.returncode == 1
     assert "needs node-config data-dir" in done.stdout
     folder = tmp_path / "runs" / "bad"
