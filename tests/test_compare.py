@@ -164,7 +164,7 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
     file = write(
         tmp_path,
         "title = 'Small'\n[common]\nnum-clients = 2\n[rows.good]\nmethod = 'prompts-only'\n"
-        "[rows.bad]\nmethod = 'ceiling'\nglobal-model.architecture = 'resnet19'\n",
+        "[rows.bad]\nmethod = 'ceiling'\nruns-dir = '/dev/null/there'\n",
     )
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
     command = ["compare", str(file), *settings, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
@@ -175,7 +175,7 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
     page = (tmp_path / "out" / "table.md").read_text()
     assert "| good |" in page
     assert "- bad, seed 0: " in page
-    assert "'resnet19' is not a torchvision model" in page
+    assert "Not a directory: '/dev/null/there'" in page
     again = osfl(*command, "--rows", "good")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "good, seed 0: done before" in again.stdout, again.stdout

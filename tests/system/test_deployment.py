@@ -69,7 +69,9 @@ def federation(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def test_payloads_cross_the_network(federation: dict[str, str], tmp_path: Path, tiny_kit: Path) -> None:
     """FedLMG's 45 MB classifiers, over gRPC in Flower's chunks: what the server stored is a valid payload of each site."""
-    arguments = quick_arguments(tiny_kit, method="fedlmg", job_id="networked", fedlmg__strategies="ft")
+    arguments = quick_arguments(
+        tiny_kit, method="fedlmg", job_id="networked", fedlmg__strategies="ft", classifier__architecture="resnet18"
+    )
     command = [str(BIN / "osfl"), "run", "--connection", "test", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=federation, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
