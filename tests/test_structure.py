@@ -87,8 +87,9 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
 
 
 def test_a_phone_needs_no_diffusion_model() -> None:
-    """The client half of FedLMG, and the app itself, load neither diffusers nor transformers."""
-    code = "import sys, client_app.app, client_app.methods.classifier; print(sorted({'diffusers', 'transformers'} & set(sys.modules)))"
+    """The client half of FedLMG, and the app itself, load neither diffusers nor transformers, nor what only the digits need."""
+    heavy = {"diffusers", "transformers", "datasets", "sklearn"}
+    code = f"import sys, client_app.app, client_app.methods.classifier; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from osfl.config import DataConfig, NodeConfig, split_names
+
+if TYPE_CHECKING:
+    from datasets import Dataset  # seconds to import, and only the embedded digits need it
 
 
 class DataError(ValueError):
@@ -73,7 +76,7 @@ def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int, siz
     return Images(torch.stack([to_pixels(image, size) for image in rows["image"]]), torch.tensor(rows["label"]))
 
 
-def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> datasets.Dataset:
+def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
     """Cut the embedded digits with flwr-datasets: by domain is feature skew, by label or Dirichlet is label skew.
 
     A node's test images are its own domain's; under the other partitions, its equal share of all domains' test images.
