@@ -268,6 +268,7 @@ def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
+        initializer_range=width**-0.5,
         bos_token_id=tokenizer.cls_token_id,  # BLIP begins with a token of its own; here training and decoding begin alike
         sep_token_id=tokenizer.sep_token_id,
         eos_token_id=tokenizer.sep_token_id,
@@ -281,7 +282,7 @@ def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
         num_attention_heads=4,
         image_size=size,
         patch_size=4,
-        initializer_range=0.02,
+        initializer_range=width**-0.5,  # BERT's 0.02 is for a width of 768: here attention would stay uniform, digits unread
     )
     config = BlipConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=width)
     edge = {"height": size, "width": size}

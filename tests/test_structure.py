@@ -126,11 +126,14 @@ def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> Non
     (tmp_path / "server_app" / "methods" / "toy.py").write_text(server)  # edit 3
     (tmp_path / "go.py").write_text(
         "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"
-        "from conftest import LoopGrid, quick\n"
+        "from functools import partial\n"
+        "from conftest import LoopGrid, few_digits, quick\n"
         "import osfl; assert osfl.__file__.startswith(sys.argv[1]), osfl.__file__\n"
         "from client_app.app import app\n"
         "from server_app.app import run_job\n"
         "from osfl.config import parse_run_config\n"
+        "from osfl.data import digits\n"
+        "digits.load_split = partial(few_digits, digits.load_split)\n"
         "config = quick(method='toy', kit=sys.argv[3])\n"
         "grid = LoopGrid(app, config, [{'partition-id': k, 'num-partitions': 2} for k in range(2)])\n"
         "run_job(grid, parse_run_config(config), 'job')\n"

@@ -53,7 +53,7 @@ class Recipe:
     image_encoder_lr: float = 1e-3
     image_encoder_width: int = 96
     embedding: int = 64
-    captioner_steps: int = 2000
+    captioner_steps: int = 4000
     captioner_batch: int = 64
     captioner_lr: float = 1e-3
     captioner_width: int = 96
