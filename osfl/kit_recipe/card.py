@@ -72,9 +72,9 @@ def _check_captions(
     captioner: encoders.Captioner, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray
 ) -> dict[str, dict[str, float]]:
     """For each domain, the share of captions that name the digit, that name the style, and that name another style."""
-    captions = captioner(pixels)
-    digit = np.array([digits.CLASSES[y] in text.split() for text, y in zip(captions, labels, strict=True)])
-    named = [[style for style in STYLES if style in text.split()] for text in captions]
+    captions = [text.replace(",", " ").split() for text in captioner(pixels)]
+    digit = np.array([digits.CLASSES[y] in words for words, y in zip(captions, labels, strict=True)])
+    named = [[style for style in STYLES if style in words] for words in captions]
     style = np.array([STYLES[d] in names for names, d in zip(named, domains, strict=True)])
     other = np.array([any(name != STYLES[d] for name in names) for names, d in zip(named, domains, strict=True)])
     return {

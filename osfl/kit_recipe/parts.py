@@ -109,17 +109,28 @@ def _captions(text: encoders.TextEncoder, corpus: Corpus) -> tuple[torch.Tensor,
     return text.pooled(distinct), torch.tensor([number.get(c, -1) for c in corpus.captions], device=corpus.pixels.device)
 
 
-def _view(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A shifted, scaled and slightly noisy view [B, 3, H, W]; colours stay, they are what a client's look is made of."""
+def _view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> torch.Tensor:
+    """A shifted, scaled and slightly noisy view [B, 3, H, W], turned by up to `turn` radians; colours stay: a client's look has its own."""
 
     def uniform(low: float, high: float) -> torch.Tensor:
         return low + (high - low) * torch.rand(len(x), generator=generator, device=x.device)
 
     scale, nothing = uniform(0.75, 1.05), torch.zeros(len(x), device=x.device)
     rows = [torch.stack([scale, nothing, uniform(-0.15, 0.15)], 1), torch.stack([nothing, scale, uniform(-0.15, 0.15)], 1)]
-    grid = F.affine_grid(torch.stack(rows, 1), list(x.shape), align_corners=False)
+    place = torch.stack(rows, 1)
+    if turn:
+        angle = uniform(-turn, turn)
+        rotation = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(-1, 2, 2)
+        place = torch.cat([place[:, :, :2] @ rotation, place[:, :, 2:]], 2)
+    grid = F.affine_grid(place, list(x.shape), align_corners=False)
     moved = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
     return (moved + 0.05 * torch.randn(x.shape, generator=generator, device=x.device)).clamp(-1, 1)
+
+
+def _recolour(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Each image's colour channels in an order of its own: of a rare style the corpus has few colours for each digit."""
+    order = torch.rand(len(x), 3, generator=generator, device=x.device).argsort(dim=1)
+    return x.gather(1, order[:, :, None, None].expand_as(x))
 
 
 def train_captioner(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
@@ -134,7 +145,8 @@ def train_captioner(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progr
 
     def loss(generator: torch.Generator) -> torch.Tensor:
         rows = corpus.draw_balanced(recipe.captioner_batch, generator, among=captioned)
-        x = ((_view(corpus.images(rows), generator) + 1) / 2 - mean) / std
+        view = _view(_recolour(corpus.images(rows), generator), generator, turn=0.2)
+        x = ((view + 1) / 2 - mean) / std
         tokens, mask = batch.input_ids[rows], batch.attention_mask[rows]
         return captioner.model(x, tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
 
