@@ -274,7 +274,7 @@ def kit_train(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
     base: Annotated[
         Path | None,
-        typer.Option(help="A finished kit to take the diffusion model and initialisations from; the rest is trained."),
+        typer.Option(help="A finished kit to go on from: only what it lacks is trained."),
     ] = None,
 ) -> None:
     """Train the digits kits from the public split: hours on two cores."""

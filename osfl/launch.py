@@ -53,7 +53,7 @@ def app_folder() -> Path:
 
 
 def copy_app(folder: Path) -> Path:
-    """What Flower's bundle is made of, in a new folder: in the checkout it matches every file of .venv and runs, for many seconds."""
+    """What Flower's bundle is made of, in a new folder: of a checkout it matches every file in .venv and runs, for many seconds."""
     root = app_folder()
     for package in ("osfl", "client_app", "server_app"):
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))

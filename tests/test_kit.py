@@ -109,7 +109,7 @@ def test_captions_are_judged_word_by_word() -> None:
 def test_captions_name_the_digit_and_the_style(shipped_kit: Path, seen) -> None:  # type: ignore[no-untyped-def]
     """Photographs are captioned by class alone, as in the corpus; every other style is named."""
     shares = card._check_captions(encoders.load_captioner(str(shipped_kit), torch.device("cpu")), *seen)
-    assert np.mean([about["digit"] for about in shares.values()]) > 0.6
+    assert np.mean([about["digit"] for about in shares.values()]) > 0.7
     assert min(about["style"] for style, about in shares.items() if style != "photo") > 0.9
     assert max(about["wrong style"] for about in shares.values()) < 0.1
 
@@ -217,12 +217,22 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     assert all(f"| {name} | 1 of 4 | " in page for name in (*stages[:2], "classifier-shufflenet_v2_x1_0", *stages[3:]))
     assert "| infograph | " in page
 
-    # On a finished diffusion model only what is missing is trained
+    # On a finished kit only what it lacks is trained
     base = tmp_path / "base"
     shutil.copytree(quiet, base)
+    shutil.copytree(tmp_path / "quiet-unclip", tmp_path / "base-unclip")
     (base / "classifiers" / "shufflenet_v2_x1_0.safetensors").unlink()
+    log = json.loads((base / "training.json").read_text())
+    del log["stages"]["classifier-shufflenet_v2_x1_0"]
+    (base / "training.json").write_text(json.dumps(log))
     calls[:] = [0] * 10
     train(tmp_path / "grown", tmp_path / "work-3", base)
-    assert len(calls) == 10 + 4  # image encoder, captioner, unclip, one classifier
-    assert kit_digest(tmp_path / "grown" / "unet") == kit_digest(quiet / "unet")
-    assert kit_digest(tmp_path / "grown-unclip") == kit_digest(tmp_path / "quiet-unclip")
+    assert len(calls) == 10 + 1
+    for name in ("grown", "grown-unclip"):
+        parts = {file.relative_to(tmp_path / name) for file in (tmp_path / name).rglob("*.safetensors")}
+        assert all(
+            kit_digest(tmp_path / name / p.parent) == kit_digest(tmp_path / name.replace("grown", "quiet") / p.parent)
+            for p in parts
+        )
+    page = (tmp_path / "grown" / "README.md").read_text()
+    assert all(f"| {name} | 1 of 4 | " in page for name in ("captioner", "unclip", "classifier-shufflenet_v2_x1_0"))

@@ -75,7 +75,7 @@ def train_kit(
     """Train the kit into `out`, and its unCLIP sister into `<out>-unclip`; an interrupted training resumes from `work`.
 
     Args:
-        base: a finished kit whose diffusion model and initialisations are taken over; what it lacks is trained.
+        base: a finished kit, taken over with its sister; the stages that its `training.json` lacks are trained.
 
     Returns:
         the log written to the kit's `training.json`.
@@ -96,17 +96,22 @@ def train_kit(
     target = torch.device(device)
     corpus = load_corpus(target)
     log: dict = {"recipe": asdict(recipe), "device": device, "torch": torch.__version__, "stages": {}}
+    unclip = out.with_name(f"{out.name}-unclip")
     if base:
         log["stages"] = json.loads((base / "training.json").read_text())["stages"]
         if base.resolve() != out.resolve():
             shutil.copytree(base, out, dirs_exist_ok=True)
+            if "unclip" in log["stages"]:
+                shutil.copytree(base.with_name(f"{base.name}-unclip"), unclip, dirs_exist_ok=True)
     else:
         log["stages"] |= diffusion_model.train(out, work, recipe, corpus, progress)
-    log["stages"] |= parts.train_image_encoder(out, work, recipe, corpus, progress)
-    log["stages"] |= parts.train_captioner(out, work, recipe, corpus, progress)
-    unclip = out.with_name(f"{out.name}-unclip")
-    log["stages"] |= parts.train_unclip(out, unclip, work, recipe, corpus, progress)
-    kept = frozenset(file.stem for file in (base / "classifiers").glob("*.safetensors")) if base else frozenset()
+    if "image_encoder" not in log["stages"]:
+        log["stages"] |= parts.train_image_encoder(out, work, recipe, corpus, progress)
+    if "captioner" not in log["stages"]:
+        log["stages"] |= parts.train_captioner(out, work, recipe, corpus, progress)
+    if "unclip" not in log["stages"]:
+        log["stages"] |= parts.train_unclip(out, unclip, work, recipe, corpus, progress)
+    kept = frozenset(name.removeprefix("classifier-") for name in log["stages"])
     log["stages"] |= parts.train_classifiers(out, work, recipe, corpus, progress, kept)
     log["checks"] = card.check_kit(out, unclip, progress)
     card.write_cards(out, unclip, log)
