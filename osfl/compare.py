@@ -44,6 +44,7 @@ from osfl.kits import kits_digest
 from osfl.launch import flat_toml, resolve_config
 from osfl.report import human_bytes, human_flops
 
+OWN = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
 MOST_CLIENTS = 8  # that have a column of their own in the Markdown table
 
 
@@ -137,6 +138,8 @@ def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows:
     for name, settings in made.items():
         try:
             settings.update(resolve_config(extra)[1])
+            if own := [key for key in OWN if key in settings]:
+                raise ConfigError(f"{own[0]} = {settings[own[0]]!r}: is the table's to set; see its seeds, and --seeds and --runs")
             resolve_config([f"{key}={_text(value)}" for key, value in settings.items()])
         except ConfigError as error:
             raise ConfigError(f"{file}, row {name!r}: {error}") from None

@@ -67,6 +67,8 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
         ("[rows.a]\nmethod = 'magic'", "row 'a': bad run-config:\n  method = 'magic'"),
         ("[rows.a]\nfeddeo.epoch = 1", r"row 'a'.*feddeo.epoch: unknown key \(did you mean feddeo.epochs\?\)"),
         ("seeds = ['x']\n[rows.a]", "must be whole numbers"),
+        ("[rows.a]\nruns-dir = '/tmp'", "row 'a': runs-dir = '/tmp': is the table's to set"),
+        ("[common]\nseed = 3\n[rows.a]", "row 'a': seed = 3: is the table's to set"),
         ("[rows.a]\n[grid]\nseed = 3", r"\[grid\] seed: must be a list"),
     ],
 )
@@ -164,7 +166,7 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
     file = write(
         tmp_path,
         "title = 'Small'\n[common]\nnum-clients = 2\n[rows.good]\nmethod = 'prompts-only'\n"
-        "[rows.bad]\nmethod = 'ceiling'\nruns-dir = '/dev/null/there'\n",
+        "[rows.bad]\nmethod = 'ceiling'\nglobal-model.init = '/nowhere/weights.safetensors'\n",
     )
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
     command = ["compare", str(file), *settings, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
@@ -175,7 +177,7 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
     page = (tmp_path / "out" / "table.md").read_text()
     assert "| good |" in page
     assert "- bad, seed 0: " in page
-    assert "Not a directory: '/dev/null/there'" in page
+    assert "/nowhere/weights.safetensors" in page
     again = osfl(*command, "--rows", "good")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "good, seed 0: done before" in again.stdout, again.stdout
