@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
+from osfl.files import write_atomically
 from osfl.kits import initialisation_part
 from osfl.seeds import seed_of
 
@@ -123,7 +124,7 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
 
 def save_initialisation(model: nn.Module, file: Path, bits: int = 8) -> None:
     """Write the weights as safetensors, matrices in 8 or 4 bits: an initialisation needs no more, a repository likes less."""
-    save_file(pack(model.state_dict(), bits), file)
+    write_atomically(file, save(pack(model.state_dict(), bits)))
 
 
 def round_weights(model: nn.Module, bits: int) -> None:
