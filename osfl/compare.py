@@ -139,7 +139,9 @@ def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows:
         try:
             settings.update(resolve_config(extra)[1])
             if own := [key for key in OWN if key in settings]:
-                raise ConfigError(f"{own[0]} = {settings[own[0]]!r}: is the table's to set; see its seeds, and --seeds and --runs")
+                raise ConfigError(
+                    f"{own[0]} = {settings[own[0]]!r}: is the table's to set; see its seeds, and --seeds and --runs"
+                )
             resolve_config([f"{key}={_text(value)}" for key, value in settings.items()])
         except ConfigError as error:
             raise ConfigError(f"{file}, row {name!r}: {error}") from None

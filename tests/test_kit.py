@@ -76,12 +76,7 @@ def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
     assert by_style["infograph"][2] > 0.8
 
 
-TABLES = sorted(
-    file for file in (ROOT / "configs" / "tables").glob("*.toml") if file.stem != "heterogeneous"
-)  # its kit is not made yet
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("table", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem)
 def test_the_shipped_kits_hold_what_every_row_of_the_tables_needs(table: Path) -> None:
     for cell in compare.read_table(table, []).cells():
         config, _ = resolve_config(cell.settings)
@@ -139,12 +134,13 @@ def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, s
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "kits" / "digits" / "classifiers").glob("*.safetensors")), ids=lambda file: file.stem
 )
-def test_initialisations_know_styles(file: Path, seen) -> None:  # type: ignore[no-untyped-def]
+def test_initialisations_know_turns_and_styles(file: Path, seen) -> None:  # type: ignore[no-untyped-def]
     """The pretext task: which of four turns (here none), and which of six styles."""
     model = classifiers.build_classifier(file.stem, 4 * len(STYLES), small_stem=True)
     classifiers.load_initialisation(model, file)
-    guess = classifiers.logits_of(model, seen[0], torch.device("cpu")).argmax(1)  # turn 0 comes first
-    assert (guess.numpy() == seen[2]).mean() > 0.8
+    guess = classifiers.logits_of(model, seen[0], torch.device("cpu")).argmax(1).numpy()
+    assert (guess % len(STYLES) == seen[2]).mean() > 0.95
+    assert (guess // len(STYLES) == 0).mean() > 0.45  # of other digits than it learned from; chance is 1/4
 
 
 def test_a_kits_digest_changes_with_its_weights(tiny_kit: Path, tmp_path: Path) -> None:
