@@ -112,6 +112,18 @@ def test_an_equal_share_has_every_class_and_domain(partition: str, split: str) -
     assert (set(part["domain"]), set(part["label"])) == (set(STYLES), set(range(10)))
 
 
+@pytest.mark.parametrize(("partition", "alpha"), [("label", 0.5), ("dirichlet", 1.0), ("dirichlet", 1e6)])
+def test_label_skew_is_of_labels_alone(partition: str, alpha: float) -> None:
+    """A client has all domains in about equal parts, of whatever classes it has; an endless alpha is iid."""
+    for client in range(6):
+        data = replace(DIGITS, partition=partition, alpha=alpha, shards_per_client=2)
+        part = _digits_partition(data, NodeConfig(partition_id=client, num_partitions=6), "train", 0)
+        shares = np.array([part["domain"].count(style) for style in STYLES]) / len(part)
+        assert shares.max() < 0.5, (client, shares)
+        if alpha == 1e6:
+            assert (set(part["domain"]), set(part["label"])) == (set(STYLES), set(range(10)))
+
+
 def test_images_of_every_mode_become_rgb(tmp_path) -> None:  # type: ignore[no-untyped-def]
     clear = Image.new("RGBA", (40, 20), (255, 0, 0, 0))
     node = make_folder(

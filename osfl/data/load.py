@@ -94,7 +94,6 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
         count = len(digits.STYLES)
         chosen = cut.NaturalIdPartitioner(partition_by="domain")
     elif split == "test" or config.partition == "iid":
-        whole = whole.shuffle(seed=seed)
         chosen = cut.IidPartitioner(num_partitions=count)
     elif config.partition == "label":
         chosen = cut.ShardPartitioner(count, "label", num_shards_per_partition=config.shards_per_client, seed=seed)
@@ -105,7 +104,8 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
             f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), so this client has no data. "
             f"Use at most {count} clients, or another data.partition"
         )
-    chosen.dataset = whole
+    # The split lies class by class and domain by domain: a run of one class's rows would be one domain's.
+    chosen.dataset = whole if config.partition == "domain" else whole.shuffle(seed=seed)
     return chosen.load_partition(node.partition_id)
 
 
