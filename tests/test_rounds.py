@@ -20,6 +20,7 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.protocol import read_arrays
 from server_app.app import run_job
 from server_app.round import RoundError
+from server_app.rounds import feddf
 from server_app.rounds import run as rounds_run
 
 
@@ -61,6 +62,28 @@ def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
     start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
     expected = 0.25 * replies[0]["fc.weight"] + 0.75 * replies[1]["fc.weight"]
     assert torch.allclose(model(home, "fedavg")["fc.weight"], expected, atol=1e-6)
+
+
+def test_feddf_distils_the_mean_from_the_clients_models(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round the student begins at the mean, the teachers are what the clients sent, and what is learned is what goes on."""
+    replies, calls = [], []
+
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train":
+            replies.append(read_arrays(reply.content.array_records["arrays"])["fc.bias"])
+        return reply
+
+    def distil(student, teachers, proxy, job, number) -> None:  # type: ignore[no-untyped-def]
+        calls.append((student.fc.bias.detach().clone(), [t.fc.bias.detach().clone() for t in teachers], len(proxy), number))
+        student.fc.bias.data += 1
+
+    monkeypatch.setattr(feddf, "distil", distil)
+    start(quick(method="feddf", kit=str(tiny_kit), rounds__count=2), tamper=tamper)
+    assert [(count, number) for _, _, count, number in calls] == [(8, 1), (8, 2)]
+    for (student, teachers, *_), sent in zip(calls, (replies[:2], replies[2:]), strict=True):
+        assert torch.allclose(student, torch.stack(sent).mean(0), atol=1e-6)  # equally many images
+        assert {tuple(t.tolist()) for t in teachers} == {tuple(t.tolist()) for t in sent}
+    assert torch.allclose(model(home, "feddf")["fc.bias"], calls[1][0] + 1)
 
 
 def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -> None:

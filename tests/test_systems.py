@@ -55,7 +55,7 @@ def test_a_ddim_step_is_undone_exactly_when_the_prediction_is_fixed() -> None:
 def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     """Two steps of scalars, strong prediction z/2 and weak prediction 1, written out; the second step lies below the threshold."""
     kit, z = load_kit(tiny_kit), torch.full((1, 4, 8, 8), 2.0)
-    (t1, a1, p1), (_, a2, p2) = ddim_schedule(kit, 2)
+    (t1, a1, p1), (t2, a2, p2) = ddim_schedule(kit, 2)
     assert t1 > 400
     strong, weak = (lambda z, t: z / 2), (lambda z, t: torch.ones_like(z))
 
@@ -69,10 +69,11 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     kept = down(zag, zag / 2, a1, p1)  # 3. strong again
     end = down(kept, kept / 2, a2, p2)  # below the threshold: one plain step
     assert torch.allclose(z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4)
-    weak = lambda z, t: torch.zeros_like(z)  # noqa: E731
-    zag = down(zig, 0.0, p1, a1)
-    kept = down(zag, zag / 2, a1, p1)
-    end = down(kept, kept / 2, a2, p2)
+    strong, weak = (lambda z, t: z / 2 + t / 1000), (lambda z, t: z / 3 + t / 500)  # where each prediction is taken
+    zig = down(2.0, 1.0 + t1 / 1000, a1, p1)
+    zag = down(zig, zig / 3 + t1 / 500, p1, a1)  # at the lower latent, and at the upper timestep
+    kept = down(zag, zag / 2 + t1 / 1000, a1, p1)
+    end = down(kept, kept / 2 + t2 / 1000, a2, p2)
     assert torch.allclose(z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4)
 
 

@@ -35,10 +35,10 @@ from server_app.synthesis.plan import initial_noise, plan_images
 from server_app.synthesis.samplers import ddim_schedule
 
 CPU = torch.device("cpu")
-HELD = {"a": [2, 7], "b": [7]}  # b's only class is a's second: a row number is no label, and no client's row is another's
+HELD = {"a": [3, 8], "b": [8]}  # b's only class is a's second: a row number is no label, and no client's row is another's
 NAMES = {client: tuple(CLASSES[label] for label in labels) for client, labels in HELD.items()}
-PLAN = plan_images("m", 0, HELD, 1)  # a 2, a 7, b 7
-OWN = [102.0, 107.0, 207.0]  # what `marked` says of the three
+PLAN = plan_images("m", 0, HELD, 1)  # a 3, a 8, b 8
+OWN = [103.0, 108.0, 208.0]  # what `marked` says of the three
 
 
 def marked(client: str, label: int, *shape: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def prompts_of(kit, *texts: str) -> torch.Tensor:  # type: ignore[no-untyped-def
     return load_kit(kit).text(texts)
 
 
-CLASS_PROMPTS = ("an image of two", "an image of seven", "an image of seven")
+CLASS_PROMPTS = ("an image of three", "an image of eight", "an image of eight")
 
 
 def test_prompts_only(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
@@ -95,10 +95,12 @@ def test_prompts_only(tiny_kit, composed) -> None:  # type: ignore[no-untyped-de
 
 
 def test_prompts_domain(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
-    config = config_of(tiny_kit, synthesis__images_per_class=1, prompts_domain__guidance=4.0, prompts_domain__prompt="{domain} {class}")
+    config = config_of(
+        tiny_kit, synthesis__images_per_class=1, prompts_domain__guidance=4.0, prompts_domain__prompt="{domain} {class}"
+    )
     prompts_domain._sampler(server(tiny_kit, config), {"a": "neon", "b": "photo"})(PLAN)
     (only,) = composed[0][1]
-    assert torch.equal(only.c, prompts_of(tiny_kit, "neon two", "neon seven", "photo seven"))
+    assert torch.equal(only.c, prompts_of(tiny_kit, "neon three", "neon eight", "photo eight"))
     assert only.scale == 4.0
 
 
@@ -106,7 +108,7 @@ def test_prompts_domain_reads_each_clients_own(tiny_kit, composed, monkeypatch) 
     payloads = {"a": Domain(NAMES["a"], "neon"), "b": Domain(NAMES["b"], "photo")}
     run_to_the_images(prompts_domain, server(tiny_kit, config_of(tiny_kit)), payloads, monkeypatch)
     (only,) = composed[0][1]
-    assert torch.equal(only.c, prompts_of(tiny_kit, "a neon of a two", "a neon of a seven", "a photo of a seven"))
+    assert torch.equal(only.c, prompts_of(tiny_kit, "a neon of a three", "a neon of a eight", "a photo of a eight"))
 
 
 def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
@@ -129,12 +131,12 @@ def test_oscar(tiny_kit, composed, method: str) -> None:  # type: ignore[no-unty
 
 
 def test_fgl(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    said = {("a", 2): "neon", ("a", 7): "photo", ("b", 7): "sketch"}
+    said = {("a", 3): "neon", ("a", 8): "photo", ("b", 8): "sketch"}
     payloads = {c: Captions(NAMES[c], tuple((said[c, label],) for label in HELD[c])) for c in HELD}
     job = server(tiny_kit, config_of(tiny_kit, fgl__guidance=4.5, fgl__prompt="{class} {caption}", fgl__negative_prompt="nine"))
     run_to_the_images(fgl, job, payloads, monkeypatch)
     c0, (only,) = composed[0]
-    assert torch.equal(only.c, prompts_of(tiny_kit, "two neon", "seven photo", "seven sketch"))
+    assert torch.equal(only.c, prompts_of(tiny_kit, "three neon", "eight photo", "eight sketch"))
     assert torch.equal(c0, prompts_of(tiny_kit, "nine"))
     assert only.scale == 4.5
 
@@ -177,7 +179,7 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
     config = config_of(tiny_kit, fedbip__guidance=4.5, fedbip__domain_noise=0.0)
     fedbip._sampler(server(tiny_kit, config), payloads)(PLAN)
     (only,), kit = composed[0][1], load_kit(tiny_kit)
-    names = ["two", "seven", "seven"]
+    names = ["three", "eight", "eight"]
     expected = kit.text(concept_prompts(names))
     for row, (s, v) in enumerate(concept_positions(kit.text, names)):
         expected[row, s], expected[row, v] = [100.0, 100.0, 200.0][row], OWN[row]
