@@ -247,7 +247,9 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
         return [{"row": cell.row, "seed": cell.seed, "error": outcome.error}]
     accuracy = metrics["accuracy"]
     if metrics["method"] == "local":
-        accuracy = {"": {key: float(np.mean([row[key] for row in accuracy.values()])) for key in next(iter(accuracy.values()))}}
+        tested = sorted(set.intersection(*(set(row) for row in accuracy.values())) - {"average"})
+        means = {client: float(np.mean([row[client] for row in accuracy.values()])) for client in tested}
+        accuracy = {"": {**means, "average": float(np.mean(list(means.values())))}}
     clients, server = metrics["clients"].values(), metrics["server"]
 
     def most(key: str) -> float:
@@ -270,6 +272,8 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
             "accuracy": {client: value for client, value in by_client.items() if client != "average"},
             **costs,
             "versions": metrics["versions"],
+            "kit_not_counted": metrics.get("kit_not_counted", False),
+            "not_tested": metrics["not_tested"],
         }
         for model, by_client in accuracy.items()
     ]
@@ -278,7 +282,9 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
 def as_csv(records: list[dict[str, Any]]) -> str:
     """One line for every row and seed: all figures, not rounded."""
     clients = sorted({client for record in records for client in record.get("accuracy", {})})
-    costs = [key for key in _first(records) if key not in ("row", "seed", "average", "accuracy", "versions", "error")]
+    costs = [
+        key for key in _first(records) if key not in ("row", "seed", "average", "accuracy", "versions", "error", "not_tested")
+    ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["row", "seed", "average", *clients, *costs, "error"])
@@ -314,14 +320,18 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         spread = f" ± {np.std(averages, ddof=1):.1f}" if len(averages) > 1 else ""
         cells = [f"{np.mean([r['accuracy'].get(c, np.nan) for r in group]):.1f}" for c in shown]
         lines.append(f"| {name} | " + " | ".join([*cells, f"**{np.mean(averages):.1f}**{spread}", *_costs(group)]) + " |")
+    missing = [f"- {r['row']}, seed {r['seed']}: {', '.join(r['not_tested'])}" for r in records if r.get("not_tested")]
     failed = [f"- {r['row']}, seed {r['seed']}: {r['error']}" for r in records if "average" not in r]
     seeds = ", ".join(str(seed) for seed in sorted({r["seed"] for r in records}))
     versions = _first(records).get("versions", {})
     note = (
         f"Top-1 accuracy (%), each client testing the global model on its own test images; mean of seeds {seeds}, ± the standard deviation of the "
-        f"average. Costs are the largest client's; upload and download as serialised, the kit's parts included. Command: `{command}`, {at_once} runs at "
+        f"average. Costs are the largest client's; upload and download as serialised, the kit's parts included but "
+        f"where the size of a hub's model is not known (+ kit). Command: `{command}`, {at_once} runs at "
         f"a time. {machine()}, {', '.join(f'{name} {versions[name]}' for name in ('torch', 'flwr', 'diffusers') if name in versions)}."
     )
+    if missing:
+        note += "\n\nNot tested everywhere; the averages are over the others:\n\n" + "\n".join(missing)
     parts = [f"**{table.title}**", "\n".join(lines), note, *(["Failed:\n\n" + "\n".join(failed)] if failed else [])]
     return "\n\n".join(parts) + "\n"
 
@@ -333,7 +343,7 @@ def _costs(group: list[dict[str, Any]]) -> list[str]:
     seconds = [r["server_seconds_per_image"] for r in group if r["server_seconds_per_image"]]
     return [
         human_bytes(mean("upload_bytes")),
-        human_bytes(mean("download_bytes")),
+        human_bytes(mean("download_bytes")) + (" + kit" if any(r["kit_not_counted"] for r in group) else ""),
         human_flops(mean("client_flops")),
         f"{mean('client_seconds'):.0f}",
         f"{mean('client_memory_mb'):,.0f}",

@@ -62,7 +62,7 @@ def _kit_roots() -> list[Path]:
 
 
 def download_bytes(kit: str, parts: tuple[str, ...]) -> int:
-    """Bytes of some of a kit folder's files and sub-folders; 0 for a hub id that is not on this machine."""
+    """Bytes of some of a kit folder's files and sub-folders."""
     root = Path(kit)
     files = [file for part in parts for file in ([root / part] if (root / part).is_file() else (root / part).rglob("*"))]
     return sum(file.stat().st_size for file in files if file.is_file())

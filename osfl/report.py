@@ -18,13 +18,15 @@ from osfl.files import write_atomically
 PACKAGES = ("osfl", "flwr", "torch", "torchvision", "diffusers", "transformers", "datasets", "protobuf")
 
 
-def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: Mapping[str, int] | None = None) -> dict[str, Any]:
+def write_report(
+    folder: Path, classes: tuple[str, ...], kit_download_bytes: Mapping[str, int | None] | None = None
+) -> dict[str, Any]:
     """Gather a run's folder into `metrics.json` and `report.html`.
 
     Args:
         folder: `runs/<job id>`.
         classes: the run's class names.
-        kit_download_bytes: what each client had to fetch of the kit before it could begin.
+        kit_download_bytes: what each client had to fetch of the kit before it could begin; None where that is not known.
 
     Returns:
         the metrics.
@@ -36,7 +38,7 @@ def write_report(folder: Path, classes: tuple[str, ...], kit_download_bytes: Map
     return metrics
 
 
-def gather(folder: Path, kit_download_bytes: Mapping[str, int] | None = None) -> dict[str, Any]:
+def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = None) -> dict[str, Any]:
     """The figures of a run."""
     fetched = kit_download_bytes or {}
     config = _json(folder / "config.json")
@@ -53,7 +55,7 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int] | None = None) ->
         models = list((folder / "models").glob("*.safetensors")) or (folder / "payloads").glob(
             "*.pb"
         )  # Local's are the payloads
-        clients[client]["download_bytes"] = fetched.get(client, 0) + sum(file.stat().st_size for file in models)
+        clients[client]["download_bytes"] = (fetched.get(client) or 0) + sum(file.stat().st_size for file in models)
         clients[client]["upload_bytes"] = 0
     known = _json(folder / "status.json")["clients"] if (folder / "status.json").is_file() else {}
     for client in known:  # one that tested nothing is in the tables too, as not tested
@@ -82,6 +84,7 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int] | None = None) ->
         "rounds": rounds["round"],
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
+        "kit_not_counted": any(size is None for size in fetched.values()),
         "not_tested": sorted(set(clients) - everywhere),
         "server": {
             "synthetic_images": len(_lines(folder / "manifest.jsonl")),

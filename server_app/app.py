@@ -1,6 +1,7 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -88,12 +89,14 @@ def check_server(config: RunConfig) -> None:
     expected_tensors(config)
 
 
-def kit_bytes(config: RunConfig, payload: Payload | None) -> int:
-    """What a client had to fetch of the kit before it could begin; 0 for a hub id, whose size is not known."""
+def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
+    """What a client had to fetch of the kit before it could begin; None where a part is a hub id, or is named apart from the kit."""
     if isinstance(payload, Classifier):  # one architecture of those that the run allows
         config = replace(config, classifier=replace(config.classifier, architecture=payload.architecture))
-    parts = kit_parts(config)
-    return download_bytes(find_kit(config.sampling_kit), parts) if parts else 0
+    parts, kit = kit_parts(config), find_kit(config.sampling_kit)
+    if set(METHODS[config.method].client_parts) - set(parts) or (parts and not Path(kit).is_dir()):
+        return None
+    return download_bytes(kit, parts)
 
 
 def needed_bytes(config: RunConfig) -> int:

@@ -106,6 +106,7 @@ def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object
         "clients": {"a": {**about, "upload_bytes": 500}, "b": about},
         "server": {"seconds_per_image": 0.25, **server},
         "versions": {"torch": "1", "flwr": "2"},
+        "not_tested": [],
     }
 
 
@@ -145,6 +146,21 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert (lines[0]["a"], lines[0]["upload_bytes"], lines[0]["client_memory_mb"]) == ("40.0", "1000", "512.0")
     assert (tmp_path / "t.png").stat().st_size > 10_000
     assert len(records) == 4
+
+
+def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
+    """b did not test Local's second model: the mean is over a, and the table names b; a hub's model has no size."""
+    local = metrics("local", {"a": {"a": 90.0, "b": 10.0, "average": 50.0}, "b": {"a": 30.0, "average": 30.0}})
+    hub = metrics("fedx", {"FT": {"a": 40.0, "average": 40.0}})
+    outcomes = [
+        outcome("local", 0, metrics={**local, "not_tested": ["b"]}),
+        outcome("hub", 0, metrics={**hub, "kit_not_counted": True}),
+    ]
+    compare.write_table(compare.TableFile("t", "", (0,), {"local": {}, "hub": {}}), outcomes, tmp_path, "", 1)
+    page = (tmp_path / "t.md").read_text()
+    assert "| local | 60.0 | **60.0** | 1 kB | 2 MB |" in page
+    assert "Not tested everywhere; the averages are over the others:\n\n- local, seed 0: b" in page
+    assert "| 1 kB | 2 MB + kit |" in page
 
 
 def test_several_global_models_are_rows_of_their_own() -> None:

@@ -587,6 +587,13 @@ def test_a_client_is_charged_with_its_own_architectures_file(tiny_kit) -> None: 
     assert kit_bytes(parse_run_config(quick(method="prompts-only", kit=str(tiny_kit))), None) == 0
 
 
+def test_what_a_hub_model_weighs_is_not_known(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    hub = parse_run_config(quick(method="feddeo", kit="owner/model"))
+    named = parse_run_config(quick(method="oscar", kit=str(tiny_kit), captioner="owner/blip"))
+    classifier = parse_run_config(quick(method="fedlmg", kit="owner/model", classifier__init="none"))
+    assert (kit_bytes(hub, None), kit_bytes(named, None), kit_bytes(classifier, None)) == (None, None, 0)
+
+
 def test_a_simulated_client_knows_its_domain() -> None:
     config = parse_run_config(quick()).data
     assert [domain_name(config, NodeConfig(partition_id=k)) for k in (0, 2, 5)] == ["clipart", "neon", "sketch"]
