@@ -225,6 +225,8 @@ class Runner:
         if process.returncode == 0 and (outcome := _finished(cell, folder)):
             self.note(cell, "done")
             return outcome
+        if self._stopped.is_set():
+            return Outcome(cell, error="stopped")
         error = " ".join(output.split()[-80:]).rpartition("error ")[2] or f"osfl run ended with {process.returncode}"
         self.note(cell, "failed")
         return Outcome(cell, error=error)

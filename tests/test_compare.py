@@ -223,5 +223,6 @@ def test_an_interrupted_table_leaves_no_process(tmp_path: Path, tiny_kit: Path) 
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "the same command goes on where it was" in output
+    assert "failed" not in output
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, alive
