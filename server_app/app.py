@@ -93,10 +93,13 @@ def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
     """What a client had to fetch of the kit before it could begin; None where a part is a hub id, or is named apart from the kit."""
     if isinstance(payload, Classifier):  # one architecture of those that the run allows
         config = replace(config, classifier=replace(config.classifier, architecture=payload.architecture))
-    parts, kit = kit_parts(config), find_kit(config.sampling_kit)
-    if set(METHODS[config.method].client_parts) - set(parts) or (parts and not Path(kit).is_dir()):
+    parts = kit_parts(config)
+    if set(METHODS[config.method].client_parts) - set(parts):
         return None
-    return download_bytes(kit, parts)
+    if not parts:  # a kit that nobody needs may be missing
+        return 0
+    kit = find_kit(config.sampling_kit)
+    return download_bytes(kit, parts) if Path(kit).is_dir() else None
 
 
 def needed_bytes(config: RunConfig) -> int:

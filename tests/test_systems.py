@@ -591,7 +591,8 @@ def test_what_a_hub_model_weighs_is_not_known(tiny_kit) -> None:  # type: ignore
     hub = parse_run_config(quick(method="feddeo", kit="owner/model"))
     named = parse_run_config(quick(method="oscar", kit=str(tiny_kit), captioner="owner/blip"))
     classifier = parse_run_config(quick(method="fedlmg", kit="owner/model", classifier__init="none"))
-    assert (kit_bytes(hub, None), kit_bytes(named, None), kit_bytes(classifier, None)) == (None, None, 0)
+    unneeded = parse_run_config(quick(method="fedavg", kit="nowhere", classifier__init="none"))
+    assert [kit_bytes(config, None) for config in (hub, named, classifier, unneeded)] == [None, None, 0, 0]
 
 
 def test_a_simulated_client_knows_its_domain() -> None:
