@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 from osfl.classifiers import logits_of, normalise, rebuild
 from osfl.config import NodeConfig, parse_run_config
@@ -45,17 +46,9 @@ def main() -> None:
     show("own", own)
 
 
-@torch.no_grad()
 def settle(model: nn.Module, pixels: torch.Tensor) -> None:
-    """Set the running statistics to those of some images [N, 3, S, S] uint8, in place; leaves the model in eval mode."""
-    for norm in model.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            norm.reset_running_stats()
-            norm.momentum = None  # the plain mean over the batches
-    model.train()
-    for batch in pixels.split(100):
-        model(normalise(batch.float() / 127.5 - 1))
-    model.eval()
+    """Set the running statistics to those of some images [N, 3, S, S] uint8, in place."""
+    update_bn([normalise(batch.float() / 127.5 - 1) for batch in pixels.split(100)], model)
 
 
 def accuracy(model: nn.Module, images: Images) -> float:

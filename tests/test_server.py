@@ -150,6 +150,8 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     result = gather(tmp_path, dict.fromkeys(("a", "b"), 1000))
     assert result["accuracy"]["FT"] == {"a": 87.5, "b": 50.0, "average": 68.75}
     assert (result["best"], result["average"], result["clients"]["a"]["download_bytes"]) == ("FT", 68.75, 1000)
+    assert not result["kit_not_counted"]
+    assert gather(tmp_path, {"a": 1000, "b": None})["kit_not_counted"]
 
 
 def test_locals_figure_is_the_mean_of_its_models(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from rich.progress import Progress
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
 from osfl import classifiers, diffusion, encoders
 from osfl.data.render import STYLES
@@ -47,25 +48,12 @@ def train_classifiers(
         bits = BITS.get(architecture, 4)
         classifiers.round_weights(model, bits)
         generator = torch.Generator(device).manual_seed(seed_of(recipe.seed, name, "check"))
-        _settle_statistics(model, [pretext(generator)[0] for _ in range(30)])
+        update_bn([pretext(generator)[0] for _ in range(30)], model)  # BatchNorm's statistics of the rounded weights
         with torch.no_grad():
             checks = [(model(x).argmax(1) == y).float().mean().item() for x, y in (pretext(generator) for _ in range(20))]
         log[name]["accuracy"] = round(sum(checks) / len(checks), 4)
         classifiers.save_initialisation(model.cpu(), out / "classifiers" / f"{architecture}.safetensors", bits)
     return log
-
-
-def _settle_statistics(model: nn.Module, batches: list[torch.Tensor]) -> None:
-    """BatchNorm's running statistics for the rounded weights: the mean over the batches. Leaves the model in eval mode."""
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a plain mean
-    model.train()
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    model.eval()
 
 
 def train_image_encoder(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
