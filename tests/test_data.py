@@ -119,7 +119,7 @@ def test_label_skew_is_of_labels_alone(partition: str, alpha: float) -> None:
         data = replace(DIGITS, partition=partition, alpha=alpha, shards_per_client=2)
         part = _digits_partition(data, NodeConfig(partition_id=client, num_partitions=6), "train", 0)
         shares = np.array([part["domain"].count(style) for style in STYLES]) / len(part)
-        assert shares.max() < 0.5, (client, shares)
+        assert all((shares > 0.03) & (shares < 0.35)), (client, shares)
         if alpha == 1e6:
             assert (set(part["domain"]), set(part["label"])) == (set(STYLES), set(range(10)))
 

@@ -13,7 +13,7 @@ from client_app.methods import classifier as classifier_half
 from client_app.methods import feddeo as feddeo_half
 from osfl import classifiers
 from osfl.classifiers import ClassifierError
-from osfl.config import parse_run_config
+from osfl.config import ClassifierConfig, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data import Images
 from osfl.diffusion import KitError, forward_noise, load_kit
@@ -169,6 +169,19 @@ def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignor
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ClassifierError, match="is not a state dict"):
         classifiers.load_initialisation(model, tmp_path / "list.pth")
+
+
+def test_training_does_not_depend_on_memory_layout() -> None:
+    """The same images, channels-last as a decoder makes them and contiguous as a file is loaded: the same weights, bit for bit."""
+    pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
+    settings = ClassifierConfig("resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0)
+    states = []
+    for images in (pixels, pixels.contiguous(memory_format=torch.channels_last)):
+        model = classifiers.new_classifier(settings, 10, "", 0)
+        logits = classifiers.logits_of(model, images, torch.device("cpu"))
+        classifiers.fit(model, images, labels, settings, 0, torch.device("cpu"))
+        states.append([logits, *model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 def test_dropout_is_seeded() -> None:
