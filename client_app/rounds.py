@@ -16,7 +16,7 @@ from osfl.files import write_atomically
 from osfl.protocol import read_arrays
 from osfl.seeds import seed_of
 
-Penalty = Callable[[nn.Module], torch.Tensor]
+Penalty = Callable[[nn.Module], None]  # adds its gradient to the parameters'
 
 
 def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict:
@@ -67,23 +67,28 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
 
 
 def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
-    """mu/2 ||theta - theta_global||^2 (FedProx, Li et al., arXiv 1812.06127, eq. 2)."""
+    """mu/2 ||theta - theta_global||^2 (FedProx, Li et al., arXiv 1812.06127, eq. 2): mu (theta - theta_global) onto the gradients.
 
-    def penalty(model: nn.Module) -> torch.Tensor:
-        return mu / 2 * sum((p - start[name]).square().sum() for name, p in model.named_parameters())  # type: ignore[return-value]
+    As gradients, because through autograd the penalty of a ResNet-18 takes half as long again as a step on eight small images.
+    """
 
-    return penalty
+    def add_gradient(model: nn.Module) -> None:
+        for name, p in model.named_parameters():
+            cast(torch.Tensor, p.grad).add_(p.detach(), alpha=mu).sub_(start[name], alpha=mu)
+
+    return add_gradient
 
 
 def dynamic(start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], alpha: float) -> Penalty:
     """-<grad L_k(theta_k), theta> + alpha/2 ||theta - theta_global||^2 (FedDyn, Acar et al., arXiv 2111.04263, algorithm 1)."""
-    quadratic = proximal(start, alpha)
+    add_quadratic = proximal(start, alpha)
 
-    def penalty(model: nn.Module) -> torch.Tensor:
-        linear = sum((gradient[name] * p).sum() for name, p in model.named_parameters())
-        return quadratic(model) - linear
+    def add_gradient(model: nn.Module) -> None:
+        add_quadratic(model)
+        for name, p in model.named_parameters():
+            cast(torch.Tensor, p.grad).sub_(gradient[name])
 
-    return penalty
+    return add_gradient
 
 
 def _load_correction(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -218,7 +218,7 @@ def fit(
     epochs: int | None = None,
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 1.0,
-    penalty: Callable[[nn.Module], torch.Tensor] | None = None,
+    penalty: Callable[[nn.Module], None] | None = None,
     meter: FlopMeter | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Module:
@@ -229,7 +229,7 @@ def fit(
         labels: [N] int64.
         epochs: None: `config.epochs`.
         teacher: [N, C] probabilities; FedLMG's eq. 12 and 13 with the mean or the image's own teacher.
-        penalty: what is added to the loss of every step, FedProx's and FedDyn's.
+        penalty: adds the gradient of a further term of the loss to the parameters' in every step, FedProx's and FedDyn's.
         meter: counts the FLOPs of the steps.
         progress: called with (steps done, steps in all).
 
@@ -256,10 +256,10 @@ def fit(
         loss = F.cross_entropy(logits, labels[rows])
         if teacher is not None:  # FedLMG eq. 12, 13
             loss = loss + distillation_weight * F.kl_div(F.log_softmax(logits, 1), teacher[rows], reduction="batchmean")
-        if penalty is not None:
-            loss = loss + penalty(model)
         optimiser.zero_grad()
         loss.backward()
+        if penalty is not None:
+            penalty(model)
         optimiser.step()
         return loss.detach()
 

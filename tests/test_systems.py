@@ -451,13 +451,35 @@ def linear(weight: list[float]) -> nn.Module:
 
 
 def test_the_local_objectives_by_hand() -> None:
-    start = {"weight": torch.tensor([[1.0, 1.0]])}
-    model = linear([3.0, 0.0])
-    assert proximal(start, 0.5)(model).item() == pytest.approx(0.25 * (4 + 1))  # mu/2 ||(2, -1)||^2
-    gradient = {"weight": torch.tensor([[2.0, 7.0]])}
-    assert dynamic(start, gradient, 0.5)(model).item() == pytest.approx(0.25 * 5 - 6)  # - <(2, 7), (3, 0)>
-    (derivative,) = torch.autograd.grad(dynamic(start, gradient, 0.5)(model), model.weight)
-    assert torch.allclose(derivative, torch.tensor([[0.5 * 2 - 2, 0.5 * -1 - 7]]))
+    """What is added to the gradient (1, 1): FedProx mu (theta - theta_global) = 0.5 (2, -1); FedDyn that, less grad L_k = (2, 7)."""
+    start, gradient = {"weight": torch.tensor([[1.0, 1.0]])}, {"weight": torch.tensor([[2.0, 7.0]])}
+    for penalty, added in (
+        (proximal(start, 0.5), [1 + 1, 1 - 0.5]),
+        (dynamic(start, gradient, 0.5), [1 + 1 - 2, 1 - 0.5 - 7]),
+    ):
+        model = linear([3.0, 0.0])
+        model.weight.grad = torch.ones(1, 2)  # type: ignore[assignment]
+        penalty(model)
+        assert model.weight.grad.tolist() == [added]  # type: ignore[union-attr, operator]
+
+
+def test_the_penalties_gradients_are_their_objectives() -> None:
+    """Against autograd of the objectives as the papers write them."""
+    model = classifiers.build_classifier("mobilenet_v3_small", 3, True)
+    start = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    gradient = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+
+    def objective(kind: str) -> torch.Tensor:
+        quadratic = 0.3 / 2 * sum((p - start[n]).square().sum() for n, p in model.named_parameters())
+        linear = sum((gradient[n] * p).sum() for n, p in model.named_parameters()) if kind == "dynamic" else 0
+        return quadratic - linear  # type: ignore[return-value]
+
+    for kind, penalty in (("proximal", proximal(start, 0.3)), ("dynamic", dynamic(start, gradient, 0.3))):
+        expected = torch.autograd.grad(objective(kind), list(model.parameters()))
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        penalty(model)
+        assert all(torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
 
 
 def test_a_penalty_enters_every_step() -> None:
