@@ -203,6 +203,7 @@ class RoundsConfig:
     proxy: str  # feddf's unlabelled images on the server: public (the digits' public split), or a folder of images
     proxy_images: Annotated[int, Range(2, 10_000_000)]
     distillation_steps: Annotated[int, Range(1, 1_000_000)]  # feddf, after every round
+    distillation_batch_size: Annotated[int, Range(2, 65_536)]
     distillation_lr: Annotated[float, Range(1e-8, 100)]
 
 

@@ -47,7 +47,7 @@ def test_parsing_and_flattening_are_inverse() -> None:
         ("kit", "./kit", "kit = './kit': must be a shipped kit's name, an absolute path or a hub id"),
         ("prompts-domain.prompt", "a {class}", "prompts-domain.prompt = 'a {class}': must contain {class} and {domain}"),
         ("fgl.prompt", "a {class}", "fgl.prompt = 'a {class}': must contain {caption}"),
-        ("espresso.inversion-guidance", 6.0, "espresso.inversion-guidance = 6: must be below espresso.guidance = 5.5"),
+        ("espresso.inversion-guidance", 6.0, "espresso.inversion-guidance = 6: must be below espresso.guidance = 2"),
         ("classifier.architecture", " , ", "classifier.architecture: must name at least one"),
         ("global-model.architecture", "resnet18,vgg16", "global-model.architecture = 'resnet18,vgg16': must name one"),
         ("data.name", "folder", "data.classes: data.name = 'folder' needs at least two class names"),

@@ -54,13 +54,13 @@ class FedDF(FedAvg):
 
 def distil(student: nn.Module, teachers: list[nn.Module], proxy: torch.Tensor, job: ServerJob, number: int) -> None:
     """Minimise KL(softmax(mean of the teachers' logits) || student) on the proxy images, in place (FedDF, eq. 2)."""
-    settings, batch = job.config.rounds, job.config.global_model.batch_size
+    settings = job.config.rounds
     target = F.softmax(torch.stack([logits_of(teacher, proxy, job.device) for teacher in teachers]).mean(dim=0), dim=1)
     student.to(job.device).train()
     optimiser = torch.optim.Adam(student.parameters(), lr=settings.distillation_lr)
     generator = generator_of(job.config.seed, "feddf", number)
     for _ in range(settings.distillation_steps):
-        rows = torch.randperm(len(proxy), generator=generator)[:batch]
+        rows = torch.randperm(len(proxy), generator=generator)[: settings.distillation_batch_size]
         logits = student(normalise(proxy[rows].to(job.device).float() / 127.5 - 1))
         loss = F.kl_div(F.log_softmax(logits, dim=1), target[rows].to(job.device), reduction="batchmean")
         optimiser.zero_grad()
