@@ -4,8 +4,8 @@ Differences from the paper:
 
 1. Theirs: CIFAR-100 or generated images as proxy; in FedDEO's and FedLMG's comparison, ImageNet. Ours: the digits' public split, mostly
    photographs, or a folder (`rounds.proxy`).
-2. Theirs: Adam, lr 1e-3, up to 10,000 steps with early stopping. Ours: Adam with `rounds.distillation-lr` for `rounds.distillation-steps`
-   after every round; a miniature needs fewer, and there is no labelled set to stop by.
+2. Theirs: Adam, lr 1e-3, batches of 128, up to 10,000 steps with early stopping. Ours: after every round `rounds.distillation-steps` steps of
+   Adam at lr 1e-4; there is no labelled set to stop by, and so few steps of 1e-3 leave a model at chance.
 """
 
 from collections.abc import Iterable
