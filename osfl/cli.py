@@ -239,12 +239,18 @@ def compare(
                 "--client-gpus",
                 str(client_gpus),
             ]
-            outcomes = tables.Runner(runs, at_once, note, resources).run_all(cells)
+            runner = tables.Runner(runs, at_once, note, resources)
+            interrupted = False
+            try:
+                outcomes = runner.run_all(cells)
+            except KeyboardInterrupt:
+                interrupted = True
+                outcomes = [runner.finished(cell) or tables.Outcome(cell, error="not run yet") for cell in cells]
     except (ConfigError, OSError) as error:
         console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on where it was")
+        console.print("interrupted")
         raise typer.Exit(130) from None
     options = [f"--seeds {seeds}"] if seeds else []
     options += [f"--rows '{rows}'"] if rows else []
@@ -258,9 +264,13 @@ def compare(
     for record in records:
         if "error" in record:
             console.print(
-                f"[bold red]failed[/] {escape(record['row'])}, seed {record['seed']}: {escape(record['error'])}", soft_wrap=True
+                f"[bold red]missing[/] {escape(record['row'])}, seed {record['seed']}: {escape(record['error'])}",
+                soft_wrap=True,
             )
     console.print(f"table: [bold]{out / content.name}.md[/], .csv, .png", highlight=False, soft_wrap=True)
+    if interrupted:
+        console.print("interrupted; the same command goes on where it was")
+        raise typer.Exit(130)
     if any("error" in record for record in records):
         raise typer.Exit(1)
 

@@ -169,7 +169,7 @@ class Runner:
         """The outcome of every cell; one that fails does not stop the others.
 
         Raises:
-            KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were.
+            KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were, and `finished` has what is done.
         """
         with ThreadPoolExecutor(self.at_once) as pool:
             futures = [pool.submit(self._run_safely, cell) for cell in cells]
@@ -192,8 +192,7 @@ class Runner:
 
     def run(self, cell: Cell) -> Outcome:
         """One cell: from its folder if it was run before, else by `osfl run`, which resumes what was interrupted."""
-        folder = self.runs / cell.job_id
-        if outcome := _finished(cell, folder):
+        if outcome := self.finished(cell):
             self.note(cell, "done before")
             return outcome
         command = [
@@ -222,7 +221,7 @@ class Runner:
         output, _ = process.communicate()
         with self._lock:
             self._processes.discard(process)
-        if process.returncode == 0 and (outcome := _finished(cell, folder)):
+        if process.returncode == 0 and (outcome := self.finished(cell)):
             self.note(cell, "done")
             return outcome
         if self._stopped.is_set():
@@ -231,12 +230,12 @@ class Runner:
         self.note(cell, "failed")
         return Outcome(cell, error=error)
 
-
-def _finished(cell: Cell, folder: Path) -> Outcome | None:
-    file, status = folder / "metrics.json", folder / "status.json"
-    if file.is_file() and status.is_file() and json.loads(status.read_text()).get("phase") == "finished":
-        return Outcome(cell, json.loads(file.read_text()))
-    return None
+    def finished(self, cell: Cell) -> Outcome | None:
+        """What a cell gave, if its run is done."""
+        metrics, status = (self.runs / cell.job_id / name for name in ("metrics.json", "status.json"))
+        if metrics.is_file() and status.is_file() and json.loads(status.read_text()).get("phase") == "finished":
+            return Outcome(cell, json.loads(metrics.read_text()))
+        return None
 
 
 # ---- From outcomes to tables ----
@@ -334,7 +333,7 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
     )
     if missing:
         note += "\n\nNot tested everywhere; the averages are over the others:\n\n" + "\n".join(missing)
-    parts = [f"**{table.title}**", "\n".join(lines), note, *(["Failed:\n\n" + "\n".join(failed)] if failed else [])]
+    parts = [f"**{table.title}**", "\n".join(lines), note, *(["Missing:\n\n" + "\n".join(failed)] if failed else [])]
     return "\n\n".join(parts) + "\n"
 
 

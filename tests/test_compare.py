@@ -200,19 +200,23 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
 
 
 @pytest.mark.system
-def test_an_interrupted_table_leaves_no_process(tmp_path: Path, tiny_kit: Path) -> None:
+def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(tmp_path: Path, tiny_kit: Path) -> None:
     import psutil
 
-    file = write(tmp_path, "[common]\nnum-clients = 2\n[rows.one]\nmethod = 'prompts-only'\n")
+    file = write(tmp_path, "[common]\nnum-clients = 2\n[rows.done]\nmethod = 'ceiling'\n[rows.one]\nmethod = 'prompts-only'\n")
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
+    done, cell = compare.read_table(file, settings).cells()
+    finished = {"metrics.json": metrics("ceiling", {"real": {"a": 40.0, "average": 40.0}}), "status.json": {"phase": "finished"}}
+    for name, content in finished.items():
+        (tmp_path / "runs" / done.job_id).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / done.job_id / name).write_text(json.dumps(content))
     process = subprocess.Popen(
-        [str(Path(sys.executable).parent / "osfl"), "compare", str(file), *settings, "--runs", str(tmp_path / "runs")],
+        [str(Path(sys.executable).parent / "osfl"), "compare", str(file), *settings, "--runs", "runs", "--out", "out"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    (cell,) = compare.read_table(file, settings).cells()
     log, end = tmp_path / "runs" / f"{cell.job_id}.log", time.monotonic() + 300
     while not log.is_file():  # Flower has taken the run
         assert time.monotonic() < end, "no run began"
@@ -224,5 +228,8 @@ def test_an_interrupted_table_leaves_no_process(tmp_path: Path, tiny_kit: Path) 
     assert process.returncode == 130
     assert "the same command goes on where it was" in output
     assert "failed" not in output
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert "| done | 40.0 |" in page
+    assert "- one, seed 0: not run yet" in page
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, alive
