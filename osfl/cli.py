@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 kit_app = typer.Typer(help="Miniature foundation kits.", no_args_is_help=True)
 app.add_typer(kit_app, name="kit")
+certs_app = typer.Typer(help="Keys and certificates of a federation.", no_args_is_help=True)
+app.add_typer(certs_app, name="certs")
 console = Console()
 
 
@@ -273,6 +277,75 @@ def compare(
         raise typer.Exit(130)
     if any("error" in record for record in records):
         raise typer.Exit(1)
+
+
+CertsFolder = Annotated[Path, typer.Argument(help="Where keys and certificates are kept; private, and backed up.")]
+
+
+@certs_app.command("ca")
+def certs_ca(
+    folder: CertsFolder,
+    days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = 3650,
+    rotate: Annotated[bool, typer.Option(help="A new one beside the old: ca.crt then holds both.")] = False,
+    drop_old: Annotated[bool, typer.Option(help="End a rotation: ca.crt keeps the newest alone.")] = False,
+) -> None:
+    """Make a certificate authority: ca.key signs server certificates, ca.crt goes to every node."""
+    from osfl import certs
+
+    with _named_errors():
+        file = certs.drop_old_ca(folder) if drop_old else certs.make_ca(folder, days, rotate)
+    console.print(f"for every node: {file}", highlight=False, soft_wrap=True)
+
+
+@certs_app.command("server")
+def certs_server(
+    folder: CertsFolder,
+    host: Annotated[list[str], typer.Option(help="A name or address by which nodes dial the server; may be repeated.")],
+    days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = 397,
+) -> None:
+    """Make the SuperLink's key and certificate, in place of the former; restart the SuperLink after it."""
+    from osfl import certs
+
+    with _named_errors():
+        file = certs.make_server(folder, host, days)
+    console.print(f"for the server: {file.with_suffix('.key')}, {file}", highlight=False, soft_wrap=True)
+
+
+@certs_app.command("node")
+def certs_node(
+    folder: CertsFolder, names: Annotated[list[str], typer.Argument(help="The nodes' names, such as their client ids.")]
+) -> None:
+    """Make a key pair for every node: NAME goes to that node alone, NAME.pub is registered with the SuperLink."""
+    from osfl import certs
+
+    with _named_errors():
+        for name in names:
+            file = certs.make_node(folder, name)
+            console.print(f"for {name} alone: {file}", highlight=False, soft_wrap=True)
+
+
+@certs_app.command("show")
+def certs_show(folder: CertsFolder) -> None:
+    """List the certificates, whom they are for, and until when they are valid; exits with 1 if one has expired."""
+    from osfl import certs
+
+    with _named_errors():
+        rows = certs.describe(folder)
+    now, shown = datetime.now(UTC), Table("file", "for", "valid until")
+    for file, names, until in rows:
+        shown.add_row(file, names, f"{until:%Y-%m-%d %H:%M} UTC" + (" [bold red]expired[/]" if until < now else ""))
+    console.print(shown)
+    if any(until < now for _, _, until in rows):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
 
 
 @kit_app.command("train")

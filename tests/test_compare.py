@@ -1,6 +1,7 @@
 """Tables: what a table file asks for, and what becomes of its runs."""
 
 import csv
+import json
 import re
 import signal
 import subprocess
@@ -206,7 +207,10 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(tmp_path:
     file = write(tmp_path, "[common]\nnum-clients = 2\n[rows.done]\nmethod = 'ceiling'\n[rows.one]\nmethod = 'prompts-only'\n")
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
     done, cell = compare.read_table(file, settings).cells()
-    finished = {"metrics.json": metrics("ceiling", {"real": {"a": 40.0, "average": 40.0}}), "status.json": {"phase": "finished"}}
+    finished = {
+        "metrics.json": metrics("ceiling", {"real": {"a": 40.0, "average": 40.0}}),
+        "status.json": {"phase": "finished"},
+    }
     for name, content in finished.items():
         (tmp_path / "runs" / done.job_id).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / done.job_id / name).write_text(json.dumps(content))

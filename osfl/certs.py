@@ -1,0 +1,202 @@
+"""Keys and certificates of a federation: a certificate authority (CA), the server's certificate, a key pair for every node.
+
+A folder holds
+
+    ca.key       signs server certificates; stays where it is
+    ca.crt       goes to every node; during a rotation the new and the old CA's
+    server.key, server.pem    the SuperLink's
+    nodes/<name>, nodes/<name>.pub    a SuperNode's: the private key goes to that node alone, the public one is registered
+
+Elliptic curve P-384 everywhere, as Flower's node authentication wants.
+"""
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from osfl.config import ConfigError, is_identifier
+from osfl.files import write_atomically
+
+ALWAYS = ("localhost", "127.0.0.1", "::1")  # names of every server certificate: the server's own processes dial these
+SKEW = timedelta(minutes=5)  # a node's clock may be slow
+
+
+def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
+    """A new certificate authority; returns `ca.crt`.
+
+    Args:
+        days: how long it is valid.
+        rotate: there is one already: `ca.crt` then holds both, until `drop_old_ca`.
+
+    Raises:
+        ConfigError: there is one and `rotate` is not set, or there is none and it is.
+    """
+    key_file, certificate_file = folder / "ca.key", folder / "ca.crt"
+    if key_file.exists() and not rotate:
+        raise ConfigError(f"{key_file} exists. Use it, or make a new one beside it with --rotate")
+    old = certificate_file.read_bytes() if rotate and certificate_file.is_file() else b""
+    if rotate and not old:
+        raise ConfigError(f"{certificate_file} does not exist; there is nothing to rotate. Leave --rotate out")
+    key, name = ec.generate_private_key(ec.SECP384R1()), _name(f"OSFL CA {datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+    usage = x509.KeyUsage(
+        key_cert_sign=True,
+        crl_sign=True,
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    builder = _builder(name, name, key.public_key(), days).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+    certificate = builder.add_extension(usage, True).sign(key, hashes.SHA384())
+    _write_private(key_file, _pem(key))
+    write_atomically(certificate_file, certificate.public_bytes(serialization.Encoding.PEM) + old)
+    return certificate_file
+
+
+def drop_old_ca(folder: Path) -> Path:
+    """The end of a rotation: `ca.crt` holds the newest certificate alone.
+
+    Raises:
+        ConfigError: no CA in the folder.
+    """
+    newest = _certificates(folder / "ca.crt")[0]
+    write_atomically(folder / "ca.crt", newest.public_bytes(serialization.Encoding.PEM))
+    return folder / "ca.crt"
+
+
+def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
+    """A key and a certificate for the SuperLink, in place of what was there; returns `server.pem`.
+
+    Args:
+        hosts: every name and address by which nodes dial the server; `ALWAYS` are added.
+        days: how long it is valid, and never longer than its CA.
+
+    Raises:
+        ConfigError: no CA in the folder, its key is another's, or a host that is neither a name nor an address.
+    """
+    authority = _certificates(folder / "ca.crt")[0]
+    signer = _authority_key(folder / "ca.key", authority)
+    names = list(dict.fromkeys([*hosts, *ALWAYS]))
+    alternatives = x509.SubjectAlternativeName([_host(name) for name in names])
+    key = ec.generate_private_key(ec.SECP384R1())
+    days = min(days, (authority.not_valid_after_utc - datetime.now(UTC)).days)
+    if days < 1:
+        raise ConfigError(f"the CA in {folder} ends on {authority.not_valid_after_utc:%Y-%m-%d}; rotate it first (--rotate)")
+    certificate = (
+        _builder(_name(names[0]), authority.subject, key.public_key(), days)
+        .add_extension(alternatives, False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False)
+        .sign(signer, hashes.SHA384())
+    )
+    _write_private(folder / "server.key", _pem(key))
+    write_atomically(folder / "server.pem", certificate.public_bytes(serialization.Encoding.PEM))
+    return folder / "server.pem"
+
+
+def make_node(folder: Path, name: str) -> Path:
+    """A SuperNode's key pair in OpenSSH's format; returns the private key's file.
+
+    Raises:
+        ConfigError: not a name for a client, or it has a key already.
+    """
+    if not is_identifier(name):
+        raise ConfigError(f"node {name!r}: must be 1 to 64 letters, digits, '-' or '_'")
+    file = folder / "nodes" / name
+    if file.exists():
+        raise ConfigError(f"{file} exists. For a new key, unregister the old one and delete the file")
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    _write_private(file, private)
+    write_atomically(file.with_name(f"{name}.pub"), public + f" {name}\n".encode())
+    return file
+
+
+def describe(folder: Path) -> list[tuple[str, str, datetime]]:
+    """(file, for whom, valid until) of every certificate in the folder.
+
+    Raises:
+        ConfigError: no CA in the folder.
+    """
+    rows = [("ca.crt", _common_name(c), c.not_valid_after_utc) for c in _certificates(folder / "ca.crt")]
+    if (folder / "server.pem").is_file():
+        (server,) = _certificates(folder / "server.pem")
+        names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        rows.append(("server.pem", ", ".join(str(name.value) for name in names), server.not_valid_after_utc))
+    return rows
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(
+        issuer, subject, public, x509.random_serial_number(), now - SKEW, now + timedelta(days=days)
+    )
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
+
+
+def _common_name(certificate: x509.Certificate) -> str:
+    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    labels = name.split(".")
+    plain = all(label.isascii() and label.replace("-", "").isalnum() for label in labels)
+    if not plain or labels[-1].isdigit() or len(name) > 253:  # digits at the end: an address that is none
+        raise ConfigError(f"host {name!r}: must be a host name or an IP address, without port")
+    return x509.DNSName(name)
+
+
+def _certificates(file: Path) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}. Make a certificate authority first: osfl certs ca {file.parent}") from error
+
+
+def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(file.read_bytes(), None)
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}. Server certificates are made where the CA's key is") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
+        raise ConfigError(f"{file} is not the key of the first certificate in {file.with_suffix('.crt')}")
+    return key
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _write_private(file: Path, data: bytes) -> None:
+    """Readable by its owner alone from the first byte on; in place of what was there, or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.replace(file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
