@@ -28,7 +28,7 @@ from osfl.costs import Stopwatch, peak_memory_mb
 from osfl.data import Images, check_images, class_names, count_images, domain_name, load_images, simulated_folder
 from osfl.devices import pick_device
 from osfl.files import write_atomically
-from osfl.kits import check_kit, find_kit, kit_digest
+from osfl.kits import check_kit, find_kit, kit_digest, part_digests
 from osfl.methods import METHODS, client_half, kit_parts
 from osfl.protocol import pack_payload, unpack_model
 
@@ -40,8 +40,9 @@ app = ClientApp()
 def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
+    _same_version(message)
     check_images(config.data, node, config.seed)
-    _kit(config, node)
+    _same_kit(message, config, _kit(config, node))
     pick_device(node.device)
     record = ConfigRecord({"client": client, "version": osfl.__version__})
     return Message(RecordDict({"join": record}), reply_to=message)
@@ -153,6 +154,24 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
     kit = find_kit(own_kit or config.sampling_kit)
     check_kit(kit, parts)
     return kit
+
+
+def _same_version(message: Message) -> None:
+    records = message.content.config_records
+    if (server := records["run"]["version"] if "run" in records else "of an earlier version") != osfl.__version__:
+        raise ConfigError(f"this node runs osfl {osfl.__version__}, the server {server}; install the same")
+
+
+def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
+    """What this node has of the kit must be what the server has: a description learned with another diffusion model draws something else."""
+    if not kit:
+        return
+    here, there = part_digests(kit, kit_parts(config)), message.content.config_records["kit"]
+    for part, digest in here.items():
+        if there.get(part, digest) != digest:
+            raise ConfigError(
+                f"kit = {kit!r}: its {part} ({digest[:8]}) is not the server's ({str(there[part])[:8]}); take the kit from the same place"
+            )
 
 
 def _cache(node: NodeConfig, job_id: str) -> Path:

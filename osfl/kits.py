@@ -78,6 +78,13 @@ def kit_digest(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def part_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of each of some of a kit folder's files and sub-folders; of what is not there, and of a hub id's, nothing."""
+    there = [Path(kit) / part for part in parts if (Path(kit) / part).exists()]
+    digests = [hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else kit_digest(p) for p in there]
+    return {p.relative_to(kit).as_posix(): digest for p, digest in zip(there, digests, strict=True)}
+
+
 def kits_digest(names: Iterable[str]) -> str:
     """The digest of one kit, or of several together; of one that is not there, nothing: what needs it says so."""
     digests = []

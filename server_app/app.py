@@ -1,5 +1,6 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data import class_names
 from osfl.devices import pick_device
-from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kits_digest
+from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kits_digest, part_digests
 from osfl.methods import METHODS, kit_parts, server_half
 from osfl.payloads import Classifier, Payload
 from osfl.report import write_report
@@ -48,7 +49,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
     try:
         method = METHODS[config.method]
         stored = folder.stored_clients() if method.client else []
-        nodes = join(grid, config, status, stored, meanwhile=lambda: check_server(config))
+        nodes = join(grid, config, status, stored, meanwhile=lambda: check_server(config), kit=kit_of_clients(config))
         payloads: dict[str, Payload] = {}
         if method.client:
             payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id))
@@ -87,6 +88,13 @@ def check_server(config: RunConfig) -> None:
     if config.method != "local":
         new_classifier(trained, classes, find_kit(config.kit) if trained.init == "kit" else "", config.seed)
     expected_tensors(config)
+
+
+def kit_of_clients(config: RunConfig) -> dict[str, str]:
+    """Digests of what the clients need of the kit, as far as it is in a folder here."""
+    with suppress(FileNotFoundError):  # check_server says so where it matters
+        return part_digests(find_kit(config.sampling_kit), kit_parts(config))
+    return {}
 
 
 def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:

@@ -5,7 +5,7 @@ slowest; nothing is redelivered): push node by node, pull one reply at a time, s
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -98,18 +98,25 @@ class Exchange:
 
 
 def join(
-    grid: Grid, config: RunConfig, status: Status, stored: list[str], meanwhile: Callable[[], None] = lambda: None
+    grid: Grid,
+    config: RunConfig,
+    status: Status,
+    stored: list[str],
+    meanwhile: Callable[[], None] = lambda: None,
+    kit: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Wait until the clients are there; returns the node of each that is online.
 
     Args:
         stored: clients whose payload came before; they count as joined.
+        kit: digests of the kit's parts here, which a client's must equal (`part_digests`).
         meanwhile: called once, after the nodes that are there already were asked: they and the server get ready side by side.
 
     Raises:
         RoundError: fewer than `min-clients` after `join-timeout`, or a client that cannot take part and is needed.
     """
     status.phase("joining", config.num_clients)
+    run = RecordDict({"run": ConfigRecord({"version": osfl.__version__}), "kit": ConfigRecord(dict(kit or {}))})
     exchange, asked, joined, failed = Exchange(grid, config.join_timeout), set[int](), dict[str, int](), dict[int, str]()
 
     def on_reply(node: int, content: RecordDict) -> None:
@@ -133,7 +140,7 @@ def join(
         for node in grid.get_node_ids():
             if node not in asked and len(asked) < config.num_clients + len(failed):
                 asked.add(node)
-                exchange.push(node, JOIN, RecordDict())
+                exchange.push(node, JOIN, run)
 
     ask()
     meanwhile()

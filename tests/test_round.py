@@ -12,14 +12,15 @@ from conftest import LoopGrid, quick
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors.torch import load_file
 
+import client_app.app
 import osfl
 import server_app.methods.feddeo as feddeo_server
 import server_app.synthesis.images as synthesis_images
 from client_app.app import app
 from osfl import wire
 from osfl.config import ConfigError, parse_run_config
-from osfl.kits import KitError
-from osfl.methods import METHODS
+from osfl.kits import KitError, part_digests
+from osfl.methods import METHODS, kit_parts
 from osfl.protocol import COST_KEYS, pack_payload
 from server_app.app import run_job
 from server_app.round import Exchange, RoundError
@@ -358,6 +359,30 @@ def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
     assert torch.isfinite(model.eval()(torch.zeros(1, 3, 32, 32))).all()
     about = json.loads((home / "runs" / "job" / "models" / "real.json").read_text())
     assert about["images"] == 2 * 30  # both clients' training images, not the test's
+
+
+def test_a_node_with_another_kit_is_named(home: Path, tiny_kit: Path, tmp_path: Path) -> None:
+    """Before anybody works; of a copy with other weights in one part, that part is named."""
+    other = shutil.copytree(tiny_kit, tmp_path / "other")
+    weights = other / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    config = quick(method="feddeo", kit=str(tiny_kit))
+    for kit, said in ((other, r"other': its unet \([0-9a-f]{8}\) is not the server's"), (tmp_path / "none", "no such folder")):
+        grid = LoopGrid(app, config, [nodes(2)[0], {**nodes(2)[1], "kit": str(kit)}])
+        with pytest.raises(RoundError, match=said):
+            run_job(grid, parse_run_config(config), "job")
+        assert {kind for _, kind in grid.sent} == {"query.join"}
+    oscar = parse_run_config({**config, "method": "oscar"})  # needs the text encoder and the captioner, and these are the same
+    there = ConfigRecord(dict(part_digests(str(tiny_kit), ("unet", *kit_parts(oscar)))))
+    client_app.app._same_kit(SimpleNamespace(content=RecordDict({"kit": there})), oscar, str(other))  # type: ignore[arg-type]
+
+
+def test_a_server_of_another_version_is_named() -> None:
+    message = SimpleNamespace(content=RecordDict({"run": ConfigRecord({"version": "0.0.1"})}))
+    with pytest.raises(ConfigError, match=f"this node runs osfl {osfl.__version__}, the server 0.0.1; install the same"):
+        client_app.app._same_version(message)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="of an earlier version"):
+        client_app.app._same_version(SimpleNamespace(content=RecordDict()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
