@@ -158,7 +158,8 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
 
 def _same_version(message: Message) -> None:
     records = message.content.config_records
-    if (server := records["run"]["version"] if "run" in records else "of an earlier version") != osfl.__version__:
+    server = str(records["run"]["version"]) if "run" in records else "of an earlier version"
+    if server != osfl.__version__:
         raise ConfigError(f"this node runs osfl {osfl.__version__}, the server {server}; install the same")
 
 
