@@ -64,7 +64,7 @@ def train(message: Message, context: Context) -> Message:
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = json.loads((folder / "costs.json").read_text())
-        return Message(pack_payload(stored.read_bytes(), {**costs, "resent": 1.0}), reply_to=message)
+        return Message(pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0}), reply_to=message)
     watch, job = Stopwatch(), _job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client)
@@ -77,7 +77,7 @@ def train(message: Message, context: Context) -> Message:
     }
     write_atomically(folder / "costs.json", json.dumps(costs).encode())
     write_atomically(stored, blob)
-    return Message(pack_payload(blob, costs), reply_to=message)
+    return Message(pack_payload(_within_limit(blob, config), costs), reply_to=message)
 
 
 @app.query("acknowledge")
@@ -154,6 +154,15 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
     kit = find_kit(own_kit or config.sampling_kit)
     check_kit(kit, parts)
     return kit
+
+
+def _within_limit(blob: bytes, config: RunConfig) -> bytes:
+    if len(blob) > config.max_payload_mb * 1e6:
+        raise ConfigError(
+            f"this node's payload has {len(blob):,} bytes, more than max-payload-mb = {config.max_payload_mb:g} allows; it was not sent. It "
+            "is kept: raise the limit and start the job again"
+        )
+    return blob
 
 
 def _same_version(message: Message) -> None:

@@ -274,9 +274,21 @@ def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit
     assert "Not tested everywhere: client-1" in (home / "runs" / "job" / "report.html").read_text()
 
 
+def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005)
+    with pytest.raises(
+        RoundError, match=r"payload has 1\d,\d+ bytes, more than max-payload-mb = 0.005 allows; it was not sent"
+    ):
+        start(config)
+    start({**config, "max-payload-mb": 1.0})
+    assert all(about["resent"] for about in metrics(home)["clients"].values())  # nobody learned again
+
+
 def test_an_oversized_payload_is_refused_before_it_is_stored(home: Path, tiny_kit: Path) -> None:
+    """From clients that sent it all the same."""
+    config = quick(method="feddeo", kit=str(tiny_kit))
     with pytest.raises(RoundError, match=r"size: 1\d,\d+ bytes; the limit is 5,000"):
-        start(quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005))
+        run_job(LoopGrid(app, config, nodes(2)), parse_run_config({**config, "max-payload-mb": 0.005}), "job")
     assert not list((home / "runs" / "job").rglob("*.pb"))
 
 
