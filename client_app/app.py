@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -28,7 +29,7 @@ from osfl.costs import Stopwatch, peak_memory_mb
 from osfl.data import Images, check_images, class_names, count_images, domain_name, load_images, simulated_folder
 from osfl.devices import pick_device
 from osfl.files import write_atomically
-from osfl.kits import check_kit, find_kit, kit_digest, part_digests
+from osfl.kits import check_kit, find_kit, kit_digest, weights_digests
 from osfl.methods import METHODS, client_half, kit_parts
 from osfl.protocol import pack_payload, unpack_model
 
@@ -40,11 +41,10 @@ app = ClientApp()
 def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
-    _same_version(message)
     check_images(config.data, node, config.seed)
     _same_kit(message, config, _kit(config, node))
     pick_device(node.device)
-    record = ConfigRecord({"client": client, "version": osfl.__version__})
+    record = ConfigRecord({"client": client, "version": _installed_version()})
     return Message(RecordDict({"join": record}), reply_to=message)
 
 
@@ -165,23 +165,22 @@ def _within_limit(blob: bytes, config: RunConfig) -> bytes:
     return blob
 
 
-def _same_version(message: Message) -> None:
-    records = message.content.config_records
-    server = str(records["run"]["version"]) if "run" in records else "of an earlier version"
-    if server != osfl.__version__:
-        raise ConfigError(f"this node runs osfl {osfl.__version__}, the server {server}; install the same")
-
-
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
-    """What this node has of the kit must be what the server has: a description learned with another diffusion model draws something else."""
-    if not kit:
-        return
-    here, there = part_digests(kit, kit_parts(config)), message.content.config_records["kit"]
-    for part, digest in here.items():
-        if there.get(part, digest) != digest:
+    """The weights that this node and the server both have must be the same: a description learned with others draws something else."""
+    here, there = weights_digests(kit, kit_parts(config)) if kit else {}, message.content.config_records["kit"]
+    for file, digest in here.items():
+        if there.get(file, digest) != digest:
             raise ConfigError(
-                f"kit = {kit!r}: its {part} ({digest[:8]}) is not the server's ({str(there[part])[:8]}); take the kit from the same place"
+                f"kit = {kit!r}: its {file} ({digest[:8]}) is not the server's ({str(there[file])[:8]}); take the kit from the same place"
             )
+
+
+def _installed_version() -> str:
+    """Of the package on this node, whose kits and dependencies are used; the code itself came with the run."""
+    try:
+        return version("osfl")
+    except PackageNotFoundError:
+        return osfl.__version__
 
 
 def _cache(node: NodeConfig, job_id: str) -> Path:

@@ -11,12 +11,12 @@ Elliptic curve P-384 everywhere, as Flower's node authentication wants.
 """
 
 import ipaddress
-import os
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -25,6 +25,7 @@ from osfl.config import ConfigError, is_identifier
 from osfl.files import write_atomically
 
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # names of every server certificate: the server's own processes dial these
+OWNER_ONLY = 0o600
 SKEW = timedelta(minutes=5)  # a node's clock may be slow
 
 
@@ -39,8 +40,8 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
         ConfigError: there is one and `rotate` is not set, or there is none and it is.
     """
     key_file, certificate_file = folder / "ca.key", folder / "ca.crt"
-    if key_file.exists() and not rotate:
-        raise ConfigError(f"{key_file} exists. Use it, or make a new one beside it with --rotate")
+    if not rotate and (found := [file for file in (certificate_file, key_file) if file.exists()]):
+        raise ConfigError(f"{found[0]} exists. Use this authority, or make a new one beside it with --rotate")
     old = certificate_file.read_bytes() if rotate and certificate_file.is_file() else b""
     if rotate and not old:
         raise ConfigError(f"{certificate_file} does not exist; there is nothing to rotate. Leave --rotate out")
@@ -58,8 +59,8 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
     )
     builder = _builder(name, name, key.public_key(), days).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
     certificate = builder.add_extension(usage, True).sign(key, hashes.SHA384())
-    _write_private(key_file, _pem(key))
     write_atomically(certificate_file, certificate.public_bytes(serialization.Encoding.PEM) + old)
+    write_atomically(key_file, _pem(key), OWNER_ONLY)
     return certificate_file
 
 
@@ -67,9 +68,16 @@ def drop_old_ca(folder: Path) -> Path:
     """The end of a rotation: `ca.crt` holds the newest certificate alone.
 
     Raises:
-        ConfigError: no CA in the folder.
+        ConfigError: no CA in the folder, or the server's certificate is still the old one's.
     """
-    newest = _certificates(folder / "ca.crt")[0]
+    newest = _authorities(folder)[0]
+    if (folder / "server.pem").is_file():
+        try:
+            _certificates(folder / "server.pem")[0].verify_directly_issued_by(newest)
+        except (InvalidSignature, ValueError) as error:
+            raise ConfigError(
+                f"{folder / 'server.pem'} is still the old CA's; make a new one first: osfl certs server"
+            ) from error
     write_atomically(folder / "ca.crt", newest.public_bytes(serialization.Encoding.PEM))
     return folder / "ca.crt"
 
@@ -84,7 +92,7 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
     Raises:
         ConfigError: no CA in the folder, its key is another's, or a host that is neither a name nor an address.
     """
-    authority = _certificates(folder / "ca.crt")[0]
+    authority = _authorities(folder)[0]
     signer = _authority_key(folder / "ca.key", authority)
     names = list(dict.fromkeys([*hosts, *ALWAYS]))
     alternatives = x509.SubjectAlternativeName([_host(name) for name in names])
@@ -100,7 +108,7 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False)
         .sign(signer, hashes.SHA384())
     )
-    _write_private(folder / "server.key", _pem(key))
+    write_atomically(folder / "server.key", _pem(key), OWNER_ONLY)
     write_atomically(folder / "server.pem", certificate.public_bytes(serialization.Encoding.PEM))
     return folder / "server.pem"
 
@@ -119,8 +127,8 @@ def make_node(folder: Path, name: str) -> Path:
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    _write_private(file, private)
     write_atomically(file.with_name(f"{name}.pub"), public + f" {name}\n".encode())
+    write_atomically(file, private, OWNER_ONLY)
     return file
 
 
@@ -130,11 +138,14 @@ def describe(folder: Path) -> list[tuple[str, str, datetime]]:
     Raises:
         ConfigError: no CA in the folder.
     """
-    rows = [("ca.crt", _common_name(c), c.not_valid_after_utc) for c in _certificates(folder / "ca.crt")]
+    rows = [("ca.crt", c.subject.rfc4514_string(), c.not_valid_after_utc) for c in _authorities(folder)]
     if (folder / "server.pem").is_file():
-        (server,) = _certificates(folder / "server.pem")
-        names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        rows.append(("server.pem", ", ".join(str(name.value) for name in names), server.not_valid_after_utc))
+        server = _certificates(folder / "server.pem")[0]
+        try:
+            names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except x509.ExtensionNotFound:
+            names = x509.SubjectAlternativeName([])
+        rows.append(("server.pem", ", ".join(str(name.value) for name in names) or "nobody", server.not_valid_after_utc))
     return rows
 
 
@@ -150,10 +161,6 @@ def _name(common: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
 
 
-def _common_name(certificate: x509.Certificate) -> str:
-    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-
-
 def _host(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
@@ -166,11 +173,17 @@ def _host(name: str) -> x509.GeneralName:
     return x509.DNSName(name)
 
 
+def _authorities(folder: Path) -> list[x509.Certificate]:
+    if not (folder / "ca.crt").is_file():
+        raise ConfigError(f"{folder} has no ca.crt. Make a certificate authority first: osfl certs ca {folder}")
+    return _certificates(folder / "ca.crt")
+
+
 def _certificates(file: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}. Make a certificate authority first: osfl certs ca {file.parent}") from error
+        raise ConfigError(f"{file} is not a certificate in PEM: {error}") from error
 
 
 def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurvePrivateKey:
@@ -185,18 +198,3 @@ def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurveP
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-
-
-def _write_private(file: Path, data: bytes) -> None:
-    """Readable by its owner alone from the first byte on; in place of what was there, or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
-            opened.write(data)
-            opened.flush()
-            os.fsync(opened.fileno())
-        temporary.replace(file)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

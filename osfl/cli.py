@@ -243,39 +243,38 @@ def compare(
                 "--client-gpus",
                 str(client_gpus),
             ]
-            runner = tables.Runner(runs, at_once, note, resources)
-            interrupted = False
+            runner, interrupted = tables.Runner(runs, at_once, note, resources), False
             try:
                 outcomes = runner.run_all(cells)
             except KeyboardInterrupt:
                 interrupted = True
-                outcomes = [runner.finished(cell) or tables.Outcome(cell, error="not run yet") for cell in cells]
+                outcomes = [runner.outcomes.get(cell, tables.Outcome(cell, error="not run yet")) for cell in cells]
+        options = [f"--seeds {seeds}"] if seeds else []
+        options += [f"--rows '{rows}'"] if rows else []
+        command = " ".join(["osfl compare", str(table), *(settings or []), *options])
+        if (
+            any(not outcome.error for outcome in outcomes) or not interrupted
+        ):  # a table without a figure would replace a better one
+            records = tables.write_table(content, outcomes, out, command, at_once)
+            shown = Table("", "average", "upload", "rounds")
+            for name, group in tables.by_row(records).items():
+                mean = sum(r["average"] for r in group) / len(group)
+                shown.add_row(name, f"{mean:.1f}", human_bytes(group[0]["upload_bytes"]), str(group[0]["rounds"]))
+            console.print(shown)
+            console.print(f"table: [bold]{out / content.name}.md[/], .csv, .png", highlight=False, soft_wrap=True)
     except (ConfigError, OSError) as error:
         console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        console.print("interrupted")
-        raise typer.Exit(130) from None
-    options = [f"--seeds {seeds}"] if seeds else []
-    options += [f"--rows '{rows}'"] if rows else []
-    command = " ".join(["osfl compare", str(table), *(settings or []), *options])
-    records = tables.write_table(content, outcomes, out, command, at_once)
-    shown = Table("", "average", "upload", "rounds")
-    for name, group in tables.by_row(records).items():
-        mean = sum(r["average"] for r in group) / len(group)
-        shown.add_row(name, f"{mean:.1f}", human_bytes(group[0]["upload_bytes"]), str(group[0]["rounds"]))
-    console.print(shown)
-    for record in records:
-        if "error" in record:
-            console.print(
-                f"[bold red]missing[/] {escape(record['row'])}, seed {record['seed']}: {escape(record['error'])}",
-                soft_wrap=True,
-            )
-    console.print(f"table: [bold]{out / content.name}.md[/], .csv, .png", highlight=False, soft_wrap=True)
+        interrupted, outcomes = True, []
+    for outcome in outcomes:
+        if outcome.error:
+            text = f"[bold red]missing[/] {escape(outcome.cell.row)}, seed {outcome.cell.seed}: {escape(outcome.error)}"
+            console.print(text, soft_wrap=True)
     if interrupted:
         console.print("interrupted; the same command goes on where it was")
         raise typer.Exit(130)
-    if any("error" in record for record in records):
+    if any(outcome.error for outcome in outcomes):
         raise typer.Exit(1)
 
 
@@ -289,10 +288,15 @@ def certs_ca(
     rotate: Annotated[bool, typer.Option(help="A new one beside the old: ca.crt then holds both.")] = False,
     drop_old: Annotated[bool, typer.Option(help="End a rotation: ca.crt keeps the newest alone.")] = False,
 ) -> None:
-    """Make a certificate authority: ca.key signs server certificates, ca.crt goes to every node."""
+    """Make a certificate authority: ca.key signs server certificates, ca.crt goes to every node.
+
+    To rotate it: `ca --rotate`; give ca.crt to all nodes and restart them; `server` again, and restart the SuperLink; `ca --drop-old`.
+    """
     from osfl import certs
 
     with _named_errors():
+        if rotate and drop_old:
+            raise ConfigError("--rotate begins a rotation and --drop-old ends it, when the server has its new certificate")
         file = certs.drop_old_ca(folder) if drop_old else certs.make_ca(folder, days, rotate)
     console.print(f"for every node: {file}", highlight=False, soft_wrap=True)
 

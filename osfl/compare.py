@@ -164,12 +164,13 @@ class Runner:
     ):
         self.runs, self.at_once, self.note, self.options = runs, at_once, note, tuple(options)
         self._stopped, self._processes, self._lock = threading.Event(), set[subprocess.Popen](), threading.Lock()
+        self.outcomes: dict[Cell, Outcome] = {}  # of the cells that have ended, by themselves
 
     def run_all(self, cells: list[Cell]) -> list[Outcome]:
         """The outcome of every cell; one that fails does not stop the others.
 
         Raises:
-            KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were, and `finished` has what is done.
+            KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were. `outcomes` has what is done.
         """
         with ThreadPoolExecutor(self.at_once) as pool:
             futures = [pool.submit(self._run_safely, cell) for cell in cells]
@@ -185,14 +186,17 @@ class Runner:
 
     def _run_safely(self, cell: Cell) -> Outcome:
         try:
-            return self.run(cell)
+            outcome = self.run(cell)
         except Exception as error:  # this cell's; the others go on
             self.note(cell, "failed")
-            return Outcome(cell, error=f"{type(error).__name__}: {error}")
+            outcome = Outcome(cell, error=f"{type(error).__name__}: {error}")
+        if not (outcome.error and self._stopped.is_set()):
+            self.outcomes[cell] = outcome
+        return outcome
 
     def run(self, cell: Cell) -> Outcome:
         """One cell: from its folder if it was run before, else by `osfl run`, which resumes what was interrupted."""
-        if outcome := self.finished(cell):
+        if outcome := self._finished(cell):
             self.note(cell, "done before")
             return outcome
         command = [
@@ -221,7 +225,7 @@ class Runner:
         output, _ = process.communicate()
         with self._lock:
             self._processes.discard(process)
-        if process.returncode == 0 and (outcome := self.finished(cell)):
+        if process.returncode == 0 and (outcome := self._finished(cell)):
             self.note(cell, "done")
             return outcome
         if self._stopped.is_set():
@@ -230,8 +234,7 @@ class Runner:
         self.note(cell, "failed")
         return Outcome(cell, error=error)
 
-    def finished(self, cell: Cell) -> Outcome | None:
-        """What a cell gave, if its run is done."""
+    def _finished(self, cell: Cell) -> Outcome | None:
         metrics, status = (self.runs / cell.job_id / name for name in ("metrics.json", "status.json"))
         if metrics.is_file() and status.is_file() and json.loads(status.read_text()).get("phase") == "finished":
             return Outcome(cell, json.loads(metrics.read_text()))

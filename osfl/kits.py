@@ -5,6 +5,7 @@ import importlib.util
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -61,11 +62,19 @@ def _kit_roots() -> list[Path]:
     return [root for root in roots if root.is_dir()]
 
 
-def download_bytes(kit: str, parts: tuple[str, ...]) -> int:
+def download_bytes(kit: str, parts: Iterable[str]) -> int:
     """Bytes of some of a kit folder's files and sub-folders."""
-    root = Path(kit)
-    files = [file for part in parts for file in ([root / part] if (root / part).is_file() else (root / part).rglob("*"))]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in _files(kit, parts))
+
+
+def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of every file of weights in some of a kit folder's parts, by its path in the kit; of a hub id's, nothing."""
+    return {f.relative_to(kit).as_posix(): _sha256(f) for f in _files(kit, parts) if f.suffix in (".safetensors", ".bin")}
+
+
+def _files(kit: str, parts: Iterable[str]) -> list[Path]:
+    places = [Path(kit) / part for part in parts]
+    return [file for place in places for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()]
 
 
 def kit_digest(path: str | Path) -> str:
@@ -74,15 +83,19 @@ def kit_digest(path: str | Path) -> str:
     if not folder.is_dir():
         return hashlib.sha256(str(path).encode()).hexdigest()
     for file in sorted(p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt"}):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + bytes.fromhex(_sha256(file)))
     return digest.hexdigest()
 
 
-def part_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of each of some of a kit folder's files and sub-folders; of what is not there, and of a hub id's, nothing."""
-    there = [Path(kit) / part for part in parts if (Path(kit) / part).exists()]
-    digests = [hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else kit_digest(p) for p in there]
-    return {p.relative_to(kit).as_posix(): digest for p, digest in zip(there, digests, strict=True)}
+def _sha256(file: Path) -> str:
+    about = file.stat()
+    return _sha256_once(file, about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _sha256_once(file: Path, size: int, changed: int) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def kits_digest(names: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 =====================  ==========================================  ==================================================
 message                server -> client                            client -> server
 =====================  ==========================================  ==================================================
-query.join             version, digests of the kit's parts         client id, version
+query.join             digests of the kit's weights                client id, installed version
 train                  job id                                      payload (one array of bytes), header, costs
 query.acknowledge      job id: stored, forget your copy            nothing
 evaluate               global model, its architecture              confusion matrix, seconds

@@ -11,7 +11,7 @@ from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data import class_names
 from osfl.devices import pick_device
-from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kits_digest, part_digests
+from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kits_digest, weights_digests
 from osfl.methods import METHODS, kit_parts, server_half
 from osfl.payloads import Classifier, Payload
 from osfl.report import write_report
@@ -91,9 +91,9 @@ def check_server(config: RunConfig) -> None:
 
 
 def kit_of_clients(config: RunConfig) -> dict[str, str]:
-    """Digests of what the clients need of the kit, as far as it is in a folder here."""
+    """Digests of the weights that the clients need of the kit, where it is a folder here."""
     with suppress(FileNotFoundError):  # check_server says so where it matters
-        return part_digests(find_kit(config.sampling_kit), kit_parts(config))
+        return weights_digests(find_kit(config.sampling_kit), kit_parts(config))
     return {}
 
 

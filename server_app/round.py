@@ -109,14 +109,14 @@ def join(
 
     Args:
         stored: clients whose payload came before; they count as joined.
-        kit: digests of the kit's parts here, which a client's must equal (`part_digests`).
+        kit: digests of the kit's weights here, which a client's must equal (`weights_digests`).
         meanwhile: called once, after the nodes that are there already were asked: they and the server get ready side by side.
 
     Raises:
         RoundError: fewer than `min-clients` after `join-timeout`, or a client that cannot take part and is needed.
     """
     status.phase("joining", config.num_clients)
-    run = RecordDict({"run": ConfigRecord({"version": osfl.__version__}), "kit": ConfigRecord(dict(kit or {}))})
+    run = RecordDict({"kit": ConfigRecord(dict(kit or {}))})
     exchange, asked, joined, failed = Exchange(grid, config.join_timeout), set[int](), dict[str, int](), dict[int, str]()
 
     def on_reply(node: int, content: RecordDict) -> None:
@@ -127,7 +127,7 @@ def join(
         elif client in joined:
             on_failure(node, f"its client id {client!r} is already taken by another node")
         elif version != osfl.__version__:
-            on_failure(node, f"{client} runs osfl {version}, the server {osfl.__version__}; install the same")
+            on_failure(node, f"{client} has osfl {version} installed, the run is of {osfl.__version__}; install the same")
         else:
             joined[client] = node
             status.client(client, "joined")

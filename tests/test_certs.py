@@ -59,9 +59,14 @@ def test_rotation_never_leaves_a_node_out(tmp_path: Path) -> None:
     old = tmp_path / "old"
     old.mkdir()
     (old / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
-    with pytest.raises(ConfigError, match=r"exists. Use it, or make a new one beside it with --rotate"):
-        certs.make_ca(tmp_path)
+    for missing in ("ca.key", "ca.crt"):  # it may be kept elsewhere: the other is not replaced
+        kept = (tmp_path / missing).rename(tmp_path / "kept")
+        with pytest.raises(ConfigError, match=r"exists. Use this authority, or make a new one beside it with --rotate"):
+            certs.make_ca(tmp_path)
+        kept.rename(tmp_path / missing)
     certs.make_ca(tmp_path, rotate=True)
+    with pytest.raises(ConfigError, match="still the old CA's"):
+        certs.drop_old_ca(tmp_path)
     assert handshake(tmp_path, tmp_path, "fl.example.org") == ""  # the old server, a node with both
     certs.make_server(tmp_path, ["fl.example.org"])
     assert handshake(tmp_path, tmp_path, "fl.example.org") == ""
@@ -141,3 +146,36 @@ def test_the_commands(tmp_path: Path) -> None:
     code, text = command("show", folder)
     assert code == 0
     assert "a.org, 10.0.0.1, localhost, 127.0.0.1, ::1" in text
+    assert command("ca", folder, "--rotate", "--drop-old")[0] == 1
+    assert command("ca", folder, "--rotate", "--days", "9")[0] == 0
+    assert left(certs.describe(tmp_path / "keys")[0][2]) == 9
+    assert command("ca", folder, "--drop-old")[0] == 1
+    assert command("server", folder, "--host", "a.org", "--days", "3")[0] == 0
+    assert command("ca", folder, "--drop-old")[0] == 0
+    assert [left(until) for _, _, until in certs.describe(tmp_path / "keys")] == [9, 3]
+
+
+def left(until: datetime) -> int:
+    return round((until - datetime.now(UTC)) / timedelta(days=1))
+
+
+def test_an_expired_certificate_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certs.make_ca(tmp_path, days=30)
+    certs.make_server(tmp_path, [], days=3)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz=None):  # type: ignore[no-untyped-def]
+            return datetime.now(tz) + timedelta(days=4)
+
+    monkeypatch.setattr("osfl.cli.datetime", Later)
+    result = CliRunner().invoke(app, ["certs", "show", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stdout.count("expired") == 1
+
+
+def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
+    certs.make_ca(tmp_path)
+    (tmp_path / "server.pem").write_text("nonsense")
+    with pytest.raises(ConfigError, match=r"server\.pem is not a certificate in PEM"):
+        certs.describe(tmp_path)

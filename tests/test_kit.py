@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.diffusion import load_kit, load_unclip_pipeline
 from osfl.kit_recipe import card
-from osfl.kits import check_kit, find_kit, kit_digest
+from osfl.kits import check_kit, find_kit, kit_digest, weights_digests
 from osfl.launch import resolve_config
 from osfl.methods import kit_parts
 from server_app.methods.prompts_only import sample
@@ -152,6 +153,19 @@ def test_a_kits_digest_changes_with_its_weights(tiny_kit: Path, tmp_path: Path) 
     data[-1] ^= 1
     file.write_bytes(data)
     assert kit_digest(copy) != kit_digest(tiny_kit)
+
+
+def test_weights_are_known_by_their_bytes_wherever_they_lie(tmp_path: Path) -> None:
+    for kit in ("here", "there"):
+        (tmp_path / kit / "unet").mkdir(parents=True)
+        (tmp_path / kit / "start.safetensors").write_bytes(b"123")
+        (tmp_path / kit / "unet" / "model.bin").write_bytes(b"456")
+        (tmp_path / kit / "unet" / "config.json").write_text(kit)
+        (tmp_path / kit / "vae.safetensors").write_text(kit)
+    here, there = (weights_digests(str(tmp_path / kit), ["start.safetensors", "unet", "nothing"]) for kit in ("here", "there"))
+    assert here == there == {"start.safetensors": sha256(b"123").hexdigest(), "unet/model.bin": sha256(b"456").hexdigest()}
+    (tmp_path / "there" / "unet" / "model.bin").write_bytes(b"789")
+    assert weights_digests(str(tmp_path / "there"), ["unet"]) == {"unet/model.bin": sha256(b"789").hexdigest()}
 
 
 def test_tokens_are_numbered_the_same_every_time() -> None:

@@ -19,10 +19,10 @@ import server_app.synthesis.images as synthesis_images
 from client_app.app import app
 from osfl import wire
 from osfl.config import ConfigError, parse_run_config
-from osfl.kits import KitError, part_digests
-from osfl.methods import METHODS, kit_parts
+from osfl.kits import KitError
+from osfl.methods import METHODS
 from osfl.protocol import COST_KEYS, pack_payload
-from server_app.app import run_job
+from server_app.app import kit_of_clients, run_job
 from server_app.round import Exchange, RoundError
 from server_app.synthesis.samplers import NotFiniteError
 from server_app.training import mean_teacher, own_teacher
@@ -280,6 +280,8 @@ def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -
         RoundError, match=r"payload has 1\d,\d+ bytes, more than max-payload-mb = 0.005 allows; it was not sent"
     ):
         start(config)
+    with pytest.raises(RoundError, match="it was not sent"):  # the kept one neither
+        start(config)
     start({**config, "max-payload-mb": 1.0})
     assert all(about["resent"] for about in metrics(home)["clients"].values())  # nobody learned again
 
@@ -374,27 +376,49 @@ def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
 
 
 def test_a_node_with_another_kit_is_named(home: Path, tiny_kit: Path, tmp_path: Path) -> None:
-    """Before anybody works; of a copy with other weights in one part, that part is named."""
+    """Before anybody works; of a copy with other weights in one file, that file is named."""
     other = shutil.copytree(tiny_kit, tmp_path / "other")
     weights = other / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     config = quick(method="feddeo", kit=str(tiny_kit))
-    for kit, said in ((other, r"other': its unet \([0-9a-f]{8}\) is not the server's"), (tmp_path / "none", "no such folder")):
+    said = r"other': its unet/diffusion_pytorch_model.safetensors \([0-9a-f]{8}\) is not the server's"
+    for kit, reason in ((other, said), (tmp_path / "none", "no such folder")):
         grid = LoopGrid(app, config, [nodes(2)[0], {**nodes(2)[1], "kit": str(kit)}])
-        with pytest.raises(RoundError, match=said):
+        with pytest.raises(RoundError, match=reason):
             run_job(grid, parse_run_config(config), "job")
         assert {kind for _, kind in grid.sent} == {"query.join"}
-    oscar = parse_run_config({**config, "method": "oscar"})  # needs the text encoder and the captioner, and these are the same
-    there = ConfigRecord(dict(part_digests(str(tiny_kit), ("unet", *kit_parts(oscar)))))
-    client_app.app._same_kit(SimpleNamespace(content=RecordDict({"kit": there})), oscar, str(other))  # type: ignore[arg-type]
 
 
-def test_a_server_of_another_version_is_named() -> None:
-    message = SimpleNamespace(content=RecordDict({"run": ConfigRecord({"version": "0.0.1"})}))
-    with pytest.raises(ConfigError, match=f"this node runs osfl {osfl.__version__}, the server 0.0.1; install the same"):
-        client_app.app._same_version(message)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="of an earlier version"):
-        client_app.app._same_version(SimpleNamespace(content=RecordDict()))  # type: ignore[arg-type]
+def test_only_weights_that_both_have_and_need_are_compared(tiny_kit: Path, tmp_path: Path) -> None:
+    """OSCAR needs no UNet; a variant that one side has beside it, other settings and a server with a hub id hinder nobody."""
+    other = shutil.copytree(tiny_kit, tmp_path / "other")
+    weights = other / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    (other / "text_encoder" / "model.fp16.safetensors").write_bytes(b"half")
+    (other / "text_encoder" / "config.json").write_text((other / "text_encoder" / "config.json").read_text() + "\n")
+
+    def join(method: str, there: dict[str, str]) -> None:
+        message = SimpleNamespace(content=RecordDict({"kit": ConfigRecord(dict(there))}))
+        client_app.app._same_kit(message, parse_run_config(quick(method=method, kit=str(tiny_kit))), str(other))  # type: ignore[arg-type]
+
+    server = {
+        method: kit_of_clients(parse_run_config(quick(method=method, kit=str(tiny_kit)))) for method in ("oscar", "feddeo")
+    }
+    assert any(name.startswith("unet/") for name in server["feddeo"])
+    join("oscar", server["oscar"])
+    join("feddeo", {})
+    with pytest.raises(ConfigError, match="take the kit from the same place"):
+        join("feddeo", server["feddeo"])
+
+
+def test_a_kit_that_no_client_needs_may_be_missing() -> None:
+    assert kit_of_clients(parse_run_config(quick(method="fedavg", kit="nowhere"))) == {}
+
+
+def test_a_node_says_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code comes with the run; an old installation has other kits and dependencies."""
+    monkeypatch.setattr(client_app.app, "version", lambda name: "0.0.1")
+    assert client_app.app._installed_version() == "0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -402,7 +426,7 @@ def test_a_server_of_another_version_is_named() -> None:
     [
         ("../../evil", osfl.__version__, "client id '../../evil' is not 1 to 64"),
         ("average", osfl.__version__, "client id 'average' is not"),
-        ("client-1", "0.0.0", "runs osfl 0.0.0"),
+        ("client-1", "0.0.0", "has osfl 0.0.0 installed"),
     ],
 )
 def test_a_node_that_may_not_join_is_named(home: Path, tiny_kit: Path, client: str, version: str, said: str) -> None:

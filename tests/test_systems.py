@@ -530,7 +530,9 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
     torch.manual_seed(0)
     proxy = torch.randint(256, (32, 3, 16, 16), dtype=torch.uint8)
     student, *teachers = (nn.Sequential(nn.Flatten(), nn.Linear(768, 10)) for _ in range(3))
-    config = parse_run_config(quick(rounds__distillation_steps=40))
+    config = parse_run_config(
+        quick(rounds__distillation_steps=40, rounds__distillation_batch_size=12, rounds__distillation_lr=1e-3)
+    )
     job = SimpleNamespace(config=config, device=CPU)
     target = torch.stack([classifiers.logits_of(t, proxy, CPU) for t in teachers]).mean(0).softmax(1)
 
@@ -539,8 +541,10 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
             classifiers.logits_of(student, proxy, CPU).log_softmax(1), target, reduction="batchmean"
         ).item()
 
-    before = distance()
+    before, batches = distance(), list[int]()
+    student.register_forward_hook(lambda module, images, logits: batches.append(len(images[0])))
     feddf.distil(student, teachers, proxy, job, 1)  # type: ignore[arg-type]
+    assert batches == [12] * 40
     assert distance() < 0.3 * before
 
 
