@@ -200,6 +200,24 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
     assert "good, seed 0: done before" in again.stdout, again.stdout
 
 
+def test_a_failure_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that failed has its error; one that the interruption ended has none of its own."""
+    runner = compare.Runner(tmp_path, 1)
+    bad, good, slow = (outcome(name, 0).cell for name in ("bad", "good", "slow"))
+
+    def run(cell: compare.Cell) -> compare.Outcome:
+        if cell is bad:
+            raise OSError("no disk")
+        if cell is slow:
+            runner._stopped.set()
+            return compare.Outcome(cell, error="stopped")
+        return compare.Outcome(cell, {"method": "fedx"})
+
+    monkeypatch.setattr(runner, "run", run)
+    runner.run_all([bad, good, slow])
+    assert {cell.row: about.error for cell, about in runner.outcomes.items()} == {"bad": "OSError: no disk", "good": ""}
+
+
 @pytest.mark.system
 def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(tmp_path: Path, tiny_kit: Path) -> None:
     import psutil
