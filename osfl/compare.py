@@ -357,7 +357,7 @@ def _costs(group: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(records: list[dict[str, Any]], file: Path) -> None:
-    """Accuracy against a client's bytes, uploaded (left) and both ways (right), on log axes; rows that move none are dashed lines."""
+    """Accuracy against a client's bytes, uploaded (left) and both ways (right), on log axes; rows that upload nothing are dashed lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6))
@@ -371,7 +371,7 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
         for name, group in groups.items():
             averages = [record["average"] for record in group]
             size = float(np.mean([sum(record[key] for key in keys) for record in group]))
-            if size > 0:
+            if any(record["upload_bytes"] for record in group):
                 spread = np.std(averages, ddof=1) if len(averages) > 1 else 0
                 panel.errorbar(
                     size, np.mean(averages), spread, fmt=marks[name], color=colours[name], capsize=3, markersize=8, label=name
