@@ -103,11 +103,11 @@ def test_flop_meter_knows_a_matrix_product() -> None:
 
 def test_classifier_payload_is_the_trained_model(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(0, 0, 0, 4, 4, 4)
-    payload = classifier_half.make_payload(job_of(tiny_kit, data, classifier__epochs=30, classifier__lr=0.02))
+    payload = classifier_half.make_payload(job_of(tiny_kit, data, classifier__epochs=60, classifier__lr=0.01))
     assert payload.classes == ("zero", "four")
     model = classifiers.build_classifier(payload.architecture, 10, small_stem=True)
     model.load_state_dict(payload.state)
-    assert payload.state["conv1.1.num_batches_tracked"] == 30
+    assert payload.state["conv1.1.num_batches_tracked"] == 60
     assert classifiers.logits_of(model, data.pixels, torch.device("cpu")).argmax(1).tolist() == data.labels.tolist()
 
 
