@@ -252,9 +252,8 @@ def compare(
         options = [f"--seeds {seeds}"] if seeds else []
         options += [f"--rows '{rows}'"] if rows else []
         command = " ".join(["osfl compare", str(table), *(settings or []), *options])
-        if (
-            any(not outcome.error for outcome in outcomes) or not interrupted
-        ):  # a table without a figure would replace a better one
+        done = any(not outcome.error for outcome in outcomes)
+        if done or not interrupted:  # a table without a figure would replace a better one
             records = tables.write_table(content, outcomes, out, command, at_once)
             shown = Table("", "average", "upload", "rounds")
             for name, group in tables.by_row(records).items():

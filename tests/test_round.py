@@ -415,10 +415,11 @@ def test_a_kit_that_no_client_needs_may_be_missing() -> None:
     assert kit_of_clients(parse_run_config(quick(method="fedavg", kit="nowhere"))) == {}
 
 
-def test_a_node_says_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_installation_may_not_join(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code comes with the run; an old installation has other kits and dependencies."""
     monkeypatch.setattr(client_app.app, "version", lambda name: "0.0.1")
-    assert client_app.app._installed_version() == "0.0.1"
+    with pytest.raises(RoundError, match=f"client-0 has osfl 0.0.1 installed, the run is of {osfl.__version__}"):
+        start(quick(method="feddeo", kit=str(tiny_kit)))
 
 
 @pytest.mark.parametrize(
