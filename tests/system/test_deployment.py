@@ -6,7 +6,9 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -16,79 +18,142 @@ from osfl import certs, wire
 from osfl.launch import _free_ports, end_process_tree
 
 pytestmark = pytest.mark.system
+ONLINE = "online"
+
+
+@dataclass
+class Federation:
+    """A SuperLink on loopback, its keys, and the nodes that were started."""
+
+    folder: Path
+    control: int = 0
+    fleet: int = 0
+    processes: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> Path:
+        return self.folder / "keys"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the user's `flwr` and `osfl`."""
+        return {
+            **os.environ,
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "FLWR_HOME": str(self.folder / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "OSFL_RUNS": str(self.folder / "server"),
+            "TERM": "dumb",
+            "COLUMNS": "200",
+        }
+
+    def begin(self, name: str, *command: str) -> None:
+        (self.folder / "empty").mkdir(exist_ok=True)
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self.processes[name] = subprocess.Popen(
+                command, cwd=self.folder / "empty", env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def begin_superlink(self) -> None:
+        """Start it with the keys that are there, and wait for its health."""
+        self.control, self.fleet = _free_ports(2)
+        authority = self.keys / "ca.crt"
+        (self.folder / "flwr").mkdir(exist_ok=True)
+        (self.folder / "flwr" / "config.toml").write_text(
+            f'[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = "127.0.0.1:{self.control}"\nroot-certificates = "{authority}"\n'
+        )
+        tls = [
+            f"--ssl-ca-certfile={authority}",
+            f"--ssl-certfile={self.keys}/server.pem",
+            f"--ssl-keyfile={self.keys}/server.key",
+        ]
+        where = ["--host", "127.0.0.1", "--port", str(self.control), "--fleet-api-address", f"127.0.0.1:{self.fleet}"]
+        self.begin(
+            "superlink",
+            "flower-superlink",
+            *tls,
+            *where,
+            "--enable-supernode-auth",
+            "--disable-runtime-dependency-installation",
+        )
+        unchecked, end = ssl.create_default_context(), time.monotonic() + 60
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE  # its certificate may be one that nodes refuse
+        while True:
+            try:
+                urllib.request.urlopen(f"https://127.0.0.1:{self.control}/health", timeout=1, context=unchecked)
+                break
+            except OSError:
+                assert time.monotonic() < end, self.log("superlink")
+                time.sleep(0.3)
+
+    def flwr(self, *arguments: str) -> str:
+        """The output of a `flwr` command."""
+        command = [str(BIN / "flwr"), *arguments]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def register(self, name: str) -> str:
+        """A key pair for a node, and its public key registered; returns the node id."""
+        key = certs.make_node(self.keys, name)
+        answer = json.loads(self.flwr("supernode", "register", f"{key}.pub", "test", "--format", "json"))
+        return str(answer["node-id"])
+
+    def statuses(self) -> list[str]:
+        """Of all nodes that are registered."""
+        return [node["status"] for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))["nodes"]]
+
+    def begin_node(self, name: str, *security: str, config: str = "") -> None:
+        (port,) = _free_ports(1)
+        where = ["--superlink", f"127.0.0.1:{self.fleet}", "--host", "127.0.0.1", "--port", str(port)]
+        self.begin(name, "flower-supernode", *where, *security, "--node-config", config or f"client-id='{name}'")
+
+    def trusting(self, name: str) -> list[str]:
+        """What a node is started with that does as the README says."""
+        return [
+            "--root-certificates",
+            str(self.keys / "ca.crt"),
+            "--auth-supernode-private-key",
+            str(self.keys / "nodes" / name),
+        ]
 
 
 @pytest.fixture
-def federation(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A SuperLink and two SuperNodes on loopback; yields the environment of the user's `flwr` and `osfl`."""
-    port, fleet, *node_ports = _free_ports(4)
-    home, keys = tmp_path / "flwr", tmp_path / "keys"
-    authority = certs.make_ca(keys)
-    certs.make_server(keys, [])
-    home.mkdir()
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = "127.0.0.1:{port}"\nroot-certificates = "{authority}"\n'
-    )
-    environment = {
-        **os.environ,
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "OSFL_RUNS": str(tmp_path / "server"),
-        "TERM": "dumb",
-        "COLUMNS": "200",
-    }
-    processes, empty = [], tmp_path / "empty"
-    empty.mkdir()
-
-    def begin(name: str, *command: str, **variables: str) -> None:
-        log = open(tmp_path / f"{name}.log", "wb")  # noqa: SIM115
-        processes.append(
-            subprocess.Popen(
-                command, cwd=empty, env={**environment, **variables}, stdout=log, stderr=log, start_new_session=True
-            )
-        )
-
-    link = [
-        "--ssl-ca-certfile",
-        str(authority),
-        "--ssl-certfile",
-        str(keys / "server.pem"),
-        "--ssl-keyfile",
-        str(keys / "server.key"),
-    ]
-    link += ["--enable-supernode-auth", "--host", "127.0.0.1", "--port", str(port), "--fleet-api-address", f"127.0.0.1:{fleet}"]
-    begin("superlink", "flower-superlink", *link, "--disable-runtime-dependency-installation")
-    trusting, end = ssl.create_default_context(cafile=str(authority)), time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(f"https://127.0.0.1:{port}/health", timeout=1, context=trusting)
-            break
-        except OSError:
-            assert time.monotonic() < end, (tmp_path / "superlink.log").read_text()
-            time.sleep(0.3)
-    for k, node_port in enumerate(node_ports):
-        key = certs.make_node(keys, f"site-{k}")
-        register = [str(BIN / "flwr"), "supernode", "register", f"{key}.pub", "test"]
-        subprocess.run(register, env=environment, check=True, capture_output=True, timeout=120)
-        node = f"partition-id={k} num-partitions=2 client-id='site-{k}' cache-dir='{tmp_path / f'cache-{k}'}'"
-        where = ["--superlink", f"127.0.0.1:{fleet}", "--host", "127.0.0.1", "--port", str(node_port)]
-        where += ["--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
-        begin(f"node-{k}", "flower-supernode", *where, "--node-config", node)
-    yield environment
-    for process in reversed(processes):
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    """Keys for a SuperLink on loopback, which the test starts."""
+    certs.make_ca(tmp_path / "keys")
+    certs.make_server(tmp_path / "keys", [])
+    made = Federation(tmp_path)
+    yield made
+    for process in reversed(made.processes.values()):
         end_process_tree(process.pid)
 
 
-def test_payloads_cross_the_network(federation: dict[str, str], tmp_path: Path, tiny_kit: Path) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.5)
+
+
+def test_payloads_cross_the_network(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
     """FedLMG's 45 MB classifiers, over gRPC with TLS and node keys, in Flower's chunks: what the server stored is a valid payload of each site."""
+    federation.begin_superlink()
+    for k in range(2):
+        federation.register(f"site-{k}")
+        cache = f"cache-dir='{tmp_path / f'cache-{k}'}'"
+        config = f"partition-id={k} num-partitions=2 client-id='site-{k}' {cache}"
+        federation.begin_node(f"site-{k}", *federation.trusting(f"site-{k}"), config=config)
     arguments = quick_arguments(
         tiny_kit, method="fedlmg", job_id="networked", fedlmg__strategies="ft", classifier__architecture="resnet18"
     )
     command = [str(BIN / "osfl"), "run", "--connection", "test", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=federation, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, env=federation.environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "server" / "networked"
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -98,3 +163,53 @@ def test_payloads_cross_the_network(federation: dict[str, str], tmp_path: Path, 
         assert len(blob) == metrics["clients"][f"site-{k}"]["upload_bytes"] > 44_000_000
         assert wire.digest(blob) == json.loads((folder / "payloads" / f"site-{k}.json").read_text())["sha256"]
         assert not list((tmp_path / f"cache-{k}").rglob("payload.pb"))  # acknowledged
+
+
+def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federation: Federation, tmp_path: Path) -> None:
+    """One node as it should be comes in; every other way ends with its process, and not as a node that is online."""
+    federation.begin_superlink()
+    federation.register("good")
+    federation.flwr("supernode", "unregister", federation.register("revoked"), "test")
+    certs.make_node(federation.keys, "stranger")
+    other = certs.make_ca(tmp_path / "other")
+    for name in ("good", "revoked", "stranger"):
+        federation.begin_node(name, *federation.trusting(name))
+    federation.begin_node("keyless", "--root-certificates", str(federation.keys / "ca.crt"))
+    federation.begin_node("plain", "--insecure")
+    federation.register("distrustful")
+    federation.begin_node(
+        "distrustful",
+        *("--root-certificates", str(other)),
+        *("--auth-supernode-private-key", str(federation.keys / "nodes" / "distrustful")),
+    )
+    reasons = {
+        "revoked": "Failed to activate SuperNode",
+        "stranger": "Failed to activate SuperNode",
+        "keyless": "All SuperNodes must be registered",
+        "distrustful": "CERTIFICATE_VERIFY_FAILED",
+    }
+    for name, reason in reasons.items():
+        process = federation.processes[name]
+        assert process.wait(timeout=60) != 0
+        assert reason in federation.log(name)
+    tries = "Connection attempt failed, retrying"  # Flower's node goes on trying, and says no more than that
+    wait_for(lambda: federation.log("plain").count(tries) > 2, 60, lambda: federation.log("plain"))
+    wait_for(lambda: federation.statuses().count(ONLINE) == 1, 60, lambda: federation.log("good"))
+
+
+def test_an_expired_server_is_refused(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LastYear(datetime):
+        @classmethod
+        def now(cls, tz=None):  # type: ignore[no-untyped-def]
+            return datetime.now(tz) - timedelta(days=400)
+
+    monkeypatch.setattr(certs, "datetime", LastYear)
+    certs.make_server(federation.keys, [], days=397)
+    monkeypatch.undo()
+    (row,) = [row for row in certs.describe(federation.keys) if row[0] == "server.pem"]
+    assert row[2] < datetime.now(UTC)
+    federation.begin_superlink()
+    certs.make_node(federation.keys, "late")
+    federation.begin_node("late", *federation.trusting("late"))
+    assert federation.processes["late"].wait(timeout=60) != 0
+    assert "CERTIFICATE_VERIFY_FAILED" in federation.log("late")
