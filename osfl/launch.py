@@ -33,6 +33,10 @@ _FLOWER_SWITCHES = {
     "TQDM_DISABLE": "1",  # the libraries' progress bars would fill the log; ours shows the run's
 }
 
+# Training makes and frees the same large tensors in every step. By default glibc hands them back to the kernel each time, and every page is cleared
+# anew: keeping them is a tenth of the time on a CPU.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+
 
 class LaunchError(RuntimeError):
     """A run that could not be started or did not finish; the message says why."""
@@ -135,7 +139,7 @@ def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
 def flower_environment() -> dict[str, str]:
     """This process's environment, with Flower's switches set and its commands on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, **_FLOWER_SWITCHES, "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    return {**_KEEP_MEMORY, **os.environ, **_FLOWER_SWITCHES, "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 @contextmanager

@@ -205,3 +205,13 @@ def test_the_local_superlink_listens_on_loopback_only(tmp_path: Path, monkeypatc
     with launch.local_superlink(tmp_path, tmp_path):
         assert seen[seen.index("--host") + 1] == "127.0.0.1"
         assert seen[seen.index("--fleet-api-address") + 1].startswith("127.0.0.1:")
+
+
+def test_a_users_own_malloc_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is kept unless the user says otherwise; Flower's switches are ours."""
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    made = launch.flower_environment()
+    assert (made["MALLOC_MMAP_THRESHOLD_"], made["MALLOC_TRIM_THRESHOLD_"]) == ("268435456", "1")
+    assert made["FLWR_TELEMETRY_ENABLED"] == "0"
