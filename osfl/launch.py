@@ -34,8 +34,8 @@ _FLOWER_SWITCHES = {
 }
 
 # Training makes and frees the same large tensors in every step. By default glibc hands them back to the kernel each time, and every page is cleared
-# anew: keeping them is a tenth of the time on a CPU.
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+# anew: 7 % of a training step on a CPU. Only the first arena can keep them, and the ServerApp runs in a thread, which would get another.
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_ARENA_MAX": "1"}
 
 
 class LaunchError(RuntimeError):

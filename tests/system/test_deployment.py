@@ -158,6 +158,7 @@ def test_payloads_cross_the_network(federation: Federation, tmp_path: Path, tiny
     folder = tmp_path / "server" / "networked"
     metrics = json.loads((folder / "metrics.json").read_text())
     assert set(metrics["accuracy"]["FT"]) == {"site-0", "site-1", "average"}
+    assert f"accuracy (%) of FT: site-0 {metrics['accuracy']['FT']['site-0']:.1f}, " in done.stdout + done.stderr
     for k in range(2):
         blob = (folder / "payloads" / f"site-{k}.pb").read_bytes()
         assert len(blob) == metrics["clients"][f"site-{k}"]["upload_bytes"] > 44_000_000
