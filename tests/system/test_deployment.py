@@ -56,12 +56,16 @@ class Federation:
                 command, cwd=self.folder / "empty", env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
 
+    def end(self, name: str) -> None:
+        end_process_tree(self.processes.pop(name).pid)
+
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
     def begin_superlink(self) -> None:
-        """Start it with the keys that are there, and wait for its health."""
-        self.control, self.fleet = _free_ports(2)
+        """Start it with the keys and the database that are there, and wait for its health."""
+        if not self.control:
+            self.control, self.fleet = _free_ports(2)
         authority = self.keys / "ca.crt"
         (self.folder / "flwr").mkdir(exist_ok=True)
         (self.folder / "flwr" / "config.toml").write_text(
@@ -78,6 +82,7 @@ class Federation:
             "flower-superlink",
             *tls,
             *where,
+            f"--database={self.folder / 'state.db'}",
             "--enable-supernode-auth",
             "--disable-runtime-dependency-installation",
         )
@@ -196,6 +201,17 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federa
     tries = "Connection attempt failed, retrying"  # Flower's node goes on trying, and says no more than that
     wait_for(lambda: federation.log("plain").count(tries) > 2, 60, lambda: federation.log("plain"))
     wait_for(lambda: federation.statuses().count(ONLINE) == 1, 60, lambda: federation.log("good"))
+
+    # Its database outlives a SuperLink: who was registered is, and who was revoked is not
+    federation.end("good")
+    wait_for(lambda: federation.statuses().count(ONLINE) == 0, 60, lambda: federation.log("good"))
+    federation.end("superlink")
+    federation.begin_superlink()
+    for name in ("good", "revoked"):
+        federation.begin_node(name, *federation.trusting(name))
+    wait_for(lambda: federation.statuses().count(ONLINE) == 1, 60, lambda: federation.log("good"))
+    assert federation.processes["revoked"].wait(timeout=60) != 0
+    assert federation.processes["good"].poll() is None
 
 
 def test_an_expired_server_is_refused(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
