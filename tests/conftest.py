@@ -30,11 +30,6 @@ def defaults() -> dict[str, Any]:
     return flatten_dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: a system test waits for other processes, for Flower's polls, most of the time."""
-    return min(os.cpu_count() or 1, 4) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """System tests between the others: each starts many processes, and two at a time only wait for each other."""
     system = [item for item in items if item.get_closest_marker("system")]
