@@ -1,10 +1,6 @@
 # `make demo` and `make test` set up everything themselves: an environment in .venv, with uv (fetched when missing).
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
-# As `osfl run` sets them, and why: osfl/launch.py
-export MALLOC_MMAP_THRESHOLD_ ?= 268435456
-export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
-export MALLOC_ARENA_MAX ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit lint proto requirements kit
 

@@ -289,7 +289,7 @@ def certs_ca(
 ) -> None:
     """Make a certificate authority: ca.key signs server certificates, ca.crt goes to every node.
 
-    To rotate it: `ca --rotate`; give ca.crt to all nodes and restart them; `server` again, and restart the SuperLink; `ca --drop-old`.
+    To rotate it: `ca --rotate`; give ca.crt to all nodes and restart them; `server` again, and restart the SuperLink; `ca --drop-old`, and ca.crt to all once more.
     """
     from osfl import certs
 

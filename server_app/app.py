@@ -65,8 +65,8 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
                 payloads = leave_out(error, payloads, config, folder, status)
         evaluate_on_clients(grid, config, nodes, models, folder, status)
         fetched = {client: kit_bytes(config, payloads.get(client)) for client in (*nodes, *payloads)}
-        write_report(folder.path, class_names(config.data), fetched)
-        for name, accuracy in folder.read_json("metrics.json")["accuracy"].items():  # for who follows the log from elsewhere
+        metrics = write_report(folder.path, class_names(config.data), fetched)
+        for name, accuracy in metrics["accuracy"].items():  # for who follows the log from elsewhere
             log.info("accuracy (%%) of %s: %s", name, ", ".join(f"{client} {value:.1f}" for client, value in accuracy.items()))
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")

@@ -1,12 +1,12 @@
 """A federation of separate processes: SuperLink, SuperNodes, gRPC with TLS and node keys. The simulation serialises nothing; this does."""
 
 import json
-import os
 import ssl
 import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from system_tools import BIN, quick_arguments
 
 from osfl import certs, wire
-from osfl.launch import _free_ports, end_process_tree
+from osfl.launch import _free_ports, end_process_tree, flower_environment
 
 pytestmark = pytest.mark.system
 ONLINE = "online"
@@ -38,12 +38,8 @@ class Federation:
     def environment(self) -> dict[str, str]:
         """Of the user's `flwr` and `osfl`."""
         return {
-            **os.environ,
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            **flower_environment(),
             "FLWR_HOME": str(self.folder / "flwr"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "OSFL_RUNS": str(self.folder / "server"),
             "TERM": "dumb",
             "COLUMNS": "200",
@@ -86,15 +82,16 @@ class Federation:
             "--enable-supernode-auth",
             "--disable-runtime-dependency-installation",
         )
-        unchecked, end = ssl.create_default_context(), time.monotonic() + 60
+        unchecked = ssl.create_default_context()
         unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE  # its certificate may be one that nodes refuse
-        while True:
-            try:
+
+        def healthy() -> bool:
+            with suppress(OSError):
                 urllib.request.urlopen(f"https://127.0.0.1:{self.control}/health", timeout=1, context=unchecked)
-                break
-            except OSError:
-                assert time.monotonic() < end, self.log("superlink")
-                time.sleep(0.3)
+                return True
+            return False
+
+        wait_for(healthy, 60, lambda: self.log("superlink"))
 
     def flwr(self, *arguments: str) -> str:
         """The output of a `flwr` command."""
@@ -118,14 +115,10 @@ class Federation:
         where = ["--superlink", f"127.0.0.1:{self.fleet}", "--host", "127.0.0.1", "--port", str(port)]
         self.begin(name, "flower-supernode", *where, *security, "--node-config", config or f"client-id='{name}'")
 
-    def trusting(self, name: str) -> list[str]:
-        """What a node is started with that does as the README says."""
-        return [
-            "--root-certificates",
-            str(self.keys / "ca.crt"),
-            "--auth-supernode-private-key",
-            str(self.keys / "nodes" / name),
-        ]
+    def trusting(self, name: str, authority: Path | None = None) -> list[str]:
+        """What a node is started with that does as the README says, or trusts another authority."""
+        trusted = ["--root-certificates", str(authority or self.keys / "ca.crt")]
+        return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]
 
 
 @pytest.fixture
@@ -183,11 +176,7 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federa
     federation.begin_node("keyless", "--root-certificates", str(federation.keys / "ca.crt"))
     federation.begin_node("plain", "--insecure")
     federation.register("distrustful")
-    federation.begin_node(
-        "distrustful",
-        *("--root-certificates", str(other)),
-        *("--auth-supernode-private-key", str(federation.keys / "nodes" / "distrustful")),
-    )
+    federation.begin_node("distrustful", *federation.trusting("distrustful", other))
     reasons = {
         "revoked": "Failed to activate SuperNode",
         "stranger": "Failed to activate SuperNode",
