@@ -23,13 +23,23 @@ class FlopMeter:
 
     def run(self, kind: Hashable, step: Callable[[], T]) -> T:
         """Run a step; `kind` names its shapes."""
-        if kind in self._of:
-            result = step()
-        else:
-            with FlopCounterMode(display=False) as counter:
-                result = step()
-            self._of[kind] = counter.get_total_flops()
+        result = step() if kind in self._of else self._count(kind, step)
         self.total += self._of[kind]
+        return result
+
+    def run_then(self, step: Callable[[], T], kind_of: Callable[[T], Hashable]) -> T:
+        """Run a step whose cost its result tells, such as a text's length; of every kind the first is run twice, so it must be repeatable."""
+        result = step()
+        kind = kind_of(result)
+        if kind not in self._of:
+            self._count(kind, step)
+        self.total += self._of[kind]
+        return result
+
+    def _count(self, kind: Hashable, step: Callable[[], T]) -> T:
+        with FlopCounterMode(display=False) as counter:
+            result = step()
+        self._of[kind] = counter.get_total_flops()
         return result
 
 

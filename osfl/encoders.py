@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,10 @@ from transformers import (
     Dinov2Model,
 )
 
+from osfl.costs import FlopMeter
 from osfl.kits import KitError
+
+MAX_TOKENS = 30  # of a caption
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -121,15 +125,20 @@ class Captioner:
         """Pixels on a side that the captioner sees."""
         return self.processor.image_processor.size["height"]
 
-    @torch.no_grad()
-    def __call__(self, pixels: torch.Tensor, max_tokens: int = 30) -> list[str]:
+    def __call__(self, pixels: torch.Tensor, meter: FlopMeter | None = None) -> list[str]:
         """A caption for each of the uint8 images [N, 3, H, W]; greedy decoding, so the same image gets the same caption."""
         texts = []
         for chunk in pixels.split(16):
-            inputs = self.processor(images=list(chunk), return_tensors="pt").to(self.model.device)
-            tokens = self.model.generate(inputs.pixel_values.to(self.model.dtype), max_new_tokens=max_tokens, do_sample=False)
+            step = partial(self._tokens, chunk)
+            tokens = meter.run_then(step, lambda tokens: ("caption", *tokens.shape)) if meter else step()
             texts += self.processor.batch_decode(tokens, skip_special_tokens=True)
         return [text.strip() for text in texts]
+
+    @torch.no_grad()
+    def _tokens(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Token ids [N, longest], the end filled up."""
+        inputs = self.processor(images=list(pixels), return_tensors="pt").to(self.model.device)
+        return self.model.generate(inputs.pixel_values.to(self.model.dtype), max_new_tokens=MAX_TOKENS, do_sample=False)
 
 
 def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:

@@ -12,6 +12,7 @@ from conftest import defaults, quick
 from scipy.cluster.hierarchy import fcluster, ward
 from test_methods import CLASSES, images, job_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from client_app.methods import espresso as espresso_half
 from client_app.methods import fedbip as fedbip_half
@@ -21,6 +22,7 @@ from client_app.methods import oscar as oscar_half
 from client_app.rounds import dynamic, proximal
 from osfl import classifiers, encoders, wire
 from osfl.config import ClassifierConfig, NodeConfig, parse_run_config
+from osfl.costs import FlopMeter
 from osfl.data import domain_name
 from osfl.diffusion import forward_noise, load_embedding_noise, load_kit, load_unclip_pipeline
 from osfl.kits import KitError, kit_digest, kits_digest
@@ -236,6 +238,21 @@ def test_oscars_mean_is_a_loops(tiny_kit) -> None:  # type: ignore[no-untyped-de
     pooled = oscar_half.make_payload(job_of(tiny_kit, data, method="oscar-pooled"))
     assert pooled.vectors.shape == (2, 32)
     assert torch.allclose(pooled.vectors[1], text.pooled([captions[3]])[0], atol=1e-5)
+
+
+def test_captions_cost_as_much_as_when_all_is_counted(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    """Of batches with as many images and words the first is counted; here 16, 16 and 2 images, of 5 words and of 3."""
+    captioner, meter, counted = encoders.load_captioner(str(tiny_kit), CPU), FlopMeter(), []
+    for words in (5, 3):
+        with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as whole:
+            patch.setattr(encoders, "MAX_TOKENS", words)
+            texts = captioner(random(34, 3, 32, 32).mul(255).byte())
+            counted.append(whole.get_total_flops())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(encoders, "MAX_TOKENS", words)
+            assert captioner(random(34, 3, 32, 32).mul(255).byte(), meter) == texts
+    assert meter.total == sum(counted)
+    assert counted[0] > counted[1] > 0
 
 
 def test_a_pooled_vector_is_laid_out_behind_the_begin_of_text(tiny_kit) -> None:  # type: ignore[no-untyped-def]

@@ -26,8 +26,7 @@ def make_payload(job: ClientJob) -> Captions:
     images = job.load(captioner.image_size)
     captions: list[str] = []
     for pixels in images.pixels.split(16):
-        kind = ("caption", len(captions))  # each batch is counted: captions differ in length
-        captions += job.meter.run(kind, lambda pixels=pixels: captioner(pixels))  # type: ignore[misc]
+        captions += captioner(pixels, job.meter)
         job.progress(len(captions), len(images))
     printable = ["".join(c for c in text if c.isprintable())[:MAX_TEXT] for text in captions]
     held = images.held()

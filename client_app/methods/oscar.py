@@ -32,10 +32,7 @@ def make_payload(job: ClientJob) -> Encodings:
     encode = text.pooled if job.config.method == "oscar-pooled" else text
     held, means, total = images.held(), [], len(images)
     for label in held:
-        captions: list[str] = []
-        for pixels in images.pixels[images.labels == label].split(16):
-            kind = ("caption", label, len(captions))  # each batch is counted: captions differ in length
-            captions += job.meter.run(kind, lambda pixels=pixels: captioner(pixels))  # type: ignore[misc]
+        captions = captioner(images.pixels[images.labels == label], job.meter)
         encodings = job.meter.run(("encode", len(captions)), lambda captions=captions: encode(captions))  # type: ignore[misc]
         means.append(encodings.float().mean(dim=0).cpu())  # OSCAR, eq. 7
         job.progress(int((images.labels <= label).sum()), total)
