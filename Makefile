@@ -2,7 +2,7 @@
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit lint proto requirements kit
+.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -11,6 +11,15 @@ setup: .venv/.done ## make the environment (.venv) from requirements.txt
 
 demo: setup ## six clients, six domains, one round, one global model
 	$(BIN)/osfl run configs/demo.toml
+
+# docker-compose 1.29 or Compose v2, whichever is there.
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+compose-demo: ## the demo's federation in containers, with TLS and node keys; brought up, run, and taken down
+	trap '$(COMPOSE) down --volumes' EXIT; \
+	$(COMPOSE) build && $(COMPOSE) up -d && \
+	$(COMPOSE) run --rm run configs/demo.toml job-id=compose-demo && \
+	$(COMPOSE) exec -T server osfl show /data/runs/compose-demo
 
 test: lint ## everything: lint, types, unit and system tests
 	$(BIN)/pytest

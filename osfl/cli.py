@@ -201,6 +201,16 @@ def print_metrics(metrics: dict[str, Any]) -> None:
 
 
 @app.command()
+def show(folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")]) -> None:
+    """Print the results of a run that has finished."""
+    with _named_errors():
+        if not (metrics := folder / "metrics.json").is_file():
+            phase = _read(folder / "status.json").get("phase", "no run at all")
+            raise ConfigError(f"{metrics} does not exist; this run has not finished ({phase})")
+        print_metrics(json.loads(metrics.read_text()))
+
+
+@app.command()
 def compare(
     table: Annotated[Path, typer.Argument(help="A table file, such as configs/tables/digits.toml.")],
     settings: Annotated[list[str] | None, typer.Argument(help="key=value for every run.")] = None,

@@ -11,6 +11,7 @@ import torch
 from conftest import LoopGrid, quick
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import client_app.app
 import osfl
@@ -18,6 +19,7 @@ import server_app.methods.feddeo as feddeo_server
 import server_app.synthesis.images as synthesis_images
 from client_app.app import app
 from osfl import wire
+from osfl.cli import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.kits import KitError
 from osfl.methods import METHODS
@@ -74,6 +76,18 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_uncl
     again = start(grid.run_config)  # a finished job asks nobody to train again
     assert "train" not in [t for _, t in again.sent]
     assert metrics(home)["accuracy"] == result["accuracy"]
+
+
+def test_a_runs_results_can_be_shown_again(home: Path, tiny_kit: Path) -> None:
+    start(quick(method="local", kit=str(tiny_kit)))
+    shown = CliRunner().invoke(cli, ["show", str(home / "runs" / "job")], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert shown.exit_code == 0
+    average = metrics(home)["accuracy"]["client-1"]["average"]
+    assert re.search(rf"average.* {average:.1f} ", shown.output)
+    (home / "runs" / "job" / "metrics.json").unlink()
+    shown = CliRunner().invoke(cli, ["show", str(home / "runs" / "job")])
+    assert shown.exit_code == 1
+    assert "has not finished" in shown.output.replace("\n", " ")
 
 
 def test_payload_sizes_are_those_on_the_wire(home: Path, tiny_kit: Path) -> None:
