@@ -119,6 +119,8 @@ def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows:
     axes = content.get("grid", {})
     if wrong := [key for key, values in axes.items() if not isinstance(values, list) or not values]:
         raise ConfigError(f"{file}: [grid] {wrong[0]}: must be a list of values")
+    if wrong := [name for name in content["rows"] if "," in name]:
+        raise ConfigError(f"{file}: [rows.{wrong[0]!r}]: a row's name may have no comma, which separates those of --rows")
     made: dict[str, dict[str, Scalar]] = {}
     for name, row in content["rows"].items():
         for values in product(*axes.values()):
@@ -172,10 +174,13 @@ class Runner:
         Raises:
             KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were. `outcomes` has what is done.
         """
+        # Seed by seed, and the last row first: a table begins with its references, which are quick, and no core idles at the end.
+        turn = {seed: number for number, seed in enumerate(dict.fromkeys(cell.seed for cell in cells))}
+        order = sorted(cells, key=lambda cell: (turn[cell.seed], -cells.index(cell)))
         with ThreadPoolExecutor(self.at_once) as pool:
-            futures = [pool.submit(self._run_safely, cell) for cell in cells]
+            futures = {cell: pool.submit(self._run_safely, cell) for cell in order}
             try:
-                return [future.result() for future in futures]
+                return [futures[cell].result() for cell in cells]
             except BaseException:
                 self._stopped.set()
                 with self._lock:

@@ -67,6 +67,7 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
         ("row = 1", "'row' is unknown"),
         ("[rows.a]\nmethod = 'magic'", "row 'a': bad run-config:\n  method = 'magic'"),
         ("[rows.a]\nfeddeo.epoch = 1", r"row 'a'.*feddeo.epoch: unknown key \(did you mean feddeo.epochs\?\)"),
+        ("[rows.'a, b']", "name may have no comma"),
         ("seeds = ['x']\n[rows.a]", "must be whole numbers"),
         ("[rows.a]\nruns-dir = '/tmp'", "row 'a': runs-dir = '/tmp': is the table's to set"),
         ("[common]\nseed = 3\n[rows.a]", "row 'a': seed = 3: is the table's to set"),
@@ -214,8 +215,17 @@ def test_a_failure_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: p
         return compare.Outcome(cell, {"method": "fedx"})
 
     monkeypatch.setattr(runner, "run", run)
-    runner.run_all([bad, good, slow])
+    runner.run_all([slow, good, bad])  # the last begins
     assert {cell.row: about.error for cell, about in runner.outcomes.items()} == {"bad": "OSError: no disk", "good": ""}
+
+
+def test_quick_references_are_run_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed by seed, each from its last row to its first; the outcomes are in the table's order."""
+    runner, ran = compare.Runner(tmp_path, 1), []
+    cells = [outcome(row, seed).cell for seed in (3, 1) for row in ("ceiling", "local", "slow")]
+    monkeypatch.setattr(runner, "run", lambda cell: ran.append(cell.job_id) or compare.Outcome(cell))
+    assert [o.cell for o in runner.run_all(cells)] == cells
+    assert ran == ["slow-3", "local-3", "ceiling-3", "slow-1", "local-1", "ceiling-1"]
 
 
 @pytest.mark.system
