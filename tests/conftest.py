@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -208,3 +208,19 @@ def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout)
 
     return call
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Any]:
+    """Keys for a `system_tools.Federation` on loopback, whose SuperLink the test starts; ended with everything it started."""
+    from system_tools import Federation
+
+    from osfl import certs
+    from osfl.launch import end_process_tree
+
+    certs.make_ca(tmp_path / "keys")
+    certs.make_server(tmp_path / "keys", [])
+    made = Federation(tmp_path)
+    yield made
+    for process in reversed(made.processes.values()):
+        end_process_tree(process.pid)

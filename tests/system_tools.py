@@ -1,10 +1,21 @@
 """Helpers of the system tests."""
 
+import json
 import os
+import ssl
+import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from conftest import defaults, quick
+
+from osfl import certs
+from osfl.launch import _free_ports, end_process_tree, flower_environment
 
 BIN = Path(sys.executable).parent
 # Every client that is simulated at the same time is a process that imports torch: half of what a small run costs.
@@ -16,3 +27,123 @@ def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     usual, wanted = defaults(), quick(kit=str(kit), join_timeout=300.0, deadline=300.0, **overrides)
     shown = {k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items() if v != usual[k]}
     return [f"{key}={value}" for key, value in shown.items()]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
+    """Fail, saying `what()`, if the condition does not come true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.5)
+
+
+@dataclass
+class Federation:
+    """A SuperLink on loopback, its keys, and the nodes that were started."""
+
+    folder: Path
+    control: int = 0
+    fleet: int = 0
+    processes: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> Path:
+        return self.folder / "keys"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the user's `flwr` and `osfl`."""
+        return {
+            **flower_environment(),
+            "FLWR_HOME": str(self.folder / "flwr"),
+            "OSFL_RUNS": str(self.folder / "server"),
+            "TERM": "dumb",
+            "COLUMNS": "200",
+        }
+
+    def begin(self, name: str, *command: str) -> None:
+        (self.folder / "empty").mkdir(exist_ok=True)
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self.processes[name] = subprocess.Popen(
+                command, cwd=self.folder / "empty", env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def end(self, name: str) -> None:
+        end_process_tree(self.processes.pop(name).pid)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def begin_superlink(self, isolation: str = "subprocess") -> None:
+        """Start it with the keys and the database that are there, and wait for its health."""
+        if not self.control:
+            self.control, self.fleet = _free_ports(2)
+        authority = self.keys / "ca.crt"
+        (self.folder / "flwr").mkdir(exist_ok=True)
+        (self.folder / "flwr" / "config.toml").write_text(
+            f'[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = "127.0.0.1:{self.control}"\nroot-certificates = "{authority}"\n'
+        )
+        tls = [
+            f"--ssl-ca-certfile={authority}",
+            f"--ssl-certfile={self.keys}/server.pem",
+            f"--ssl-keyfile={self.keys}/server.key",
+        ]
+        where = ["--host", "127.0.0.1", "--port", str(self.control), "--fleet-api-address", f"127.0.0.1:{self.fleet}"]
+        self.begin(
+            "superlink",
+            "flower-superlink",
+            *tls,
+            *where,
+            f"--database={self.folder / 'state.db'}",
+            f"--isolation={isolation}",
+            "--enable-supernode-auth",
+            "--disable-runtime-dependency-installation",
+        )
+        unchecked = ssl.create_default_context()
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE  # its certificate may be one that nodes refuse
+
+        def healthy() -> bool:
+            with suppress(OSError):
+                urllib.request.urlopen(f"https://127.0.0.1:{self.control}/health", timeout=1, context=unchecked)
+                return True
+            return False
+
+        wait_for(healthy, 60, lambda: self.log("superlink"))
+
+    def begin_server(self) -> None:
+        """Where the SuperLink's isolation is `process`: what runs the ServerApps."""
+        where = ["--runtime-api-address", f"127.0.0.1:{self.control}", "--root-certificates", str(self.keys / "ca.crt")]
+        self.begin("server", "flower-superexec", *where)
+
+    def begin_run(self, *arguments: str) -> subprocess.Popen:
+        """`osfl run` in the background; its output is in run.log."""
+        with open(self.folder / "run.log", "ab") as log:
+            command = [str(BIN / "osfl"), "run", "--connection", "test", *arguments]
+            return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=log, stderr=log)
+
+    def flwr(self, *arguments: str) -> str:
+        """The output of a `flwr` command."""
+        command = [str(BIN / "flwr"), *arguments]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def register(self, name: str) -> str:
+        """A key pair for a node, and its public key registered; returns the node id."""
+        key = certs.make_node(self.keys, name)
+        answer = json.loads(self.flwr("supernode", "register", f"{key}.pub", "test", "--format", "json"))
+        return str(answer["node-id"])
+
+    def statuses(self) -> list[str]:
+        """Of all nodes that are registered."""
+        return [node["status"] for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))["nodes"]]
+
+    def begin_node(self, name: str, *security: str, config: str = "") -> None:
+        (port,) = _free_ports(1)
+        where = ["--superlink", f"127.0.0.1:{self.fleet}", "--host", "127.0.0.1", "--port", str(port)]
+        self.begin(name, "flower-supernode", *where, *security, "--node-config", config or f"client-id='{name}'")
+
+    def trusting(self, name: str, authority: Path | None = None) -> list[str]:
+        """What a node is started with that does as the README says, or trusts another authority."""
+        trusted = ["--root-certificates", str(authority or self.keys / "ca.crt")]
+        return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]

@@ -1,0 +1,84 @@
+"""What dies, and what is lost: nothing that was uploaded."""
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from system_tools import Federation, quick_arguments, wait_for
+
+pytestmark = pytest.mark.system
+
+
+def kill(process: psutil.Process) -> None:
+    """kill -9 of a process and all that it started."""
+    members = [*process.children(recursive=True), process]
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(members, timeout=10)
+
+
+def test_everything_dies_once(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
+    """kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each comes back as its restart policy would do it."""
+    federation.begin_superlink("process")
+    federation.begin_server()
+    caches = [tmp_path / f"cache-{k}" for k in range(2)]
+
+    def begin_site(k: int) -> None:
+        config = f"partition-id={k} num-partitions=2 client-id='site-{k}' cache-dir='{caches[k]}'"
+        federation.begin_node(f"site-{k}", *federation.trusting(f"site-{k}"), config=config)
+
+    for k in range(2):
+        federation.register(f"site-{k}")
+        begin_site(k)
+    arguments = quick_arguments(
+        tiny_kit,
+        method="feddeo",
+        job_id="faulty",
+        feddeo__epochs=150,  # some 20 seconds
+        feddeo__batch_size=2,
+        synthesis__steps=30,
+        synthesis__unit_size=4,
+    )
+    folder = tmp_path / "server" / "faulty"
+    run = federation.begin_run(*arguments)
+
+    def log() -> str:
+        return federation.log("run")[-3000:]
+
+    # The client and the SuperLink, while both clients train
+    wait_for(lambda: all(list(cache.rglob("progress")) for cache in caches), 300, log)
+    kill(psutil.Process(federation.processes["site-1"].pid))
+    kill(psutil.Process(federation.processes["superlink"].pid))
+    assert not list(tmp_path.rglob("payload.pb"))
+    federation.begin_superlink("process")
+
+    def delivered() -> int:
+        if (
+            federation.processes["site-1"].poll() is not None
+        ):  # refused, while the SuperLink takes it for online: a restart policy tries again
+            time.sleep(2)
+            begin_site(1)
+        return len(list((folder / "payloads").glob("*.pb")))
+
+    wait_for(lambda: delivered() == 2, 300, log)
+
+    # The server, while it draws
+    wait_for(lambda: len(list((folder / "units").glob("*.jsonl"))) >= 2, 120, log)
+    servers = [p for p in psutil.process_iter(["cmdline"]) if "flwr-serverapp" in " ".join(p.info["cmdline"] or [])]
+    (server,) = [p for p in servers if federation.processes["server"].pid in {parent.pid for parent in p.parents()}]
+    kill(server)
+    kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
+    assert run.wait(timeout=180) == 1
+    assert not (folder / "report.html").exists()
+
+    # The same command: nobody is asked again, no unit is drawn again
+    assert federation.begin_run(*arguments).wait(timeout=300) == 0, log()
+    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert set(metrics["accuracy"]["FT"]) == {"site-0", "site-1", "average"}
+    assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10
+    wait_for(lambda: not list(tmp_path.glob("cache-*/**/payload.pb")), 30, log)

@@ -1,0 +1,121 @@
+"""The files in deploy/ and docker-compose.yml: what can be known of them without an engine. `system/test_compose.py` runs them."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+from system_tools import BIN
+
+COMPOSE = ROOT / "docker-compose.yml"
+SERVER, CLIENT = ROOT / "deploy" / "server.yml", ROOT / "deploy" / "client.yml"
+ONE_SHOT = ("keys", "register", "run")
+
+
+def services(file: Path) -> dict[str, dict[str, Any]]:
+    return yaml.safe_load(file.read_text())["services"]
+
+
+def words(service: dict[str, Any]) -> list[str]:
+    """Entry point and command of a service."""
+    parts = []
+    for name in ("entrypoint", "command"):
+        value = service.get(name, [])
+        parts += shlex.split(value) if isinstance(value, str) else value
+    return parts
+
+
+def flower_commands() -> dict[str, list[str]]:
+    """Every Flower command in deploy/, by where it stands."""
+    found = {}
+    for file in (COMPOSE, SERVER, CLIENT):
+        for name, service in services(file).items():
+            if (command := words(service)) and command[0].startswith("flower-"):
+                found[f"{file.name}:{name}"] = command
+    for file in (ROOT / "deploy" / "systemd").glob("*.service"):
+        (line,) = re.findall(r"^ExecStart=(.*?[^\\])$", file.read_text(), re.MULTILINE | re.DOTALL)
+        command = shlex.split(line.replace("\\\n", " "))
+        found[file.name] = [Path(command[0]).name, *command[1:]]
+    return found
+
+
+@pytest.mark.parametrize("program", ["flower-superlink", "flower-supernode", "flower-superexec"])
+def test_the_installed_flower_knows_every_option(program: str) -> None:
+    """Flower renames its options from release to release."""
+    commands = {where: command for where, command in flower_commands().items() if command[0] == program}
+    assert len(commands) >= 2
+    help_text = subprocess.run([BIN / program, "--help"], capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"--[a-z-]+", help_text))
+    for where, command in commands.items():
+        assert {word.partition("=")[0] for word in command if word.startswith("--")} <= known, where
+
+
+def test_nodes_need_a_key_and_trust_one_authority() -> None:
+    for where, command in flower_commands().items():
+        if command[0] == "flower-superlink":
+            assert {"--enable-supernode-auth", "--database", "--ssl-keyfile"} <= set(command), where
+        else:
+            assert "--root-certificates" in command, where
+        if command[0] == "flower-supernode":
+            assert "--auth-supernode-private-key" in command, where
+        assert "--insecure" not in command, where
+
+
+def test_port_8000_is_the_servers_own() -> None:
+    """Whoever reaches it can run code on every node."""
+    one_machine = services(COMPOSE)
+    assert not any("ports" in service for service in one_machine.values())
+    assert words(one_machine["superlink"])[:3] == ["flower-superlink", "--host", "control"]
+    for name, service in one_machine.items():
+        if name.startswith("client-"):
+            assert service["networks"] == ["fleet"]
+    assert services(SERVER)["superlink"]["ports"] == ["9092:9092", "127.0.0.1:8000:8000"]
+    assert "ports" not in services(CLIENT)["client"]
+    unit = (ROOT / "deploy" / "systemd" / "osfl-superlink.service").read_text()
+    assert "--host 127.0.0.1 --fleet-api-address 0.0.0.0:9092" in unit
+
+
+@pytest.mark.parametrize("file", [COMPOSE, SERVER, CLIENT], ids=lambda file: file.name)
+def test_containers_may_do_no_more_than_they_must(file: Path) -> None:
+    for name, service in services(file).items():
+        if name in ONE_SHOT:
+            continue
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["restart"] == "unless-stopped", name
+        assert "healthcheck" in service, name
+        assert "user" not in service, name  # the image's: not root
+
+
+def test_every_client_has_its_own_volume_and_key() -> None:
+    clients = {name: service for name, service in services(COMPOSE).items() if name.startswith("client-")}
+    assert len(clients) == 6
+    for name, service in clients.items():
+        assert service["volumes"] == [f"{name}:/data", "./kits:/app/kits:ro"]
+        number = name.removeprefix("client-")
+        assert words(service)[-1] == f"client-id='{name}' partition-id={number} num-partitions=6"
+    assert "keys:/keys" not in [volume for service in clients.values() for volume in service["volumes"]]
+
+
+def test_images_hold_no_kit_no_data_and_no_secret() -> None:
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY (.*)$", recipe, re.MULTILINE) for word in line.split()[:-1]]
+    assert set(copied) == {
+        "pyproject.toml",
+        "requirements.txt",
+        "README.md",
+        "LICENSE",
+        "osfl",
+        "client_app",
+        "server_app",
+        "configs",
+    }
+    sent = (ROOT / ".dockerignore").read_text().split("\n", 1)[1].split()
+    assert sent[0] == "*"
+    assert {line.removeprefix("!") for line in sent[1:]} == {*copied, "**/__pycache__"}
+    assert re.findall(r"^USER (.*)$", recipe, re.MULTILINE)[-1] == "osfl"
