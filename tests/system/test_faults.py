@@ -38,7 +38,7 @@ def test_everything_dies_once(federation: Federation, tmp_path: Path, tiny_kit: 
         tiny_kit,
         method="feddeo",
         job_id="faulty",
-        feddeo__epochs=150,  # some 20 seconds
+        feddeo__epochs=30,  # some ten seconds
         feddeo__batch_size=2,
         synthesis__steps=30,
         synthesis__unit_size=4,
