@@ -1,17 +1,17 @@
 #!/bin/sh
-# Keys and certificates of the federation in docker-compose.yml, each into the volume of whom it belongs to. What is there stays.
+# Keys and certificates of the federation in docker-compose.yml, each into the volume of whom it belongs to. What is there and valid stays.
 set -eu
 umask 077
 [ -f /keys/ca.crt ] || osfl certs ca /keys
-[ -f /keys/server.pem ] || osfl certs server /keys --host superlink --host control
+[ -f /keys/server.pem ] && osfl certs show /keys >/dev/null || osfl certs server /keys --host superlink --host control
 
 give() { # file, where to
-  install -D -o 10001 -g 10001 -m 600 "$1" "$2"
+  install -T -D -o 10001 -g 10001 -m 600 "$1" "$2"
 }
 
 for volume in /to/*; do
-  give /keys/ca.crt "$volume/ca.crt"
   chown 10001:10001 "$volume"
+  give /keys/ca.crt "$volume/ca.crt"
 done
 give /keys/server.pem /to/superlink/server.pem
 give /keys/server.key /to/superlink/server.key
@@ -21,13 +21,5 @@ for volume in /to/client-*; do
   give "/keys/nodes/$name" "$volume/node.key"
   give "/keys/nodes/$name.pub" "/to/operator/nodes/$name.pub"
 done
-chown 10001:10001 /to/operator/nodes
-cat >/to/operator/config.toml <<CONFIG
-[superlink]
-default = "federation"
-
-[superlink.federation]
-address = "control:8000"
-root-certificates = "/data/ca.crt"
-CONFIG
-chown 10001:10001 /to/operator/config.toml
+chown -h 10001:10001 /to/operator/nodes
+give /deploy/flower.toml /to/operator/config.toml

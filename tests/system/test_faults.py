@@ -21,6 +21,7 @@ def kill(process: psutil.Process) -> None:
     psutil.wait_procs(members, timeout=10)
 
 
+@pytest.mark.timeout(1500)
 def test_everything_dies_once(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
     """kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each comes back as its restart policy would do it."""
     federation.begin_superlink("process")
@@ -53,7 +54,7 @@ def test_everything_dies_once(federation: Federation, tmp_path: Path, tiny_kit: 
     wait_for(lambda: all(list(cache.rglob("progress")) for cache in caches), 300, log)
     kill(psutil.Process(federation.processes["site-1"].pid))
     kill(psutil.Process(federation.processes["superlink"].pid))
-    assert not list(tmp_path.rglob("payload.pb"))
+    assert not list(caches[1].rglob("payload.pb"))
     federation.begin_superlink("process")
 
     def delivered() -> int:
