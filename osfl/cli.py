@@ -104,7 +104,8 @@ def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root
                 streaming.terminate()
         status, details = launch.outcome(run_id, "osfl", environment)
     if folder.is_dir():
-        logs.replace(folder / "server.log")
+        with suppress(FileNotFoundError):  # the same job was started twice, and the other, which was refused, took it
+            logs.replace(folder / "server.log")
         logs = folder / "server.log"
     state = _read(folder / "status.json")
     if not status.startswith("finished:completed") or state.get("phase") != "finished":

@@ -13,7 +13,7 @@ from system_tools import BIN
 
 COMPOSE = ROOT / "docker-compose.yml"
 SERVER, CLIENT = ROOT / "deploy" / "server.yml", ROOT / "deploy" / "client.yml"
-ONE_SHOT = ("keys", "register", "run")
+ONE_SHOT = ("keys", "register", "run", "flwr")
 
 
 def services(file: Path) -> dict[str, dict[str, Any]]:
@@ -65,6 +65,21 @@ def test_nodes_need_a_key_and_trust_one_authority() -> None:
         assert "--insecure" not in command, where
 
 
+def test_units_find_flowers_programs_and_their_settings() -> None:
+    """Flower starts its own programs by their names; systemd's PATH has no environment of ours."""
+    text = (ROOT / "deploy" / "systemd" / "environment").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    for file in (ROOT / "deploy" / "systemd").glob("*.service"):
+        unit = file.read_text()
+        (program,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
+        assert str(Path(program).parent) in settings["PATH"].split(":"), file.name
+        assert set(re.findall(r"\$\{(\w+)\}", unit)) <= set(settings), file.name
+        own = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)[0].split()  # which the file's would override
+        assert not {setting.partition("=")[0] for setting in own} & set(settings), file.name
+        (state,) = re.findall(r"^StateDirectory=(\S+)$", unit, re.MULTILINE)
+        assert all(setting.partition("=")[2].startswith(f"/var/lib/{state}/") for setting in own), file.name
+
+
 def test_port_8000_is_the_servers_own() -> None:
     """Whoever reaches it can run code on every node."""
     one_machine = services(COMPOSE)
@@ -73,7 +88,7 @@ def test_port_8000_is_the_servers_own() -> None:
     for name, service in one_machine.items():
         if name.startswith("client-"):
             assert service["networks"] == ["fleet"]
-    assert services(SERVER)["superlink"]["ports"] == ["9092:9092", "127.0.0.1:8000:8000"]
+    assert [service["ports"] for service in services(SERVER).values() if "ports" in service] == [["9092:9092"]]
     assert "ports" not in services(CLIENT)["client"]
     unit = (ROOT / "deploy" / "systemd" / "osfl-superlink.service").read_text()
     assert "--host 127.0.0.1 --fleet-api-address 0.0.0.0:9092" in unit
@@ -82,14 +97,16 @@ def test_port_8000_is_the_servers_own() -> None:
 @pytest.mark.parametrize("file", [COMPOSE, SERVER, CLIENT], ids=lambda file: file.name)
 def test_containers_may_do_no_more_than_they_must(file: Path) -> None:
     for name, service in services(file).items():
-        if name in ONE_SHOT:
+        if name == "keys":  # which gives to others what is theirs: root, and alone
+            assert service["network_mode"] == "none"
             continue
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert service["restart"] == "unless-stopped", name
-        assert "healthcheck" in service, name
         assert "user" not in service, name  # the image's: not root
+        if name not in ONE_SHOT:
+            assert service["restart"] == "unless-stopped", name
+            assert "healthcheck" in service, name
 
 
 def test_every_client_has_its_own_volume_and_key() -> None:
