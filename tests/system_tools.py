@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from conftest import defaults, quick
 
 from osfl import certs
@@ -35,6 +36,23 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], s
     while not condition():
         assert time.monotonic() < end, what()
         time.sleep(0.5)
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    """Processes that still belong to a run of this test."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        if str(tmp_path) in str((process.info["environ"] or {}).get("OSFL_RUNS", "")):
+            found.append(" ".join(process.info["cmdline"] or []))
+    return found
+
+
+def what_stays(tmp_path: Path, seconds: float = 30) -> list[str]:
+    """What is left when Ray's actors had time to notice that their node is gone."""
+    end = time.monotonic() + seconds
+    while (found := leftovers(tmp_path)) and time.monotonic() < end:
+        time.sleep(0.5)
+    return found
 
 
 @dataclass

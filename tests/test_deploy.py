@@ -125,7 +125,6 @@ def test_images_hold_no_kit_no_data_and_no_secret() -> None:
     assert set(copied) == {
         "pyproject.toml",
         "requirements.txt",
-        "README.md",
         "LICENSE",
         "osfl",
         "client_app",

@@ -9,6 +9,8 @@ import psutil
 import pytest
 from system_tools import Federation, quick_arguments, wait_for
 
+from osfl import wire
+
 pytestmark = pytest.mark.system
 
 
@@ -22,8 +24,11 @@ def kill(process: psutil.Process) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_everything_dies_once(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
-    """kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each comes back as its restart policy would do it."""
+def test_everything_dies_once_while_payloads_cross_the_network(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
+    """FedLMG's 45 MB classifiers, over gRPC with TLS and node keys, in Flower's chunks.
+
+    kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each comes back as its restart policy would do it.
+    """
     federation.begin_superlink("process")
     federation.begin_server()
     caches = [tmp_path / f"cache-{k}" for k in range(2)]
@@ -37,11 +42,12 @@ def test_everything_dies_once(federation: Federation, tmp_path: Path, tiny_kit: 
         begin_site(k)
     arguments = quick_arguments(
         tiny_kit,
-        method="feddeo",
+        method="fedlmg",
         job_id="faulty",
-        feddeo__epochs=30,  # some ten seconds
-        feddeo__batch_size=2,
-        synthesis__steps=30,
+        fedlmg__strategies="ft",
+        classifier__architecture="resnet18",
+        classifier__epochs=10,  # some ten seconds
+        synthesis__steps=8,
         synthesis__unit_size=4,
     )
     folder = tmp_path / "server" / "faulty"
@@ -58,28 +64,30 @@ def test_everything_dies_once(federation: Federation, tmp_path: Path, tiny_kit: 
     federation.begin_superlink("process")
 
     def delivered() -> int:
-        if (
-            federation.processes["site-1"].poll() is not None
-        ):  # refused, while the SuperLink takes it for online: a restart policy tries again
+        if federation.processes["site-1"].poll() is not None:  # it is refused while the SuperLink takes it for online
             time.sleep(2)
             begin_site(1)
         return len(list((folder / "payloads").glob("*.pb")))
 
     wait_for(lambda: delivered() == 2, 300, log)
 
-    # The server, while it draws
+    # The server, while it draws. The same command goes on at once: nobody is asked again, no unit is drawn again
     wait_for(lambda: len(list((folder / "units").glob("*.jsonl"))) >= 2, 120, log)
     servers = [p for p in psutil.process_iter(["cmdline"]) if "flwr-serverapp" in " ".join(p.info["cmdline"] or [])]
     (server,) = [p for p in servers if federation.processes["server"].pid in {parent.pid for parent in p.parents()}]
     kill(server)
     kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
-    assert run.wait(timeout=180) == 1
     assert not (folder / "report.html").exists()
-
-    # The same command: nobody is asked again, no unit is drawn again
     assert federation.begin_run(*arguments).wait(timeout=300) == 0, log()
+    assert run.wait(timeout=180) == 1
     assert all(f.stat().st_mtime_ns == at for f, at in kept.items())
+
     metrics = json.loads((folder / "metrics.json").read_text())
     assert set(metrics["accuracy"]["FT"]) == {"site-0", "site-1", "average"}
+    assert f"accuracy (%) of FT: site-0 {metrics['accuracy']['FT']['site-0']:.1f}, " in federation.log("run")
     assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10
-    wait_for(lambda: not list(tmp_path.glob("cache-*/**/payload.pb")), 30, log)
+    for k in range(2):
+        blob = (folder / "payloads" / f"site-{k}.pb").read_bytes()
+        assert len(blob) == metrics["clients"][f"site-{k}"]["upload_bytes"] > 44_000_000
+        assert wire.digest(blob) == json.loads((folder / "payloads" / f"site-{k}.json").read_text())["sha256"]
+    wait_for(lambda: not list(tmp_path.glob("cache-*/**/payload.pb")), 30, log)  # acknowledged
