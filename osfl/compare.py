@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,7 @@ class Runner:
             KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were. `outcomes` has what is done.
         """
         # Seed by seed, and the last row first: a table begins with its references, which are quick, and no core idles at the end.
-        turn = {seed: number for number, seed in enumerate(dict.fromkeys(cell.seed for cell in cells))}
-        order = sorted(cells, key=lambda cell: (turn[cell.seed], -cells.index(cell)))
+        order = [cell for _, group in groupby(cells, key=lambda cell: cell.seed) for cell in reversed(list(group))]
         with ThreadPoolExecutor(self.at_once) as pool:
             futures = {cell: pool.submit(self._run_safely, cell) for cell in order}
             try:

@@ -33,10 +33,10 @@ from transformers import (
 from osfl.costs import FlopMeter
 from osfl.kits import KitError
 
-MAX_TOKENS = 30  # of a caption
-
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
+
+MAX_TOKENS = 30  # of a caption
 
 
 @dataclass(frozen=True)

@@ -38,21 +38,13 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], s
         time.sleep(0.5)
 
 
-def leftovers(tmp_path: Path) -> list[str]:
-    """Processes that still belong to a run of this test."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        if str(tmp_path) in str((process.info["environ"] or {}).get("OSFL_RUNS", "")):
-            found.append(" ".join(process.info["cmdline"] or []))
-    return found
-
-
-def what_stays(tmp_path: Path, seconds: float = 30) -> list[str]:
-    """What is left when Ray's actors had time to notice that their node is gone."""
-    end = time.monotonic() + seconds
-    while (found := leftovers(tmp_path)) and time.monotonic() < end:
-        time.sleep(0.5)
-    return found
+def kill(process: psutil.Process) -> None:
+    """kill -9 of a process and all that it started."""
+    members = [*process.children(recursive=True), process]
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(members, timeout=10)
 
 
 @dataclass

@@ -11,6 +11,8 @@ import yaml
 from conftest import ROOT
 from system_tools import BIN
 
+from osfl.launch import _FLOWER_SWITCHES, _KEEP_MEMORY
+
 COMPOSE = ROOT / "docker-compose.yml"
 SERVER, CLIENT = ROOT / "deploy" / "server.yml", ROOT / "deploy" / "client.yml"
 ONE_SHOT = ("keys", "register", "run", "flwr")
@@ -80,6 +82,15 @@ def test_units_find_flowers_programs_and_their_settings() -> None:
         assert all(setting.partition("=")[2].startswith(f"/var/lib/{state}/") for setting in own), file.name
 
 
+def test_settings_are_those_of_the_launcher() -> None:
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text().split()
+    units = (ROOT / "deploy" / "systemd" / "environment").read_text().split()
+    flower = {name: value for name, value in _FLOWER_SWITCHES.items() if name.startswith("FLWR_")}
+    for name, value in (_KEEP_MEMORY | flower).items():
+        assert f"{name}={value}" in recipe
+        assert f"{name}={value}" in units
+
+
 def test_port_8000_is_the_servers_own() -> None:
     """Whoever reaches it can run code on every node."""
     one_machine = services(COMPOSE)
@@ -116,7 +127,6 @@ def test_every_client_has_its_own_volume_and_key() -> None:
         assert service["volumes"] == [f"{name}:/data", "./kits:/app/kits:ro"]
         number = name.removeprefix("client-")
         assert words(service)[-1] == f"client-id='{name}' partition-id={number} num-partitions=6"
-    assert "keys:/keys" not in [volume for service in clients.values() for volume in service["volumes"]]
 
 
 def test_images_hold_no_kit_no_data_and_no_secret() -> None:

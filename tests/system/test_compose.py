@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from conftest import ROOT
 from system_tools import quick_arguments, wait_for
 
 
+@cache
 def engine() -> list[str]:
     """The compose command, or [] where there is no engine to talk to."""
     if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True).returncode:

@@ -2,25 +2,15 @@
 
 import json
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import Federation, quick_arguments, wait_for
+from system_tools import Federation, kill, quick_arguments, wait_for
 
 from osfl import wire
 
 pytestmark = pytest.mark.system
-
-
-def kill(process: psutil.Process) -> None:
-    """kill -9 of a process and all that it started."""
-    members = [*process.children(recursive=True), process]
-    for member in members:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(members, timeout=10)
 
 
 @pytest.mark.timeout(1500)

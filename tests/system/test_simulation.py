@@ -2,17 +2,32 @@
 
 import json
 import os
-import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import BIN, ONE_AT_A_TIME, quick_arguments, what_stays
+from system_tools import BIN, ONE_AT_A_TIME, kill, quick_arguments
 
 pytestmark = pytest.mark.system
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    """Processes that still belong to a run of this test."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        if str(tmp_path) in str((process.info["environ"] or {}).get("OSFL_RUNS", "")):
+            found.append(" ".join(process.info["cmdline"] or []))
+    return found
+
+
+def what_stays(tmp_path: Path, seconds: float = 30) -> list[str]:
+    """What is left when Ray's actors had time to notice that their node is gone."""
+    end = time.monotonic() + seconds
+    while (found := leftovers(tmp_path)) and time.monotonic() < end:
+        time.sleep(0.5)
+    return found
 
 
 def begin(folder: Path, *arguments: str) -> psutil.Popen:
@@ -39,11 +54,7 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
         assert time.monotonic() < end, "synthesis did not begin"
         assert process.poll() is None, "the run ended too early"
         time.sleep(0.1)
-    tree = [*process.children(recursive=True), process]
-    for member in tree:
-        with suppress(psutil.NoSuchProcess):
-            member.send_signal(signal.SIGKILL)
-    psutil.wait_procs(tree, timeout=10)
+    kill(process)
     assert not (folder / "report.html").exists()
     assert folder.joinpath("status.json").read_text().count("delivered") == 3
     kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
@@ -61,6 +72,19 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
     assert (folder / "report.html").stat().st_size > 10_000
     assert "accuracy on each client's own test images" in done.stdout
     assert str(folder / "report.html") in done.stdout.replace("\n", "")
+    assert what_stays(tmp_path) == []
+
+
+def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
+    """The clients lack a folder of images: their own message comes back, and nothing looks complete."""
+    arguments = quick_arguments(tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog")
+    done = osfl("run", *ONE_AT_A_TIME, *arguments)
+    assert done.returncode == 1
+    assert "needs node-config data-dir" in done.stdout
+    folder = tmp_path / "runs" / "bad"
+    assert not (folder / "report.html").exists()
+    assert not (folder / "metrics.json").exists()
+    assert json.loads((folder / "status.json").read_text())["phase"] == "failed"
     assert what_stays(tmp_path) == []
 
 
