@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from filelock import FileLock
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -56,15 +57,21 @@ def train(message: Message, context: Context) -> Message:
     kit = _kit(config, node)
     folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
     folder.mkdir(parents=True, exist_ok=True)
-    if METHODS[config.method].rounds:
-        from client_app.rounds import train_round
+    with FileLock(folder / "lock"):  # a server that lost sight of this node asks again: the second waits, and finds the payload
+        if METHODS[config.method].rounds:
+            from client_app.rounds import train_round
 
-        job = _job(config, node, client, kit, folder)
-        return Message(train_round(message.content, job, folder), reply_to=message)
+            reply = train_round(message.content, _job(config, node, client, kit, folder), folder)
+        else:
+            reply = _payload(config, node, client, job_id, kit, folder)
+    return Message(reply, reply_to=message)
+
+
+def _payload(config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path) -> RecordDict:
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = json.loads((folder / "costs.json").read_text())
-        return Message(pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0}), reply_to=message)
+        return pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0})
     watch, job = Stopwatch(), _job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client)
@@ -77,7 +84,7 @@ def train(message: Message, context: Context) -> Message:
     }
     write_atomically(folder / "costs.json", json.dumps(costs).encode())
     write_atomically(stored, blob)
-    return Message(pack_payload(_within_limit(blob, config), costs), reply_to=message)
+    return pack_payload(_within_limit(blob, config), costs)
 
 
 @app.query("acknowledge")

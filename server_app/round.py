@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+import httpx
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
@@ -39,6 +40,7 @@ class _Request:
     message_type: str
     content: RecordDict
     attempt: int
+    activated: str = ""  # when its node came online, at the time of sending
 
 
 @dataclass
@@ -53,31 +55,43 @@ class Exchange:
     def push(self, node: int, message_type: str, content: RecordDict, attempt: int = 1) -> None:
         """Send one message to one node."""
         message = Message(content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl)
-        (message_id,) = self.grid.push_messages([message])
-        request = _Request(node, message_type, content, attempt)
+        request = _Request(node, message_type, content, attempt, online_nodes(self.grid).get(node, ""))
+        try:
+            (message_id,) = self.grid.push_messages([message])
+        except httpx.HTTPStatusError as error:
+            _bear(error)
+            message_id = ""
         if message_id:
             self._open[message_id] = request
-        else:  # what the SuperLink answers when it no longer knows the node
-            self._later.append((time.monotonic() + RETRY_SECONDS, request))
+        else:  # which is also what the SuperLink answers when it no longer knows the node
+            self._put_off(request)
 
     def pull(self, on_reply: Callable[[int, RecordDict], None], on_failure: Callable[[int, str], None]) -> int:
         """Look once for every open message; returns how many replies are still owed.
 
-        A node whose app raised has failed. One that is offline is asked again when it is back; one that crashed, once more. A
-        reply that cannot be read is that node's failure and nobody else's.
+        A node whose app raised has failed. One that is or was offline is asked again when it is back, for nothing is delivered to it twice;
+        one whose app crashed, once more. A reply that cannot be read is that node's failure and nobody else's.
         """
+        online = online_nodes(self.grid)
         for message_id, request in list(self._open.items()):
             try:
                 for reply in self.grid.pull_messages([message_id]):
-                    del self._open[message_id]
+                    self._open.pop(message_id)
                     if reply.has_error():
                         self._failed(request, reply.error, on_failure)
                     else:
                         on_reply(request.node, reply.content)
+            except httpx.HTTPStatusError as error:
+                _bear(error)
+                if not error.request.url.path.endswith("/pull-messages"):  # it came half, and will not be given out again
+                    self._put_off(self._open.pop(message_id))
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 self._open.pop(message_id, None)
                 on_failure(request.node, f"its reply to {request.message_type} cannot be read: {type(error).__name__}: {error}")
-        online = set(self.grid.get_node_ids()) if self._later else set()
+            came = online.get(request.node, "")
+            if message_id in self._open and request.activated and came and came != request.activated:
+                log.warning("node %s was away; it will be asked again", request.node)
+                self._put_off(self._open.pop(message_id))
         for due, request in list(self._later):
             if time.monotonic() >= due and request.node in online:
                 self._later.remove((due, request))
@@ -89,12 +103,30 @@ class Exchange:
             return on_failure(request.node, _reason(error.reason, error.code))
         log.warning("node %s failed (code %s); it will be asked again", request.node, error.code)
         offline = error.code == ErrorCode.NODE_UNAVAILABLE  # not its fault, so not an attempt
-        again = replace(request, attempt=request.attempt + (not offline))
-        self._later.append((time.monotonic() + RETRY_SECONDS, again))
+        self._put_off(replace(request, attempt=request.attempt + (not offline)))
+
+    def _put_off(self, request: _Request) -> None:
+        self._later.append((time.monotonic() + RETRY_SECONDS, request))
 
     def waiting(self) -> list[int]:
         """Nodes that still owe a reply."""
         return [r.node for r in self._open.values()] + [r.node for _, r in self._later]
+
+
+def online_nodes(grid: Grid) -> dict[int, str]:
+    """The nodes that are online, and when each came; none when the SuperLink cannot say."""
+    try:
+        return {node.node_id: node.last_activated_at for node in grid.get_nodes()}
+    except httpx.HTTPStatusError as error:
+        _bear(error)
+        return {}
+
+
+def _bear(error: httpx.HTTPStatusError) -> None:
+    """Go on after a SuperLink's own failure, such as a database that was locked for too long (Flower itself tries again only at 503 and 504)."""
+    if not error.response.is_server_error:
+        raise error
+    log.warning("the SuperLink answered %s with %s; it will be asked again", error.request.url.path, error.response.status_code)
 
 
 def join(
@@ -137,7 +169,7 @@ def join(
         log.error("node %s cannot take part: %s", node, reason)
 
     def ask() -> None:
-        for node in grid.get_node_ids():
+        for node in online_nodes(grid):
             if node not in asked and len(asked) < config.num_clients + len(failed):
                 asked.add(node)
                 exchange.push(node, JOIN, run)

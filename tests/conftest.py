@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,9 +31,14 @@ def defaults() -> dict[str, Any]:
     return flatten_dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: a system test waits for half of its time, for processes to start and to notice."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """System tests between the others: each starts many processes, and two at a time only wait for each other."""
-    system = [item for item in items if item.get_closest_marker("system")]
+    """System tests between the others, the longest of them first: each starts many processes, and all at once only wait for each other."""
+    system = sorted((i for i in items if i.get_closest_marker("system")), key=lambda i: "test_faults" not in i.nodeid)
     others = [item for item in items if not item.get_closest_marker("system")]
     step = max(1, len(others) // max(1, len(system)))
     items[:] = [item for start, one in enumerate(system) for item in (one, *others[start * step : (start + 1) * step])]
@@ -61,8 +67,8 @@ class LoopGrid:
         self._ids, self._replies = itertools.count(1), {}
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
-    def get_node_ids(self) -> Iterable[int]:
-        return [100 + i for i in range(len(self.nodes))]
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=100 + i, last_activated_at="then") for i in range(len(self.nodes))]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []
@@ -86,11 +92,21 @@ class LoopGrid:
 
 
 @cache
+def public_digits(load_split: Any, count: int = 2500) -> Any:
+    """A public corpus drawn as the whole is, but smaller: every process that needs one would draw 12,000 images."""
+    from osfl.data import digits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "PUBLIC_IMAGES", count)
+        return load_split.__wrapped__("public")
+
+
+@cache
 def few_digits(load_split: Callable[[str], Any], split: str) -> Any:
-    """Three images of every class and domain of a split; the whole public one."""
-    whole = load_split(split)
+    """Three images of every class and domain of a split; a small public one."""
     if split == "public":
-        return whole
+        return public_digits(load_split)
+    whole = load_split(split)
     seen: Counter = Counter()
     rows = []
     for i, kind in enumerate(zip(whole["label"], whole["domain"], strict=True)):

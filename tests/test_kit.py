@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, public_digits
 from rich.progress import Progress
 from sklearn.svm import SVC
 
@@ -55,7 +55,7 @@ def test_the_kit_is_found_small_and_stable_diffusion_shaped(shipped_kit: Path) -
 
 def test_class_prompts_give_legible_photographs(shipped_kit: Path) -> None:
     """A support vector machine that learned from real public photographs reads the samples."""
-    public = digits.load_split("public")
+    public = public_digits(digits.load_split)
     rows = [i for i, domain in enumerate(public["domain"]) if domain == "photo"][:1500]
     real = public.select(rows).with_format("numpy")
     reader = SVC(C=10).fit(grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"])
@@ -185,7 +185,7 @@ class Interrupted(Exception):
 def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints after every step; broken off in the denoiser and again in the first classifier; resumed."""
     few = {
-        "public": digits.load_split("public").select(range(200)),
+        "public": public_digits(digits.load_split).select(range(200)),
         "test": digits.load_split("test").select(range(0, 1800, 45)),
     }
     monkeypatch.setattr(digits, "load_split", few.__getitem__)

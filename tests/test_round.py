@@ -3,13 +3,17 @@
 import json
 import re
 import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from conftest import LoopGrid, quick
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -265,15 +269,34 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
     reply = SimpleNamespace(has_error=lambda: False, content="content")
     grid = SimpleNamespace(
         push_messages=lambda _: [next(ids)],
-        get_node_ids=lambda: online,
+        get_nodes=lambda: online,
         pull_messages=lambda wanted: [reply] if wanted == ["m1"] else pytest.fail(str(wanted)),
     )
     exchange = Exchange(grid, 10.0)
     exchange.push(5, "train", RecordDict())
     look = lambda: exchange.pull(lambda *it: replies.append(it), lambda *it: pytest.fail(str(it)))  # noqa: E731
     assert (look(), exchange.waiting()) == (1, [5])
-    online.append(5)
+    online.append(NodeInfo(node_id=5, last_activated_at="now"))
     look()
+    assert (look(), replies) == (0, [(5, "content")])
+
+
+def test_a_node_that_was_away_unnoticed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was restarted between two looks: what it had been asked died with it, and the SuperLink delivers nothing twice."""
+    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
+    ids, came, replies = iter(["m1", "m2"]), ["then"], []
+    reply = SimpleNamespace(has_error=lambda: False, content="content")
+    grid = SimpleNamespace(
+        push_messages=lambda _: [next(ids)],
+        get_nodes=lambda: [NodeInfo(node_id=5, last_activated_at=came[-1])],
+        pull_messages=lambda wanted: [reply] if wanted == ["m2"] else [],
+    )
+    exchange = Exchange(grid, 10.0)
+    exchange.push(5, "train", RecordDict())
+    look = lambda: exchange.pull(lambda *it: replies.append(it), lambda *it: pytest.fail(str(it)))  # noqa: E731
+    assert [look(), look()] == [1, 1]
+    came.append("now")
+    assert (look(), replies) == (1, [])
     assert (look(), replies) == (0, [(5, "content")])
 
 
@@ -523,6 +546,56 @@ def test_a_node_that_is_offline_is_asked_again_when_it_is_back(home: Path, tiny_
 
     grid = start(quick(method="feddeo", kit=str(tiny_kit)), tamper=offline)
     assert [index for index, kind in grid.sent if kind == "train"].count(1) == 6
+
+
+class Faltering(LoopGrid):
+    """Its SuperLink answers with an HTTP error before, or after, it did what it was asked (`failing`: call number -> path, status)."""
+
+    failing: dict[tuple[str, int], tuple[str, int]]
+
+    def _answer(self, call: str, act: Callable[[], list]) -> list:
+        self.calls[call] += 1
+        if failure := self.failing.get((call, self.calls[call])):
+            path, code = failure
+            if path != call:  # a later request of the same call
+                act()
+            request = httpx.Request("POST", f"https://superlink/v1/runtime/{path}")
+            raise httpx.HTTPStatusError(f"{code}", request=request, response=httpx.Response(code, request=request))
+        return act()
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return self._answer("get-nodes", lambda: list(super(Faltering, self).get_nodes()))
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        return self._answer("push-messages", lambda: list(super(Faltering, self).push_messages(messages)))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return self._answer("pull-messages", lambda: list(super(Faltering, self).pull_messages(message_ids)))
+
+
+def falter(tiny_kit: Path, failing: dict[tuple[str, int], tuple[str, int]]) -> Faltering:
+    config = quick(method="prompts-domain", kit=str(tiny_kit))
+    grid = Faltering(app, config, nodes(2))
+    grid.failing, grid.calls = failing, Counter()
+    run_job(grid, parse_run_config(config), "job")
+    return grid
+
+
+def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: Path) -> None:
+    """Its database is locked for long at times. What may have been done is asked for again, and nothing is counted twice."""
+    pushed, pulled, nodes_asked = "push-messages", "pull-messages", "get-nodes"
+    failing = {(nodes_asked, 1): (nodes_asked, 500), (pushed, 1): (pushed, 500), (pulled, 1): (pulled, 502)}
+    failing |= {(pulled, 4): ("pull-object", 500)}  # a reply that was given out, and came half
+    grid = falter(tiny_kit, failing)
+    assert metrics(home)["accuracy"]["FT"].keys() == {"client-0", "client-1", "average"}
+    asked = Counter(grid.sent)
+    assert sorted(asked.values()) == [1] * 7 + [2]  # join, train, acknowledge, evaluate of two clients; one of them again
+    assert len(json.loads((home / "runs" / "job" / "metrics.json").read_text())["clients"]) == 2
+
+
+def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Path) -> None:
+    with pytest.raises(httpx.HTTPStatusError):
+        falter(tiny_kit, {("pull-messages", 3): ("pull-messages", 404)})
 
 
 def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: Path) -> None:
