@@ -20,7 +20,10 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import settings
 
+settings.register_profile("busy", deadline=None)  # an example's seconds say more about the machine than about the code
+settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,8 +35,8 @@ def defaults() -> dict[str, Any]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: a system test waits for half of its time, for processes to start and to notice."""
-    return (os.cpu_count() or 1) + 1
+    """More than cores: a system test waits for half of its time, for processes to start and to notice."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

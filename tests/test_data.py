@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, defaults
+from conftest import ROOT, defaults, public_digits
 from PIL import Image
 
 from osfl.config import DataConfig, NodeConfig, parse_run_config
@@ -34,7 +34,7 @@ def test_splits_hold_what_the_table_says() -> None:
 
 
 def test_public_corpus_is_long_tailed() -> None:
-    public = load_split("public")
+    public = public_digits(load_split)
     domains, captions = np.array(public["domain"]), np.array(public["caption"])
     photo = domains == "photo"
     assert abs(photo.mean() - 0.75) < 0.02
