@@ -71,9 +71,10 @@ def encode(payload: Payload, method: str, job: str, client: str) -> bytes:
     for item in fields(payload)[1:]:
         match getattr(payload, item.name):
             case torch.Tensor() as value:
-                getattr(body, item.name).CopyFrom(_tensor(item.name, value))
+                _fill(getattr(body, item.name), item.name, value)
             case dict() as state:
-                getattr(body, item.name).extend(_tensor(name, value) for name, value in state.items())
+                for name, value in state.items():
+                    _fill(getattr(body, item.name).add(), name, value)
             case tuple() as texts:
                 getattr(body, item.name).extend(pb.Texts(text=text) for text in texts)
             case str() as text:
@@ -204,10 +205,12 @@ def _most_bytes(expected: Expected) -> int:
     return largest + sum(len(c.encode()) + 8 for c in expected.classes) + 65_536
 
 
-def _tensor(name: str, value: torch.Tensor) -> pb.Tensor:
-    code, numpy = _DTYPES[value.dtype]
-    data = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy).tobytes()
-    return pb.Tensor(name=name, shape=value.shape, dtype=code, codec=pb.CODEC_RAW, data=data)
+def _fill(tensor: pb.Tensor, name: str, value: torch.Tensor) -> None:
+    """In place: a message that is copied into another holds a large payload twice."""
+    tensor.dtype, numpy = _DTYPES[value.dtype]
+    tensor.name, tensor.codec = name, pb.CODEC_RAW
+    tensor.shape.extend(value.shape)
+    tensor.data = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy).tobytes()
 
 
 Refuse = Callable[[str, str], PayloadError]

@@ -35,8 +35,8 @@ def defaults() -> dict[str, Any]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """More than cores: a system test waits for half of its time, for processes to start and to notice."""
-    return (os.cpu_count() or 1) + 2
+    """One more than cores: a system test waits for half of its time, for processes to start and to notice."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -120,16 +120,18 @@ def few_digits(load_split: Callable[[str], Any], split: str) -> Any:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Runs and caches of a test go below its own folder; clients have 30 images to train on and 30 to test on."""
-    from osfl.data import digits
+    from osfl.data import digits, load
 
     monkeypatch.setattr(digits, "load_split", partial(few_digits, digits.load_split))
     monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("server_app.round.POLL_SECONDS", 0.0)
     monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
-    return tmp_path
+    load._digits_partition.cache_clear()
+    yield tmp_path
+    load._digits_partition.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,7 @@ def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int, siz
     return Images(torch.stack([to_pixels(image, size) for image in rows["image"]]), torch.tensor(rows["label"]))
 
 
+@lru_cache(maxsize=16)  # a message needs its partition several times, and cutting takes longer than reading it
 def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
     """Cut the embedded digits with flwr-datasets: by domain is feature skew, by label or Dirichlet is label skew.
 
