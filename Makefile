@@ -2,6 +2,7 @@
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
+unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
 .PHONY: help setup demo compose-demo test test-unit lint proto requirements kit
 
 help: ## show this help
@@ -41,10 +42,9 @@ requirements: ## pin the newest versions that fit together
 kit: setup ## train kits/digits again, into runs/kit
 	$(BIN)/osfl kit train
 
-# Compiled once: where PYTHONDONTWRITEBYTECODE is set, every process of every run would compile torch and all else again.
 .venv/.done: requirements.txt pyproject.toml | $(UV)
 	test -x $(BIN)/python || $(UV) venv --quiet --python ">=3.11,<3.14" .venv
-	$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.txt
+	$(UV) pip sync --quiet --python $(BIN)/python requirements.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@
 

@@ -11,11 +11,13 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
@@ -134,16 +136,33 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     load._digits_partition.cache_clear()
 
 
+@contextmanager
+def made_once(folder: Path) -> Iterator[bool]:
+    """Whether this process is the one to make a folder that all workers of a test run share."""
+    done = folder.with_name(f"{folder.name}.done")
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        yield not done.exists()
+        done.touch()
+
+
 @pytest.fixture(scope="session")
 def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A kit of the digits kit's shape with random weights: for tests of mathematics and plumbing, not of quality."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny"
+    with made_once(folder) as mine:
+        if mine:
+            _make_tiny_kit(folder)
+    return folder
+
+
+def _make_tiny_kit(folder: Path) -> None:
     import torch
 
     from osfl import classifiers, diffusion, encoders
     from osfl.data.digits import CLASSES
 
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("kit") / "tiny"
     text = encoders.new_text_encoder([f"an image of {name}" for name in CLASSES], length=8, width=32)
     diffusion.pipeline(diffusion.new_vae(), diffusion.new_unet(32), text).save_pretrained(folder)
     (folder / "classifiers").mkdir()
@@ -156,24 +175,29 @@ def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = encoders.new_image_encoder(32, 16, 12)
     encoder.model.save_pretrained(folder / "image_encoder")
     encoder.processor.save_pretrained(folder / "feature_extractor")
-    return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_unclip(tiny_kit: Path) -> Path:
     """The tiny kit in Stable unCLIP's format."""
+    folder = tiny_kit.with_name("tiny-unclip")
+    with made_once(folder) as mine:
+        if mine:
+            _make_tiny_unclip(tiny_kit, folder)
+    return folder
+
+
+def _make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
     import torch
 
     from osfl import diffusion, encoders
 
     torch.manual_seed(1)
-    folder = tiny_kit.with_name("tiny-unclip")
     kit, encoder = diffusion.load_kit(tiny_kit), encoders.load_image_encoder(str(tiny_kit), torch.device("cpu"))
     unet = diffusion.new_unclip_unet(kit.unet, encoder.width)
     torch.nn.init.normal_(unet.class_embedding.linear_2.weight, std=0.1)  # else embeddings would do nothing
     noise = diffusion.new_embedding_noise(torch.zeros(encoder.width), torch.ones(encoder.width))
     diffusion.unclip_pipeline(kit, unet, encoder, noise).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
