@@ -42,10 +42,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """System tests between the others, the longest of them first: each starts many processes, and all at once only wait for each other."""
+    """System tests between the others of the first half, the longest first: they wait for much of their time, and nothing should wait for them at last."""
     system = sorted((i for i in items if i.get_closest_marker("system")), key=lambda i: "test_faults" not in i.nodeid)
     others = [item for item in items if not item.get_closest_marker("system")]
-    step = max(1, len(others) // max(1, len(system)))
+    step = len(others) // (2 * len(system)) if system else 0
     items[:] = [item for start, one in enumerate(system) for item in (one, *others[start * step : (start + 1) * step])]
     items += others[len(system) * step :]
 

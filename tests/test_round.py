@@ -618,7 +618,7 @@ def test_a_reply_that_makes_no_sense_harms_only_its_sender(home: Path, tiny_kit:
             reply.content = nonsense
         return reply
 
-    start(quick(method="feddeo", kit=str(tiny_kit), min_clients=1, join_timeout=1.0), tamper=tamper)
+    start(quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1, join_timeout=1.0), tamper=tamper)
     assert "client-0" in metrics(home)["accuracy"]["FT"]
     assert ("client-1" in metrics(home)["accuracy"]["FT"]) == (kind == "train")
 

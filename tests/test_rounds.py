@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LoopGrid, quick
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from safetensors.torch import load_file, save_file
 from test_round import Killed, metrics, nodes, start
 
@@ -114,7 +114,7 @@ def test_every_client_trains_in_every_round_and_all_is_counted(home: Path, tiny_
     assert metrics(home)["rounds"] == 3
 
 
-@pytest.mark.parametrize("method", ["fedavg", "feddyn", "feddf"])
+@pytest.mark.parametrize("method", ["feddyn", "feddf"])  # with memory, and with a second training
 def test_a_killed_server_goes_on_after_the_last_round(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -208,21 +208,38 @@ HUGE = header("1000000000000,") + b"\0" * 4
         ({"second model": ArrayRecord()}, "must have one model"),
     ],
 )
-def test_a_reply_that_is_wrong_is_left_out_by_name(home: Path, tiny_kit: Path, wrong: dict, message: str) -> None:
+def test_a_reply_that_is_wrong_is_refused(tiny_kit: Path, wrong: dict, message: str) -> None:
+    config = parse_run_config(quick(method="fedavg", kit=str(tiny_kit)))
+    like = new_classifier(config.classifier, 10, str(tiny_kit), 0).state_dict()
+    figures = {"num-examples": 30, "seconds": 1.0, "flops": 1e9, "peak_memory_mb": 500.0}
+    reply = RecordDict({"arrays": ArrayRecord(like), "metrics": MetricRecord(figures)})
+    grid = rounds_run.RoundsGrid(LoopGrid(app, {}, []), {}, config, "job", 0, like)
+    assert set(grid._checked("client-0", reply).array_records["arrays"]) == set(like)
+    spoil(reply, wrong)
+    with pytest.raises(ValueError, match=message):
+        grid._checked("client-1", reply)
+
+
+def spoil(reply: RecordDict, wrong: dict) -> None:
+    for name, value in wrong.items():
+        if isinstance(value, torch.Tensor | bytes):
+            raw = isinstance(value, bytes)
+            array = Array("float32", (10,), "numpy.ndarray", value) if raw else Array(value.numpy())
+            reply["arrays"] = ArrayRecord(dict(reply.array_records["arrays"]) | {name: array})
+        elif isinstance(value, ArrayRecord):
+            reply[name] = value
+        else:
+            reply["metrics"] = MetricRecord(dict(reply.metric_records["metrics"]) | {name: value})
+
+
+@pytest.mark.parametrize("wrong", [{"fc.bias": torch.full((10,), float("nan"))}, {"num-examples": -5}])
+def test_who_sent_a_wrong_reply_is_left_out_by_name(home: Path, tiny_kit: Path, wrong: dict) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
-            for name, value in wrong.items():
-                if isinstance(value, torch.Tensor | bytes):
-                    raw = isinstance(value, bytes)
-                    array = Array("float32", (10,), "numpy.ndarray", value) if raw else Array(value.numpy())
-                    reply.content["arrays"] = ArrayRecord(dict(reply.content.array_records["arrays"]) | {name: array})
-                elif isinstance(value, ArrayRecord):
-                    reply.content[name] = value
-                else:
-                    reply.content["metrics"] = MetricRecord(dict(reply.content.metric_records["metrics"]) | {name: value})
+            spoil(reply.content, wrong)
         return reply
 
-    with pytest.raises(RoundError, match=f"(?s)1 of 2 clients sent a model.*client-1: .*{message}") as caught:
+    with pytest.raises(RoundError, match="(?s)1 of 2 clients sent a model.*client-1: .*(NaN|not plausible)") as caught:
         start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
     assert "client-0:" not in str(caught.value)
     start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1, min_clients=1), "fewer", tamper=tamper)
