@@ -72,11 +72,13 @@ class Exchange:
         A node whose app raised has failed. One that is or was offline is asked again when it is back, for nothing is delivered to it twice;
         one whose app crashed, once more. A reply that cannot be read is that node's failure and nobody else's.
         """
+        if not self.waiting():
+            return 0
         online = online_nodes(self.grid)
         for message_id, request in list(self._open.items()):
             try:
                 for reply in self.grid.pull_messages([message_id]):
-                    self._open.pop(message_id)
+                    del self._open[message_id]
                     if reply.has_error():
                         self._failed(request, reply.error, on_failure)
                     else:

@@ -257,15 +257,8 @@ def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 
 @pytest.fixture
 def federation(tmp_path: Path) -> Iterator[Any]:
-    """Keys for a `system_tools.Federation` on loopback, whose SuperLink the test starts; ended with everything it started."""
-    from system_tools import Federation
+    """A `system_tools.Federation` in the test's own folder."""
+    from system_tools import new_federation
 
-    from osfl import certs
-    from osfl.launch import end_process_tree
-
-    certs.make_ca(tmp_path / "keys")
-    certs.make_server(tmp_path / "keys", [])
-    made = Federation(tmp_path)
-    yield made
-    for process in reversed(made.processes.values()):
-        end_process_tree(process.pid)
+    with new_federation(tmp_path) as made:
+        yield made

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,3 +157,16 @@ class Federation:
         """What a node is started with that does as the README says, or trusts another authority."""
         trusted = ["--root-certificates", str(authority or self.keys / "ca.crt")]
         return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]
+
+
+@contextmanager
+def new_federation(folder: Path) -> Iterator[Federation]:
+    """Keys for a federation on loopback, whose SuperLink the caller starts; ended with everything it started."""
+    certs.make_ca(folder / "keys")
+    certs.make_server(folder / "keys", [])
+    made = Federation(folder)
+    try:
+        yield made
+    finally:
+        for process in reversed(made.processes.values()):
+            end_process_tree(process.pid)

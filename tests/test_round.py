@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,21 +14,25 @@ import httpx
 import pytest
 import torch
 from conftest import LoopGrid, quick
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import client_app.app
+import client_app.methods.domain as domain_client
 import osfl
 import server_app.methods.feddeo as feddeo_server
 import server_app.synthesis.images as synthesis_images
 from client_app.app import app
+from client_app.job import ClientJob
 from osfl import wire
 from osfl.cli import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.kits import KitError
 from osfl.methods import METHODS
+from osfl.payloads import Payload
 from osfl.protocol import COST_KEYS, pack_payload
 from server_app.app import kit_of_clients, run_job
 from server_app.round import Exchange, RoundError
@@ -180,6 +186,30 @@ def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_ki
     for file in (home / "runs" / "job" / "payloads").glob("*.json"):
         assert json.loads(file.read_text())["costs"]["resent"] == 1.0
     assert not list((home / "cache").rglob("payload.pb"))
+
+
+def test_a_client_that_is_asked_twice_at_once_works_once(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that lost sight of a node asks again while it still works: the second request waits, and has the first one's payload."""
+    config, made = quick(method="prompts-domain", kit=str(tiny_kit)), []
+    make_payload = domain_client.make_payload
+
+    def slow(job: ClientJob) -> Payload:
+        made.append(job.client)
+        time.sleep(1)
+        return make_payload(job)
+
+    monkeypatch.setattr(domain_client, "make_payload", slow)
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+    def ask(number: int) -> float:
+        message = Message(RecordDict({"job": ConfigRecord({"job": "job"})}), dst_node_id=100, message_type="train")
+        message.metadata.__dict__["_message_id"] = str(number)
+        reply = app(message, Context(1, 100, nodes(2)[0], RecordDict(), config))
+        return float(reply.content.metric_records["costs"]["resent"])  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(ask, range(2))) == [0.0, 1.0]
+    assert made == ["client-0"]
 
 
 def test_a_cached_payload_of_other_settings_is_not_sent(home: Path, tiny_kit: Path) -> None:
@@ -589,7 +619,7 @@ def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: 
     assert metrics(home)["accuracy"]["FT"].keys() == {"client-0", "client-1", "average"}
     asked = Counter(grid.sent)
     assert sorted(asked.values()) == [1] * 7 + [2]  # join, train, acknowledge, evaluate of two clients; one of them again
-    assert len(json.loads((home / "runs" / "job" / "metrics.json").read_text())["clients"]) == 2
+    assert len(metrics(home)["clients"]) == 2
 
 
 def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Path) -> None:
