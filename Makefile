@@ -16,11 +16,12 @@ demo: setup ## six clients, six domains, one round, one global model
 # docker-compose 1.29 or Compose v2, whichever is there.
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-compose-demo: ## the demo's federation in containers, with TLS and node keys; brought up, run, and taken down
+compose-demo: ## the demo's federation in containers, with TLS and node keys; brought up, run, and taken down; its report is in runs/compose-demo
 	trap '$(COMPOSE) -p osfl-demo down --volumes' EXIT; trap 'exit 130' INT TERM HUP; \
 	$(COMPOSE) -p osfl-demo build && $(COMPOSE) -p osfl-demo up -d && \
 	$(COMPOSE) -p osfl-demo run --rm run configs/demo.toml job-id=compose-demo && \
-	$(COMPOSE) -p osfl-demo exec -T server osfl show /data/runs/compose-demo
+	$(COMPOSE) -p osfl-demo exec -T server osfl show /data/runs/compose-demo && \
+	mkdir -p runs && docker cp $$($(COMPOSE) -p osfl-demo ps -q server):/data/runs/compose-demo runs/
 
 test: lint ## everything: lint, types, unit and system tests
 	$(BIN)/pytest

@@ -1,13 +1,15 @@
 #!/bin/sh
-# register.sh FOLDER: make the public keys FOLDER/*.pub known to the SuperLink. Flower's answers, with the nodes' ids, are kept in /data/nodes: who has one is done.
+# register.sh FOLDER: make the public keys FOLDER/*.pub known to the SuperLink. Flower's answers, with the nodes' ids, are kept in /data/registered with the key: who has one is done.
 set -eu
-mkdir -p /data/nodes
+mkdir -p /data/registered
 for key in "$1"/*.pub; do
-  answer=/data/nodes/$(basename "$key" .pub).json
-  if [ ! -s "$answer" ]; then
+  name=$(basename "$key" .pub)
+  answer=/data/registered/$name.json
+  if [ ! -s "$answer" ] || ! cmp -s "$key" "/data/registered/$name.pub"; then
     flwr supernode register "$key" federation --format json >"$answer.new"
     cat "$answer.new"
     grep -qe '"node-id"' -e 'already in use' "$answer.new" # the latter: this was broken off before
+    cp "$key" "/data/registered/$name.pub"
     mv "$answer.new" "$answer"
   fi
 done

@@ -393,6 +393,12 @@ def _check_together(config: RunConfig) -> None:
             f"espresso.noise-draws = {config.espresso.noise_draws}: must be at least espresso.components = "
             f"{config.espresso.components}, or a class with one image has too few latents for its mixture"
         )
+    from_noise = config.method in METHODS and METHODS[config.method].samples
+    if from_noise and config.data.name == "folder" and config.sampling_kit in ("digits", "digits-unclip"):
+        key = "feddisc.kit" if config.method == "feddisc" and config.feddisc.kit else "kit"
+        problems.append(
+            f"{key} = {config.sampling_kit!r}: it draws digits; with data.name = 'folder', name a kit for your images"
+        )
     if config.method == "feddf" and config.data.name == "folder" and config.rounds.proxy == "public":
         problems.append(
             "rounds.proxy = 'public': those are digits; with data.name = 'folder', name a folder of unlabelled images"

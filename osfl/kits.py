@@ -82,7 +82,7 @@ def kit_digest(path: str | Path) -> str:
     folder, digest = Path(path), hashlib.sha256()
     if not folder.is_dir():
         return hashlib.sha256(str(path).encode()).hexdigest()
-    for file in sorted(p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt"}):
+    for file in sorted(p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt", ".bin"}):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + bytes.fromhex(_sha256(file)))
     return digest.hexdigest()
 

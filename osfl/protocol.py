@@ -35,7 +35,7 @@ def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
 
 
 def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[str, float]]:
-    """(payload, sha256 of the header, costs); the payload is not decoded yet.
+    """(payload, sha256 of the header, costs); the payload is not decoded yet. It is taken out of `content`: a large one is held once.
 
     Raises:
         wire.PayloadError: a part is missing or of the wrong type.
@@ -44,6 +44,7 @@ def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[s
         blob = content.array_records["payload"]["payload"].data
         sha256 = content.config_records["header"]["sha256"]
         costs = {key: float(content.metric_records["costs"][key]) for key in COST_KEYS}  # type: ignore[arg-type]
+        del content["payload"]
     except (KeyError, TypeError, ValueError) as error:
         raise wire.PayloadError(client, "reply", f"{error} is missing or of the wrong type") from None
     if not isinstance(blob, bytes) or not isinstance(sha256, str):

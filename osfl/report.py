@@ -47,9 +47,9 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
     everywhere = (
         set.intersection(*map(set, accuracy.values())) if accuracy else set()
     )  # models are compared where all were tested
-    best = ""
-    if accuracy and config["method"] != "local":  # of which nobody could choose the best client's model
-        best = max(accuracy, key=lambda name: _mean({c: accuracy[name][c] for c in everywhere}))
+    shown = ""  # FT where there is one: by their accuracy on the clients' test images nobody could choose
+    if accuracy and config["method"] != "local":
+        shown = "FT" if "FT" in accuracy else next(iter(accuracy))
     clients: dict[str, dict[str, float]] = defaultdict(dict)
     for client in {c for by_client in tests.values() for c in by_client}:
         models = list((folder / "models").glob("*.safetensors")) or (folder / "payloads").glob(
@@ -79,8 +79,8 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
         "method": config["method"],
         "seed": config["seed"],
         "accuracy": {name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()},
-        "best": best,
-        "average": _mean(accuracy[best]) if best else _mean({name: _mean(row) for name, row in accuracy.items()}),
+        "shown": shown,
+        "average": _mean(accuracy[shown]) if shown else _mean({name: _mean(row) for name, row in accuracy.items()}),
         "rounds": rounds["round"],
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
@@ -215,12 +215,12 @@ def _grid(folder: Path, classes: tuple[str, ...], most: int = 12) -> str:
 
 
 def _confusion(metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
-    """The best model's confusion matrix over all clients, rows normalised, as a base64 PNG."""
+    """The shown model's confusion matrix over all clients, rows normalised, as a base64 PNG."""
     from matplotlib.figure import Figure
 
-    if not metrics["best"]:
+    if not metrics["shown"]:
         return ""
-    cells = np.sum([np.array(matrix) for matrix in metrics["confusion"][metrics["best"]].values()], axis=0)
+    cells = np.sum([np.array(matrix) for matrix in metrics["confusion"][metrics["shown"]].values()], axis=0)
     share = cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
     size = max(3.6, 0.42 * len(classes))
     figure = Figure(figsize=(size, size))

@@ -11,7 +11,7 @@ h1 { font-size:1.7rem; margin:0 } h2 { font-size:1.1rem; margin:2.4rem 0 .6rem }
 .card b { display:block; font-size:1.45rem; line-height:1.3 } .card span { color:var(--soft); font-size:.85rem }
 .wide { overflow-x:auto } table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums }
 th,td { text-align:right; padding:.35rem .7rem; border-bottom:1px solid var(--line); white-space:nowrap } th:first-child,td:first-child { text-align:left }
-th { font-weight:600; color:var(--soft); font-size:.85rem } tr.best td { font-weight:600 }
+th { font-weight:600; color:var(--soft); font-size:.85rem } tr.shown td { font-weight:600 }
 td.heat { background:linear-gradient(to right,#d6e4f8 var(--w),transparent var(--w)) }
 img { max-width:100%; height:auto; display:block } .two { display:flex; flex-wrap:wrap; gap:2rem }
 details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code { font-size:.85rem }
@@ -19,7 +19,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <h1>{{ m.method }}</h1>
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}</p>
 <div class="cards">
-<div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.best or "mean of all models" }}){% endif %}</span></div>
+<div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.shown or "mean of all models" }}){% endif %}</span></div>
 <div class="card"><b>{{ m.clients|length }}</b><span>clients, {{ m.rounds }} round{{ '' if m.rounds == 1 else 's' }}</span></div>
 <div class="card"><b>{{ upload|bytes }}</b><span>uploaded by all clients</span></div>
 <div class="card"><b>{{ m.server.synthetic_images }}</b><span>synthetic images</span></div>
@@ -30,7 +30,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <h2>Accuracy on each client's own test images</h2>
 <div class="wide"><table><tr><th>global model</th>{% for n in names %}<th>{{ n }}</th>{% endfor %}<th>average</th></tr>
 {% for name, row in m.accuracy.items() %}
-<tr{% if name == m.best and m.accuracy|length > 1 %} class="best"{% endif %}><td>{{ name }}</td>
+<tr{% if name == m.shown and m.accuracy|length > 1 %} class="shown"{% endif %}><td>{{ name }}</td>
 {% for n in names + ["average"] %}
 {% if n in row %}<td class="heat" style="--w:{{ "%.0f"|format(row[n]) }}%">{{ "%.1f"|format(row[n]) }}</td>{% else %}<td>not tested</td>{% endif %}
 {% endfor %}</tr>
@@ -54,7 +54,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models; a hub's kit is not counted. Server:
 {{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
 {% if confusion %}
-<h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.best }}{% endif %}</h2>
+<h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.shown }}{% endif %}</h2>
 <img alt="Confusion matrix over all clients" src="data:image/png;base64,{{ confusion }}">
 <p class="note">All clients' test images; shades are shares of a row.</p>
 {% endif %}

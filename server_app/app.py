@@ -16,7 +16,7 @@ from osfl.methods import METHODS, kit_parts, server_half
 from osfl.payloads import Classifier, Payload
 from osfl.report import write_report
 from osfl.wire import PayloadError
-from server_app.expected import expected_payload, expected_tensors
+from server_app.expected import expected_payload, expected_tensors, shapes_of_kit
 from server_app.job import ServerJob
 from server_app.round import collect, evaluate_on_clients, join, leave_out
 from server_app.rounds.run import run_rounds
@@ -72,7 +72,8 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         log.info("report: %s", folder.path / "report.html")
     except BaseException as error:
         status.state["error"] = f"{type(error).__name__}: {error}"
-        status.phase("failed")
+        with suppress(OSError):  # the reason may be a full disk; it is what to say
+            status.phase("failed")
         raise
 
 
@@ -85,7 +86,9 @@ def check_server(config: RunConfig) -> None:
     pick_device(config.device)
     method, classes = METHODS[config.method], len(class_names(config.data))
     if method.samples:
-        check_kit(find_kit(config.sampling_kit), DIFFUSION_PARTS)
+        check_kit(kit := find_kit(config.sampling_kit), DIFFUSION_PARTS)
+        if not Path(kit).is_dir():  # a hub id with a slip in it, or without a network
+            shapes_of_kit(kit)
     trained = config.classifier if method.rounds else config.global_model
     if config.method != "local":
         new_classifier(trained, classes, find_kit(config.kit) if trained.init == "kit" else "", config.seed)

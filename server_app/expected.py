@@ -36,7 +36,7 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
     payload, real = METHODS[config.method].payload, torch.float32
     if payload in (None, "Classifier", "Captions", "Domain"):
         return {}
-    text, latent, image = _kit_shapes(find_kit(config.sampling_kit))
+    text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
     match payload:
         case "Descriptions":
             return {"vectors": (("classes", *text), real)}
@@ -65,7 +65,8 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
 
 
 @cache
-def _kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+    """What `osfl.diffusion.kit_shapes` says; of a hub id it fetches the small files."""
     from osfl.diffusion import kit_shapes
 
     return kit_shapes(kit)

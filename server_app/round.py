@@ -215,30 +215,35 @@ def collect(
     exchange, thanks = Exchange(grid, config.deadline), Exchange(grid, config.join_timeout)
     job = RecordDict({"job": ConfigRecord({"job": job_id})})
 
-    def accept(client: str, blob: bytes, sha256: str | None, limits: wire.Expected) -> bool:
-        try:
-            payload = wire.decode(blob, limits, sha256)
+    def accept(client: str, sha256: str, limits: wire.Expected) -> bool:
+        try:  # from the disk, so that `decode` alone has the bytes
+            payload = wire.decode(folder.stored_payload(client), limits, sha256)
             probe(payload, client, config)
         except wire.PayloadError as error:
-            problems[client] = str(error)
-            log.error("%s", error)
             folder.refuse_payload(client)
-            status.client(client, "refused")
+            refuse(client, error)
             return False
         payloads[client] = payload
-        status.client(client, f"delivered {len(blob):,} bytes")
+        status.client(client, f"delivered {folder.payload_size(client):,} bytes")
         return True
+
+    def refuse(client: str, error: wire.PayloadError) -> None:
+        problems[client] = str(error)
+        log.error("%s", error)
+        status.client(client, "refused")
 
     def on_reply(node: int, content: RecordDict) -> None:
         client = client_of[node]
+        limits = expected(client)
         try:
             blob, sha256, costs = unpack_payload(content, client)
+            wire.check_size(len(blob), limits)
         except wire.PayloadError as error:
-            problems[client] = str(error)
-            return status.client(client, "refused")
-        if len(blob) <= config.max_payload_mb * 1e6:  # before anything else: from here on nobody is asked twice
-            folder.store_payload(client, blob, {"sha256": wire.digest(blob), "bytes": len(blob), "costs": costs})
-        if accept(client, blob, sha256, expected(client)):
+            return refuse(client, error)
+        # Before anything else: from here on nobody is asked twice
+        folder.store_payload(client, blob, {"sha256": wire.digest(blob), "bytes": len(blob), "costs": costs})
+        del blob
+        if accept(client, sha256, limits):
             thanks.push(node, ACKNOWLEDGE, job)
 
     def on_failure(node: int, reason: str) -> None:
@@ -247,9 +252,10 @@ def collect(
         status.client(client_of[node], "failed")
 
     for client in folder.stored_clients():
-        blob, about = cast(tuple[bytes, dict], folder.stored_payload(client))
-        own_limit = replace(expected(client), max_bytes=len(blob))  # what was accepted once is not refused for a lower limit
-        if accept(client, blob, about["sha256"], own_limit) and client in nodes:
+        own_limit = replace(
+            expected(client), max_bytes=folder.payload_size(client)
+        )  # what was accepted once is not refused for a lower one
+        if accept(client, folder.read_json(f"payloads/{client}.json")["sha256"], own_limit) and client in nodes:
             thanks.push(nodes[client], ACKNOWLEDGE, job)
     for client, node in nodes.items():
         if client not in payloads:

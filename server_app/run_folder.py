@@ -48,10 +48,13 @@ class RunFolder:
         self.write_json(f"payloads/{client}.json", about)
         write_atomically(self.path / "payloads" / f"{client}.pb", blob)
 
-    def stored_payload(self, client: str) -> tuple[bytes, dict[str, Any]] | None:
-        """(bytes, about) of a payload received earlier, or None."""
-        file = self.path / "payloads" / f"{client}.pb"
-        return (file.read_bytes(), self.read_json(f"payloads/{client}.json")) if file.is_file() else None
+    def stored_payload(self, client: str) -> bytes:
+        """A payload as it was received."""
+        return (self.path / "payloads" / f"{client}.pb").read_bytes()
+
+    def payload_size(self, client: str) -> int:
+        """In bytes."""
+        return (self.path / "payloads" / f"{client}.pb").stat().st_size
 
     def stored_clients(self) -> list[str]:
         """Whose payloads are there."""

@@ -30,12 +30,12 @@ def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     return [f"{key}={value}" for key, value in shown.items()]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
-    """Fail, saying `what()`, if the condition does not come true in time."""
+def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.5) -> None:
+    """Fail, saying `what()`, if the condition, looked at `every` so many seconds, does not come true in time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what()
-        time.sleep(0.5)
+        time.sleep(every)
 
 
 def kill(process: psutil.Process) -> None:

@@ -66,6 +66,15 @@ def test_feddf_does_not_distil_photographs_on_digits() -> None:
     assert parse_run_config({**defaults(), **folders, "rounds.proxy": "/data/web"}).rounds.proxy == "/data/web"
 
 
+@pytest.mark.parametrize(("method", "key"), [("oscar", "kit"), ("feddisc", "feddisc.kit")])
+def test_digits_are_not_drawn_for_other_images(method: str, key: str) -> None:
+    folders = {**defaults(), "data.name": "folder", "data.classes": "cat,dog", "method": method}
+    with pytest.raises(ConfigError, match=f"{key} = 'digits.*': it draws digits"):
+        parse_run_config(folders)
+    assert parse_run_config({**folders, key: "/models/mine"}).method == method
+    assert parse_run_config({**folders, "method": "local"}).kit == "digits"  # for its classifiers' first weights
+
+
 def test_a_class_named_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="'cat' stands there twice"):
         parse_run_config({**defaults(), "data.name": "folder", "data.classes": "cat,dog,cat"})
@@ -103,7 +112,7 @@ def test_files_and_arguments_merge_from_left_to_right(tmp_path) -> None:  # type
 
 def test_lists_and_other_values_of_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "a.toml"
-    file.write_text('[data]\nname = "folder"\nclasses = ["dog", "cat"]\n')
+    file.write_text('kit = "/models/mine"\n[data]\nname = "folder"\nclasses = ["dog", "cat"]\n')
     assert resolve_config([str(file)])[0].data.classes == "dog,cat"
     file.write_text("[feddeo]\nlr = 2024-01-01\n")
     with pytest.raises(ConfigError, match=r"feddeo\.lr = 2024-01-01: must be a text, a number"):

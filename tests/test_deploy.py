@@ -99,7 +99,9 @@ def test_port_8000_is_the_servers_own() -> None:
     for name, service in one_machine.items():
         if name.startswith("client-"):
             assert service["networks"] == ["fleet"]
-    assert [service["ports"] for service in services(SERVER).values() if "ports" in service] == [["9092:9092"]]
+    assert [service["ports"] for service in services(SERVER).values() if "ports" in service] == [
+        ["${OSFL_ADDRESS:-0.0.0.0}:9092:9092"]
+    ]
     assert "ports" not in services(CLIENT)["client"]
     unit = (ROOT / "deploy" / "systemd" / "osfl-superlink.service").read_text()
     assert "--host 127.0.0.1 --fleet-api-address 0.0.0.0:9092" in unit

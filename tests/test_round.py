@@ -1,11 +1,13 @@
 """A whole run over real Flower messages and the real apps, in this process; and what goes wrong in one."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,7 +67,7 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_uncl
     for row in result["accuracy"].values():
         assert set(row) == {"client-0", "client-1", "average"}
         assert row["average"] == pytest.approx((row["client-0"] + row["client-1"]) / 2)
-    assert all(sum(map(sum, matrix)) == 30 for by_client in result["confusion"].values() for matrix in by_client.values())
+    assert all(sum(map(sum, matrix)) == 20 for by_client in result["confusion"].values() for matrix in by_client.values())
     folder = home / "runs" / "job"
     manifest = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()] if samples else []
     assert len(manifest) == result["server"]["synthetic_images"] == (20 if samples else 0)
@@ -157,6 +159,51 @@ def test_an_interrupted_server_makes_the_same_images(home: Path, tiny_kit: Path,
     assert files(home / "runs" / "quiet", "images", "manifest.jsonl") == files(
         home / "runs" / "rough", "images", "manifest.jsonl"
     )
+
+
+@pytest.fixture
+def small_disk(home: Path) -> Iterator[Path]:
+    """Runs are on a file system of their own, of 400 MB."""
+    runs = home / "runs"
+    runs.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400m", "none", str(runs)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    yield runs
+    subprocess.run(["umount", str(runs)], check=True)
+
+
+def test_a_disk_that_fills_loses_nothing(small_disk: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full when the second payload comes, then after the first unit of images; each time the error says so, and the same command goes on."""
+    config, ballast, commit = quick(method="feddeo", kit=str(tiny_kit)), small_disk / "ballast", synthesis_images._commit
+
+    def fill() -> None:
+        ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+
+    def fill_after_the_first(index: int, kind: str, reply: Message) -> Message:
+        if (index, kind) == (0, "query.acknowledge"):
+            fill()
+        return reply
+
+    def commit_and_fill(job, unit, pixels) -> None:  # type: ignore[no-untyped-def]
+        commit(job, unit, pixels)
+        fill()
+
+    with pytest.raises(OSError, match="No space left on device"):
+        start(config, tamper=fill_after_the_first)
+    assert [file.name for file in (small_disk / "job" / "payloads").glob("*.pb")] == ["client-0.pb"]
+    ballast.unlink()
+    monkeypatch.setattr(synthesis_images, "_commit", commit_and_fill)
+    asked: list[tuple[int, str]] = []
+    with pytest.raises(OSError, match="No space left on device"):
+        start(config, tamper=lambda index, kind, reply: asked.append((index, kind)) or reply)  # type: ignore[func-returns-value]
+    assert [index for index, kind in asked if kind == "train"] == [1]
+    assert len(list((small_disk / "job" / "units").glob("*.jsonl"))) == 1
+    ballast.unlink()
+    monkeypatch.setattr(synthesis_images, "_commit", commit)
+    grid = start(config)
+    assert "train" not in [kind for _, kind in grid.sent]
+    assert len((small_disk / "job" / "manifest.jsonl").read_text().splitlines()) == 2 * 10
 
 
 def test_a_damaged_image_is_made_again(home: Path, tiny_kit: Path) -> None:

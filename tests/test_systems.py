@@ -14,6 +14,7 @@ from test_methods import CLASSES, images, job_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from client_app import conditions
 from client_app.methods import espresso as espresso_half
 from client_app.methods import fedbip as fedbip_half
 from client_app.methods import feddisc as feddisc_half
@@ -139,14 +140,14 @@ def test_clusters_are_wards() -> None:
 
 
 def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
-    """Variance of a noised mixture: a E[s^2 + (1-s)^2] var(x0) + (1 - a) = 0.5 * 2/3 * 4 + 0.5, where an image is not mixed with itself."""
+    """Variance of a noised mixture: a E[s^2 + (1-s)^2] var(x0) + (1 - a) = 0.5 * 2/3 * (4 + 3) + 0.5, where an image is not mixed with itself."""
     a_t = torch.tensor(0.5)
     latents = espresso_half.noised_latents(
-        2 * random(4000, 1, 1, 1), torch.full((4000, 1, 1, 1), -30.0), a_t, 3, torch.Generator().manual_seed(0)
+        2 * random(4000, 1, 1, 1), torch.full((4000, 1, 1, 1), math.log(3)), a_t, 3, torch.Generator().manual_seed(1)
     )
     assert latents.shape == (12_000, 1, 1, 1)
     assert latents.mean().item() == pytest.approx(0, abs=0.05)
-    assert latents.var().item() == pytest.approx(0.5 * 2 / 3 * 4 + 0.5, rel=0.04)
+    assert latents.var().item() == pytest.approx(0.5 * 2 / 3 * 7 + 0.5, rel=0.05)
 
 
 def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -415,6 +416,50 @@ def test_latents_are_drawn_between_two_images_of_the_class() -> None:
     assert np.mean(drawn) == pytest.approx(2, abs=0.1)
     assert np.std(drawn) == pytest.approx(2 / 12**0.5, abs=0.05)  # uniform on [1, 3]
     assert fedbip.interpolated(payload, 1, generator_of(0)).item() == 50
+    wide = replace(payload, means=torch.zeros(3, 1, 1, 1), deviations=torch.tensor([1.0, 3.0, 0.0]).view(3, 1, 1, 1))
+    drawn = [fedbip.interpolated(wide, 0, generator_of(i)).item() for i in range(2000)]
+    assert np.std(drawn) == pytest.approx((13 / 3) ** 0.5, rel=0.05)  # E (1 + 2u)^2 of u uniform on [0, 1]
+
+
+def test_every_posterior_stays_with_its_image_and_its_word(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Two classes in turn, the later one's images first."""
+    data, kit, seen = images(8, 3, 8, 3, 8), load_kit(tiny_kit), []
+    monkeypatch.setattr(
+        fedbip_half, "learn_words", lambda *args: (seen.append(args[1:5]), torch.zeros(32), torch.zeros(2, 32))[1:]
+    )
+    payload = fedbip_half.make_payload(job_of(tiny_kit, data, method="fedbip"))
+    ((names, owner, means, _),) = seen
+    assert (names, owner.tolist()) == (["three", "eight"], [0, 0, 1, 1, 1])
+    assert payload.labels.tolist() == [3, 3, 8, 8, 8]
+    expected, _ = kit.encode(next(data.batches(100)))
+    assert torch.allclose(payload.means, expected[[1, 3, 0, 2, 4]], atol=1e-5)
+    assert torch.allclose(means, payload.means)
+
+
+# ---- What all share ----
+
+
+def test_latents_are_scaled_as_diffusers_pipelines_scale_them(tiny_kit) -> None:  # type: ignore[no-untyped-def]
+    kit, x = load_kit(tiny_kit), random(2, 3, 32, 32)
+    theirs, scale = kit.vae.encode(x).latent_dist, kit.vae.config.scaling_factor
+    assert scale != 1
+    mean, logvar = kit.encode(x)
+    assert torch.allclose(mean, scale * theirs.mean, atol=1e-6)
+    assert torch.allclose((0.5 * logvar).exp(), scale * theirs.std, atol=1e-6)
+    assert torch.allclose(kit.decode(mean), kit.vae.decode(theirs.mean).sample, atol=1e-5)
+
+
+def test_conditions_learn_from_draws_of_the_posterior(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Of mean 5 and variance 4."""
+    kit, drawn = load_kit(tiny_kit), []
+    monkeypatch.setattr(conditions, "forward_noise", lambda z, noise, a: (drawn.append(z), noise)[1])
+    mean, logvar = torch.full((64, 4, 8, 8), 5.0), torch.full((64, 4, 8, 8), math.log(4))
+    job = job_of(tiny_kit, images(3), feddeo__epochs=1, feddeo__batch_size=64)
+    start = kit.text(["an image of three"])
+    conditions.learn_conditions(kit, start, mean, logvar, [torch.arange(64)], ["three"], job.config.feddeo, job)
+    (latents,) = drawn
+    assert latents.mean().item() == pytest.approx(5, abs=0.05)
+    assert latents.std().item() == pytest.approx(2, rel=0.03)
 
 
 # ---- Every sampler ----
@@ -570,7 +615,7 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
 
 def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the server expects of a client with a kit of Stable Diffusion's shapes (512 px; unCLIP 2.1 for FedDISC): numbers a class."""
-    monkeypatch.setattr(expected, "_kit_shapes", lambda kit: ((77, 768), (4, 64, 64), 2048))
+    monkeypatch.setattr(expected, "shapes_of_kit", lambda kit: ((77, 768), (4, 64, 64), 2048))
 
     def numbers(method: str, classes: int = 1, images: int = 1) -> int:
         config = parse_run_config(

@@ -1,9 +1,13 @@
 """The wire format: what goes in comes out, and nothing else comes out."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -306,6 +310,28 @@ def test_every_kind_round_trips(method: str) -> None:
     back = wire.decode(encoded, expected_of(method), wire.digest(encoded))
     assert same(back, payload)
     assert blob(back, expected_of(method)) == encoded
+    assert pb.Payload.FromString(encoded).SerializeToString(deterministic=True) == encoded  # as protobuf itself would write it
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The most bytes of memory that were resident beside those that were before."""
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    work()
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(peak) * 1024 - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_a_large_payload_is_held_no_more_than_three_times(tmp_path: Path) -> None:
+    """As in a VGG-16, one tensor is three quarters of it. On a client the payload itself is one copy, on the server the serialised bytes."""
+    state = {"fc.weight": torch.ones(150 * 250_000), **{f"conv{k}.weight": torch.ones(10 * 250_000) for k in range(5)}}
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+    expected = replace(CLASSIFIER, architectures={"resnet18": shapes}, max_bytes=300_000_000)
+    payload, file = Classifier(("dog",), "resnet18", state), tmp_path / "payload.pb"
+    size = sum(value.nbytes for value in state.values())
+    assert peak_of(lambda: file.write_bytes(blob(payload, expected))) < 1.2 * size
+    assert peak_of(lambda: wire.decode(file.read_bytes(), expected, wire.digest(file.read_bytes()))) < 3 * size
 
 
 @pytest.mark.parametrize("method", KINDS)

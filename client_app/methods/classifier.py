@@ -10,6 +10,7 @@ Differences from the paper:
 2. Theirs: 224 px. Ours: `data.image-size`, with a 3x3 stride-2 stem at 32 px (`classifier.small-stem`).
 3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): 100 images make 4 steps an epoch at 32, and the
    classifiers stay half trained; 32 is in configs/methods/fedlmg.toml.
+4. Order and dropout are seeded by the run's seed alone: clients with equally many images take them in the same order of places.
 
 Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parameters, and 9,620 BatchNorm statistics.
 """

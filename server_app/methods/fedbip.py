@@ -5,7 +5,7 @@ first timestep and denoised under "a S style of a V", with noise on S.
 
 Differences from the paper:
 
-1. The interpolation's share: ours is drawn uniformly from [0, 1].
+1. The interpolation's share: ours is drawn uniformly from [0, 1], and mixes means and standard deviations alike; the mean of two draws would deviate less.
 2. Theirs: noise N(0, 0.1^2) on S. Ours: `fedbip.domain-noise`, a new draw for every image.
 """
 

@@ -4,7 +4,7 @@ FGL (Zhang et al., arXiv 2306.16064): the class's name and a caption are the pro
 
 Differences from the paper:
 
-1. Theirs: a negative prompt in words. Ours: `fgl.negative-prompt`, empty for the digits, whose kit knows no such words.
+1. Theirs: a negative prompt in words. Ours: `fgl.negative-prompt`, empty unless it is set: the digits' kit knows no such words.
 2. Ours: R images a class and client, as for the other methods; image i has the client's i-th caption of the class, and begins again when they
    are used up.
 """

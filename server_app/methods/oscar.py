@@ -4,10 +4,12 @@ OSCAR (Zaland et al., arXiv 2502.08488), section III: classifier-free guidance o
 
 Differences from the paper:
 
-1. Theirs: `(1 + s) e_c - s e_0` (eq. 8). Ours: diffusers' convention, in which the same guidance is `g = 1 + s` (`oscar.guidance`, 7.5).
+1. Theirs: `(1 + s) e_c - s e_0` with s = 7.5 (eq. 8). Ours: diffusers' convention, in which the same guidance is `g = 1 + s` (`oscar.guidance`);
+   configs/methods/oscar.toml has 7.5 for g, Stable Diffusion's usual scale, where the paper's would be 8.5.
 2. `oscar-pooled` sends one vector a class, p. Ours lays it out as `[h_bos, p, p, ..., p]`: the state of the begin-of-text token is a constant of the
    text encoder (it attends to nothing else), and every state after the end of the text resembles the end's.
 3. Theirs: 30 images a class (10 in its tables 2 and 3). Ours: `synthesis.images-per-class`.
+4. Theirs: noise in every step (eq. 9). Ours: DDIM without (eta = 0), as in all methods here.
 """
 
 from collections.abc import Mapping

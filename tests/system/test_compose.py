@@ -4,13 +4,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from system_tools import quick_arguments, wait_for
+from system_tools import BIN, quick_arguments, wait_for
 
 
 @cache
@@ -31,15 +31,19 @@ pytestmark = [
 
 @dataclass
 class Containers:
-    """The federation of docker-compose.yml, under a name of its own."""
+    """The services of compose files, under a name of their own."""
 
     project: str
-    extra: Path
+    files: tuple[Path, ...]
+    settings: dict[str, str] = field(default_factory=dict)  # what a user writes into .env
 
     def compose(self, *arguments: str, check: bool = True, timeout: float = 3000) -> str:
         """The output of a compose command."""
-        files = ["-p", self.project, "-f", str(ROOT / "docker-compose.yml"), "-f", str(self.extra)]
-        done = subprocess.run([*engine(), *files, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+        files = [word for file in self.files for word in ("-f", str(file))]
+        command = [*engine(), "-p", self.project, *files, *arguments]
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **self.settings}, capture_output=True, text=True, timeout=timeout
+        )
         assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + done.stderr
 
@@ -47,16 +51,22 @@ class Containers:
         return self.compose("exec", "-T", service, *command)
 
 
-@pytest.fixture
-def federation(tmp_path: Path) -> Iterator[Containers]:
-    """Images built, containers up; all taken down at the end, but for the images."""
-    extra = tmp_path / "network.yml"
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Built once, for all tests and files; they stay."""
+    extra = tmp_path_factory.mktemp("compose") / "network.yml"
     built = "".join(f"  {name}: {{build: {{network: host}}}}\n" for name in ("keys", "server", "client-0"))
     extra.write_text(f"services:\n{built}")  # where containers reach the package index by the host's network alone
-    federation = Containers(f"osfl-test-{os.getpid()}", extra)
+    builder = Containers(f"osfl-build-{os.getpid()}", (ROOT / "docker-compose.yml", extra))
+    builder.compose("build", "keys")
+    builder.compose("build", "server", "client-0")
+
+
+@pytest.fixture
+def federation(images: None) -> Iterator[Containers]:
+    """Containers up; taken down at the end."""
+    federation = Containers(f"osfl-test-{os.getpid()}", (ROOT / "docker-compose.yml",))
     try:
-        federation.compose("build", "keys")
-        federation.compose("build", "server", "client-0")
         federation.compose("up", "-d", "--no-build")
         yield federation
     finally:
@@ -138,3 +148,59 @@ def keys_and_registrations_outlive_the_containers(federation: Containers) -> Non
 
     wait_for(lambda: online() == 6, 180, lambda: federation.compose("logs", "--tail", "20"))
     assert "average" in federation.inside("server", "osfl", "show", "/data/runs/composed")
+
+
+def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) -> None:
+    """deploy/README.md: keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the server's address."""
+    if os.geteuid():
+        pytest.skip("needs root: keys belong to the containers' user")
+    look = ["docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Gateway}}"]
+    address = subprocess.run(look, capture_output=True, text=True, check=True).stdout.strip()
+    for command in ("ca keys", f"server keys --host {address} --host control", "node keys site-a site-b"):
+        subprocess.run([BIN / "osfl", "certs", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    at_server = install(tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem")
+    install(at_server / "nodes", tmp_path / "keys" / "nodes", {}, "site-a.pub", "site-b.pub")
+    deploy, settings = ROOT / "deploy", {"OSFL_KEYS": str(at_server), "OSFL_ADDRESS": address}
+    server = Containers(f"osfl-server-{os.getpid()}", (deploy / "server.yml",), settings)
+    made = [server]
+    try:
+        server.compose("up", "-d", "--no-build")
+        assert server.compose("run", "--rm", "register").count('"node-id"') == 2
+        assert '"node-id"' not in server.compose("run", "--rm", "register")  # what is known stays as it is
+        for number, name in enumerate(("site-a", "site-b")):
+            keys = install(tmp_path / name, tmp_path / "keys", {}, "ca.crt")
+            install(keys, tmp_path / "keys" / "nodes", {name: "node.key"})
+            settings = {
+                "OSFL_SERVER": f"{address}:9092",
+                "OSFL_KEYS": str(keys),
+                "OSFL_CLIENT": name,
+                "OSFL_NODE_CONFIG": f"partition-id={number} num-partitions=2",
+                "OSFL_TARGET": "client",
+            }
+            made.append(Containers(f"osfl-{name}-{os.getpid()}", (deploy / "client.yml",), settings))
+            made[-1].compose("up", "-d", "--no-build")
+        arguments = quick_arguments("digits", method="fedlmg", fedlmg__strategies="ft", job_id="apart", num_clients=2)
+        output = server.compose("run", "--rm", "run", *arguments, check=False)
+        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].compose("logs", "--no-color", "--tail", "60")
+        assert "average" in server.inside("server", "osfl", "show", "/data/runs/apart")
+        listed = server.compose("run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json")
+        assert listed.count('"online"') == 2
+        container = server.compose("ps", "-q", "server").split()[0]
+        subprocess.run(["docker", "cp", f"{container}:/data/runs/apart", str(tmp_path)], check=True, capture_output=True)
+        assert (tmp_path / "apart" / "report.html").is_file()
+    finally:
+        for containers in reversed(made):
+            containers.compose("down", "--volumes", check=False)
+
+
+def install(folder: Path, keys: Path, private: dict[str, str], *public: str) -> Path:
+    """As the guide's "Keys": public files for all to read, private ones for the containers' user alone; by their new names."""
+    folder.mkdir(mode=0o755, exist_ok=True)
+    for name in public:
+        shutil.copy(keys / name, folder)
+        (folder / name).chmod(0o644)
+    for name, new in private.items():
+        shutil.copy(keys / name, folder / new)
+        (folder / new).chmod(0o600)
+        os.chown(folder / new, 10001, 10001)
+    return folder
