@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -122,10 +122,20 @@ def few_digits(load_split: Callable[[str], Any], split: str) -> Any:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Runs and caches of a test go below its own folder; clients have 30 images to train on and 20 to test on."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Runs and caches of a test go below its own folder; clients have 30 images to train on and 20 to test on.
+
+    FLOPs are counted where a test is marked `flops`: counting takes a quarter of a small run's time.
+    """
+    from osfl.costs import FlopMeter
     from osfl.data import digits, load
 
+    def not_counted(meter: FlopMeter, kind: Hashable, step: Callable[[], Any]) -> Any:
+        meter._of[kind] = 0
+        return step()
+
+    if not request.node.get_closest_marker("flops"):
+        monkeypatch.setattr(FlopMeter, "_count", not_counted)
     monkeypatch.setattr(digits, "load_split", partial(few_digits, digits.load_split))
     monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))

@@ -56,6 +56,7 @@ def metrics(home: Path, job: str = "job") -> dict:
     return json.loads((home / "runs" / job / "metrics.json").read_text())
 
 
+@pytest.mark.flops
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_unclip: Path, method: str) -> None:
     models = {"fedlmg": ["FT", "MD", "SD"], "local": ["client-0", "client-1"], "ceiling": ["real"]}.get(method, ["FT"])

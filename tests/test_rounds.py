@@ -103,6 +103,7 @@ def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -
     assert (zero["fc.weight"] - begin["fc.weight"]).norm() == pytest.approx(way.item(), rel=0.2)
 
 
+@pytest.mark.flops
 def test_every_client_trains_in_every_round_and_all_is_counted(home: Path, tiny_kit: Path) -> None:
     grid = start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=3, min_clients=1))
     assert [kind for _, kind in grid.sent].count("train") == 6
