@@ -1,10 +1,14 @@
-"""What a payload costs on a network: one client, all roles in processes of their own, TLS and node keys, on loopback.
+"""What a federation on a network costs: all roles in processes of their own, TLS and node keys, on loopback; to benchmarks/tables/network-*.md.
 
-python -m benchmarks.network   # seconds and each process's peak memory, for payloads from 41 kB to 45 MB
+python -m benchmarks.network payloads   # one client, payloads from 41 kB to 537 MB: seconds, and each process's peak memory
+python -m benchmarks.network demo       # the demo by six clients over TLS, and in simulation
+python -m benchmarks.network clients    # 64 simulated clients that send 5 MB each
 """
 
+import argparse
 import json
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -19,30 +23,30 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "network"
 sys.path.append(str(ROOT / "tests"))  # the system tests' federation
 
-from system_tools import Federation, new_federation  # noqa: E402
+from system_tools import BIN, Federation, new_federation  # noqa: E402
 
 ROLES = ("flower-superlink", "flwr-serverapp", "flower-supernode", "flwr-clientapp")
 QUICK = (
-    "num-clients=1",
     "synthesis.images-per-class=1",
     "synthesis.steps=2",
     "global-model.epochs=1",
     "classifier.epochs=1",
     "feddeo.epochs=1",
 )
-ROWS = {
+PAYLOADS = {
     "FedDEO": ("method=feddeo",),
-    "FedLMG, ShuffleNet": ("method=fedlmg", "fedlmg.strategies=ft", "classifier.architecture=shufflenet_v2_x1_0"),
-    "FedLMG, ResNet-18": ("method=fedlmg", "fedlmg.strategies=ft"),
+    "ShuffleNet": ("method=local", "classifier.architecture=shufflenet_v2_x1_0"),
+    "ResNet-18": ("method=local",),
+    "VGG-16": ("method=local", "classifier.architecture=vgg16", "classifier.small-stem=false", "classifier.init=none"),
 }
 
 
 class Memory(threading.Thread):
     """The largest resident memory of every role's processes (MB), looked at ten times a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, *roles: str) -> None:
         super().__init__(daemon=True)
-        self.peak, self._done = dict.fromkeys(ROLES, 0.0), threading.Event()
+        self.peak, self._done = dict.fromkeys(roles, 0.0), threading.Event()
         self.start()
 
     def run(self) -> None:
@@ -50,45 +54,94 @@ class Memory(threading.Thread):
             for process in psutil.process_iter():
                 with suppress(psutil.Error):
                     words = " ".join(process.cmdline()[:2])
-                    for role in ROLES:
+                    for role in self.peak:
                         if words.endswith(role):
                             self.peak[role] = max(self.peak[role], process.memory_info().rss / 1e6)
 
     def end(self) -> dict[str, float]:
-        """What was seen."""
+        """The figures, and no more looking."""
         self._done.set()
         self.join()
         return self.peak
 
 
-def measure(made: Federation, *settings: str) -> list[str]:
-    """A row's cells: the payload's size, peak memory of every role, wall seconds of the run."""
+def begin(made: Federation, clients: int) -> None:
+    """The SuperLink, and clients with registered keys."""
     made.begin_superlink()
-    made.register("client-0")
-    made.begin_node(
-        "client-0", *made.trusting("client-0"), config=f"partition-id=0 num-partitions=1 cache-dir='{made.folder / 'cache'}'"
-    )
-    memory, began = Memory(), time.monotonic()
-    if made.begin_run(*QUICK, *settings, "job-id=payload").wait():
+    for k in range(clients):
+        made.register(f"client-{k}")
+        config = f"partition-id={k} num-partitions={clients} cache-dir='{made.folder / f'cache-{k}'}'"
+        made.begin_node(f"client-{k}", *made.trusting(f"client-{k}"), config=config)
+
+
+def run_on(made: Federation, *settings: str) -> tuple[dict, float]:
+    """A run's metrics, and its seconds from the command to the end."""
+    began = time.monotonic()
+    if made.begin_run(*settings, "job-id=measured").wait():
         raise SystemExit(made.log("run")[-3000:])
-    seconds, peak = time.monotonic() - began, memory.end()
-    about = json.loads((made.folder / "server" / "payload" / "metrics.json").read_text())["clients"]["client-0"]
-    return [f"{about['upload_bytes'] / 1e6:,.2f}", *(f"{peak[role]:,.0f}" for role in ROLES), f"{seconds:.0f}"]
+    return json.loads((made.folder / "server" / "measured" / "metrics.json").read_text()), time.monotonic() - began
+
+
+def simulate(*arguments: str) -> tuple[dict, float]:
+    """The same of `osfl run` in simulation."""
+    began = time.monotonic()
+    subprocess.run([BIN / "osfl", "run", *arguments, "job-id=measured", "--runs", WORK / "runs"], cwd=ROOT, check=True)
+    return json.loads((WORK / "runs" / "measured" / "metrics.json").read_text()), time.monotonic() - began
+
+
+def payloads() -> list[list[str]]:
+    """Every row in a federation of its own."""
+    rows = [["", "payload MB", *(f"{role} MB" for role in ROLES), "s"]]
+    for number, (name, settings) in enumerate(PAYLOADS.items()):
+        folder = WORK / str(number)
+        folder.mkdir(parents=True)
+        with new_federation(folder) as made:
+            begin(made, 1)
+            memory = Memory(*ROLES)
+            metrics, seconds = run_on(made, "num-clients=1", *QUICK, *settings)
+            peak = memory.end()
+        size = metrics["clients"]["client-0"]["upload_bytes"] / 1e6
+        rows.append([name, f"{size:,.2f}", *(f"{peak[role]:,.0f}" for role in ROLES), f"{seconds:.0f}"])
+        print(rows[-1], flush=True)
+    return rows
+
+
+def demo() -> list[list[str]]:
+    """`make demo`'s run both ways."""
+    _, alone = simulate("configs/demo.toml")
+    (WORK / "six").mkdir()
+    with new_federation(WORK / "six") as made:
+        begin(made, 6)
+        _, apart = run_on(made, str(ROOT / "configs" / "demo.toml"))
+    return [["simulation s", "six clients over TLS s", "ratio"], [f"{alone:.0f}", f"{apart:.0f}", f"{apart / alone:.2f}"]]
+
+
+def clients() -> list[list[str]]:
+    """The ServerApp is a thread of `flwr-simulation`."""
+    memory = Memory("flower-superlink", "flwr-simulation")
+    of_local = [setting for setting in PAYLOADS["ShuffleNet"] if setting != "method=local"]  # where all test the models of all
+    settings = ("method=fedlmg", "fedlmg.strategies=ft", "data.partition=iid", *of_local)
+    metrics, seconds = simulate("num-clients=64", *QUICK, *settings)
+    sizes, peak = [about["upload_bytes"] for about in metrics["clients"].values()], memory.end()
+    head = ["clients", "delivered", "a payload MB", "together MB", *(f"{role} MB" for role in peak), "s"]
+    figures = [f"{max(sizes) / 1e6:.2f}", f"{sum(sizes) / 1e6:.0f}", *(f"{mb:,.0f}" for mb in peak.values()), f"{seconds:.0f}"]
+    return [head, ["64", str(sum(size > 0 for size in sizes)), *figures]]
 
 
 def main() -> None:
-    """Measure every row, and keep the table."""
-    lines = ["| | payload MB | " + " | ".join(f"{role} MB" for role in ROLES) + " | s |", "|---|" + "---:|" * 6]
-    for name, settings in ROWS.items():
-        shutil.rmtree(WORK, ignore_errors=True)
-        WORK.mkdir(parents=True)
-        with new_federation(WORK) as made:
-            lines.append(f"| {name} | " + " | ".join(measure(made, *settings)) + " |")
-        print(lines[-1], flush=True)
-    note = (
-        f"Peak resident memory of every process, and seconds of the run. Command: `python -m benchmarks.network`. {machine()}."
-    )
-    (ROOT / "benchmarks" / "tables" / "network.md").write_text("\n".join(lines) + f"\n\n{note}\n")
+    """Run one of them and keep its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {"payloads": payloads, "demo": demo, "clients": clients}
+    parser.add_argument("kind", choices=kinds)
+    kind = parser.parse_args().kind
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    head, *rows = kinds[kind]()
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---:"] * len(head), *rows)]
+    note = f"Memory is the peak of what was resident. Command: `python -m benchmarks.network {kind}`. {machine()}."
+    table = "\n".join([*lines, "", note, ""])
+    (ROOT / "benchmarks" / "tables" / f"network-{kind}.md").write_text(table)
+    print(table)
 
 
 if __name__ == "__main__":

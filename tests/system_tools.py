@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 from conftest import defaults, quick
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from osfl import certs
 from osfl.launch import _free_ports, end_process_tree, flower_environment
@@ -25,9 +27,24 @@ ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     """`conftest.quick` as arguments of `osfl run`."""
-    usual, wanted = defaults(), quick(kit=str(kit), join_timeout=300.0, deadline=300.0, **overrides)
+    patience = {"join_timeout": 600.0, "deadline": 600.0, "test_timeout": 1200.0}  # six containers on two busy cores
+    usual, wanted = defaults(), quick(kit=str(kit), **(patience | overrides))
     shown = {k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items() if v != usual[k]}
     return [f"{key}={value}" for key, value in shown.items()]
+
+
+# A run's settings for the folders of `make_images`: to read them takes a process no time, to draw the digits several seconds.
+TWO_CLASSES = {"data__name": "folder", "data__classes": "three,seven"}
+
+
+def make_images(folder: Path) -> None:
+    """Eight scanned digits of two classes to train on, and as many to test."""
+    scans = load_digits()
+    for label, name in ((3, "three"), (7, "seven")):
+        for number, scan in enumerate(scans.images[scans.target == label][:16]):
+            file = folder / ("train" if number < 8 else "test") / name / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((scan * 15.9).astype("uint8")).save(file)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.5) -> None:

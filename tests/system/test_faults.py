@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import Federation, kill, quick_arguments, wait_for
+from system_tools import TWO_CLASSES, Federation, kill, make_images, quick_arguments, wait_for
 
 from osfl import wire
 
@@ -21,10 +21,11 @@ def test_everything_dies_once_while_payloads_cross_the_network(federation: Feder
     """
     federation.begin_superlink("process")
     federation.begin_server()
+    make_images(tmp_path / "images")
     caches = [tmp_path / f"cache-{k}" for k in range(2)]
 
     def begin_site(k: int) -> None:
-        config = f"partition-id={k} num-partitions=2 client-id='site-{k}' cache-dir='{caches[k]}'"
+        config = f"client-id='site-{k}' data-dir='{tmp_path / 'images'}' cache-dir='{caches[k]}'"
         federation.begin_node(f"site-{k}", *federation.trusting(f"site-{k}"), config=config)
 
     for k in range(2):
@@ -34,9 +35,11 @@ def test_everything_dies_once_while_payloads_cross_the_network(federation: Feder
         tiny_kit,
         method="fedlmg",
         job_id="faulty",
+        **TWO_CLASSES,
         fedlmg__strategies="ft",
         classifier__architecture="resnet18",
-        classifier__epochs=10,  # some ten seconds
+        classifier__epochs=60,  # some ten seconds
+        synthesis__images_per_class=5,
         synthesis__steps=8,
         synthesis__unit_size=4,
     )

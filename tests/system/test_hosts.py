@@ -15,9 +15,7 @@ from string import Template
 
 import pytest
 from conftest import ROOT
-from PIL import Image
-from sklearn.datasets import load_digits
-from system_tools import BIN, quick_arguments, wait_for
+from system_tools import BIN, TWO_CLASSES, make_images, quick_arguments, wait_for
 
 from osfl.launch import end_process_tree
 
@@ -156,16 +154,6 @@ def make_keys(server: Host, site: Host, folder: Path) -> None:
     )
 
 
-def make_images(folder: Path) -> None:
-    """Eight scanned digits of two classes to train on, and as many to test."""
-    scans = load_digits()
-    for label, name in ((3, "three"), (7, "seven")):
-        for number, scan in enumerate(scans.images[scans.target == label][:16]):
-            file = folder / ("train" if number < 8 else "test") / name / f"{number}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((scan * 15.9).astype("uint8")).save(file)
-
-
 @pytest.mark.timeout(1500)
 def test_a_run_between_hosts_whose_link_is_slow_and_cut(hosts: dict[str, Host], tmp_path: Path, tiny_kit: Path) -> None:
     """A client sends 45 MB through 40 Mbit/s; its cable is pulled until the server takes it for gone; nothing is made twice. Then its key is revoked."""
@@ -200,8 +188,7 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(hosts: dict[str, Host], 
         method="local",
         job_id="apart",
         num_clients=1,
-        data__name="folder",
-        data__classes="three,seven",
+        **TWO_CLASSES,
         classifier__architecture="resnet18",
     )
     site.call("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "40mbit", "burst", "32kbit", "latency", "400ms")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import BIN, ONE_AT_A_TIME, kill, quick_arguments
+from system_tools import BIN, ONE_AT_A_TIME, TWO_CLASSES, kill, make_images, quick_arguments
 
 pytestmark = pytest.mark.system
 
@@ -39,11 +39,16 @@ def begin(folder: Path, *arguments: str) -> psutil.Popen:
 
 def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
     """kill -9 of everything in the middle of synthesis; the same command goes on without asking the clients again."""
+    for name in ("a", "b", "c"):
+        make_images(tmp_path / "sites" / name)
     slow = quick_arguments(
         tiny_kit,
         method="feddeo",
         job_id="killed",
         num_clients=3,  # Flower's own default is 2
+        **TWO_CLASSES,
+        data__root=tmp_path / "sites",
+        synthesis__images_per_class=5,
         synthesis__steps=30,
         synthesis__unit_size=6,
     )
@@ -64,11 +69,11 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
     assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
     assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10
     log = (folder / "server.log").read_text()
-    assert "client-0: delivered" in log
-    assert "client-0: asked" not in log
+    assert "a: delivered" in log
+    assert "a: asked" not in log
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert set(metrics["accuracy"]["FT"]) == {"client-0", "client-1", "client-2", "average"}
-    assert metrics["clients"]["client-0"]["upload_bytes"] == (folder / "payloads" / "client-0.pb").stat().st_size
+    assert set(metrics["accuracy"]["FT"]) == {"a", "b", "c", "average"}
+    assert metrics["clients"]["a"]["upload_bytes"] == (folder / "payloads" / "a.pb").stat().st_size
     assert (folder / "report.html").stat().st_size > 10_000
     assert "accuracy on each client's own test images" in done.stdout
     assert str(folder / "report.html") in done.stdout.replace("\n", "")
