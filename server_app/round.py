@@ -4,6 +4,7 @@ Written for what Flower really does (a reply that is not pulled is lost with its
 slowest; nothing is redelivered): push node by node, pull one reply at a time, store before anything else, acknowledge.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,9 @@ from server_app.status import Status, log
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
 TRIES = 2  # of a node whose app died; an exception of the app would only happen again
+# A node whose SuperLink failed while it fetched a message drops it and tells nobody: who does not answer is asked once more, and again after twice as long.
+PATIENCE_SECONDS = 120.0
+WORK_PATIENCE_SECONDS = 600.0  # with what takes long; a client that is asked twice sends what it made, or waits for it
 
 
 class RoundError(RuntimeError):
@@ -41,6 +45,8 @@ class _Request:
     content: RecordDict
     attempt: int
     activated: str = ""  # when its node came online, at the time of sending
+    patience: float = 0.0  # seconds
+    again_at: float = 0.0  # by time.monotonic()
 
 
 @dataclass
@@ -49,13 +55,16 @@ class Exchange:
 
     grid: Grid
     ttl: float
+    patience: float | None = None  # seconds; else PATIENCE_SECONDS
     _open: dict[str, _Request] = field(default_factory=dict)  # by message id
     _later: list[tuple[float, _Request]] = field(default_factory=list)  # to be pushed again, not before
 
-    def push(self, node: int, message_type: str, content: RecordDict, attempt: int = 1) -> None:
-        """Send one message to one node."""
+    def push(self, node: int, message_type: str, content: RecordDict, attempt: int = 1, patience: float = 0.0) -> None:
+        """Send one message to one node, which owes no other reply."""
         message = Message(content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl)
-        request = _Request(node, message_type, content, attempt, online_nodes(self.grid).get(node, ""))
+        patience = patience or self.patience or PATIENCE_SECONDS
+        activated, again_at = online_nodes(self.grid).get(node, ""), time.monotonic() + patience
+        request = _Request(node, message_type, content, attempt, activated, patience, again_at)
         try:
             (message_id,) = self.grid.push_messages([message])
         except httpx.HTTPStatusError as error:
@@ -70,15 +79,18 @@ class Exchange:
         """Look once for every open message; returns how many replies are still owed.
 
         A node whose app raised has failed. One that is or was offline is asked again when it is back, for nothing is delivered to it twice;
-        one whose app crashed, once more. A reply that cannot be read is that node's failure and nobody else's.
+        one whose app crashed, once more; one that does not answer, too, and the first answer counts. A reply that cannot be read is that node's
+        failure and nobody else's.
         """
         if not self.waiting():
             return 0
         online = online_nodes(self.grid)
         for message_id, request in list(self._open.items()):
+            if message_id not in self._open:  # its node answered the same question, asked at another time
+                continue
             try:
                 for reply in self.grid.pull_messages([message_id]):
-                    del self._open[message_id]
+                    self._forget(request.node)
                     if reply.has_error():
                         self._failed(request, reply.error, on_failure)
                     else:
@@ -88,12 +100,16 @@ class Exchange:
                 if not error.request.url.path.endswith("/pull-messages"):  # it came half, and will not be given out again
                     self._put_off(self._open.pop(message_id))
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                self._open.pop(message_id, None)
+                self._forget(request.node)
                 on_failure(request.node, f"its reply to {request.message_type} cannot be read: {type(error).__name__}: {error}")
             came = online.get(request.node, "")
             if message_id in self._open and request.activated and came and came != request.activated:
                 log.warning("node %s was away; it will be asked again", request.node)
                 self._put_off(self._open.pop(message_id))
+            elif message_id in self._open and time.monotonic() >= request.again_at:
+                log.warning("node %s has not answered %s; it is asked once more", request.node, request.message_type)
+                self._open[message_id] = replace(request, again_at=math.inf)
+                self.push(request.node, request.message_type, request.content, request.attempt, 2 * request.patience)
         for due, request in list(self._later):
             if time.monotonic() >= due and request.node in online:
                 self._later.remove((due, request))
@@ -108,11 +124,16 @@ class Exchange:
         self._put_off(replace(request, attempt=request.attempt + (not offline)))
 
     def _put_off(self, request: _Request) -> None:
-        self._later.append((time.monotonic() + RETRY_SECONDS, request))
+        if request.node not in self.waiting():
+            self._later.append((time.monotonic() + RETRY_SECONDS, request))
+
+    def _forget(self, node: int) -> None:
+        self._open = {message_id: request for message_id, request in self._open.items() if request.node != node}
+        self._later = [(due, request) for due, request in self._later if request.node != node]
 
     def waiting(self) -> list[int]:
         """Nodes that still owe a reply."""
-        return [r.node for r in self._open.values()] + [r.node for _, r in self._later]
+        return list(dict.fromkeys(r.node for r in (*self._open.values(), *(r for _, r in self._later))))
 
 
 def online_nodes(grid: Grid) -> dict[int, str]:
@@ -212,7 +233,7 @@ def collect(
     payloads: dict[str, Payload] = {}
     client_of = {node: client for client, node in nodes.items()}
     problems: dict[str, str] = {}
-    exchange, thanks = Exchange(grid, config.deadline), Exchange(grid, config.join_timeout)
+    exchange, thanks = Exchange(grid, config.deadline, WORK_PATIENCE_SECONDS), Exchange(grid, config.join_timeout)
     job = RecordDict({"job": ConfigRecord({"job": job_id})})
 
     def accept(client: str, sha256: str, limits: wire.Expected) -> bool:

@@ -670,6 +670,54 @@ def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: 
     assert len(metrics(home)["clients"]) == 2
 
 
+def test_a_message_that_a_node_lost_is_asked_again(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of message is lost once by client-1, whose SuperLink failed while it fetched it: the node stays online, and nobody is told."""
+    lost: set[str] = set()
+
+    def lose(index: int, kind: str, reply: Message) -> Message | None:
+        if index == 1 and kind not in lost:
+            lost.add(kind)
+            return None
+        return reply
+
+    monkeypatch.setattr("server_app.round.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("server_app.round.WORK_PATIENCE_SECONDS", 0.1)
+    grid = start(quick(method="feddeo", kit=str(tiny_kit)), tamper=lose)
+    assert metrics(home)["accuracy"]["FT"].keys() == {"client-0", "client-1", "average"}
+    assert lost == {"query.join", "train", "query.acknowledge", "evaluate"}
+    assert {kind: grid.sent.count((0, kind)) for kind in ("train", "evaluate")} == {"train": 1, "evaluate": 1}
+    assert grid.sent.count((1, "train")) >= 2
+    assert grid.sent.count((1, "evaluate")) >= 2
+
+
+def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked again while it only was slow."""
+    replies: dict[str, list[Message]] = {}
+
+    class Slow:
+        def get_nodes(self) -> list[NodeInfo]:
+            return [NodeInfo(node_id=7, last_activated_at="then")]
+
+        def push_messages(self, messages: list[Message]) -> list[str]:
+            (message,) = messages
+            name = str(len(replies))
+            message.metadata.__dict__["_message_id"] = name
+            replies[name] = [Message(RecordDict({"n": ConfigRecord({"n": len(replies)})}), reply_to=message)]
+            return [name]
+
+        def pull_messages(self, ids: list[str]) -> list[Message]:
+            return replies[ids[0]] if len(replies) == 2 else []
+
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    exchange, seen = Exchange(Slow(), 10.0, 0.01), []  # type: ignore[arg-type]
+    exchange.push(7, "evaluate", RecordDict())
+    for _ in range(3):
+        time.sleep(0.02)
+        exchange.pull(lambda node, content: seen.append(content["n"]["n"]), lambda node, reason: pytest.fail(reason))
+    assert seen == [0]
+    assert (len(replies), exchange.waiting()) == (2, [])
+
+
 def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Path) -> None:
     with pytest.raises(httpx.HTTPStatusError):
         falter(tiny_kit, {("pull-messages", 3): ("pull-messages", 404)})

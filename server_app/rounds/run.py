@@ -1,6 +1,7 @@
 """Rounds: a Flower strategy over our own exchange of messages, validated, counted, and resumable after every round."""
 
 import io
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -131,7 +132,11 @@ class RoundsGrid:
         Raises:
             RoundError: fewer than `min-clients` replies can be used.
         """
-        exchange, client_of = Exchange(self.grid, self.config.deadline), {node: client for client, node in self.nodes.items()}
+        # A round that is asked for twice would be trained twice
+        exchange, client_of = (
+            Exchange(self.grid, self.config.deadline, math.inf),
+            {node: client for client, node in self.nodes.items()},
+        )
         usable: dict[str, RecordDict] = {}
         problems: dict[str, str] = {}
 
