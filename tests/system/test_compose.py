@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from filelock import FileLock
 from system_tools import BIN, quick_arguments, wait_for
 
 
@@ -52,8 +54,15 @@ class Containers:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Built once, for all tests and files; they stay."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Built once, and they stay. One test at a time, whichever worker runs it: a federation of containers fills two cores."""
+    with FileLock(Path(tempfile.gettempdir()) / "osfl-containers.lock"):
+        build(tmp_path_factory)
+        yield
+
+
+def build(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All images, by docker-compose.yml."""
     extra = tmp_path_factory.mktemp("compose") / "network.yml"
     built = "".join(f"  {name}: {{build: {{network: host}}}}\n" for name in ("keys", "server", "client-0"))
     extra.write_text(f"services:\n{built}")  # where containers reach the package index by the host's network alone
