@@ -28,6 +28,7 @@ app.add_typer(kit_app, name="kit")
 certs_app = typer.Typer(help="Keys and certificates of a federation.", no_args_is_help=True)
 app.add_typer(certs_app, name="certs")
 console = Console()
+SHOWN = 20  # of a run's damaged files
 
 
 @app.command()
@@ -209,6 +210,27 @@ def show(folder: Annotated[Path, typer.Argument(help="The folder of a run, such 
             phase = _read(folder / "status.json").get("phase", "no run at all")
             raise ConfigError(f"{metrics} does not exist; this run has not finished ({phase})")
         print_metrics(json.loads(metrics.read_text()))
+
+
+@app.command()
+def verify(folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")]) -> None:
+    """Read every payload, image and model of a run, and compare it with its SHA-256."""
+    from osfl.verify import verify_run
+
+    with _named_errors():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is no run's folder: it has no config.json")
+        with Progress(TextColumn("reading images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+            task = bar.add_task("")
+            findings = verify_run(folder, lambda done, total: bar.update(task, completed=done, total=total))
+        wrong = [problem for finding in findings for problem in finding.wrong]
+        for problem in wrong[:SHOWN]:
+            print(problem)
+        if len(wrong) > SHOWN:
+            print(f"and {len(wrong) - SHOWN} more")
+        print(", ".join(f"{finding.good} {finding.kind} as written" for finding in findings))
+        if wrong:
+            raise ConfigError("this run is damaged; the same `osfl run` again makes images and models anew, but no payload")
 
 
 @app.command()

@@ -18,7 +18,10 @@ Scalar = int | float | bool | str
 
 # Keys that may differ between a run and its resumption: how long to wait and where, not what is computed.
 NOT_IDENTITY = frozenset(
-    {"job-id", "min-clients", "join-timeout", "deadline", "test-timeout", "runs-dir", "device", "max-payload-mb"}
+    {
+        *("job-id", "min-clients", "join-timeout", "deadline", "test-timeout", "runs-dir", "device", "max-payload-mb"),
+        *("synthesis.workers", "synthesis.ray-address"),
+    }
 )
 
 
@@ -78,6 +81,9 @@ class SynthesisConfig:
     steps: Annotated[int, Range(2, 999)]  # DDIM steps
     unit_size: Annotated[int, Range(1, 4096)]  # images sampled in one batch and committed together
     prompt: str  # "{class}" stands for the class name
+    workers: Annotated[int, Range(0, 10_000)]  # Ray actors, each on a device of its own; 0: this process alone
+    threads: Annotated[int, Range(0, 1024)]  # of the CPU for a worker; 0: its share of the machine's cores
+    ray_address: str  # of a Ray cluster; empty: this machine
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """The prompt of every class."""

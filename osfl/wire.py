@@ -37,8 +37,11 @@ class PayloadError(ValueError):
     """A payload that is refused. Names the client and the field."""
 
     def __init__(self, client: str, field: str, problem: str):
-        super().__init__(f"payload of {client}: {field}: {problem}")
-        self.client, self.field = client, field
+        super().__init__(client, field, problem)  # all of them, so that a worker's error crosses to this process
+        self.client, self.field, self.problem = client, field, problem
+
+    def __str__(self) -> str:
+        return f"payload of {self.client}: {self.field}: {self.problem}"
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,19 @@ status.json               what is going on now
 manifest.jsonl metrics.json report.html
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
+from safetensors.torch import load, save
 
 from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
 from osfl.files import write_atomically
@@ -65,6 +68,21 @@ class RunFolder:
         for file in (self.path / "payloads" / f"{client}.pb", self.path / "payloads" / f"{client}.json"):
             if file.is_file():
                 file.replace(file.with_name(file.name + ".refused"))
+
+    def store_model(self, name: str, state: Mapping[str, torch.Tensor], about: dict[str, Any]) -> None:
+        """Put a global model on the disk, then what vouches for it."""
+        file, weights = self.path / "models" / f"{name}.safetensors", save({n: t.contiguous() for n, t in state.items()})
+        file.with_suffix(".json").unlink(missing_ok=True)
+        write_atomically(file, weights)
+        self.write_json(f"models/{name}.json", {**about, "sha256": hashlib.sha256(weights).hexdigest()})
+
+    def stored_model(self, name: str, inputs: str) -> dict[str, torch.Tensor] | None:
+        """The model that was trained on just these inputs, if it is there as it was written."""
+        file, about = self.path / "models" / f"{name}.safetensors", self.read_json(f"models/{name}.json") or {}
+        if about.get("inputs") != inputs or not file.is_file():
+            return None
+        weights = file.read_bytes()
+        return load(weights) if hashlib.sha256(weights).hexdigest() == about["sha256"] else None
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -4,14 +4,12 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from safetensors.torch import load, save
 from torch import nn
 from torch.nn import functional as F
 
 from osfl import classifiers
 from osfl.classifiers import logits_of
 from osfl.costs import Stopwatch
-from osfl.files import write_atomically
 from osfl.wire import PayloadError
 from server_app.job import GlobalModel, ServerJob
 
@@ -33,11 +31,10 @@ def train_global(
         teacher: [N, C] probabilities of `fit`.
     """
     settings, classes, inputs = job.config.global_model, len(job.classes), _digest(pixels, labels, teacher)
-    file = job.folder.path / "models" / f"{name}.safetensors"
     model = classifiers.new_classifier(settings, classes, job.initialisation, job.config.seed)
     job.status.phase(f"training {name}")
-    if file.is_file() and (job.folder.read_json(f"models/{name}.json") or {}).get("inputs") == inputs:
-        model.load_state_dict(load(file.read_bytes()))
+    if state := job.folder.stored_model(name, inputs):
+        model.load_state_dict(state)
     else:
         watch = Stopwatch()
         classifiers.fit(
@@ -51,10 +48,8 @@ def train_global(
             distillation_weight=distillation_weight,
             progress=job.status.advance,
         )
-        model.cpu()
-        file.with_suffix(".json").unlink(missing_ok=True)  # it vouches for the model, so it goes first and comes last
-        write_atomically(file, save(model.state_dict()))
-        job.folder.write_json(f"models/{name}.json", {"seconds": watch.seconds, "images": len(labels), "inputs": inputs})
+        about = {"seconds": watch.seconds, "images": len(labels), "inputs": inputs}
+        job.folder.store_model(name, model.cpu().state_dict(), about)
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
 
 

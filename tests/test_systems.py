@@ -2,8 +2,11 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +35,10 @@ from osfl.prompts import concept_positions, concept_prompts, with_concepts
 from osfl.seeds import generator_of
 from server_app import expected
 from server_app.app import kit_bytes
-from server_app.methods import espresso, fedbip, fedcado, feddisc, fedlmg, fgl, oscar, prompts_only
+from server_app.methods import espresso, fedbip, fedcado, feddeo, feddisc, fedlmg, fgl, oscar, prompts_only
 from server_app.rounds import feddf
 from server_app.synthesis.guidance import Condition, as_teacher, compose
-from server_app.synthesis.plan import initial_noise, plan_images
+from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, ddim_schedule, ddim_step, z_sampling
 
 CPU = torch.device("cpu")
@@ -465,13 +468,12 @@ def test_conditions_learn_from_draws_of_the_posterior(tiny_kit, monkeypatch) -> 
 # ---- Every sampler ----
 
 
-def test_rows_of_every_sampler_do_not_depend_on_their_batch(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
-    kit, unclip = load_kit(tiny_kit), load_kit(tiny_unclip)
-    held = {"a": [0, 3], "b": [3]}
-    plan, config = plan_images("m", 0, held, 1), parse_run_config(quick(espresso__clusters=2))
+def every_sampler(kit, unclip, plan: list[ImageJob], steps: int, **settings: Any) -> dict[str, Callable[..., torch.Tensor]]:  # type: ignore[no-untyped-def]
+    """For whatever images of a plan, with payloads of random numbers."""
+    config, clients = parse_run_config(quick(espresso__clusters=2, **settings)), sorted({job.client for job in plan})
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     torch.manual_seed(0)
-    teachers = {c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in held}
+    teachers = {c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in clients}
     mixtures = {
         c: Mixtures(
             CLASSES,
@@ -481,26 +483,88 @@ def test_rows_of_every_sampler_do_not_depend_on_their_batch(tiny_kit, tiny_uncli
             random(10, 2, 4, 8, 8),
             random(10, 2, 4, 8, 8).square(),
         )
-        for n, c in enumerate(held)
+        for n, c in enumerate(clients)
     }
     concepts = {
         c: Concepts(CLASSES, random(32, seed=n), random(10, 32), torch.arange(10), random(10, 4, 8, 8), torch.ones(10, 4, 8, 8))
-        for n, c in enumerate(held)
+        for n, c in enumerate(clients)
     }
     vectors = {(j.client, j.label): random(3, 24, seed=j.label) for j in plan}
-    samplers = {
-        "fedcado": lambda jobs: fedcado.sample(kit, jobs, prompts, teachers, config.fedcado, 3),
-        "espresso": lambda jobs: espresso.sample(kit, jobs, [(mixtures[j.client], j.label) for j in jobs], config.espresso, 3),
-        "feddisc": lambda jobs: feddisc.sample(unclip, jobs, prompts, vectors, config.feddisc, 3),
-        "fedbip": lambda jobs: fedbip.sample(kit, jobs, CLASSES, concepts, config.fedbip, 3),
+    learned = {(j.client, j.label): random(8, 32, seed=j.label) for j in plan}
+    scales = (config.feddeo.guidance_text, config.feddeo.guidance_description)
+    return {
+        "prompts-only": lambda jobs: prompts_only.sample(kit, jobs, prompts[[j.label for j in jobs]], 3.0, steps),
+        "feddeo": lambda jobs: feddeo.sample(kit, jobs, prompts, learned, scales, steps),
+        "fedlmg": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, config.fedlmg, steps),
+        "fedcado": lambda jobs: fedcado.sample(kit, jobs, prompts, teachers, config.fedcado, steps),
+        "espresso": lambda jobs: espresso.sample(
+            kit, jobs, [(mixtures[j.client], j.label) for j in jobs], config.espresso, steps
+        ),
+        "feddisc": lambda jobs: feddisc.sample(unclip, jobs, prompts, vectors, config.feddisc, steps),
+        "fedbip": lambda jobs: fedbip.sample(kit, jobs, CLASSES, concepts, config.fedbip, steps),
     }
-    for name, sample in samplers.items():
+
+
+def test_rows_of_every_sampler_do_not_depend_on_their_batch(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    plan = plan_images("m", 0, {"a": [0, 3], "b": [3]}, 1)
+    for name, sample in every_sampler(load_kit(tiny_kit), load_kit(tiny_unclip), plan, 3).items():
         together = sample(plan)
         for row, job in enumerate(plan):
             difference = (together[row].int() - sample([job])[0].int()).abs()
             assert difference.float().mean() < 0.5, name
             assert difference.max() <= 8, name
-        assert not torch.equal(together[0], together[1])
+        assert not torch.equal(together[0], together[1]), name
+
+
+def flops(step: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def test_no_sampler_does_more_than_its_formula(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
+    """FLOPs an image, in parts counted one by one: F a UNet pass, V a decoding, G(x) forward and back to z of one that is differentiated.
+
+    Five steps, one of them above T_z = 800, two edits of the noise; the empty prompt's encoding, once for all images.
+    """
+    kit, unclip, steps, edits, above = load_kit(tiny_kit), load_kit(tiny_unclip), 5, 2, 1
+    plan = plan_images("m", 0, {"a": [0], "b": [3]}, 1)
+    z, t, c = random(1, *kit.latent_shape).requires_grad_(), torch.tensor(500), random(1, *kit.text.shape)
+    F, V, T = flops(lambda: kit.eps(z.detach(), t, c)), flops(lambda: kit.decode(z.detach())), flops(lambda: kit.text([""]))
+    F_unclip = flops(lambda: unclip.eps(z.detach(), t, c, random(1, 24)))
+    classifier = as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)).model
+    x = random(1, 3, 32, 32).requires_grad_()
+    G_F = flops(lambda: torch.autograd.grad(kit.eps(z * 1, t, c).sum(), z))  # the counter cannot hook on to a leaf
+    G_V = flops(lambda: torch.autograd.grad(kit.decode(z).sum(), z))
+    G_C = flops(lambda: torch.autograd.grad(classifier(x * 1).sum(), x))
+    guided = 2 * G_F + G_V + G_C
+    full = {
+        "prompts-only": steps * 2 * F + V,
+        "feddeo": steps * 3 * F + V,
+        "fedlmg": steps * guided + V,
+        "fedcado": (steps + edits) * guided + V,
+        "espresso": (steps * 2 + above * 3) * F + V,
+        "feddisc": steps * 3 * F_unclip + V,
+        "fedbip": steps * 2 * F + V,
+    }
+    cheaper = {"feddeo": steps * 2 * F + V, "fedlmg": steps * (guided + 2 * (F - G_F)) + V}
+    for options, formulas in (
+        ({"feddeo__guidance_text": 3.0}, full),
+        ({"feddeo__guidance_text": 0.0, "fedlmg__gradient": "x0"}, cheaper),
+    ):
+        samplers = every_sampler(
+            kit,
+            unclip,
+            plan,
+            steps,
+            **options,
+            fedcado__noise_edits=edits,
+            espresso__z_threshold=800,
+            espresso__inversion_guidance=0.0,
+        )
+        for name, formula in formulas.items():
+            counted = flops(partial(samplers[name], plan)) - T * (1 + len(plan) * (name == "fedbip"))
+            assert len(plan) * formula == pytest.approx(counted, rel=0.02), name
 
 
 # ---- Rounds ----

@@ -22,9 +22,10 @@ from osfl.payloads import Mixtures, Payload
 from osfl.seeds import generator_of
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, to_images, z_sampling
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -33,12 +34,12 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     s = job.config.espresso
     plan = plan_images("espresso", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
     sampling = {"gamma": [s.guidance, s.inversion_guidance], "threshold": s.z_threshold if s.z_sampling else None, "gmm": s.gmm}
-    images = render(job, plan, lambda: _sampler(job, cast(Mapping[str, Mixtures], payloads)), sampling)
+    images = render(job, plan, lambda device: _sampler(job, device, cast(Mapping[str, Mixtures], payloads)), sampling)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob, payloads: Mapping[str, Mixtures]) -> Sample:
-    kit = load_kit(job.kit, job.device)
+def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtures]) -> Sample:
+    kit = load_kit(job.kit, device)
     place = {(client, job.classes.index(name)): row for client, p in payloads.items() for row, name in enumerate(p.classes)}
     return lambda jobs: sample(
         kit,

@@ -21,9 +21,10 @@ from osfl.prompts import concept_positions, concept_prompts, with_concepts
 from osfl.seeds import generator_of
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, ddim_schedule, to_images
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -32,12 +33,12 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     settings = job.config.fedbip
     plan = plan_images("fedbip", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
     sampling = {"guidance": settings.guidance, "domain noise": settings.domain_noise}
-    images = render(job, plan, lambda: _sampler(job, cast(Mapping[str, Concepts], payloads)), sampling)
+    images = render(job, plan, lambda device: _sampler(job, device, cast(Mapping[str, Concepts], payloads)), sampling)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob, payloads: Mapping[str, Concepts]) -> Sample:
-    kit = load_kit(job.kit, job.device)
+def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Concepts]) -> Sample:
+    kit = load_kit(job.kit, device)
     return lambda jobs: sample(kit, jobs, job.classes, payloads, job.config.fedbip, job.config.synthesis.steps)
 
 

@@ -21,9 +21,10 @@ from osfl.diffusion import Kit, load_kit
 from osfl.payloads import Descriptions, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, to_images
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -32,12 +33,14 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     descriptions = cast(Mapping[str, Descriptions], payloads)
     plan = plan_images("feddeo", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
     scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
-    images = render(job, plan, lambda: _sampler(job, descriptions, scales), {"text": scales[0], "description": scales[1]})
+    images = render(
+        job, plan, lambda device: _sampler(job, device, descriptions, scales), {"text": scales[0], "description": scales[1]}
+    )
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob, payloads: Mapping[str, Descriptions], scales: tuple[float, float]) -> Sample:
-    kit = load_kit(job.kit, job.device)
+def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descriptions], scales: tuple[float, float]) -> Sample:
+    kit = load_kit(job.kit, device)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
     learned = {
         (client, job.classes.index(name)): vector.to(kit.device, kit.dtype)

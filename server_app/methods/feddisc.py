@@ -20,9 +20,10 @@ from osfl.diffusion import Kit, load_kit
 from osfl.payloads import Embeddings, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, to_images
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -31,12 +32,12 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     settings = job.config.feddisc
     plan = plan_images("feddisc", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
     sampling = {"cluster": settings.guidance_cluster, "domain": settings.guidance_domain}
-    images = render(job, plan, lambda: _sampler(job, cast(Mapping[str, Embeddings], payloads)), sampling)
+    images = render(job, plan, lambda device: _sampler(job, device, cast(Mapping[str, Embeddings], payloads)), sampling)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob, payloads: Mapping[str, Embeddings]) -> Sample:
-    kit = load_kit(job.kit, job.device)
+def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddings]) -> Sample:
+    kit = load_kit(job.kit, device)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
     vectors = {
         (client, job.classes.index(name)): rows.to(kit.device, kit.dtype)

@@ -32,6 +32,7 @@ from server_app.synthesis.guidance import Condition, Teacher, as_teacher, classi
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import Predict, ddim, to_images
+from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
 
 TRAINING = ("strategies", "distillation_weight", "teacher_mean")  # the settings that shape no image
@@ -49,14 +50,15 @@ def run_guided(
     """FedLMG's and FedCADO's way from classifiers to global models; they differ in the sampler."""
     small_stem, held = job.config.classifier.small_stem, job.held(payloads)
     classifiers = cast(Mapping[str, Classifier], payloads)
-    teachers = {client: _rebuild(p, len(job.classes), small_stem, job.device) for client, p in classifiers.items()}
+    teachers = {client: _rebuild(p, len(job.classes), small_stem) for client, p in classifiers.items()}
     plan = plan_images(job.config.method, job.config.seed, held, job.config.synthesis.images_per_class)
     sampling = {key: value for key, value in asdict(settings).items() if key not in TRAINING}
 
-    def make_sampler() -> Callable[[Sequence[ImageJob]], torch.Tensor]:
-        kit, steps = load_kit(job.kit, job.device), job.config.synthesis.steps
+    def make_sampler(device: torch.device) -> Sample:
+        kit, steps = load_kit(job.kit, device), job.config.synthesis.steps
         prompts = kit.text(job.config.synthesis.prompts(job.classes))
-        return lambda jobs: sampler(kit, jobs, prompts, teachers, settings, steps, job.config.data.image_size)
+        own = {client: as_teacher(teacher.model.to(device)) for client, teacher in teachers.items()}
+        return lambda jobs: sampler(kit, jobs, prompts, own, settings, steps, job.config.data.image_size)
 
     images = render(job, plan, make_sampler, sampling)
     models, networks = {}, {client: teacher.model for client, teacher in teachers.items()}
@@ -71,8 +73,8 @@ def run_guided(
     return models
 
 
-def _rebuild(payload: Classifier, num_classes: int, small_stem: bool, device: torch.device) -> Teacher:
-    teacher = as_teacher(rebuild(payload.state, payload.architecture, num_classes, small_stem).to(device))
+def _rebuild(payload: Classifier, num_classes: int, small_stem: bool) -> Teacher:
+    teacher = as_teacher(rebuild(payload.state, payload.architecture, num_classes, small_stem))
     if not teacher.norms:
         warnings.warn(f"{payload.architecture} has no BatchNorm layer: L_BN is 0", stacklevel=2)
     return teacher

@@ -12,12 +12,15 @@ Differences from the paper:
 from collections.abc import Mapping
 from typing import cast
 
+import torch
+
 from osfl.diffusion import load_kit
 from osfl.payloads import Captions, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, plan_images
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -31,7 +34,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     }
     plan = plan_images("fgl", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
     sampling = {"guidance": settings.guidance, "prompt": settings.prompt, "negative": settings.negative_prompt}
-    images = render(job, plan, lambda: _sampler(job, captions), sampling)
+    images = render(job, plan, lambda device: _sampler(job, device, captions), sampling)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
@@ -42,8 +45,8 @@ def prompt_of(job: ServerJob, captions: Mapping[tuple[str, int], tuple[str, ...]
     return job.config.fgl.prompt.replace("{class}", job.classes[image.label]).replace("{caption}", caption)
 
 
-def _sampler(job: ServerJob, captions: Mapping[tuple[str, int], tuple[str, ...]]) -> Sample:
-    kit, settings = load_kit(job.kit, job.device), job.config.fgl
+def _sampler(job: ServerJob, device: torch.device, captions: Mapping[tuple[str, int], tuple[str, ...]]) -> Sample:
+    kit, settings = load_kit(job.kit, device), job.config.fgl
     nothing = kit.text([settings.negative_prompt])
     return lambda jobs: sample(
         kit,

@@ -21,8 +21,9 @@ from osfl.diffusion import Kit, load_kit
 from osfl.payloads import Encodings, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -30,12 +31,12 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     """R images for every class of every client; one global model, FT."""
     encodings = cast(Mapping[str, Encodings], payloads)
     plan = plan_images(job.config.method, job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
-    images = render(job, plan, lambda: _sampler(job, encodings), {"guidance": job.config.oscar.guidance})
+    images = render(job, plan, lambda device: _sampler(job, device, encodings), {"guidance": job.config.oscar.guidance})
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob, payloads: Mapping[str, Encodings]) -> Sample:
-    kit = load_kit(job.kit, job.device)
+def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodings]) -> Sample:
+    kit = load_kit(job.kit, device)
     condition_of = {
         (client, job.classes.index(name)): condition
         for client, payload in payloads.items()

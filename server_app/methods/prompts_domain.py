@@ -8,12 +8,15 @@ Differences: none known; the wording is `prompts-domain.prompt`.
 from collections.abc import Mapping
 from typing import cast
 
+import torch
+
 from osfl.diffusion import load_kit
 from osfl.payloads import Domain, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -23,12 +26,12 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     settings = job.config.prompts_domain
     plan = plan_images("prompts-domain", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
     sampling = {"guidance": settings.guidance, "prompt": settings.prompt}
-    images = render(job, plan, lambda: _sampler(job, domains), sampling)
+    images = render(job, plan, lambda device: _sampler(job, device, domains), sampling)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob, domains: Mapping[str, str]) -> Sample:
-    kit, settings = load_kit(job.kit, job.device), job.config.prompts_domain
+def _sampler(job: ServerJob, device: torch.device, domains: Mapping[str, str]) -> Sample:
+    kit, settings = load_kit(job.kit, device), job.config.prompts_domain
 
     def prompt(client: str, label: int) -> str:
         return settings.prompt.replace("{domain}", domains[client]).replace("{class}", job.classes[label])

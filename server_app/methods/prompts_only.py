@@ -13,9 +13,10 @@ from osfl.diffusion import Kit, load_kit
 from osfl.payloads import Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import Sample, render
+from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, to_images
+from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
 
@@ -23,12 +24,12 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     """R images a class and client from prompts; one global model, FT."""
     held = dict.fromkeys(job.clients, range(len(job.classes)))
     plan = plan_images("prompts-only", job.config.seed, held, job.config.synthesis.images_per_class)
-    images = render(job, plan, lambda: _sampler(job), {"guidance": job.config.prompts_only.guidance})
+    images = render(job, plan, lambda device: _sampler(job, device), {"guidance": job.config.prompts_only.guidance})
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob) -> Sample:
-    kit = load_kit(job.kit, job.device)
+def _sampler(job: ServerJob, device: torch.device) -> Sample:
+    kit = load_kit(job.kit, device)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
     guidance, steps = job.config.prompts_only.guidance, job.config.synthesis.steps
     return lambda jobs: sample(kit, jobs, prompts[[image.label for image in jobs]], guidance, steps)

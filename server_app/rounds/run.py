@@ -62,8 +62,7 @@ def run_rounds(job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedA
         strategy.start(between, arrays, count - done, timeout=job.config.deadline, evaluate_fn=finished)  # type: ignore[arg-type]
     _release(grid, nodes, job_id)
     name = job.config.method
-    write_atomically(job.folder.path / "models" / f"{name}.safetensors", save({n: t.contiguous() for n, t in state.items()}))
-    job.folder.write_json(f"models/{name}.json", {"seconds": job.folder.read_json("rounds/done.json")["seconds"]})
+    job.folder.store_model(name, state, {"seconds": job.folder.read_json("rounds/done.json")["seconds"]})
     model = rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
     return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
 

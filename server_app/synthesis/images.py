@@ -1,26 +1,32 @@
 """Rendering a plan: unit by unit, each committed as a whole, so that a killed server goes on where it was."""
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
 from PIL import Image
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 from osfl.config import flatten
-from osfl.costs import Stopwatch
 from osfl.data.load import to_pixels
 from osfl.files import write_atomically
 from osfl.kits import kit_digest
+from osfl.verify import picture_digest, read_picture
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
 from server_app.synthesis.samplers import NotFiniteError
+from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 
-Sample = Callable[[Sequence[ImageJob]], torch.Tensor]  # jobs -> uint8 [B, 3, H, W]
+WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
+UNWRITTEN = WRITERS  # units that may wait for them
+NOT_SHAPING = ("workers", "ray-address")  # settings of the synthesis that say who samples, not what
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,7 @@ class SyntheticSet:
     clients: tuple[str, ...]  # [N]
 
 
-def render(
-    job: ServerJob, jobs: list[ImageJob], make_sampler: Callable[[], Sample], settings: Mapping[str, object]
-) -> SyntheticSet:
+def render(job: ServerJob, jobs: list[ImageJob], make_sampler: MakeSampler, settings: Mapping[str, object]) -> SyntheticSet:
     """Make every image of a plan that is not there yet, and load them all.
 
     Args:
@@ -46,46 +50,78 @@ def render(
         NotFiniteError: it is without one.
     """
     ingredients = {client: (job.folder.read_json(f"payloads/{client}.json") or {}).get("sha256", "") for client in job.clients}
-    settings = {**settings, **flatten(job.config.synthesis), "kit": kit_digest(job.kit)}
-    units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, settings)
-    size = job.config.data.image_size
-    loaded = {unit.name: _load(job, unit) for unit in units}
-    left = [unit for unit in units if loaded[unit.name] is None]
-    done = len(jobs) - sum(len(unit.jobs) for unit in left)
+    shaping = {key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING}
+    units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, {**settings, **shaping, "kit": kit_digest(job.kit)})
+    checked = _blaming(make_sampler, ingredients)
     job.status.phase("synthesis", len(jobs))
-    job.status.advance(done, len(jobs))
-    sample = make_sampler() if left else None
-    for unit in left:
-        assert sample is not None
-        watch = Stopwatch()
-        pixels = _sample(sample, unit, ingredients)
-        _commit(job, unit, pixels)
-        loaded[unit.name] = _resize(pixels, size)
-        with open(job.folder.path / "timings.jsonl", "a") as file:
-            file.write(json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": watch.seconds}) + "\n")
-        done += len(unit.jobs)
-        job.status.advance(done, len(jobs))
-    rows = [(job.folder.path / "units" / f"{unit.name}.jsonl").read_bytes() for unit in units]
-    write_atomically(job.folder.path / "manifest.jsonl", b"".join(rows))
-    pixels = torch.cat([cast(torch.Tensor, loaded[unit.name]) for unit in units])
+    while True:
+        _make(job, units, checked, len(jobs))
+        job.status.phase("reading the images", len(jobs))
+        with ThreadPoolExecutor(WRITERS) as readers:
+            pictures = list(readers.map(partial(_read, job), units))
+        if not (damaged := [unit for unit, found in zip(units, pictures, strict=True) if found is None]):
+            break
+        for unit in damaged:
+            _manifest(job, unit).unlink()
+    write_atomically(job.folder.path / "manifest.jsonl", b"".join(_manifest(job, unit).read_bytes() for unit in units))
     ordered = [image for unit in units for image in unit.jobs]
-    return SyntheticSet(pixels, torch.tensor([image.label for image in ordered]), tuple(image.client for image in ordered))
+    labels, clients = torch.tensor([image.label for image in ordered]), tuple(image.client for image in ordered)
+    return SyntheticSet(torch.cat(cast(list[torch.Tensor], pictures)), labels, clients)
 
 
-def _sample(sample: Sample, unit: Unit, ingredients: Mapping[str, str]) -> torch.Tensor:
-    try:
-        return sample(unit.jobs)
-    except NotFiniteError as error:
-        client = unit.jobs[error.rows[0]].client
-        if ingredients.get(client):
-            raise PayloadError(client, "payload", f"{error}, or this payload cannot be used") from error
-        raise
+def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: int) -> None:
+    """Make every unit that is not committed. Images are held until they are written, no longer, whatever the plan's size."""
+    left = [unit for unit in units if not _is_there(job, unit)]
+    done = total - sum(len(unit.jobs) for unit in left)
+    job.status.advance(done, total)
+    with ThreadPoolExecutor(WRITERS) as writers:
+        pending: deque[tuple[Unit, float, Future[None]]] = deque()
+
+        def finish() -> None:
+            nonlocal done
+            unit, seconds, written = pending.popleft()
+            written.result()
+            with open(job.folder.path / "timings.jsonl", "a") as file:
+                file.write(json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": seconds}) + "\n")
+            done += len(unit.jobs)
+            job.status.advance(done, total)
+
+        for unit, pixels, seconds in sample_units(make_sampler, left, job.device, job.config.synthesis):
+            pending.append((unit, seconds, writers.submit(_commit, job, unit, pixels)))
+            while pending and (pending[0][2].done() or len(pending) > UNWRITTEN):
+                finish()
+        while pending:
+            finish()
+
+
+def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeSampler:
+    """The same, but the client whose payload leads the sampling astray is named."""
+
+    def make(device: torch.device) -> Sample:
+        sample = make_sampler(device)
+
+        def checked(jobs: Sequence[ImageJob]) -> torch.Tensor:
+            try:
+                return sample(jobs)
+            except NotFiniteError as error:
+                client = jobs[error.rows[0]].client
+                if ingredients.get(client):
+                    raise PayloadError(client, "payload", f"{error}, or this payload cannot be used") from error
+                raise
+
+        return checked
+
+    return make
 
 
 def image_file(job: ServerJob, image: ImageJob) -> str:
     """Where an image lies, relative to the run's folder. Class names are the run's, so they are made safe for a file system."""
     name = "".join(c if c.isalnum() else "_" for c in job.classes[image.label])
     return f"images/{image.client}/{image.label:03d}-{name}/{image.index:05d}.png"
+
+
+def _manifest(job: ServerJob, unit: Unit) -> Path:
+    return job.folder.path / "units" / f"{unit.name}.jsonl"
 
 
 def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
@@ -102,37 +138,32 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
                 "client": image.client,
                 "class": job.classes[image.label],
                 "seed": image.noise_seed,
-                "sha256": _digest(picture),
+                "sha256": picture_digest(picture),
             }
         )
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_atomically(job.folder.path / "units" / f"{unit.name}.jsonl", text.encode())
+    write_atomically(_manifest(job, unit), "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def _load(job: ServerJob, unit: Unit) -> torch.Tensor | None:
-    """A unit's images at the classifiers' size, if it was committed and every image is as it was then; else None."""
-    manifest = job.folder.path / "units" / f"{unit.name}.jsonl"
+def _is_there(job: ServerJob, unit: Unit) -> bool:
+    """Whether a unit was committed and its images' files are still there. A look; what is in them is seen when they are read."""
+    manifest = _manifest(job, unit)
     if not manifest.is_file():
-        return None
+        return False
+    files = [json.loads(line)["file"] for line in manifest.read_text().splitlines()]
+    return len(files) == len(unit.jobs) and all((job.folder.path / file).is_file() for file in files)
+
+
+def _read(job: ServerJob, unit: Unit) -> torch.Tensor | None:
+    """A committed unit's images at the classifiers' size; None if one of them is not as it was then."""
     pictures = []
-    for line in manifest.read_text().splitlines():
+    for line in _manifest(job, unit).read_text().splitlines():
         row = json.loads(line)
-        try:
-            with Image.open(job.folder.path / row["file"]) as image:
-                picture = pil_to_tensor(image)
-        except (OSError, SyntaxError):  # PIL raises both for a damaged file
+        picture = read_picture(job.folder.path / row["file"])
+        if picture is None or picture_digest(picture) != row["sha256"]:
             return None
-        if _digest(picture) != row["sha256"]:
-            return None
-        pictures.append(_resize(picture[None], job.config.data.image_size)[0])
-    return torch.stack(pictures) if len(pictures) == len(unit.jobs) else None
+        pictures.append(_resize(picture, job.config.data.image_size))
+    return torch.stack(pictures)
 
 
-def _digest(picture: torch.Tensor) -> str:
-    return hashlib.sha256(picture.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _resize(pixels: torch.Tensor, size: int) -> torch.Tensor:
-    if pixels.shape[-1] == size:
-        return pixels
-    return torch.stack([to_pixels(Image.fromarray(p.permute(1, 2, 0).numpy()), size) for p in pixels])
+def _resize(picture: torch.Tensor, size: int) -> torch.Tensor:
+    return picture if picture.shape[-1] == size else to_pixels(Image.fromarray(picture.permute(1, 2, 0).numpy()), size)

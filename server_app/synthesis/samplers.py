@@ -18,8 +18,11 @@ class NotFiniteError(ValueError):
     """
 
     def __init__(self, rows: list[int]):
-        super().__init__("sampling gave NaN or infinity; lower the guidance")
+        super().__init__(rows)
         self.rows = rows
+
+    def __str__(self) -> str:
+        return "sampling gave NaN or infinity; lower the guidance"
 
 
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (z [B, ...], t []) -> e [B, ...]

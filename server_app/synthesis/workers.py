@@ -1,0 +1,198 @@
+"""Who samples: this process on its device, or Ray actors, each with a device of its own, on this machine or on a cluster.
+
+A worker is given whole units of the plan and gives back their images. Units depend on nothing but themselves, so who samples which of
+them, and when, changes nothing.
+"""
+
+import logging
+import os
+import socket
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from osfl.config import ConfigError, SynthesisConfig
+from osfl.costs import Stopwatch
+from server_app.synthesis.plan import ImageJob, Unit
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+Sample = Callable[[Sequence[ImageJob]], torch.Tensor]  # jobs -> uint8 [B, 3, H, W]
+MakeSampler = Callable[[torch.device], Sample]  # loads the models on a device
+Sampled = tuple[Unit, torch.Tensor, float]  # a unit, its images, its seconds
+
+AHEAD = 2  # units that an actor has at a time, so that it does not wait for the next
+REACH_SECONDS = 20.0  # for a cluster's answer
+DEATHS = 3  # of actors at one unit, before the run gives up
+
+
+def sample_units(
+    make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, settings: SynthesisConfig
+) -> Iterator[Sampled]:
+    """Sample every unit once, in any order.
+
+    Args:
+        settings: `workers` 0: in this process, on `device`; else so many Ray actors, on that kind of device.
+
+    Raises:
+        ConfigError: the Ray cluster cannot be reached, or has too few devices.
+        WorkerError: actors keep dying at a unit.
+    """
+    if not units:
+        return iter(())
+    if settings.workers == 0:
+        return _in_this_process(make_sampler, units, device, settings.threads)
+    return _on_ray(make_sampler, units, device, settings)
+
+
+class WorkerError(RuntimeError):
+    """Actors keep dying at a unit."""
+
+
+def _in_this_process(make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, threads: int) -> Iterator[Sampled]:
+    sample = make_sampler(device)
+    for unit in units:
+        watch = Stopwatch()
+        with _threads(threads):
+            pixels = sample(unit.jobs)
+        yield unit, pixels, watch.seconds
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads of the CPU; 0: as many as before. Sums of another number of threads differ in the last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class SynthesisWorker:
+    """An actor: it loads the models with its first unit and keeps them."""
+
+    def __init__(self, make_sampler: MakeSampler, device: str, threads: int):
+        self._make_sampler, self._device = make_sampler, device
+        self._sample: Sample | None = None
+        torch.set_num_threads(threads)
+
+    def sample(self, jobs: tuple[ImageJob, ...]) -> tuple[Any, float]:
+        """(the images as an array, seconds)."""
+        sample = self._sample = self._sample or self._make_sampler(torch.device(self._device))
+        watch = Stopwatch()
+        return sample(jobs).numpy(), watch.seconds
+
+
+def _on_ray(
+    make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, settings: SynthesisConfig
+) -> Iterator[Sampled]:
+    """Units go to whoever has none.
+
+    When none is left, an idle actor repeats one that another has not finished, so that nobody waits for a slow machine; the first result
+    counts. An actor that died is replaced, and its units are given out again.
+    """
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    ours = _begin_ray(settings.ray_address)
+    actors: list[Any] = []
+    try:
+        gpus = _gpus_each(ray, device, settings)
+        shared = ray.put(make_sampler)
+        threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers)
+        environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}} if ours else {}
+        remote = ray.remote(SynthesisWorker).options(num_cpus=0, num_gpus=gpus, runtime_env=environment)
+
+        def start() -> Any:
+            return remote.remote(shared, device.type, threads)
+
+        actors += [start() for _ in range(settings.workers)]
+        waiting, deaths = deque(units), Counter[str]()
+        held: dict[Any, list[tuple[ObjectRef, Unit]]] = {actor: [] for actor in actors}  # in the order they were given
+        open_units = {unit.name: unit for unit in units}
+        while open_units:
+            _hand_out(waiting, held, open_units)
+            ready, _ = ray.wait([ref for given in held.values() for ref, _ in given], num_returns=1)
+            actor = next(actor for actor, given in held.items() if any(ref == ready[0] for ref, _ in given))
+            try:
+                array, seconds = ray.get(ready[0])
+            except RayActorError as error:
+                lost = [unit for _, unit in held.pop(actor)]
+                deaths[lost[0].name] += 1
+                if deaths[lost[0].name] == DEATHS:
+                    raise WorkerError(
+                        f"{DEATHS} workers died at unit {lost[0].name}, of {lost[0].jobs[0].client}. "
+                        "If memory ran out, lower synthesis.unit-size or synthesis.workers"
+                    ) from error
+                waiting.extendleft(unit for unit in reversed(lost) if unit.name in open_units and unit not in waiting)
+                actors[actors.index(actor)] = replacement = start()
+                held[replacement] = []
+                continue
+            except RayTaskError as error:
+                raise error.cause from error
+            unit = next(unit for ref, unit in held[actor] if ref == ready[0])
+            held[actor] = [(ref, unit) for ref, unit in held[actor] if ref != ready[0]]
+            if open_units.pop(unit.name, None):
+                yield unit, torch.from_numpy(array.copy()), seconds
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        if ours:
+            ray.shutdown()
+
+
+def _hand_out(waiting: deque[Unit], held: dict[Any, list[tuple["ObjectRef", Unit]]], open_units: dict[str, Unit]) -> None:
+    for depth in range(AHEAD):  # everybody has one before anybody has two
+        for actor, given in held.items():
+            if len(given) > depth:
+                continue
+            while waiting and waiting[0].name not in open_units:
+                waiting.popleft()
+            if waiting:
+                unit = waiting.popleft()
+            elif not given:
+                copies = Counter(unit.name for others in held.values() for _, unit in others if unit.name in open_units)
+                if not copies or min(copies.values()) > 1:
+                    continue
+                unit = open_units[min(copies, key=lambda name: copies[name])]
+            else:
+                continue
+            given.append((actor.sample.remote(unit.jobs), unit))
+
+
+def _begin_ray(address: str) -> bool:
+    """Join a cluster, or begin one on this machine; whether it is ours to end. Within Flower's simulation there is one already."""
+    import ray
+
+    if ray.is_initialized():
+        return False
+    if not address:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+        return True
+    try:
+        if address != "auto":  # Ray itself would wait for hours
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or empty"
+        ) from error
+    return True
+
+
+def _gpus_each(ray: Any, device: torch.device, settings: SynthesisConfig) -> int:
+    if device.type != "cuda":
+        return 0
+    free = int(ray.available_resources().get("GPU", 0))
+    if free < settings.workers:
+        raise ConfigError(
+            f"synthesis.workers = {settings.workers}: {free} GPU(s) free in the Ray cluster; each worker takes one"
+        )
+    return 1

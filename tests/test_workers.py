@@ -1,0 +1,139 @@
+"""Units of images on Ray actors: a real Ray, real processes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from conftest import quick
+from test_round import files, start
+
+from osfl.config import ConfigError, SynthesisConfig, parse_run_config
+from osfl.wire import PayloadError
+from server_app.synthesis.plan import ImageJob, cut_units, plan_images
+from server_app.synthesis.workers import MakeSampler, Sample, WorkerError, sample_units
+
+CPU = torch.device("cpu")
+UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {})  # twelve units of two
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One for all tests, as within Flower's simulation; it has no GPU."""
+    ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=4, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def workers(count: int) -> SynthesisConfig:
+    return replace(parse_run_config(quick()).synthesis, workers=count, threads=1)
+
+
+def that(act: Callable[[Sequence[ImageJob]], None]) -> MakeSampler:
+    """A sampler that does something before every unit; each image's first pixel is its index."""
+
+    def make(device: torch.device) -> Sample:
+        def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
+            act(jobs)
+            return (
+                torch.tensor([job.index for job in jobs], dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4).contiguous()
+            )
+
+        return sample
+
+    return make
+
+
+def names_of_sampled(make_sampler: MakeSampler, settings: SynthesisConfig) -> list[str]:
+    names = []
+    for unit, pixels, _ in sample_units(make_sampler, UNITS, CPU, settings):
+        assert pixels[:, 0, 0, 0].tolist() == [job.index for job in unit.jobs]
+        names.append(unit.name)
+    return names
+
+
+def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) -> None:
+    """With classifier guidance, whose gradients differ in the last bit where another number of threads adds them up."""
+    for count in (0, 2):
+        start(quick(method="fedlmg", kit=str(tiny_kit), synthesis__workers=count, synthesis__threads=1), f"by-{count}")
+    assert files(home / "runs" / "by-0", "images", "manifest.jsonl") == files(
+        home / "runs" / "by-2", "images", "manifest.jsonl"
+    )
+    assert len((home / "runs" / "by-2" / "manifest.jsonl").read_text().splitlines()) == 20
+
+
+def test_a_dead_actor_costs_its_unit_alone(tmp_path: Path) -> None:
+    """Two die, each at its second unit, in the middle of it."""
+
+    def act(jobs: Sequence[ImageJob]) -> None:
+        with open(tmp_path / f"{os.getpid()}", "a") as own:
+            own.write("x")
+        began = [file.name for file in tmp_path.iterdir() if file.read_text() == "xx"]
+        if str(os.getpid()) in began and len(began) <= 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert sorted(names_of_sampled(that(act), workers(2))) == sorted(unit.name for unit in UNITS)
+    died = [file for file in tmp_path.iterdir() if file.read_text() == "xx"]
+    assert len(died) >= 2
+    assert (
+        sum(len(file.read_text()) for file in tmp_path.iterdir()) <= 12 + 2 + 2
+    )  # one again for each death, and at the end what an idle actor repeats
+
+
+def test_a_unit_that_kills_whoever_samples_it_ends_the_run(tmp_path: Path) -> None:
+    poison = UNITS[3].jobs[0]
+
+    def act(jobs: Sequence[ImageJob]) -> None:
+        if jobs[0] == poison:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(
+        WorkerError, match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower synthesis.unit-size"
+    ):
+        names_of_sampled(that(act), workers(2))
+
+
+def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
+    """One of two takes 20 times as long (40 s for its first): the other does its work too, and each unit is there once."""
+
+    def act(jobs: Sequence[ImageJob]) -> None:
+        slow = tmp_path / "slow"
+        try:
+            slow.touch(exist_ok=False)
+            slow.write_text(str(os.getpid()))
+        except FileExistsError:
+            pass
+        time.sleep(40 if slow.read_text() == str(os.getpid()) else 0.2)
+
+    began = time.monotonic()
+    names = names_of_sampled(that(act), workers(2))
+    assert sorted(names) == sorted(unit.name for unit in UNITS)
+    assert time.monotonic() - began < 30
+
+
+def test_an_actors_error_is_its_own_here() -> None:
+    def act(jobs: Sequence[ImageJob]) -> None:
+        raise PayloadError("client-7", "vectors", "led astray")
+
+    with pytest.raises(PayloadError, match="^payload of client-7: vectors: led astray$") as caught:
+        names_of_sampled(that(act), workers(1))
+    assert caught.value.client == "client-7"
+
+
+def test_a_cluster_without_enough_devices_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"synthesis.workers = 2: 0 GPU\(s\) free in the Ray cluster"):
+        list(sample_units(that(lambda jobs: None), UNITS, torch.device("cuda"), workers(2)))
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    ray.shutdown()
+    try:
+        with pytest.raises(ConfigError, match="synthesis.ray-address = '127.0.0.1:1': .*It is ray://HOST:10001"):
+            list(sample_units(that(lambda jobs: None), UNITS, CPU, replace(workers(1), ray_address="127.0.0.1:1")))
+    finally:
+        ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=4, log_to_driver=False)
