@@ -43,7 +43,7 @@ def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) 
     def paint(jobs):  # type: ignore[no-untyped-def]
         return torch.stack([torch.full((3, 32, 32), 20 * j.label + 10, dtype=torch.uint8) for j in jobs])
 
-    for make in (lambda: paint, lambda: pytest.fail("everything was made before")):
+    for make in (lambda device: paint, lambda device: pytest.fail("everything was made before")):
         made = render(job, plan_images("m", 0, {"a": [1, 4], "b": [7]}, 2), make, {})  # type: ignore[arg-type]
         assert (made.labels.tolist(), made.clients) == ([1, 1, 4, 4, 7, 7], ("a",) * 4 + ("b",) * 2)
         assert made.pixels.shape == (6, 3, 16, 16)
@@ -64,7 +64,7 @@ def test_each_scale_belongs_to_its_branch(tiny_kit: Path) -> None:
 def test_the_server_uses_the_classifier_that_was_sent() -> None:
     state = resnet().state_dict()
     payload, job = Classifier(CLASSES, "resnet18", state), SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES)
-    for model in (fedlmg._rebuild(payload, 10, True, CPU).model, local.run(job, {"a": payload})["a"].model):  # type: ignore[arg-type]
+    for model in (fedlmg._rebuild(payload, 10, True).model, local.run(job, {"a": payload})["a"].model):  # type: ignore[arg-type]
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 
 

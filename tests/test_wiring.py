@@ -73,7 +73,9 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, list[C
 def run_to_the_images(method: Any, job: Any, payloads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server half up to its images, all of one batch; no global model is trained."""
     job.held = lambda payloads: HELD
-    monkeypatch.setattr(method, "render", lambda job, plan, make, sampling: SimpleNamespace(pixels=make()(plan), labels=None))
+    monkeypatch.setattr(
+        method, "render", lambda job, plan, make, sampling: SimpleNamespace(pixels=make(CPU)(plan), labels=None)
+    )
     monkeypatch.setattr(method, "train_global", lambda *args: None)
     method.run(job, payloads)
 
@@ -86,7 +88,7 @@ CLASS_PROMPTS = ("an image of three", "an image of eight", "an image of eight")
 
 
 def test_prompts_only(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
-    prompts_only._sampler(server(tiny_kit, config_of(tiny_kit, prompts_only__guidance=4.0)))(PLAN)
+    prompts_only._sampler(server(tiny_kit, config_of(tiny_kit, prompts_only__guidance=4.0)), CPU)(PLAN)
     c0, (only,) = composed[0]
     assert torch.equal(only.c, prompts_of(tiny_kit, *CLASS_PROMPTS))
     assert torch.equal(c0, prompts_of(tiny_kit, ""))
@@ -104,7 +106,7 @@ def test_prompts_domain(tiny_kit, composed, monkeypatch) -> None:  # type: ignor
 
 def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
     payloads = {client: Descriptions(NAMES[client], rows(client, 8, 32)) for client in HELD}
-    feddeo._sampler(server(tiny_kit, config_of(tiny_kit)), payloads, (1.5, 2.5))(PLAN)
+    feddeo._sampler(server(tiny_kit, config_of(tiny_kit)), CPU, payloads, (1.5, 2.5))(PLAN)
     text, description = composed[0][1]
     assert torch.equal(text.c, prompts_of(tiny_kit, *CLASS_PROMPTS))
     assert description.c[:, 3, 3].tolist() == OWN
@@ -115,7 +117,7 @@ def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
 def test_oscar(tiny_kit, composed, method: str) -> None:  # type: ignore[no-untyped-def]
     shape = (8, 32) if method == "oscar" else (32,)
     payloads = {client: Encodings(NAMES[client], rows(client, *shape)) for client in HELD}
-    oscar._sampler(server(tiny_kit, config_of(tiny_kit, method=method, oscar__guidance=4.5)), payloads)(PLAN)
+    oscar._sampler(server(tiny_kit, config_of(tiny_kit, method=method, oscar__guidance=4.5)), CPU, payloads)(PLAN)
     (only,) = composed[0][1]
     assert only.c[:, 3, 3].tolist() == OWN
     assert only.scale == 4.5
@@ -140,7 +142,7 @@ def test_feddisc(tiny_unclip, composed) -> None:  # type: ignore[no-untyped-def]
     config = config_of(
         tiny_unclip, method="feddisc", feddisc__kit="", feddisc__guidance_cluster=1.5, feddisc__guidance_domain=2.5
     )
-    feddisc._sampler(server(tiny_unclip, config), payloads)(PLAN)
+    feddisc._sampler(server(tiny_unclip, config), CPU, payloads)(PLAN)
     cluster, domain = composed[0][1]
     for branch in (cluster, domain):
         assert torch.equal(branch.c, prompts_of(tiny_unclip, *CLASS_PROMPTS))
@@ -168,7 +170,7 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
         for client in HELD
     }
     config = config_of(tiny_kit, fedbip__guidance=4.5, fedbip__domain_noise=0.0)
-    fedbip._sampler(server(tiny_kit, config), payloads)(PLAN)
+    fedbip._sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
     (only,), kit = composed[0][1], load_kit(tiny_kit)
     names = ["three", "eight", "eight"]
     expected = kit.text(concept_prompts(names))
@@ -205,7 +207,7 @@ def test_espresso(tiny_kit, composed, monkeypatch, gmm: bool) -> None:  # type: 
         espresso, "ddim", lambda kit, z, steps, predict: (starts.append(z), predict(z, torch.tensor(1)))[0] or z
     )
     config = config_of(tiny_kit, espresso__z_sampling=False, espresso__guidance=4.5, espresso__gmm=gmm)
-    espresso._sampler(server(tiny_kit, config), mixtures(deviation=0.5))(PLAN)
+    espresso._sampler(server(tiny_kit, config), CPU, mixtures(deviation=0.5))(PLAN)
     (only,) = composed[0][1]
     assert only.c[:, 3, 3].tolist() == OWN
     assert only.scale == 4.5
@@ -217,7 +219,7 @@ def test_espresso(tiny_kit, composed, monkeypatch, gmm: bool) -> None:  # type: 
 def test_espressos_two_guidances(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
     """Zig with gamma_1, zag with gamma_2, and the step that stays with gamma_1."""
     config = config_of(tiny_kit, espresso__guidance=4.5, espresso__inversion_guidance=1.5, espresso__z_threshold=400)
-    espresso._sampler(server(tiny_kit, config), mixtures())(PLAN)
+    espresso._sampler(server(tiny_kit, config), CPU, mixtures())(PLAN)
     assert [condition.scale for _, (condition,) in composed] == [4.5, 1.5, 4.5, 4.5]
     assert all(condition.c[:, 3, 3].tolist() == OWN for _, (condition,) in composed)
 
