@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -58,12 +59,13 @@ def cut_units(jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], s
         ingredients: for each client, the digest of its payload.
         settings: of the sampler, the kit's digest included.
     """
-    units = []
-    for client in sorted({job.client for job in jobs}):
-        own = [job for job in jobs if job.client == client]
+    units, jobs_of = [], defaultdict(list)
+    for job in jobs:
+        jobs_of[job.client].append(job)
+    for client, own in sorted(jobs_of.items()):
         for start in range(0, len(own), size):
             part = tuple(own[start : start + size])
-            text = json.dumps([[asdict(job) for job in part], ingredients.get(client, ""), dict(settings)], sort_keys=True)
+            text = json.dumps([[vars(job) for job in part], ingredients.get(client, ""), dict(settings)], sort_keys=True)
             units.append(Unit(hashlib.sha256(text.encode()).hexdigest()[:24], part))
     return units
 

@@ -1,0 +1,389 @@
+"""What the synthesis engine and the clients' description training reach on this machine's CPU; to benchmarks/tables/engine-*.{md,json}.
+
+python -m benchmarks.engine sampling      # a batch against diffusers' own pipeline, one image at a time and batched; parity
+python -m benchmarks.engine descriptions  # ten classes at once against a loop of batch 1 that encodes in every step
+python -m benchmarks.engine workers       # one and two real workers; 1 to 64 that only sleep; one that is ten times as slow
+python -m benchmarks.engine kills         # 20 times kill -9 of workers and server while it draws, against a quiet run
+python -m benchmarks.engine scan          # how soon a run with 100,000 images knows that all are there
+python -m benchmarks.engine memory        # the server's memory while it draws 2,000 and 20,000 images
+
+Ratios are of pairs A B A B in one process; with seven pairs, their median lies between the least and the largest with 98 % (sign test).
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from client_app.conditions import learn_conditions, posteriors
+from client_app.job import ClientJob
+from osfl.compare import machine
+from osfl.config import NodeConfig, RunConfig, parse_run_config
+from osfl.costs import Stopwatch
+from osfl.data import class_names, load_images
+from osfl.diffusion import Kit, forward_noise, load_kit, load_pipeline
+from osfl.kits import find_kit
+from osfl.launch import default_config
+from osfl.verify import picture_digest
+from server_app.job import ServerJob
+from server_app.methods import prompts_only
+from server_app.run_folder import open_run_folder
+from server_app.status import Status
+from server_app.synthesis import images
+from server_app.synthesis.guidance import Condition, compose
+from server_app.synthesis.plan import ImageJob, Unit, cut_units, initial_noise, plan_images
+from server_app.synthesis.samplers import ddim
+from server_app.synthesis.workers import Sample, sample_units
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "runs" / "engine"
+CPU = torch.device("cpu")
+PAIRS = 7
+Rows = list[dict[str, Any]]
+
+
+def config_with(**settings: object) -> RunConfig:
+    """The defaults, but for settings with names as in Python (`synthesis__workers`)."""
+    named = {key.replace("__", ".").replace("_", "-"): value for key, value in settings.items()}
+    return parse_run_config({**default_config(), "kit": "kits/digits", **named})
+
+
+def paired(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, object]:
+    """Seconds of both, and how many times as fast ours is."""
+    ours(), theirs()  # what is only made the first time
+    seconds: list[tuple[float, float]] = []
+    for _ in range(PAIRS):
+        pair = []
+        for act in (ours, theirs):
+            watch = Stopwatch()
+            act()
+            pair.append(watch.seconds)
+        seconds.append((pair[0], pair[1]))
+    ratios = sorted(b / a for a, b in seconds)
+    return {
+        "ours s": round(median(a for a, _ in seconds), 2),
+        "theirs s": round(median(b for _, b in seconds), 2),
+        "ratio": round(median(ratios), 2),
+        "from": round(ratios[0], 2),
+        "to": round(ratios[-1], 2),
+    }
+
+
+def sampling() -> Rows:
+    """Sixty images of all classes, 20 DDIM steps, guidance 3, fp32, the same noise."""
+    kit, pipe, names = (
+        load_kit(find_kit("kits/digits")),
+        load_pipeline(find_kit("kits/digits")),
+        class_names(config_with().data),
+    )
+    plan = plan_images("prompts-only", 0, {"a": range(10)}, 6)
+    texts = [f"an image of {names[job.label]}" for job in plan]
+    prompts, z = kit.text([f"an image of {name}" for name in names]), initial_noise(plan, kit.latent_shape, CPU)
+
+    def theirs(size: int, output: str = "pil") -> torch.Tensor:
+        given = {"num_inference_steps": 20, "guidance_scale": 3.0, "output_type": output}
+        parts = [pipe(texts[i : i + size], latents=z[i : i + size], **given).images for i in range(0, len(texts), size)]
+        return torch.cat(parts) if output == "latent" else torch.empty(0)
+
+    def ours() -> torch.Tensor:
+        return prompts_only.sample(kit, plan, prompts[[job.label for job in plan]], 3.0, 20)
+
+    with torch.no_grad():
+        c, c0 = prompts[[job.label for job in plan]], kit.text([""])
+        latents = ddim(kit, z, 20, lambda z, t: compose(kit, z, t, c0, [Condition(c, 3.0)]))
+    expected = theirs(1, "latent")
+    difference = ((latents - expected).norm() / expected.norm()).item()
+    sizes = {1: "one at a time", 10: "batches of 10", 30: "batches of 30", 60: "one batch of 60"}
+    return [
+        {"diffusers' pipeline": what, **paired(ours, lambda n=n: theirs(n)), "latents differ": f"{difference:.1e}"}
+        for n, what in sizes.items()
+    ]
+
+
+def descriptions() -> Rows:
+    """Ten images each of ten classes, three epochs; samples a second, and whether a class learns what it would alone."""
+    config = config_with(method="feddeo", feddeo__epochs=3, num_clients=6)
+    data = load_images(config.data, NodeConfig(partition_id=0, num_partitions=6), "train", 0, size=32)
+    names = class_names(config.data)
+    job, kit = (
+        ClientJob(config, "client-0", names, lambda size: data, find_kit("kits/digits"), CPU),
+        load_kit(find_kit("kits/digits")),
+    )
+    rows_of = [(data.labels == label).nonzero().flatten()[:10] for label in range(10)]
+    start = kit.text([f"an image of {name}" for name in names])
+    steps = 3 * sum(map(len, rows_of))
+
+    def together(at_once: int = 16) -> torch.Tensor:
+        mean, logvar = posteriors(kit, data, job)
+        return learn_conditions(kit, start, mean, logvar, rows_of, list(names), replace(config.feddeo, at_once=at_once), job)
+
+    def loop() -> None:
+        for label, rows in enumerate(rows_of):
+            c = start[label : label + 1].clone().requires_grad_()
+            optimiser = torch.optim.Adam([c], config.feddeo.lr)
+            for _ in range(3):
+                for row in rows:
+                    textual_inversion_step(kit, data.pixels[row : row + 1], c, optimiser)
+
+    result = paired(together, loop)
+    similarity = F.cosine_similarity(together(16).flatten(1), together(1).flatten(1)).min().item()
+    return [{"samples": steps, **result, "least cosine to a class alone": f"{similarity:.6f}"}]
+
+
+def textual_inversion_step(kit: Kit, pixels: torch.Tensor, c: torch.Tensor, optimiser: torch.optim.Optimizer) -> None:
+    """As the papers' code does it: one image, its latent drawn anew by the VAE."""
+    mean, logvar = kit.encode(pixels.float() / 127.5 - 1)
+    x0 = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
+    t, noise = torch.randint(1000, (1,)), torch.randn_like(mean)
+    loss = F.mse_loss(kit.eps(forward_noise(x0, noise, kit.alphas_cumprod[t]), t, c), noise)
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+
+
+def workers() -> Rows:
+    """Units a second from the moment when every worker has given its first, until the last are handed out."""
+    rows: Rows = []
+    job = job_of("workers", per_class=40)
+    real = prompts_only._sampler
+    for count in (1, 2):
+        units = units_of(job, 10)
+        rows.append(
+            {
+                "workers": count,
+                "what": "digits, one thread each",
+                **rate(lambda device: stamped(real(job, device)), units, count),
+            }
+        )
+    rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
+    alone = 0.0
+    for count in (1, 4, 16, 64):
+        units = units_of(job_of("sleep", per_class=30 * count), 10)
+        row = {"workers": count, "what": "sleeping 2 s a unit", **rate(lambda device: stamped(sleeping(2.0)), units, count)}
+        alone = alone or row["units a s"]
+        rows.append({**row, "efficiency": round(row["units a s"] / count / alone, 3)})
+    units = units_of(job_of("slow", per_class=400), 10)
+    took = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "slow")), units, 4)["seconds"]
+    ideal = len(units) * 0.2 / 3.1  # three at full speed, one at a tenth
+    rows.append(
+        {
+            "workers": 4,
+            "what": f"0.2 s a unit, one 2 s: {took:.1f} s, ideal {ideal:.1f} s",
+            "efficiency": round(ideal / took, 3),
+        }
+    )
+    return rows
+
+
+def stamped(sample: Sample) -> Sample:
+    """Its images, of which the first tells the process by its first pixels."""
+
+    def with_pid(jobs: Sequence[ImageJob]) -> torch.Tensor:
+        pixels = sample(jobs)
+        pixels[0].view(-1)[:4] = torch.tensor([os.getpid() >> shift & 255 for shift in (0, 8, 16, 24)])
+        return pixels
+
+    return with_pid
+
+
+def sleeping(seconds: float, slow: Path | None = None) -> Sample:
+    """Blank images after so long; ten times as long in whichever process makes the file `slow`."""
+
+    def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
+        if slow and not slow.exists():
+            slow.write_text(str(os.getpid()))
+        time.sleep(seconds * (10 if slow and slow.read_text() == str(os.getpid()) else 1))
+        return torch.zeros(len(jobs), 3, 8, 8, dtype=torch.uint8)
+
+    return sample
+
+
+def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> dict[str, object]:
+    """Units a second in the steady state, and the seconds from then to the end."""
+    settings = replace(config_with().synthesis, workers=count, threads=1)
+    (WORK / "slow").unlink(missing_ok=True)
+    seen: set[bytes] = set()
+    times = []
+    for _, pixels, _ in sample_units(make_sampler, units, CPU, settings):
+        seen.add(bytes(pixels[0].flatten()[:4].tolist()))
+        if len(seen) == count:
+            times.append(time.monotonic())
+    steady = times[: len(times) - 2 * count]
+    return {"units a s": round((len(steady) - 1) / (steady[-1] - steady[0]), 3), "seconds": times[-1] - times[0]}
+
+
+def job_of(name: str, per_class: int, folder: Path | None = None, **settings: object) -> ServerJob:
+    """Prompts-only of one client in a run's folder."""
+    config = config_with(
+        method="prompts-only", num_clients=1, synthesis__images_per_class=per_class, synthesis__threads=1, **settings
+    )
+    path = folder or WORK / name
+    run_folder = open_run_folder(replace(config, runs_dir=str(path.parent)), path.name, 0)
+    return ServerJob(config, run_folder, Status(run_folder.path), ("client-0",))
+
+
+def plan_of(job: ServerJob) -> list[ImageJob]:
+    """Of ten classes."""
+    return plan_images("prompts-only", 0, {"client-0": range(10)}, job.config.synthesis.images_per_class)
+
+
+def units_of(job: ServerJob, size: int) -> list[Unit]:
+    """Of so many images."""
+    return cut_units(plan_of(job), size, {}, {})
+
+
+def draw(folder: Path, count: int) -> None:
+    """The server of `kills`: 240 images in units of 6 by so many workers."""
+    job = job_of("", 24, folder, synthesis__unit_size=6, synthesis__workers=count)
+    images.render(job, plan_of(job), lambda device: prompts_only._sampler(job, device), {})
+
+
+def kills() -> Rows:
+    """A quiet run in one process, then one with two workers, in which every few seconds a worker or the server is killed."""
+    command = [sys.executable, "-m", "benchmarks.engine", "draw"]
+    subprocess.run([*command, str(WORK / "quiet"), "0"], cwd=ROOT, check=True)
+    dice, killed, folder = random.Random(0), {"worker": 0, "server": 0}, WORK / "rough"
+    while True:
+        server = subprocess.Popen([*command, str(folder), "2"], cwd=ROOT)
+        while server.poll() is None:
+            time.sleep(dice.uniform(0.5, 2.5))
+            actors = actors_of(server)
+            if not actors or sum(killed.values()) == 20:
+                continue
+            what = "server" if dice.random() < 0.3 else "worker"
+            killed[what] += 1
+            print(killed, flush=True)
+            os.kill(server.pid if what == "server" else dice.choice(actors), signal.SIGKILL)
+        if server.returncode == 0:
+            break
+    digests = [hashlib.sha256((WORK / name / "manifest.jsonl").read_bytes()).hexdigest() for name in ("quiet", "rough")]
+    sampled = len((folder / "timings.jsonl").read_text().splitlines())
+    return [
+        {
+            "kills of workers": killed["worker"],
+            "of the server": killed["server"],
+            "manifests equal": digests[0] == digests[1],
+            "units": 40,
+            "units written": sampled,
+        }
+    ]
+
+
+def actors_of(server: subprocess.Popen) -> list[int]:
+    """Its workers' process ids, of those that sample."""
+    found = []
+    with suppress(psutil.Error):
+        for process in psutil.Process(server.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                found += [process.pid] if "".join(process.cmdline()[:1]) == "ray::SynthesisWorker.sample" else []
+    return found
+
+
+def scan() -> Rows:
+    """A run whose 100,000 images are all there, blank ones of 32 pixels."""
+    job = job_of("scan", 10_000, synthesis__unit_size=60)
+    units = cut_units(plan_of(job), 60, {}, {})
+    blank = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    picture, about = Image.fromarray(blank.permute(1, 2, 0).numpy()), picture_digest(blank)
+    (job.folder.path / "units").mkdir(exist_ok=True)
+    for unit in units:
+        rows = []
+        for one in unit.jobs:
+            file = job.folder.path / images.image_file(job, one)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(file)
+            rows.append(json.dumps({"file": images.image_file(job, one), "sha256": about}))
+        (job.folder.path / "units" / f"{unit.name}.jsonl").write_text("\n".join(rows) + "\n")
+    watch = Stopwatch()
+    again = cut_units(plan_of(job), 60, {}, {})
+    planned = watch.seconds
+    there = sum(images._is_there(job, unit) for unit in again)
+    return [
+        {
+            "images": 100_000,
+            "units there": f"{there} of {len(units)}",
+            "plan s": round(planned, 2),
+            "look s": round(watch.seconds - planned, 2),
+        }
+    ]
+
+
+def memory() -> Rows:
+    """Each in a process of its own, which draws nothing: its sampler gives grey images of 256 pixels."""
+    rows: Rows = []
+    for count in (200, 2000):
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.engine", "grey", str(WORK / f"grey-{count}"), str(count)],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        rows.append({"images": 10 * count, "peak MB": float(done.stdout.split()[-1])})
+    rows[1]["times the memory"] = round(rows[1]["peak MB"] / rows[0]["peak MB"], 3)
+    return rows
+
+
+def grey(folder: Path, count: int) -> None:
+    """Print this process's peak memory after it made all units, before it reads them."""
+    import resource
+
+    job = job_of("", count, folder, synthesis__unit_size=20)
+    units = units_of(job, 20)
+    images._make(
+        job, units, lambda device: lambda jobs: torch.full((len(jobs), 3, 256, 256), 128, dtype=torch.uint8), 10 * count
+    )
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6)
+
+
+def main() -> None:
+    """Run one of them and keep its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {
+        "sampling": sampling,
+        "descriptions": descriptions,
+        "workers": workers,
+        "kills": kills,
+        "scan": scan,
+        "memory": memory,
+    }
+    parser.add_argument("kind", choices=[*kinds, "draw", "grey"])
+    parser.add_argument("of_a_child", nargs="*", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.kind in ("draw", "grey"):
+        folder, count = given.of_a_child
+        return (draw if given.kind == "draw" else grey)(Path(folder), int(count))
+    subprocess.run(["rm", "-rf", str(WORK)], check=True)
+    WORK.mkdir(parents=True)
+    rows = kinds[given.kind]()
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [
+        f"| {' | '.join(head)} |",
+        "|" + "---:|" * len(head),
+        *(f"| {' | '.join(str(row.get(key, '')) for key in head)} |" for row in rows),
+    ]
+    about = f"Command: `python -m benchmarks.engine {given.kind}`. {machine()}."
+    out = ROOT / "benchmarks" / "tables" / f"engine-{given.kind}"
+    out.with_suffix(".md").write_text("\n".join([*lines, "", about, ""]))
+    out.with_suffix(".json").write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
+    print(out.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()
