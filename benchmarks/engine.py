@@ -261,15 +261,18 @@ def kills() -> Rows:
     dice, killed, folder = random.Random(0), {"worker": 0, "server": 0}, WORK / "rough"
     while True:
         server = subprocess.Popen([*command, str(folder), "2"], cwd=ROOT)
-        while server.poll() is None:
-            time.sleep(dice.uniform(0.5, 2.5))
-            actors = actors_of(server)
-            if not actors or sum(killed.values()) == 20:
-                continue
-            what = "server" if dice.random() < 0.3 else "worker"
-            killed[what] += 1
-            print(killed, flush=True)
-            os.kill(server.pid if what == "server" else dice.choice(actors), signal.SIGKILL)
+        try:
+            while server.poll() is None:
+                time.sleep(dice.uniform(0.5, 2.5))
+                actors = actors_of(server)
+                if not actors or sum(killed.values()) == 20:
+                    continue
+                what = "server" if dice.random() < 0.3 else "worker"
+                killed[what] += 1
+                print(killed, flush=True)
+                os.kill(server.pid if what == "server" else dice.choice(actors), signal.SIGKILL)
+        finally:
+            server.kill()
         if server.returncode == 0:
             break
     digests = [hashlib.sha256((WORK / name / "manifest.jsonl").read_bytes()).hexdigest() for name in ("quiet", "rough")]
