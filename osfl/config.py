@@ -84,6 +84,12 @@ class SynthesisConfig:
     workers: Annotated[int, Range(0, 10_000)]  # Ray actors, each on a device of its own; 0: this process alone
     threads: Annotated[int, Range(0, 1024)]  # of the CPU for a worker; 0: its share of the machine's cores
     ray_address: str  # of a Ray cluster; empty: this machine
+    dtype: Annotated[str, OneOf("float32", "bfloat16", "float16")]  # of the networks
+    memory_format: Annotated[str, OneOf("contiguous", "channels-last", "auto")]  # auto: the faster, by a measurement
+    compile: Annotated[str, OneOf("off", "on", "auto")]  # auto: on a GPU the faster, by a measurement
+    solver: Annotated[str, OneOf("ddim", "dpm-solver++", "unipc")]
+    guided_from: Annotated[int, Range(0, 1000)]  # timesteps that are guided; outside, the condition alone predicts
+    guided_to: Annotated[int, Range(0, 1000)]
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """The prompt of every class."""
@@ -380,6 +386,15 @@ def _check_together(config: RunConfig) -> None:
         problems.append(f"data.classes = {config.data.classes!r}: must be empty with data.name = 'digits', which has its own")
     if twice := sorted({name for name in classes if classes.count(name) > 1}):
         problems.append(f"data.classes = {config.data.classes!r}: {twice[0]!r} stands there twice")
+    if config.synthesis.guided_from > config.synthesis.guided_to:
+        problems.append(
+            f"synthesis.guided-from = {config.synthesis.guided_from}: must be at most guided-to = {config.synthesis.guided_to}"
+        )
+    if config.method == "espresso" and config.synthesis.solver != "ddim":
+        problems.append(
+            f"synthesis.solver = {config.synthesis.solver!r}: Espresso needs 'ddim', whose steps its zig-zags undo and whose first timestep its "
+            "clients' mixtures are of"
+        )
     if config.runs_dir and not Path(config.runs_dir).expanduser().is_absolute():
         problems.append(
             f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own"

@@ -18,7 +18,21 @@ from osfl.encoders import ImageEncoder, TextEncoder, load_text_encoder, text_sha
 from osfl.kits import DIFFUSION_PARTS, KitError, check_kit
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline, StableUnCLIPImg2ImgPipeline
+    from diffusers import (
+        DPMSolverMultistepScheduler,
+        StableDiffusionPipeline,
+        StableUnCLIPImg2ImgPipeline,
+        UniPCMultistepScheduler,
+    )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How latents are denoised; all but the defaults are approximations of what the papers do."""
+
+    solver: str = "ddim"
+    guided_from: int = 0  # timesteps from here ...
+    guided_to: int = 1000  # ... to here are guided
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,8 @@ class Kit:
     text: TextEncoder
     scheduler: DDIMScheduler
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the networks; latents and images stay in float32
+    sampling: Sampling = Sampling()
 
     @property
     def alphas_cumprod(self) -> torch.Tensor:
@@ -53,7 +68,8 @@ class Kit:
 
         A UNet that predicts v (Salimans & Ho, arXiv 2202.00512; Stable Diffusion 2.1) is read as eps = sqrt(a_t) v + sqrt(1 - a_t) z.
         """
-        output = self.unet(z, t, encoder_hidden_states=c, class_labels=image).sample
+        image = image if image is None else image.to(self.dtype)
+        output = self.unet(z.to(self.dtype), t, encoder_hidden_states=c.to(self.dtype), class_labels=image).sample.to(z.dtype)
         if self.scheduler.config.prediction_type == "v_prediction":
             a_t = self.alphas_cumprod[t].to(z.dtype).view(-1, 1, 1, 1)
             return a_t.sqrt() * output + (1 - a_t).sqrt() * z
@@ -68,7 +84,7 @@ class Kit:
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """D(z): images [B, 3, H, W], about [-1, 1] (not clamped), differentiable."""
-        return self.vae.decode(z / self.vae.config.scaling_factor).sample
+        return self.vae.decode((z / self.vae.config.scaling_factor).to(self.dtype)).sample.to(z.dtype)
 
 
 def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Kit:
@@ -110,6 +126,14 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
         raise KitError(f"kit={source!r} cannot be read: {error}") from error
     size = unet["sample_size"]
     return text, (unet["in_channels"], size, size), unet.get("projection_class_embeddings_input_dim") or 0
+
+
+def new_solver(kit: Kit) -> "DPMSolverMultistepScheduler | UniPCMultistepScheduler":
+    """The multistep solver that `kit.sampling` names, on the kit's noise schedule; `Kit.eps` predicts noise, whatever the UNet does."""
+    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+
+    solver = {"dpm-solver++": DPMSolverMultistepScheduler, "unipc": UniPCMultistepScheduler}[kit.sampling.solver]
+    return solver.from_config(kit.scheduler.config, prediction_type="epsilon", timestep_spacing="trailing")
 
 
 def forward_noise(x0: torch.Tensor, eps: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,7 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
         },
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
         "platform": platform.platform(),
+        "approximations": _approximations(config),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "kits": [
             name for name in (config.get("kit"), config.get("feddisc.kit") if config["method"] == "feddisc" else "") if name
@@ -101,6 +102,19 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
         "kit_sha256": config.pop("kit-sha256", ""),
         "config": config,
     }
+
+
+def _approximations(config: dict[str, Any]) -> list[str]:
+    """What was sampled otherwise than the papers do, for speed."""
+    found = []
+    if (solver := config.get("synthesis.solver", "ddim")) != "ddim":
+        found.append(f"solver {solver}")
+    interval = (config.get("synthesis.guided-from", 0), config.get("synthesis.guided-to", 1000))
+    if interval != (0, 1000):
+        found.append("guidance at timesteps {} to {} alone".format(*interval))
+    if config["method"] in ("fedlmg", "fedcado") and config.get(f"{config['method']}.gradient", "full") != "full":
+        found.append("the classifier's gradient at x0")
+    return found
 
 
 def _timing(line: str) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ img { max-width:100%; height:auto; display:block } .two { display:flex; flex-wra
 details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code { font-size:.85rem }
 </style></head><body>
 <h1>{{ m.method }}</h1>
-<p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}</p>
+<p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}{% if m.approximations %} · <b>approximate sampling</b>: {{ m.approximations|join(", ") }}{% endif %}</p>
 <div class="cards">
 <div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.shown or "mean of all models" }}){% endif %}</span></div>
 <div class="card"><b>{{ m.clients|length }}</b><span>clients, {{ m.rounds }} round{{ '' if m.rounds == 1 else 's' }}</span></div>

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from osfl.classifiers import MEAN, STD, pack, unpack
-from osfl.diffusion import Kit, forward_noise, load_kit
+from osfl.diffusion import Kit, Sampling, forward_noise, load_kit
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide, implied_image
 from server_app.synthesis.samplers import ddim, ddim_step, x0hat
 from server_app.training import mean_teacher, own_teacher
@@ -42,6 +42,8 @@ def test_ddim_step_by_hand() -> None:
 
 class FakeKit:
     """eps(z, t, c) = the mean of c, everywhere: branches with known predictions."""
+
+    sampling = Sampling()
 
     def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
         return c.mean(dim=(1, 2)).view(-1, 1, 1, 1).expand_as(z)

@@ -118,7 +118,7 @@ def test_a_finished_job_asks_nobody_and_renders_nothing(home: Path, tiny_kit: Pa
     start(config)
     before = metrics(home)
     monkeypatch.setattr(
-        feddeo_server, "load_kit", lambda *args: pytest.fail("the kit was loaded to render images that were there")
+        feddeo_server, "load_engine", lambda *args: pytest.fail("the kit was loaded to render images that were there")
     )
     grid = start(config)
     assert "train" not in [t for _, t in grid.sent]

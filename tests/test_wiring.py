@@ -204,7 +204,7 @@ def mixtures(deviation: float = 0.0) -> dict[str, Mixtures]:
 def test_espresso(tiny_kit, composed, monkeypatch, gmm: bool) -> None:  # type: ignore[no-untyped-def]
     starts = []
     monkeypatch.setattr(
-        espresso, "ddim", lambda kit, z, steps, predict: (starts.append(z), predict(z, torch.tensor(1)))[0] or z
+        espresso, "denoise", lambda kit, z, steps, predict: (starts.append(z), predict(z, torch.tensor(1)))[0] or z
     )
     config = config_of(tiny_kit, espresso__z_sampling=False, espresso__guidance=4.5, espresso__gmm=gmm)
     espresso._sampler(server(tiny_kit, config), CPU, mixtures(deviation=0.5))(PLAN)

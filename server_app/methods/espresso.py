@@ -17,14 +17,15 @@ from typing import cast
 import torch
 
 from osfl.config import EspressoConfig
-from osfl.diffusion import Kit, load_kit
+from osfl.diffusion import Kit
 from osfl.payloads import Mixtures, Payload
 from osfl.seeds import generator_of
 from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import ddim, to_images, z_sampling
+from server_app.synthesis.samplers import denoise, to_images, z_sampling
 from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
@@ -39,7 +40,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtures]) -> Sample:
-    kit = load_kit(job.kit, device)
+    kit = load_engine(job.kit, device, job.config.synthesis)
     place = {(client, job.classes.index(name)): row for client, p in payloads.items() for row, name in enumerate(p.classes)}
     return lambda jobs: sample(
         kit,
@@ -69,7 +70,7 @@ def sample(
         j = int(torch.multinomial(payload.weights[row], 1, generator=generator))
         chosen.append(payload.conditions[row, j])
         starts.append(from_mixture(payload, row, noise, generator) if settings.gmm else noise)
-    c, z = torch.stack(chosen).to(kit.device, kit.dtype), torch.stack(starts).to(kit.device, kit.dtype)
+    c, z = torch.stack(chosen).to(kit.device, kit.dtype), torch.stack(starts).to(kit.device)
 
     def strong(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:  # gamma_1
         return compose(kit, z, t, c0, [Condition(c, settings.guidance)])
@@ -81,7 +82,7 @@ def sample(
 
     if settings.z_sampling:
         return to_images(kit, z_sampling(kit, z, steps, strong, weak, settings.z_threshold))
-    return to_images(kit, ddim(kit, z, steps, strong))
+    return to_images(kit, denoise(kit, z, steps, strong))
 
 
 def from_mixture(payload: Mixtures, row: int, noise: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -15,15 +15,16 @@ from typing import cast
 import torch
 
 from osfl.config import FedBiPConfig
-from osfl.diffusion import Kit, forward_noise, load_kit
+from osfl.diffusion import Kit, forward_noise
 from osfl.payloads import Concepts, Payload
 from osfl.prompts import concept_positions, concept_prompts, with_concepts
 from osfl.seeds import generator_of
 from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import ddim, ddim_schedule, to_images
+from server_app.synthesis.samplers import denoise, first_timestep, to_images
 from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
@@ -38,7 +39,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Concepts]) -> Sample:
-    kit = load_kit(job.kit, device)
+    kit = load_engine(job.kit, device, job.config.synthesis)
     return lambda jobs: sample(kit, jobs, job.classes, payloads, job.config.fedbip, job.config.synthesis.steps)
 
 
@@ -61,11 +62,11 @@ def sample(
         latents.append(interpolated(own, image.label, generator))
     s, v = torch.stack(domains).to(kit.device), torch.stack(words).to(kit.device)
     c = with_concepts(kit.text(concept_prompts(names)), concept_positions(kit.text, names), s, v)
-    a_first = ddim_schedule(kit, steps)[0][1]
-    z0 = torch.stack(latents).to(kit.device, kit.dtype)
+    a_first = kit.alphas_cumprod[first_timestep(kit, steps)]
+    z0 = torch.stack(latents).to(kit.device)
     z = forward_noise(z0, initial_noise(jobs, kit.latent_shape, kit.device), a_first.expand(len(z0)))
     c0 = kit.text([""])
-    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, [Condition(c, settings.guidance)])))
+    return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, [Condition(c, settings.guidance)])))
 
 
 def interpolated(payload: Concepts, label: int, generator: torch.Generator) -> torch.Tensor:

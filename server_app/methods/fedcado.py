@@ -23,7 +23,7 @@ from server_app.job import GlobalModel, ServerJob
 from server_app.methods.fedlmg import LossAt, guidance_loss, guided, run_guided
 from server_app.synthesis.guidance import Teacher
 from server_app.synthesis.plan import ImageJob, initial_noise
-from server_app.synthesis.samplers import ddim, ddim_schedule, to_images
+from server_app.synthesis.samplers import denoise, first_timestep, to_images
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
@@ -43,9 +43,9 @@ def sample(
     """Edit the noise, then denoise under the same loss. Arguments and result as `fedlmg.sample`."""
     loss_at = guidance_loss(kit, jobs, prompts, teachers, settings, size)
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    first = torch.tensor(ddim_schedule(kit, steps)[0][0], device=kit.device)
+    first = torch.tensor(first_timestep(kit, steps), device=kit.device)
     z = edit_noise(z, first, loss_at, settings.noise_edits, settings.noise_edit_lr)
-    return to_images(kit, ddim(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
+    return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
 
 
 def edit_noise(z: torch.Tensor, t: torch.Tensor, loss_at: LossAt, edits: int, lr: float) -> torch.Tensor:

@@ -17,13 +17,14 @@ from typing import cast
 
 import torch
 
-from osfl.diffusion import Kit, load_kit
+from osfl.diffusion import Kit
 from osfl.payloads import Descriptions, Payload
 from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import ddim, to_images
+from server_app.synthesis.samplers import denoise, to_images
 from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
@@ -40,7 +41,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descriptions], scales: tuple[float, float]) -> Sample:
-    kit = load_kit(job.kit, device)
+    kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
     learned = {
         (client, job.classes.index(name)): vector.to(kit.device, kit.dtype)
@@ -74,4 +75,4 @@ def sample(
     description = torch.stack([learned[job.client, job.label] for job in jobs])
     conditions = [Condition(c, scale) for c, scale in zip((text, description), scales, strict=True) if scale != 0]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))
+    return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))

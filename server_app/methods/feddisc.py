@@ -16,13 +16,14 @@ from typing import cast
 import torch
 
 from osfl.config import FedDISCConfig
-from osfl.diffusion import Kit, load_kit
+from osfl.diffusion import Kit
 from osfl.payloads import Embeddings, Payload
 from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import ddim, to_images
+from server_app.synthesis.samplers import denoise, to_images
 from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
@@ -37,7 +38,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddings]) -> Sample:
-    kit = load_kit(job.kit, device)
+    kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
     vectors = {
         (client, job.classes.index(name)): rows.to(kit.device, kit.dtype)
@@ -71,4 +72,4 @@ def sample(
     means = torch.stack([rows[-1] for rows in own])
     conditions = [Condition(c, settings.guidance_cluster, centres), Condition(c, settings.guidance_domain, means)]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))
+    return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))

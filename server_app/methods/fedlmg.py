@@ -25,13 +25,14 @@ import torch
 
 from osfl.classifiers import rebuild
 from osfl.config import FedLMGConfig, split_names
-from osfl.diffusion import Kit, load_kit
+from osfl.diffusion import Kit
 from osfl.payloads import Classifier, Payload
 from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, Teacher, as_teacher, classifier_loss, compose, guide, implied_image
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import Predict, ddim, to_images
+from server_app.synthesis.samplers import Predict, denoise, to_images
 from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
 
@@ -55,7 +56,7 @@ def run_guided(
     sampling = {key: value for key, value in asdict(settings).items() if key not in TRAINING}
 
     def make_sampler(device: torch.device) -> Sample:
-        kit, steps = load_kit(job.kit, device), job.config.synthesis.steps
+        kit, steps = load_engine(job.kit, device, job.config.synthesis), job.config.synthesis.steps
         prompts = kit.text(job.config.synthesis.prompts(job.classes))
         own = {client: as_teacher(teacher.model.to(device)) for client, teacher in teachers.items()}
         return lambda jobs: sampler(kit, jobs, prompts, own, settings, steps, job.config.data.image_size)
@@ -101,7 +102,7 @@ def sample(
     """
     loss_at = guidance_loss(kit, jobs, prompts, teachers, settings, size)
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, ddim(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
+    return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
 
 
 def guidance_loss(

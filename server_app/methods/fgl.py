@@ -14,10 +14,10 @@ from typing import cast
 
 import torch
 
-from osfl.diffusion import load_kit
 from osfl.payloads import Captions, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.workers import Sample
@@ -46,7 +46,7 @@ def prompt_of(job: ServerJob, captions: Mapping[tuple[str, int], tuple[str, ...]
 
 
 def _sampler(job: ServerJob, device: torch.device, captions: Mapping[tuple[str, int], tuple[str, ...]]) -> Sample:
-    kit, settings = load_kit(job.kit, device), job.config.fgl
+    kit, settings = load_engine(job.kit, device, job.config.synthesis), job.config.fgl
     nothing = kit.text([settings.negative_prompt])
     return lambda jobs: sample(
         kit,

@@ -17,10 +17,11 @@ from typing import cast
 
 import torch
 
-from osfl.diffusion import Kit, load_kit
+from osfl.diffusion import Kit
 from osfl.payloads import Encodings, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.workers import Sample
@@ -36,7 +37,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodings]) -> Sample:
-    kit = load_kit(job.kit, device)
+    kit = load_engine(job.kit, device, job.config.synthesis)
     condition_of = {
         (client, job.classes.index(name)): condition
         for client, payload in payloads.items()

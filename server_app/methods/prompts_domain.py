@@ -10,10 +10,10 @@ from typing import cast
 
 import torch
 
-from osfl.diffusion import load_kit
 from osfl.payloads import Domain, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.workers import Sample
@@ -31,7 +31,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _sampler(job: ServerJob, device: torch.device, domains: Mapping[str, str]) -> Sample:
-    kit, settings = load_kit(job.kit, device), job.config.prompts_domain
+    kit, settings = load_engine(job.kit, device, job.config.synthesis), job.config.prompts_domain
 
     def prompt(client: str, label: int) -> str:
         return settings.prompt.replace("{domain}", domains[client]).replace("{class}", job.classes[label])

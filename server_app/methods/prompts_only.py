@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.diffusion import Kit, load_kit
+from osfl.diffusion import Kit
 from osfl.payloads import Payload
 from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import ddim, to_images
+from server_app.synthesis.samplers import denoise, to_images
 from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
@@ -29,7 +30,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def _sampler(job: ServerJob, device: torch.device) -> Sample:
-    kit = load_kit(job.kit, device)
+    kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
     guidance, steps = job.config.prompts_only.guidance, job.config.synthesis.steps
     return lambda jobs: sample(kit, jobs, prompts[[image.label for image in jobs]], guidance, steps)
@@ -50,4 +51,4 @@ def sample(
     """
     nothing = kit.text([""]) if c0 is None else c0
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, ddim(kit, z, steps, lambda z, t: compose(kit, z, t, nothing, [Condition(c, guidance)])))
+    return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, nothing, [Condition(c, guidance)])))

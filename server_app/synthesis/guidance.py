@@ -29,13 +29,16 @@ def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, condit
     """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714; FedDEO, eq. 5).
 
     With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in diffusers' convention.
-    All branches go through the UNet in one batch.
+    All branches go through the UNet in one batch. Outside of the kit's guidance interval (Kynkaanniemi et al., arXiv 2404.07724), an
+    approximation that is off by default, the conditions' predictions are averaged by their scales, without the branch of c0.
 
     Args:
         z: [B, c, h, w].
         t: timestep, [].
         c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image condition is zero, as in Stable unCLIP.
     """
+    if not _is_guided(kit, t):
+        return _unguided(kit, z, t, conditions)
     branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
     images = [condition.image for condition in conditions if condition.image is not None]
     image = torch.cat([torch.zeros_like(images[0]), *images]) if images else None
@@ -44,6 +47,21 @@ def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, condit
     for e_i, condition in zip(others, conditions, strict=True):
         e = e + condition.scale * (e_i - e0)
     return e
+
+
+def _is_guided(kit: Kit, t: torch.Tensor) -> bool:
+    low, high = kit.sampling.guided_from, kit.sampling.guided_to
+    return (low, high) == (0, 1000) or low <= int(t) <= high  # reading t waits for a GPU, so not for nothing
+
+
+def _unguided(kit: Kit, z: torch.Tensor, t: torch.Tensor, conditions: Sequence[Condition]) -> torch.Tensor:
+    images = [condition.image for condition in conditions if condition.image is not None]
+    branches, image = torch.cat([condition.c for condition in conditions]), torch.cat(images) if images else None
+    parts = kit.eps(z.repeat(len(conditions), 1, 1, 1), t, branches, image).chunk(len(conditions))
+    total = sum(condition.scale for condition in conditions)
+    return sum(
+        (condition.scale / total * e_i for condition, e_i in zip(conditions, parts, strict=True)), start=torch.zeros_like(z)
+    )
 
 
 @dataclass(frozen=True)

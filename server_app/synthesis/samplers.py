@@ -1,4 +1,4 @@
-"""The denoise loop: DDIM (Song et al., arXiv 2010.02502) with eta = 0.
+"""The denoise loop: DDIM (Song et al., arXiv 2010.02502) with eta = 0, or, approximately, a multistep solver in fewer steps.
 
 Rows of a batch are independent: each may have its own condition, guidance and noise.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from osfl.diffusion import Kit
+from osfl.diffusion import Kit, new_solver
 
 
 class NotFiniteError(ValueError):
@@ -64,6 +64,29 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tenso
         e = predict(z, torch.tensor(t, device=kit.device))
         z = ddim_step(z, e, a_t, a_prev)
     return z
+
+
+def denoise(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tensor:
+    """Denoise z_T to z_0 by the kit's solver; arguments and result as `ddim`.
+
+    DPM-Solver++ (Lu et al., arXiv 2211.01095) and UniPC (Zhao et al., arXiv 2302.04867) by diffusers.
+    """
+    if kit.sampling.solver == "ddim":
+        return ddim(kit, z, steps, predict)
+    solver = new_solver(kit)
+    solver.set_timesteps(steps, device=kit.device)
+    for t in solver.timesteps:
+        z = solver.step(predict(z, t), t, z).prev_sample
+    return z
+
+
+def first_timestep(kit: Kit, steps: int) -> int:
+    """Where denoising begins."""
+    if kit.sampling.solver == "ddim":
+        return ddim_schedule(kit, steps)[0][0]
+    solver = new_solver(kit)
+    solver.set_timesteps(steps)
+    return int(solver.timesteps[0])
 
 
 def z_sampling(kit: Kit, z: torch.Tensor, steps: int, strong: Predict, weak: Predict, threshold: int) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""How the kit samples: solvers, guidance interval, precision, memory format, calibration."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import quick
+
+from osfl.config import ConfigError, SynthesisConfig, parse_run_config
+from osfl.diffusion import Kit, Sampling, load_kit, load_pipeline, new_solver
+from osfl.report import gather
+from server_app.methods import prompts_only
+from server_app.synthesis import engine
+from server_app.synthesis.engine import load_engine
+from server_app.synthesis.guidance import Condition, compose
+from server_app.synthesis.plan import plan_images
+from server_app.synthesis.samplers import denoise, first_timestep
+
+CPU = torch.device("cpu")
+
+
+def settings(**overrides: object) -> SynthesisConfig:
+    return replace(parse_run_config(quick()).synthesis, **overrides)  # type: ignore[arg-type]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("solver", ["dpm-solver++", "unipc"])
+@pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
+def test_solvers_sample_as_diffusers_own_pipeline(tiny_kit: Path, tmp_path: Path, solver: str, predicts: str) -> None:
+    shutil.copytree(tiny_kit, tmp_path / "kit")
+    file = tmp_path / "kit" / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": predicts}))
+    kit, pipe = load_engine(str(tmp_path / "kit"), CPU, settings(solver=solver)), load_pipeline(tmp_path / "kit")
+    pipe.scheduler = type(new_solver(kit)).from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    assert pipe.scheduler.config.prediction_type == predicts
+    z, texts = random(2, 4, 8, 8), ["an image of one", "an image of two"]
+    theirs = pipe(texts, latents=z, num_inference_steps=8, guidance_scale=3.0, output_type="latent").images
+    with torch.no_grad():
+        condition = Condition(kit.text(texts), 3.0)
+        ours = denoise(kit, z, 8, lambda z, t: compose(kit, z, t, kit.text([""]), [condition]))
+    assert (ours - theirs).norm() / theirs.norm() < 1e-4
+    assert first_timestep(kit, 8) == int(pipe.scheduler.timesteps[0])
+
+
+@pytest.mark.parametrize("solver", ["ddim", "dpm-solver++", "unipc"])
+def test_a_solver_on_a_known_distribution(tiny_kit: Path, solver: str) -> None:
+    """With the exact noise prediction of a point mass at 5, every start ends at 5, up to the schedule's last a_t."""
+    kit = replace(load_kit(tiny_kit), sampling=Sampling(solver))
+    a = kit.alphas_cumprod
+    z = denoise(kit, random(3, 4, 8, 8), 10, lambda z, t: (z - a[t].sqrt() * 5) / (1 - a[t]).sqrt())
+    assert torch.allclose(z, torch.full_like(z, 5.0), atol=0.15)
+
+
+def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guided at 200 to 800, both included. Outside: the one condition's prediction, or two weighted 3 to 1; and no pass for the empty prompt."""
+    kit, rows, eps = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), [], Kit.eps
+    monkeypatch.setattr(Kit, "eps", lambda self, z, *rest: (rows.append(len(z)), eps(self, z, *rest))[1])
+    z, c0 = random(2, 4, 8, 8), kit.text([""])
+    one, two = random(2, *kit.text.shape, seed=1), random(2, *kit.text.shape, seed=2)
+    for t, guided in ((801, False), (800, True), (500, True), (200, True), (199, False)):
+        at = torch.tensor(t)
+        e0, e1, e2 = (eps(kit, z, at, c) for c in (c0.expand(2, -1, -1), one, two))
+        rows.clear()
+        single = compose(kit, z, at, c0, [Condition(one, 3.0)])
+        both = compose(kit, z, at, c0, [Condition(one, 3.0), Condition(two, 1.0)])
+        assert rows == ([4, 6] if guided else [2, 4])
+        assert torch.allclose(single, e0 + 3 * (e1 - e0) if guided else e1, atol=1e-5)
+        assert torch.allclose(both, e0 + 3 * (e1 - e0) + (e2 - e0) if guided else 0.75 * e1 + 0.25 * e2, atol=1e-5)
+
+
+def test_sixteen_bits_are_the_networks_alone(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit, seen = load_engine(str(tiny_kit), CPU, settings(dtype="bfloat16")), []
+    forward = kit.unet.forward
+    monkeypatch.setattr(kit.unet, "forward", lambda z, *rest, **named: (seen.append(z.dtype), forward(z, *rest, **named))[1])
+    z, c = random(2, 4, 8, 8), kit.text(["an image of one"] * 2)
+    e = kit.eps(z, torch.tensor(500), c)
+    assert (e.dtype, kit.decode(z).dtype, set(seen)) == (torch.float32, torch.float32, {torch.bfloat16})
+    exact = load_kit(tiny_kit)
+    assert torch.allclose(e, exact.eps(z, torch.tensor(500), exact.text(["an image of one"] * 2)), atol=0.1)
+    gradient = torch.autograd.grad(kit.decode(kit.eps(leaf := z.clone().requires_grad_(), torch.tensor(500), c)).sum(), leaf)[0]
+    assert gradient.dtype == torch.float32
+    assert torch.isfinite(gradient).all()
+
+
+def test_the_faster_is_taken_and_remembered(tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a real measurement first; then by seconds that are given, in another precision, so that it is measured again."""
+    wanted, measured, seconds = settings(memory_format="auto", unit_size=1), [], engine._seconds
+    monkeypatch.setattr(engine, "_seconds", lambda kit, batch: measured.append(batch) or seconds(kit, batch))
+    load_engine(str(tiny_kit), CPU, wanted)
+    load_engine(str(tiny_kit), CPU, wanted)
+    assert measured == [2, 2]  # both formats, once
+    ((key, first),) = json.loads((home / "cache" / "calibration.json").read_text()).items()
+    assert "float32" in key
+    assert first["choice"] == min(first["seconds a pass"], key=first["seconds a pass"].get).split()
+    given = iter([2.0, 1.0])
+    monkeypatch.setattr(engine, "_seconds", lambda kit, batch: next(given))
+    kit = load_engine(str(tiny_kit), CPU, replace(wanted, dtype="bfloat16"))
+    assert kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert len(json.loads((home / "cache" / "calibration.json").read_text())) == 2
+
+
+def test_a_memory_format_changes_no_image(tiny_kit: Path) -> None:
+    plan = plan_images("m", 0, {"a": [0, 3]}, 1)
+    made = []
+    for layout in ("contiguous", "channels-last"):
+        kit = load_engine(str(tiny_kit), CPU, settings(memory_format=layout))
+        made.append(prompts_only.sample(kit, plan, kit.text(["an image of zero", "an image of three"]), 3.0, 3).int())
+    assert (made[0] - made[1]).abs().max() <= 1
+
+
+def test_compilation_is_of_the_unet(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, it is done; `auto` leaves a CPU alone."""
+    monkeypatch.setattr(torch, "compile", lambda network: ("compiled", network))
+    assert load_engine(str(tiny_kit), CPU, settings(compile="on")).unet[0] == "compiled"
+    assert not isinstance(load_engine(str(tiny_kit), CPU, settings(compile="auto")).unet, tuple)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"synthesis__guided_from": 800, "synthesis__guided_to": 200},
+            "synthesis.guided-from = 800: must be at most guided-to = 200",
+        ),
+        ({"method": "espresso", "synthesis__solver": "unipc"}, "synthesis.solver = 'unipc': Espresso needs 'ddim'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_run_config(quick(**given))
+
+
+def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 4]]}))
+    base = {"method": "fedlmg", "seed": 0}
+    for more, said in (
+        ({"synthesis.solver": "ddim", "synthesis.guided-from": 0, "synthesis.guided-to": 1000, "fedlmg.gradient": "full"}, []),
+        ({"synthesis.solver": "unipc"}, ["solver unipc"]),
+        ({"synthesis.guided-to": 800}, ["guidance at timesteps 0 to 800 alone"]),
+        ({"fedlmg.gradient": "x0"}, ["the classifier's gradient at x0"]),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**base, **more}))
+        assert gather(tmp_path)["approximations"] == said
