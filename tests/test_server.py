@@ -1,6 +1,7 @@
 """The server's parts, each alone: what it renders, whom it follows, what it counts."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,29 @@ def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) 
         assert (made.labels.tolist(), made.clients) == ([1, 1, 4, 4, 7, 7], ("a",) * 4 + ("b",) * 2)
         assert made.pixels.shape == (6, 3, 16, 16)
         assert (made.pixels[:, 0, 8, 8] // 20).tolist() == made.labels.tolist()
+
+
+def test_a_unit_that_does_not_fit_is_sampled_in_parts(home: Path, tiny_kit: Path) -> None:
+    """Eight at a time are too many for this memory, and four; three fit. The next unit begins with what fitted."""
+    config = parse_run_config(quick(kit=str(tiny_kit), synthesis__unit_size=8))
+    tried: list[int] = []
+
+    def paint(jobs, room=3):  # type: ignore[no-untyped-def]
+        tried.append(len(jobs))
+        if len(jobs) > room:
+            raise torch.OutOfMemoryError
+        return torch.stack([torch.full((3, 32, 32), 20 * j.index + 10, dtype=torch.uint8) for j in jobs])
+
+    def made(name: str, sample, divisible: bool = True) -> list[int]:  # type: ignore[no-untyped-def]
+        job = ServerJob(config, open_run_folder(config, name, 0), Status(home / "runs" / name), ("a",))
+        plan = plan_images("m", 0, {"a": [1]}, 11)
+        return (render(job, plan, lambda device: sample, {}, divisible).pixels[:, 0, 8, 8] // 20).tolist()
+
+    assert made("some", paint) == list(range(11))
+    assert tried == [8, 4, 2, 2, 2, 2, 2, 1]
+    for name, sample, divisible in (("none", partial(paint, room=0), True), ("whole", paint, False)):
+        with pytest.raises(torch.OutOfMemoryError):
+            made(name, sample, divisible)
 
 
 def test_each_scale_belongs_to_its_branch(tiny_kit: Path) -> None:

@@ -286,21 +286,27 @@ def test_every_batchnorm_layer_counts() -> None:
     assert torch.allclose(ours, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("teacher_mean", ["known-classes", "plain"])
-def test_each_strategy_has_its_own_teacher(tiny_kit, monkeypatch, teacher_mean: str) -> None:  # type: ignore[no-untyped-def]
-    """a knows 0 and 1, b knows 1 and 2: FT has no target, MD the mean over those that know a class, SD the image's own client's."""
+@pytest.mark.parametrize(("teacher_mean", "statistics"), [("known-classes", "image"), ("plain", "unit")])
+def test_each_strategy_has_its_own_teacher(tiny_kit, monkeypatch, teacher_mean: str, statistics: str) -> None:  # type: ignore[no-untyped-def]
+    """a knows 0 and 1, b knows 1 and 2: FT has no target, MD the mean over those that know a class, SD the image's own client's.
+
+    A unit whose images share their statistics may not be sampled in parts.
+    """
     held = {"a": [0, 1], "b": [1, 2]}
     states = {client: resnet(n).state_dict() for n, client in enumerate(held)}
     payloads = {c: Classifier(tuple(CLASSES[k] for k in held[c]), "shufflenet_v2_x1_0", states[c]) for c in held}
-    job = server(tiny_kit, config_of(tiny_kit, method="fedlmg", fedlmg__teacher_mean=teacher_mean))
+    job = server(
+        tiny_kit, config_of(tiny_kit, method="fedlmg", fedlmg__teacher_mean=teacher_mean, fedlmg__bn_statistics=statistics)
+    )
     job.held = lambda payloads: held
     owners = ("a", "a", "b", "b")
     pixels = torch.randint(256, (4, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     made = SimpleNamespace(pixels=pixels, labels=torch.tensor([0, 1, 1, 2]), clients=owners)
-    targets = {}
-    monkeypatch.setattr(fedlmg, "render", lambda *args: made)
+    targets, parted = {}, []
+    monkeypatch.setattr(fedlmg, "render", lambda *args, divisible: (parted.append(divisible), made)[1])
     monkeypatch.setattr(fedlmg, "train_global", lambda job, name, x, y, target, weight: targets.__setitem__(name, target))
     fedlmg.run(job, payloads)
+    assert parted == [statistics == "image"]
     p = {}
     for number, client in enumerate(held):
         model = resnet(number)

@@ -61,7 +61,7 @@ def run_guided(
         own = {client: as_teacher(teacher.model.to(device)) for client, teacher in teachers.items()}
         return lambda jobs: sampler(kit, jobs, prompts, own, settings, steps, job.config.data.image_size)
 
-    images = render(job, plan, make_sampler, sampling)
+    images = render(job, plan, make_sampler, sampling, divisible=settings.bn_statistics == "image")
     models, networks = {}, {client: teacher.model for client, teacher in teachers.items()}
     for strategy in split_names(settings.strategies):
         target = None

@@ -20,6 +20,7 @@ from osfl.kits import kit_digest
 from osfl.verify import picture_digest, read_picture
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
+from server_app.status import log
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
 from server_app.synthesis.samplers import NotFiniteError
 from server_app.synthesis.workers import MakeSampler, Sample, sample_units
@@ -38,12 +39,19 @@ class SyntheticSet:
     clients: tuple[str, ...]  # [N]
 
 
-def render(job: ServerJob, jobs: list[ImageJob], make_sampler: MakeSampler, settings: Mapping[str, object]) -> SyntheticSet:
+def render(
+    job: ServerJob,
+    jobs: list[ImageJob],
+    make_sampler: MakeSampler,
+    settings: Mapping[str, object],
+    divisible: bool = True,
+) -> SyntheticSet:
     """Make every image of a plan that is not there yet, and load them all.
 
     Args:
         make_sampler: loads the models; not called when nothing is left to do.
         settings: of the method's sampler; they are part of a unit's name.
+        divisible: whether a unit that does not fit into memory may be sampled in parts.
 
     Raises:
         PayloadError: sampling with a client's payload is led astray.
@@ -53,6 +61,8 @@ def render(job: ServerJob, jobs: list[ImageJob], make_sampler: MakeSampler, sett
     shaping = {key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING}
     units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, {**settings, **shaping, "kit": kit_digest(job.kit)})
     checked = _blaming(make_sampler, ingredients)
+    if divisible:
+        checked = _halving(checked)
     job.status.phase("synthesis", len(jobs))
     while True:
         _make(job, units, checked, len(jobs))
@@ -118,6 +128,30 @@ def image_file(job: ServerJob, image: ImageJob) -> str:
     """Where an image lies, relative to the run's folder. Class names are the run's, so they are made safe for a file system."""
     name = "".join(c if c.isalnum() else "_" for c in job.classes[image.label])
     return f"images/{image.client}/{image.label:03d}-{name}/{image.index:05d}.png"
+
+
+def _halving(make_sampler: MakeSampler) -> MakeSampler:
+    """The same in smaller batches once a GPU's memory has run out, and from then on."""
+
+    def make(device: torch.device) -> Sample:
+        sample, most = make_sampler(device), None
+
+        def in_parts(jobs: Sequence[ImageJob]) -> torch.Tensor:
+            nonlocal most
+            while True:
+                size = most or len(jobs)
+                try:
+                    return torch.cat([sample(jobs[first : first + size]) for first in range(0, len(jobs), size)])
+                except torch.OutOfMemoryError:
+                    if size == 1:
+                        raise
+                    most = (min(size, len(jobs)) + 1) // 2
+                log.info("a batch of %d does not fit into memory; sampling %d at a time", size, most)
+                torch.cuda.empty_cache()
+
+        return in_parts
+
+    return make
 
 
 def _manifest(job: ServerJob, unit: Unit) -> Path:
