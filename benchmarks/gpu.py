@@ -1,0 +1,243 @@
+"""Stable Diffusion v1.5's shapes with random weights on a GPU: speed and memory, never quality; to benchmarks/tables/gpu-*.{md,json}.
+
+python -m benchmarks.gpu ceilings   # what the card can do, and diffusers' own pipeline: one at a time, batched, compiled
+python -m benchmarks.gpu ours       # the same images by this project's sampler
+python -m benchmarks.gpu guided     # FedDEO, FedLMG, FedCADO, Espresso, and description training against a loop of batch 1
+
+Each is one call of a few minutes. `--small` proves the script on a CPU in a minute, with a model of the same kind of 64 px. FLOPs are counted, on one
+image; a rate is those of all images over the seconds of the whole loop, decoding included.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.engine import CPU, config_with, textual_inversion_step
+from client_app.conditions import learn_conditions
+from client_app.job import ClientJob
+from osfl.classifiers import build_classifier
+from osfl.compare import machine
+from osfl.diffusion import Kit, new_scheduler
+from osfl.payloads import Mixtures
+from server_app.methods import espresso, fedcado, feddeo, fedlmg, prompts_only
+from server_app.synthesis.guidance import as_teacher
+from server_app.synthesis.plan import plan_images
+
+OUT = Path(__file__).resolve().parent / "tables"
+CLASSES = tuple(f"class {number}" for number in range(10))
+REPEATS = 3
+
+
+class RandomText:
+    """In place of a text encoder: the same random encoding for every text."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype):
+        self.shape, self._encoding = shape, torch.randn(1, *shape, device=device, dtype=dtype)
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        """[texts, L, d]."""
+        return self._encoding.expand(len(texts), -1, -1)
+
+
+def random_kit(small: bool) -> Kit:
+    """Stable Diffusion v1.5's UNet and VAE in bfloat16 on the GPU; or small ones in float32 on the CPU."""
+    device, dtype = (CPU, torch.float32) if small else (torch.device("cuda"), torch.bfloat16)
+    widths = (32, 64, 64, 64) if small else (320, 640, 1280, 1280)
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8 if small else 64,
+        block_out_channels=widths,
+        cross_attention_dim=64 if small else 768,
+        norm_num_groups=8 if small else 32,
+    )
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 16, 32, 32) if small else (128, 256, 512, 512),
+        layers_per_block=2,
+        latent_channels=4,
+        norm_num_groups=8 if small else 32,
+        sample_size=64 if small else 512,
+    )
+    for network in (unet, vae):
+        network.to(device, dtype).eval().requires_grad_(False)
+    return Kit(vae, unet, RandomText((77, 64 if small else 768), device, dtype), new_scheduler(), device, dtype)
+
+
+def timed(act: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """(median seconds, peak GB) of what has been done once before."""
+    act()
+    seconds = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds), torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
+
+
+def tera_flops(act: Callable[[], object]) -> float:
+    """Counted, of what is done once."""
+    with FlopCounterMode(display=False) as counter:
+        act()
+    return counter.get_total_flops() / 1e12
+
+
+def row(what: str, count: int, act: Callable[[], object], device: torch.device, flops: float) -> dict[str, Any]:
+    """Images a second of an act that makes `count`, of `flops` TF each."""
+    seconds, peak = timed(act, device)
+    figures = {"images a s": f"{count / seconds:.3g}", "TF/s": f"{flops * count / seconds:.3g}", "peak GB": f"{peak:.2f}"}
+    found = {"what": what, "batch": count, "s": f"{seconds:.3g}", **figures}
+    print(found, flush=True)
+    return found
+
+
+def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The card's matrix product and copy; diffusers' pipeline."""
+    rows: list[dict[str, Any]] = []
+    size = 8192 if kit.device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=kit.device, dtype=kit.dtype) for _ in range(2))
+    seconds, _ = timed(lambda: a @ b, kit.device)
+    rows.append({"what": f"matrix product of {size}", "s": f"{seconds:.3g}", "TF/s": f"{2 * size**3 / seconds / 1e12:.3g}"})
+    block = torch.empty(8_000_000_000 if kit.device.type == "cuda" else 8_000_000, dtype=torch.uint8, device=kit.device)
+    seconds, _ = timed(block.clone, kit.device)
+    rows.append({"what": "copy, read and written", "s": f"{seconds:.3g}", "TB/s": f"{2 * len(block) / seconds / 1e12:.3g}"})
+    del block
+    flops = per_image(kit, steps)
+    for compiled in (False, True) if kit.device.type == "cuda" else (False,):
+        unet = torch.compile(kit.unet) if compiled else kit.unet
+        pipe = StableDiffusionPipeline(kit.vae, None, None, unet, new_scheduler(), None, None, requires_safety_checker=False)
+        pipe.set_progress_bar_config(disable=True)
+        for batch in batches:
+            c, c0 = (kit.text(["x"] * batch) for _ in range(2))
+            given = {"num_inference_steps": steps, "guidance_scale": 7.5, "output_type": "pt"}
+            name = "diffusers' pipeline" + ", compiled" * compiled
+            rows.append(
+                row(
+                    name,
+                    batch,
+                    lambda pipe=pipe, c=c, c0=c0, given=given: pipe(prompt_embeds=c, negative_prompt_embeds=c0, **given),
+                    kit.device,
+                    flops,
+                )
+            )
+    return rows
+
+
+def sampled(kit: Kit, batch: int, steps: int) -> torch.Tensor:
+    """By our sampler, classifier-free guidance."""
+    plan = plan_images("m", 0, {"a": [0]}, batch)
+    return prompts_only.sample(kit, plan, kit.text(["x"] * batch), 7.5, steps, kit.text(["x"]))
+
+
+def per_image(kit: Kit, steps: int) -> float:
+    """TF of an image with classifier-free guidance: what two steps cost more than one step, steps times, and the decoding."""
+    two, three = (tera_flops(lambda n=n: sampled(kit, 1, n)) for n in (2, 3))
+    return two + (steps - 2) * (three - two)
+
+
+def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Eager, in both memory formats, and compiled."""
+    rows, flops = [], per_image(kit, steps)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        kit.unet.to(memory_format=layout)
+        kit.vae.to(memory_format=layout)
+        for compiled in (False, True) if kit.device.type == "cuda" else (False,):
+            prepared = replace(kit, unet=torch.compile(kit.unet)) if compiled else kit
+            name = f"{str(layout).removeprefix('torch.')}{', compiled' * compiled}"
+            rows += [row(name, batch, lambda p=prepared, n=batch: sampled(p, n, steps), kit.device, flops) for batch in batches]
+    return rows
+
+
+def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The methods' samplers at the largest batch but one, and description training."""
+    batch, config = batches[-2], config_with(espresso__clusters=2)
+    plan, prompts = plan_images("m", 0, {"a": [0]}, batch), kit.text(list(CLASSES))
+    teacher = build_classifier("resnet18", 10)
+    teachers = {"a": as_teacher(teacher.to(kit.device))}
+    mixtures = Mixtures(CLASSES, torch.randn(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
+    settings = replace(config.espresso, gmm=False, inversion_guidance=0.0)
+    full, x0 = config.fedlmg, replace(config.fedlmg, gradient="x0")
+    learned = {("a", 0): torch.randn(kit.text.shape, device=kit.device, dtype=kit.dtype)}
+    samplers: dict[str, Callable[[list], torch.Tensor]] = {
+        "FedDEO, three branches": lambda jobs: feddeo.sample(kit, jobs, prompts, learned, (3.0, 3.0), steps),
+        "Espresso, zig-zags": lambda jobs: espresso.sample(kit, jobs, [(mixtures, 0)] * len(jobs), settings, steps),
+        "FedLMG, gradient at x0": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, x0, steps, 224),
+        "FedLMG": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, full, steps, 224),
+        "FedCADO, 10 edits": lambda jobs: fedcado.sample(
+            kit, jobs, prompts, teachers, replace(config.fedcado, noise_edits=10), steps, 224
+        ),
+    }
+    rows = []
+    for name, sample in samplers.items():
+        flops = tera_flops(lambda sample=sample: sample(plan[:1]))
+        rows.append(row(name, batch, lambda sample=sample: sample(plan), kit.device, flops))
+    return rows + descriptions(kit, batch)
+
+
+def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
+    """Samples a second: so many classes in a UNet batch, and one at a time with the VAE in every step."""
+    config = config_with(method="feddeo", feddeo__epochs=3, feddeo__at_once=at_once)
+    mean = torch.randn(at_once, *kit.latent_shape, device=kit.device)
+    job = ClientJob(config, "a", CLASSES, lambda size: None, "", kit.device)
+    start, names = kit.text(["x"] * at_once).float(), [f"class {n}" for n in range(at_once)]
+    rows_of = [torch.tensor([n]) for n in range(at_once)]
+    meter = job.meter
+    learn_conditions(kit, start, mean, torch.full_like(mean, -20.0), rows_of, names, config.feddeo, job)
+    flops = meter.total / 1e12 / (3 * at_once)
+
+    def together() -> None:
+        learn_conditions(kit, start, mean, torch.full_like(mean, -20.0), rows_of, names, config.feddeo, job)
+
+    picture = torch.zeros(1, 3, kit.image_size, kit.image_size, dtype=torch.uint8)
+    c = start[:1].clone().requires_grad_()
+    optimiser = torch.optim.Adam([c], 0.1)
+
+    def loop() -> None:
+        for _ in range(3):
+            textual_inversion_step(kit, picture, c, optimiser)
+
+    return [
+        {**row("descriptions at once, samples", 3 * at_once, together, kit.device, flops), "batch": at_once},
+        {**row("textual inversion, samples", 3, loop, kit.device, tera_flops(loop) / 3), "batch": 1},
+    ]
+
+
+def main() -> None:
+    """Run one of them and keep its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {"ceilings": ceilings, "ours": ours, "guided": guided}
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("--small", action="store_true", help="prove the script on a CPU; keep nothing")
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    steps, batches = (5, (1, 1, 2)) if given.small else (50, (1, 4, 16, 64))
+    rows = kinds[given.kind](random_kit(given.small), steps, batches)
+    head = list(dict.fromkeys(key for one in rows for key in one))
+    lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
+    lines += [f"| {' | '.join(str(one.get(key, '')) for key in head)} |" for one in rows]
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    about = f"{steps} steps. Command: `python -m benchmarks.gpu {given.kind}`. {card}, torch {torch.__version__}, {machine()}."
+    table = "\n".join([*lines, "", about, ""])
+    if not given.small:
+        (given.out / f"gpu-{given.kind}.md").write_text(table)
+        (given.out / f"gpu-{given.kind}.json").write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
