@@ -383,6 +383,9 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
             else:
                 panel.axhline(float(np.mean(averages)), color=colours[name], linestyle="--", linewidth=1.2, label=name)
         panel.set(xscale="log", xlabel=f"bytes of a client, {title}")
+        low, high = panel.get_xlim()
+        if high < 10 * low:  # rows of one size: a whole decade around them, or the axis shows their last digits
+            panel.set_xlim((low * high / 10) ** 0.5, (low * high * 10) ** 0.5)
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("average top-1 accuracy (%)")
     handles, names = panels[0].get_legend_handles_labels()

@@ -150,6 +150,23 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert len(records) == 4
 
 
+def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all rows send nearly the same."""
+    from matplotlib.figure import Figure
+
+    spans = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **named: spans.extend(axes.get_xlim() for axes in self.axes))
+    about = {"average": 50.0, "download_bytes": 1e8}
+    compare.plot(
+        [{"row": name, "upload_bytes": size, **about} for name, size in (("A", 44_739_300), ("B", 44_739_311))],
+        tmp_path / "x.png",
+    )
+    assert len(spans) == 2
+    for (low, high), size in zip(spans, (44_739_305, 144_739_305), strict=True):
+        assert high / low >= 9.99
+        assert (low * high) ** 0.5 == pytest.approx(size, rel=1e-3)
+
+
 def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
     """b did not test Local's second model: the mean is over a, and the table names b; a hub's model has no size."""
     local = metrics("local", {"a": {"a": 90.0, "b": 10.0, "average": 50.0}, "b": {"a": 30.0, "average": 30.0}})
