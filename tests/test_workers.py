@@ -65,6 +65,20 @@ def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) ->
         home / "runs" / "by-2", "images", "manifest.jsonl"
     )
     assert len((home / "runs" / "by-2" / "manifest.jsonl").read_text().splitlines()) == 20
+    units = files(home / "runs" / "by-0", "units")
+    start(quick(method="fedlmg", kit=str(tiny_kit), synthesis__workers=5, synthesis__threads=1), "by-0")  # goes on, and has all
+    assert files(home / "runs" / "by-0", "units") == units
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_threads_are_those_of_the_config(count: int) -> None:
+    def make(device: torch.device) -> Sample:
+        return lambda jobs: torch.full((len(jobs), 3, 4, 4), torch.get_num_threads(), dtype=torch.uint8)
+
+    before = torch.get_num_threads()
+    sampled = list(sample_units(make, UNITS[:2], CPU, replace(workers(count), threads=before + 2)))
+    assert [pixels.unique().tolist() for _, pixels, _ in sampled] == [[before + 2]] * 2
+    assert torch.get_num_threads() == before
 
 
 def test_a_dead_actor_costs_its_unit_alone(tmp_path: Path) -> None:
