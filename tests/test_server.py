@@ -123,7 +123,7 @@ def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.Monke
     ):
         config = parse_run_config(quick(seed=5, method=name))
         job = ServerJob(config, SimpleNamespace(), SimpleNamespace(), ("a",))  # type: ignore[arg-type]
-        monkeypatch.setattr(method, "render", lambda job, plan, *rest: plans.append(plan) or 1 / 0)
+        monkeypatch.setattr(method, "render", lambda job, plan, *rest, **more: plans.append(plan) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             method.run(job, {"a": payload})  # type: ignore[attr-defined]
         assert plans.pop() == plan_images(name, 5, {"a": [2, 7]}, 1)
