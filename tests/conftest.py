@@ -37,8 +37,8 @@ def defaults() -> dict[str, Any]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than cores: the system tests, which begin side by side, wait for most of their time, for processes to start and to notice."""
-    return (os.cpu_count() or 1) + 2
+    """One more than cores: a system test waits for half of its time, for processes to start and to notice. Two more took as long."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
