@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 from safetensors.torch import load, save
 from torch import nn
 
@@ -13,7 +13,7 @@ from client_app.job import ClientJob
 from osfl import classifiers
 from osfl.costs import Stopwatch, peak_memory_mb
 from osfl.files import write_atomically
-from osfl.protocol import read_arrays
+from osfl.protocol import pack_state, unpack_state
 from osfl.seeds import seed_of
 
 Penalty = Callable[[nn.Module], None]  # adds its gradient to the parameters'
@@ -23,7 +23,7 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     """One round of `fedavg`, `fedprox`, `feddyn` or `feddf`, which differ in the penalty on the local objective.
 
     Args:
-        content: `arrays`, the global model; `config`, with the round's number and FedProx's or FedDyn's constant.
+        content: `model`, the global one; `config`, with the round's number and FedProx's or FedDyn's constant.
         folder: where this client keeps FedDyn's state between the rounds of the job.
 
     Raises:
@@ -32,8 +32,8 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     settings, said = job.config.classifier, content.config_records["config"]
     watch, number = Stopwatch(), int(cast(int, said["server-round"]))
     images = job.load(job.config.data.image_size)
-    model = classifiers.build_classifier(settings.architecture, len(job.classes), settings.small_stem)
-    model.load_state_dict(read_arrays(content.array_records["arrays"]))
+    state = unpack_state(content.array_records["model"])
+    model = classifiers.rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
     start = {name: p.detach().clone().to(job.device) for name, p in model.named_parameters()}
     penalty: Penalty | None = None
     correction: dict[str, torch.Tensor] = {}
@@ -63,7 +63,7 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         _save_correction(folder, number, after)
     costs = {"seconds": watch.seconds, "flops": float(job.meter.total), "peak_memory_mb": peak_memory_mb()}
     metrics = MetricRecord({"num-examples": len(images), **costs})
-    return RecordDict({"arrays": ArrayRecord(model.cpu().state_dict()), "metrics": metrics})
+    return RecordDict({"model": pack_state(model.state_dict()), "metrics": metrics})
 
 
 def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:

@@ -80,8 +80,9 @@ def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int,
         ClassifierError: as `build_classifier`.
         RuntimeError: the state dict is another architecture's.
     """
-    model = build_classifier(architecture, num_classes, small_stem)
-    model.load_state_dict(state)
+    with torch.device("meta"):  # random weights, which nobody would see, take longer than all else here
+        model = build_classifier(architecture, num_classes, small_stem)
+    model.to_empty(device="cpu").load_state_dict(state)
     return model.eval()
 
 

@@ -13,11 +13,11 @@ train (with rounds)    global model, round, job id                 trained model
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
 """
 
-import io
-
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from osfl import wire
 
@@ -57,15 +57,33 @@ def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[s
 def pack_model(state: dict[str, torch.Tensor], architecture: str, small_stem: bool) -> RecordDict:
     """A global model for `evaluate`."""
     header = ConfigRecord({"architecture": architecture, "small-stem": small_stem})
-    return RecordDict({"model": ArrayRecord(state), "header": header})
+    return RecordDict({"model": pack_state(state), "header": header})
 
 
 def unpack_model(content: RecordDict) -> tuple[dict[str, torch.Tensor], str, bool]:
-    """(state dict, architecture, small stem) of `pack_model`; arrays are read without unpickling."""
+    """(state dict, architecture, small stem) of `pack_model`."""
     header = content.config_records["header"]
-    return read_arrays(content.array_records["model"]), str(header["architecture"]), bool(header["small-stem"])
+    return unpack_state(content.array_records["model"]), str(header["architecture"]), bool(header["small-stem"])
 
 
-def read_arrays(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
-    """A state dict as it was sent; read without unpickling."""
-    return {name: torch.from_numpy(np.load(io.BytesIO(array.data), allow_pickle=False)) for name, array in arrays.items()}
+def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
+    """A state dict as one array, in safetensors' format.
+
+    Flower sends, stores and fetches every array of a record by itself, and each costs it some ten milliseconds on every hop: a ResNet-18 has 122.
+    """
+    blob = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
+    return ArrayRecord({"state": Array(dtype="uint8", shape=(len(blob),), stype="safetensors", data=blob)})
+
+
+def unpack_state(record: ArrayRecord) -> dict[str, torch.Tensor]:
+    """The state dict of `pack_state`; nothing is unpickled, and no more is allocated than came.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if set(record) != {"state"}:
+        raise ValueError("its model must be one array, 'state'")
+    try:
+        return load(record["state"].data)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its model is not in safetensors' format: {error}") from None

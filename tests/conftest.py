@@ -139,7 +139,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     monkeypatch.setattr(digits, "load_split", partial(few_digits, digits.load_split))
     monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("server_app.round.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("server_app.round.POLL_SECONDS", 0.01)
     monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
     load._digits_partition.cache_clear()
     yield tmp_path

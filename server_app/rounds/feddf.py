@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from osfl.classifiers import logits_of, normalise, rebuild
 from osfl.config import ConfigError
 from osfl.data.load import to_pixels
-from osfl.protocol import read_arrays
 from osfl.seeds import generator_of
 from server_app.job import ServerJob
 from server_app.rounds.fedavg import everyone
@@ -44,12 +43,13 @@ class FedDF(FedAvg):
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is None:
             return arrays, metrics
-        teachers = [self._model(read_arrays(reply.content.array_records["arrays"])) for reply in replies]
-        student = self._model({name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()})
+        teachers = [self._model(reply.content.array_records["arrays"]) for reply in replies]
+        student = self._model(arrays)
         distil(student, teachers, self.proxy, self.job, self.first + server_round)
         return ArrayRecord({n: Array(t.numpy()) for n, t in student.cpu().state_dict().items()}), metrics
 
-    def _model(self, state: dict[str, torch.Tensor]) -> nn.Module:
+    def _model(self, arrays: ArrayRecord) -> nn.Module:
+        state = {name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()}
         settings = self.job.config.classifier
         return rebuild(state, settings.architecture, len(self.job.classes), settings.small_stem)
 

@@ -1,6 +1,5 @@
 """Rounds: a Flower strategy over our own exchange of messages, validated, counted, and resumable after every round."""
 
-import io
 import math
 import time
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from osfl.config import RunConfig
 from osfl.files import write_atomically
 from osfl.kits import find_kit
 from osfl.payloads import Classifier
-from osfl.protocol import ACKNOWLEDGE
+from osfl.protocol import ACKNOWLEDGE, pack_state, unpack_state
 from osfl.wire import MAX_MAGNITUDE, PayloadError
 from server_app import round as one_round
 from server_app.expected import probe
@@ -153,9 +152,11 @@ class RoundsGrid:
         for message in messages:
             said: dict[str, Any] = dict(message.content.config_records["config"])
             said |= {"server-round": self.first + int(said["server-round"]), "job": self.job_id}
-            content = RecordDict({"arrays": message.content.array_records["arrays"], "config": ConfigRecord(said)})
+            arrays = message.content.array_records["arrays"]
+            model = pack_state({name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()})
+            content = RecordDict({"model": model, "config": ConfigRecord(said)})
             exchange.push(message.metadata.dst_node_id, "train", content)
-            self._add(client_of[message.metadata.dst_node_id], download_bytes=_bytes(content.array_records["arrays"]))
+            self._add(client_of[message.metadata.dst_node_id], download_bytes=len(model["state"].data))
         if not exchange.waiting():  # Flower's strategies also ask for an evaluation, of nobody
             return []
         began = time.monotonic()
@@ -181,12 +182,14 @@ class RoundsGrid:
         Raises:
             ValueError: another model, numbers that no trained model has, or figures that cannot be true.
         """
-        if set(content.array_records) != {"arrays"} or "metrics" not in content.metric_records:
+        if set(content.array_records) != {"model"} or "metrics" not in content.metric_records:
             raise ValueError("its reply must have one model and its figures")
-        arrays, metrics = content.array_records["arrays"], content.metric_records["metrics"]
-        if set(arrays) != set(self.like):
+        model, metrics = content.array_records["model"], content.metric_records["metrics"]
+        state = unpack_state(model)
+        if set(state) != set(self.like):
             raise ValueError("its model has other arrays than the run's")
-        state = {name: _read_array(name, arrays[name].data, like) for name, like in self.like.items()}
+        for name, like in self.like.items():
+            _check_tensor(name, state[name], like)
         try:
             probe(Classifier((), self.config.classifier.architecture, state), client, self.config)
         except PayloadError as error:
@@ -195,10 +198,10 @@ class RoundsGrid:
         images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
         if not 1 <= images <= MOST_EXAMPLES or not all(np.isfinite(n) and n >= 0 for n in (seconds, flops, memory)):
             raise ValueError(f"its figures are not plausible: {dict(metrics)}")
-        self._add(client, upload_bytes=_bytes(arrays), seconds=seconds, flops=flops)
+        self._add(client, upload_bytes=len(model["state"].data), seconds=seconds, flops=flops)
         own = self.costs[client]
         own |= {"images": images, "peak_memory_mb": max(memory, own.get("peak_memory_mb", 0.0))}
-        clean = ArrayRecord({name: Array(value.numpy()) for name, value in state.items()})
+        clean = ArrayRecord({name: Array(state[name].numpy()) for name in self.like})
         return RecordDict({"arrays": clean, "metrics": MetricRecord({"num-examples": images, "clients": 1})})
 
     def _add(self, client: str, **costs: float) -> None:
@@ -207,33 +210,19 @@ class RoundsGrid:
             own[key] = own.get(key, 0) + value
 
 
-def _read_array(name: str, data: bytes, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of NumPy's format with the shape and type of `like`; nothing is allocated before the header is known to fit.
+def _check_tensor(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
+    """Whether a client's tensor can be one of the model's.
 
     Raises:
-        ValueError: it is something else, or its numbers are not finite, too large, or a variance below zero.
+        ValueError: another shape or type, or its numbers are not finite, too large, or a variance below zero.
     """
-    shape, dtype = tuple(like.shape), like.numpy().dtype
-    stream = io.BytesIO(data)
-    try:
-        version = np.lib.format.read_magic(stream)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        found_shape, by_columns, found_dtype = read_header(stream)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{name} is not in NumPy's format: {error}") from None
-    if found_shape != shape or found_dtype != dtype or (by_columns and len(shape) > 1):
-        raise ValueError(f"{name} has shape {list(found_shape)} and type {found_dtype}; expected {list(shape)} and {dtype}")
-    if len(data) - stream.tell() != like.numel() * dtype.itemsize:
-        raise ValueError(f"{name} has {len(data) - stream.tell():,} bytes; its shape needs {like.numel() * dtype.itemsize:,}")
-    value = np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape)
-    if not np.isfinite(value).all():
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)[:8]} and type {value.dtype}; expected {list(like.shape)} and {like.dtype}"
+        )
+    if not torch.isfinite(value).all():
         raise ValueError(f"{name} contains NaN or infinity")
-    if np.issubdtype(dtype, np.floating) and value.size and np.abs(value).max() > MAX_MAGNITUDE:
+    if value.is_floating_point() and value.numel() and value.abs().max() > MAX_MAGNITUDE:
         raise ValueError(f"{name} contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large")
     if name.endswith("running_var") and (value < 0).any():
         raise ValueError(f"{name} contains a variance below zero")
-    return torch.from_numpy(value.copy())
-
-
-def _bytes(record: ArrayRecord) -> int:
-    return sum(len(array.data) for array in record.values())
