@@ -28,7 +28,7 @@ from osfl.config import (
 )
 from osfl.costs import Stopwatch, peak_memory_mb
 from osfl.data import Images, check_images, class_names, count_images, domain_name, load_images, simulated_folder
-from osfl.devices import pick_device
+from osfl.devices import pick_device, saves_memory
 from osfl.files import write_atomically
 from osfl.kits import check_kit, find_kit, kit_digest, weights_digests
 from osfl.methods import METHODS, client_half, kit_parts
@@ -143,7 +143,9 @@ def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Pat
         return node.domain or domain_name(config.data, node)
 
     names = class_names(config.data)
-    return ClientJob(config, client, names, load, kit, pick_device(node.device), domain, progress=_Progress(folder))
+    device = pick_device(node.device)
+    frugal = saves_memory(node.checkpointing, device)
+    return ClientJob(config, client, names, load, kit, device, domain, progress=_Progress(folder), saves_memory=frugal)
 
 
 def _job_id(message: Message) -> str:

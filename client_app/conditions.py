@@ -7,8 +7,14 @@ import torch
 from client_app.job import ClientJob
 from osfl.config import ConditionTraining
 from osfl.data import Images
-from osfl.diffusion import Kit, forward_noise
+from osfl.diffusion import Kit, forward_noise, load_kit
 from osfl.seeds import generator_of
+
+
+def load_kit_to_learn(job: ClientJob) -> Kit:
+    """The client's kit, with as little memory for gradients as its node asks for."""
+    kit = load_kit(job.kit, job.device)
+    return kit.checkpointed() if job.saves_memory else kit
 
 
 def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:

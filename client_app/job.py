@@ -23,3 +23,4 @@ class ClientJob:
     domain: Callable[[], str] = lambda: ""  # its name, where the node or the simulation tells it; only prompts-domain sends it
     meter: FlopMeter = field(default_factory=FlopMeter)
     progress: Callable[[int, int], None] = lambda done, total: None  # (steps done, steps in all)
+    saves_memory: bool = False  # activations are computed again for a gradient

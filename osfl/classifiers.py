@@ -252,8 +252,11 @@ def fit(
         if len(b) > 1
     ]
 
+    mixed = torch.autocast(device.type, torch.bfloat16, enabled=_in_bfloat16(config, device))
+
     def step(rows: torch.Tensor) -> torch.Tensor:
-        logits = model(normalise(pixels[rows].float() / 127.5 - 1))
+        with mixed:
+            logits = model(normalise(pixels[rows].float() / 127.5 - 1)).float()
         loss = F.cross_entropy(logits, labels[rows])
         if teacher is not None:  # FedLMG eq. 12, 13
             loss = loss + distillation_weight * F.kl_div(F.log_softmax(logits, 1), teacher[rows], reduction="batchmean")
@@ -272,6 +275,12 @@ def fit(
                 raise ClassifierError(f"training diverged at step {done} (loss {loss.item()}); lower lr = {config.lr:g}")
             progress(done, len(batches))
     return model.eval()
+
+
+def _in_bfloat16(config: ClassifierConfig, device: torch.device) -> bool:
+    if config.precision == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return config.precision == "bfloat16"
 
 
 @torch.no_grad()

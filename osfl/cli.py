@@ -234,6 +234,22 @@ def verify(folder: Annotated[Path, typer.Argument(help="The folder of a run, suc
 
 
 @app.command()
+def shards(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the tar files.")],
+    size: Annotated[int, typer.Option(min=1, help="Images in a shard.")] = 10_000,
+) -> None:
+    """Write a run's synthetic images as WebDataset shards (image, label, about), shuffled."""
+    from osfl.shards import write_shards
+
+    with _named_errors():
+        with Progress(TextColumn("writing images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+            task = bar.add_task("")
+            files = write_shards(folder, out, size, lambda done, total: bar.update(task, completed=done, total=total))
+        print(f"{len(files)} shards in {out}")
+
+
+@app.command()
 def compare(
     table: Annotated[Path, typer.Argument(help="A table file, such as configs/tables/digits.toml.")],
     settings: Annotated[list[str] | None, typer.Argument(help="key=value for every run.")] = None,

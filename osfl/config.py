@@ -20,7 +20,7 @@ Scalar = int | float | bool | str
 NOT_IDENTITY = frozenset(
     {
         *("job-id", "min-clients", "join-timeout", "deadline", "test-timeout", "runs-dir", "device", "max-payload-mb"),
-        *("synthesis.workers", "synthesis.ray-address"),
+        *("synthesis.workers", "synthesis.ray-address", "synthesis.checkpointing"),
     }
 )
 
@@ -71,6 +71,9 @@ class ClassifierConfig:
     lr: Annotated[float, Range(1e-8, 100)]
     momentum: Annotated[float, Range(0, 0.9999)]
     weight_decay: Annotated[float, Range(0, 1)]
+    precision: Annotated[
+        str, OneOf("auto", "float32", "bfloat16")
+    ]  # of the products in training; auto: bfloat16 on a GPU that has it
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class SynthesisConfig:
     solver: Annotated[str, OneOf("ddim", "dpm-solver++", "unipc")]
     guided_from: Annotated[int, Range(0, 1000)]  # timesteps that are guided; outside, the condition alone predicts
     guided_to: Annotated[int, Range(0, 1000)]
+    cache_interval: Annotated[int, Range(1, 100)]  # of so many steps one computes the UNet's inner blocks; 1: every one
+    small_decoder: (
+        str  # through which a classifier sees the image: kit (its small_decoder/), a folder or hub id; empty: D itself
+    )
+    checkpointing: Annotated[str, OneOf("off", "on", "auto")]  # activations are computed again for a gradient; auto: on a GPU
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """The prompt of every class."""
@@ -282,6 +290,9 @@ class NodeConfig:
     architecture: str = ""  # of this client's classifier; empty: the run's
     domain: str = ""  # its name, for prompts-domain; empty: the simulation's
     cache_dir: str = ""  # finished payloads until acknowledged; empty: ~/.osfl/cache
+    checkpointing: Annotated[str, OneOf("off", "on", "auto")] = (
+        "auto"  # on: conditions are learned in less memory; auto: on a GPU
+    )
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
@@ -390,6 +401,15 @@ def _check_together(config: RunConfig) -> None:
         problems.append(
             f"synthesis.guided-from = {config.synthesis.guided_from}: must be at most guided-to = {config.synthesis.guided_to}"
         )
+    if config.synthesis.cache_interval > 1 and config.synthesis.compile != "off":
+        problems.append("synthesis.cache-interval: must be 1 with synthesis.compile, which would compile every step anew")
+    if config.synthesis.cache_interval > 1 and _differentiates(config):
+        problems.append(
+            f"synthesis.cache-interval = {config.synthesis.cache_interval}: must be 1 with {config.method}.gradient = 'full', which goes "
+            "through the UNet; take 'x0', or fedcado.noise-edits = 0 beside it"
+        )
+    if config.synthesis.cache_interval > 1 and config.method == "espresso" and config.espresso.z_sampling:
+        problems.append("synthesis.cache-interval: must be 1 with espresso.z-sampling, whose zig-zags go back and forth")
     if config.method == "espresso" and config.synthesis.solver != "ddim":
         problems.append(
             f"synthesis.solver = {config.synthesis.solver!r}: Espresso needs 'ddim', whose steps its zig-zags undo and whose first timestep its "
@@ -451,6 +471,13 @@ def _check_together(config: RunConfig) -> None:
         problems.append(f"job-id = {config.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
     if problems:
         raise ConfigError("bad run-config:\n  " + "\n  ".join(problems))
+
+
+def _differentiates(config: RunConfig) -> bool:
+    """Whether a sampler's gradient goes through the UNet."""
+    if config.method == "fedcado":
+        return config.fedcado.gradient == "full" or config.fedcado.noise_edits > 0
+    return config.method == "fedlmg" and config.fedlmg.gradient == "full"
 
 
 def split_names(text: str) -> tuple[str, ...]:

@@ -19,3 +19,8 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device = {name!r}: {error}. Use auto, cpu, cuda or cuda:N") from None
     return device
+
+
+def saves_memory(checkpointing: str, device: torch.device) -> bool:
+    """Whether `checkpointing` (off, on, auto) says that a gradient's activations are computed again: auto does on a GPU, whose memory ends sooner."""
+    return device.type == "cuda" if checkpointing == "auto" else checkpointing == "on"

@@ -19,6 +19,7 @@ from osfl.kits import DIFFUSION_PARTS, KitError, check_kit
 
 if TYPE_CHECKING:
     from diffusers import (
+        AutoencoderTiny,
         DPMSolverMultistepScheduler,
         StableDiffusionPipeline,
         StableUnCLIPImg2ImgPipeline,
@@ -46,6 +47,7 @@ class Kit:
     device: torch.device
     dtype: torch.dtype  # of the networks; latents and images stay in float32
     sampling: Sampling = Sampling()
+    small_decoder: "AutoencoderTiny | None" = None  # an approximation of D
 
     @property
     def alphas_cumprod(self) -> torch.Tensor:
@@ -86,6 +88,18 @@ class Kit:
         """D(z): images [B, 3, H, W], about [-1, 1] (not clamped), differentiable."""
         return self.vae.decode((z / self.vae.config.scaling_factor).to(self.dtype)).sample.to(z.dtype)
 
+    def decode_for_guidance(self, z: torch.Tensor) -> torch.Tensor:
+        """D(z), or what the small decoder makes of it (TAESD takes z as it is), where there is one."""
+        if self.small_decoder is None:
+            return self.decode(z)
+        return self.small_decoder.decode(z.to(self.dtype)).sample.to(z.dtype)
+
+    def checkpointed(self) -> "Kit":
+        """The same, but a gradient's activations are computed again in place of being kept (Chen et al., arXiv 1604.06174): same numbers, less memory."""
+        for network in (self.unet, self.vae):
+            network.enable_gradient_checkpointing()
+        return self
+
 
 def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Kit:
     """Load a Stable-Diffusion-format folder or hub id, frozen and in eval mode.
@@ -111,6 +125,36 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
     for module in (vae, unet):
         module.to(device).eval().requires_grad_(False)
     return Kit(vae, unet, text, scheduler, device, dtype)
+
+
+def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "AutoencoderTiny":
+    """A decoder in the format of TAESD, frozen, on the kit's device.
+
+    Args:
+        source: a folder or hub id such as `madebyollin/taesd`.
+        subfolder: where in it.
+
+    Raises:
+        KitError: it is not there, is damaged, or is of other latents or images than the kit's.
+    """
+    from diffusers import AutoencoderTiny
+
+    try:
+        small = AutoencoderTiny.from_pretrained(source, subfolder=subfolder, torch_dtype=kit.dtype, low_cpu_mem_usage=False)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise KitError(f"synthesis.small-decoder = {source!r} cannot be loaded: {error}") from error
+    small.to(kit.device).eval().requires_grad_(False)
+    c, h, w = kit.latent_shape
+    if small.config.latent_channels != c:
+        raise KitError(
+            f"synthesis.small-decoder = {source!r} takes {small.config.latent_channels} channels; the kit's latents have {c}"
+        )
+    made = small.decode(torch.zeros(1, c, h, w, device=kit.device, dtype=kit.dtype)).sample
+    if made.shape[-1] != kit.image_size:
+        raise KitError(
+            f"synthesis.small-decoder = {source!r} makes images of {made.shape[-1]} px; the kit's have {kit.image_size}"
+        )
+    return small
 
 
 def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
@@ -224,6 +268,19 @@ def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise
     normalizer = StableUnCLIPImageNormalizer(len(mean))
     normalizer.mean.data, normalizer.std.data = mean[None].clone(), std[None].clone()
     return EmbeddingNoise(normalizer.requires_grad_(False), DDPMScheduler(beta_schedule="squaredcos_cap_v2"))
+
+
+def new_small_decoder(width: int) -> "AutoencoderTiny":
+    """An untrained decoder in TAESD's format for `new_vae`'s latents; its encoder, which nobody uses, is as small as it can be."""
+    from diffusers import AutoencoderTiny
+
+    return AutoencoderTiny(
+        encoder_block_out_channels=(4, 4, 4),
+        decoder_block_out_channels=(width,) * 3,
+        num_encoder_blocks=(1, 1, 1),
+        num_decoder_blocks=(2, 2, 1),
+        latent_channels=4,
+    )
 
 
 def new_scheduler() -> DDIMScheduler:

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
+SMALL_DECODER = "small_decoder"  # a part that few kits have
 
 
 def initialisation_part(architecture: str) -> str:

@@ -112,8 +112,13 @@ def _approximations(config: dict[str, Any]) -> list[str]:
     interval = (config.get("synthesis.guided-from", 0), config.get("synthesis.guided-to", 1000))
     if interval != (0, 1000):
         found.append("guidance at timesteps {} to {} alone".format(*interval))
-    if config["method"] in ("fedlmg", "fedcado") and config.get(f"{config['method']}.gradient", "full") != "full":
-        found.append("the classifier's gradient at x0")
+    if (every := config.get("synthesis.cache-interval", 1)) > 1:
+        found.append(f"the UNet's inner blocks at one of {every} steps")
+    if config["method"] in ("fedlmg", "fedcado"):
+        if config.get(f"{config['method']}.gradient", "full") != "full":
+            found.append("the classifier's gradient at x0")
+        if config.get("synthesis.small-decoder", ""):
+            found.append("guidance through a small decoder")
     return found
 
 

@@ -43,12 +43,11 @@ def verify_run(folder: Path, progress: Callable[[int, int], None] = lambda done,
         folder: `runs/<job id>`; the run may be going on.
         progress: called with (images read, images in all).
     """
-    pictures = [
-        json.loads(line) for file in sorted((folder / "units").glob("*.jsonl")) for line in file.read_text().splitlines()
-    ]
+    pictures = [json.loads(line) for file in (folder / "units").glob("*.jsonl") for line in file.read_text().splitlines()]
+    pictures.sort(key=lambda row: row["file"])
     wrong = []
     with ThreadPoolExecutor() as readers:
-        for done, problem in enumerate(readers.map(lambda row: _picture_problem(folder, row), pictures), start=1):
+        for done, problem in enumerate(readers.map(lambda row: picture_problem(folder, row), pictures), start=1):
             wrong += [problem] if problem else []
             progress(done, len(pictures))
     images = Finding("images", len(pictures) - len(wrong), tuple(wrong))
@@ -60,7 +59,8 @@ def verify_run(folder: Path, progress: Callable[[int, int], None] = lambda done,
     ]
 
 
-def _picture_problem(folder: Path, row: dict[str, Any]) -> str:
+def picture_problem(folder: Path, row: dict[str, Any]) -> str:
+    """What is wrong with the image of a manifest's row; empty: nothing."""
     if not (folder / row["file"]).is_file():
         return f"{row['file']} is missing"
     picture = read_picture(folder / row["file"])

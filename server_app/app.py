@@ -11,7 +11,16 @@ from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data import class_names
 from osfl.devices import pick_device
-from osfl.kits import DIFFUSION_PARTS, check_kit, download_bytes, find_kit, image_size, kits_digest, weights_digests
+from osfl.kits import (
+    DIFFUSION_PARTS,
+    SMALL_DECODER,
+    check_kit,
+    download_bytes,
+    find_kit,
+    image_size,
+    kits_digest,
+    weights_digests,
+)
 from osfl.methods import METHODS, kit_parts, server_half
 from osfl.payloads import Classifier, Payload
 from osfl.report import write_report
@@ -89,6 +98,8 @@ def check_server(config: RunConfig) -> None:
         check_kit(kit := find_kit(config.sampling_kit), DIFFUSION_PARTS)
         if not Path(kit).is_dir():  # a hub id with a slip in it, or without a network
             shapes_of_kit(kit)
+        if small := config.synthesis.small_decoder:
+            check_kit(*((kit, (SMALL_DECODER,)) if small == "kit" else (small, ("config.json",))))
     trained = config.classifier if method.rounds else config.global_model
     if config.method != "local":
         new_classifier(trained, classes, find_kit(config.kit) if trained.init == "kit" else "", config.seed)

@@ -42,9 +42,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """System tests between the others of the first half, the longest first: they wait for much of their time, and nothing should wait for them at last."""
+    """System tests between the others of the first half, the longest first, and a group that shares a cluster: nothing should wait for them at last."""
     system = sorted((i for i in items if i.get_closest_marker("system")), key=lambda i: "test_faults" not in i.nodeid)
     others = [item for item in items if not item.get_closest_marker("system")]
+    others.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     step = len(others) // (2 * len(system)) if system else 0
     items[:] = [item for start, one in enumerate(system) for item in (one, *others[start * step : (start + 1) * step])]
     items += others[len(system) * step :]

@@ -9,13 +9,16 @@ import pytest
 import torch
 from conftest import quick
 
+from osfl.classifiers import build_classifier
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
 from osfl.diffusion import Kit, Sampling, load_kit, load_pipeline, new_solver
+from osfl.kits import KitError
 from osfl.report import gather
-from server_app.methods import prompts_only
+from server_app.app import check_server
+from server_app.methods import fedlmg, prompts_only
 from server_app.synthesis import engine
 from server_app.synthesis.engine import load_engine
-from server_app.synthesis.guidance import Condition, compose
+from server_app.synthesis.guidance import Condition, as_teacher, compose
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.samplers import denoise, first_timestep
 
@@ -121,9 +124,120 @@ def test_compilation_is_of_the_unet(tiny_kit: Path, monkeypatch: pytest.MonkeyPa
     assert not isinstance(load_engine(str(tiny_kit), CPU, settings(compile="auto")).unet, tuple)
 
 
+def called(module: torch.nn.Module, calls: list) -> None:
+    """Note every time that a module is computed."""
+    module.register_forward_pre_hook(
+        lambda _, args: calls.append(len(args[0]))
+    )  # a recomputation ends as soon as it has what it needs
+
+
+def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> None:
+    """The first and third pass are exact; the second takes the inner blocks' outputs from the first. A sampling begins anew, and so does another batch."""
+    exact, kit, calls = load_kit(tiny_kit), load_engine(str(tiny_kit), CPU, settings(cache_interval=2)), []
+    called(kit.unet.mid_block.resnets[0], calls)
+    z, c = random(2, 4, 8, 8), random(2, *kit.text.shape, seed=1)
+
+    # t, rows of the batch, whether all is computed
+    for t, rows, whole in ((900, 2, True), (850, 2, False), (800, 2, True), (750, 1, True), (900, 2, True), (850, 2, False)):
+        calls.clear()
+        ours, theirs = (k.eps(z[:rows], torch.tensor(t), c[:rows]) for k in (kit, exact))
+        assert (len(calls) == 1) == torch.equal(ours, theirs) == whole, t
+    # by hand: the exact UNet with its inner blocks' outputs of t = 900 gives what the second pass gave
+    inner = [*exact.unet.down_blocks[1:], exact.unet.mid_block, *exact.unet.up_blocks[:-1]]
+    kept: dict[int, object] = {}
+    hooks = [block.register_forward_hook(lambda _, args, out, i=i: kept.update({i: out})) for i, block in enumerate(inner)]
+    exact.eps(z, torch.tensor(900), c)
+    for hook in hooks:
+        hook.remove()
+    for i, block in enumerate(inner):
+        block.register_forward_hook(lambda _, args, out, i=i: kept[i])
+    assert torch.equal(ours, exact.eps(z, torch.tensor(850), c))
+
+
+def test_cached_features_do_not_go_from_unit_to_unit(tiny_kit: Path) -> None:
+    kit = load_engine(str(tiny_kit), CPU, settings(cache_interval=3))
+    prompts, plan = kit.text(["an image of zero", "an image of three"]), plan_images("m", 0, {"a": [0, 3], "b": [0, 3]}, 1)
+    made = [prompts_only.sample(kit, jobs, prompts, 3.0, 5) for jobs in (plan[2:], plan[:2], plan[2:])]
+    assert torch.equal(made[0], made[2])
+
+
+def small_decoder(folder: Path, channels: int = 4, blocks: int = 3) -> str:
+    """TAESD's format, untrained; each block but the last doubles the size."""
+    from diffusers import AutoencoderTiny
+
+    widths = (8,) * blocks
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        small = AutoencoderTiny(
+            encoder_block_out_channels=widths,
+            decoder_block_out_channels=widths,
+            num_encoder_blocks=(1,) * blocks,
+            num_decoder_blocks=(1,) * blocks,
+            latent_channels=channels,
+        )
+    small.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path) -> None:
+    """The classifier sees what the small decoder makes, once a step; D makes the images, once."""
+    file = small_decoder(tmp_path / "small")
+    config = parse_run_config(quick(method="fedlmg"))
+    teachers, plan = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}, plan_images("m", 0, {"a": [0, 3]}, 1)
+    made = []
+    for source in ("", file):
+        kit, small, large = load_engine(str(tiny_kit), CPU, settings(small_decoder=source)), [], []
+        called(kit.vae.decoder, large)
+        if kit.small_decoder is not None:
+            called(kit.small_decoder.decoder, small)
+        made.append(fedlmg.sample(kit, plan, kit.text(["x"] * 10), teachers, config.fedlmg, 3, 32))
+        assert (len(small), len(large)) == ((3, 1) if source else (0, 4))
+    assert not torch.equal(*made)
+    shutil.copytree(tiny_kit, tmp_path / "kit")
+    shutil.copytree(file, tmp_path / "kit" / "small_decoder")
+    assert load_engine(str(tmp_path / "kit"), CPU, settings(small_decoder="kit")).small_decoder is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"channels": 3}, "takes 3 channels; the kit's latents have 4"),
+        ({"blocks": 2}, "makes images of 16 px; the kit's have 32"),
+        ({}, "cannot be loaded"),
+    ],
+)
+def test_a_small_decoder_of_another_kit_is_refused(tiny_kit: Path, tmp_path: Path, wrong: dict, message: str) -> None:
+    source = small_decoder(tmp_path / "small", **wrong) if wrong else str(tmp_path)
+    with pytest.raises(KitError, match=message):
+        load_engine(str(tiny_kit), CPU, settings(small_decoder=source))
+
+
+def test_who_asks_for_a_small_decoder_that_is_not_there_hears_it_before_the_clients_work(tiny_kit: Path) -> None:
+    for source, message in (("kit", "lacks small_decoder"), ("/nowhere", "no such folder")):
+        with pytest.raises(KitError, match=message):
+            check_server(parse_run_config(quick(kit=str(tiny_kit), method="fedlmg", synthesis__small_decoder=source)))
+
+
+def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> None:
+    config, made, passes = parse_run_config(quick(method="fedlmg")), [], []
+    teachers, plan = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}, plan_images("m", 0, {"a": [0, 3]}, 1)
+    for how in ("off", "on", "auto"):
+        kit, unet, vae = load_engine(str(tiny_kit), CPU, settings(checkpointing=how)), [], []
+        called(kit.unet.down_blocks[1].resnets[0], unet), called(kit.vae.decoder.mid_block.resnets[0], vae)
+        made.append(fedlmg.sample(kit, plan, kit.text(["x"] * 10), teachers, config.fedlmg, 3, 32))
+        passes.append((len(unet), len(vae)))
+    assert torch.equal(made[0], made[1])
+    assert passes[0] == passes[2] == (3, 4)
+    assert passes[1] == (6, 7)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"synthesis__cache_interval": 2, "synthesis__compile": "on"}, "cache-interval: must be 1 with synthesis.compile"),
+        ({"method": "fedlmg", "synthesis__cache_interval": 2}, "must be 1 with fedlmg.gradient = 'full'"),
+        ({"method": "fedcado", "fedcado__gradient": "x0", "synthesis__cache_interval": 2}, "fedcado.noise-edits = 0"),
+        ({"method": "espresso", "synthesis__cache_interval": 2}, "must be 1 with espresso.z-sampling"),
         (
             {"synthesis__guided_from": 800, "synthesis__guided_to": 200},
             "synthesis.guided-from = 800: must be at most guided-to = 200",
@@ -145,6 +259,8 @@ def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
         ({"synthesis.solver": "unipc"}, ["solver unipc"]),
         ({"synthesis.guided-to": 800}, ["guidance at timesteps 0 to 800 alone"]),
         ({"fedlmg.gradient": "x0"}, ["the classifier's gradient at x0"]),
+        ({"synthesis.cache-interval": 3}, ["the UNet's inner blocks at one of 3 steps"]),
+        ({"synthesis.small-decoder": "kit"}, ["guidance through a small decoder"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**base, **more}))
         assert gather(tmp_path)["approximations"] == said

@@ -18,9 +18,9 @@ from osfl import classifiers, compare, encoders, kit_recipe
 from osfl.config import ConfigError
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.diffusion import load_kit, load_unclip_pipeline
+from osfl.diffusion import load_kit, load_small_decoder, load_unclip_pipeline
 from osfl.kit_recipe import card
-from osfl.kits import check_kit, find_kit, kit_digest, weights_digests
+from osfl.kits import SMALL_DECODER, check_kit, find_kit, kit_digest, weights_digests
 from osfl.launch import resolve_config
 from osfl.methods import kit_parts
 from server_app.methods.prompts_only import sample
@@ -59,7 +59,7 @@ def test_class_prompts_give_legible_photographs(shipped_kit: Path) -> None:
     rows = [i for i, domain in enumerate(public["domain"]) if domain == "photo"][:1500]
     real = public.select(rows).with_format("numpy")
     reader = SVC(C=10).fit(grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"])
-    pixels, labels = samples(shipped_kit, "an image of {}", 6, 20)
+    pixels, labels = samples(shipped_kit, "an image of {}", 4, 20)
     assert reader.score(grey(pixels), labels) > 0.85
 
 
@@ -197,7 +197,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
         return checks[0]  # of equal weights, as is shown below
 
     monkeypatch.setattr(card, "check_kit", check_once)
-    stages = ("vae", "denoiser", "classifier", "image_encoder", "captioner", "unclip")
+    stages = ("vae", "denoiser", "classifier", "image_encoder", "captioner", "unclip", "small_decoder")
     short = {f"{name}_steps": 1 for name in stages} | {f"{name}_batch": 4 for name in stages}
     recipe = replace(kit_recipe.Recipe(), classifiers=("resnet18", "shufflenet_v2_x1_0"), **short)  # type: ignore[arg-type]
 
@@ -212,7 +212,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     def breaking(*args, **kwargs):  # type: ignore[no-untyped-def]
         save(*args, **kwargs)
         calls.append(1)
-        if len(calls) in (2, 7):  # before the checkpoint is renamed
+        if len(calls) in (2, 8):  # before the checkpoint is renamed
             raise Interrupted
 
     monkeypatch.setattr(torch, "save", breaking)
@@ -220,9 +220,9 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
         with pytest.raises(Interrupted):
             train(rough, tmp_path / "work-2")
     train(rough, tmp_path / "work-2")
-    # vae, denoiser twice, image encoder, captioner, unclip, the first classifier twice, the second
-    assert len(calls) == 9
-    for part in ("unet", "vae", "text_encoder", "classifiers", "image_encoder", "captioner"):
+    # vae, denoiser twice, image encoder, captioner, unclip, small decoder, the first classifier twice, the second
+    assert len(calls) == 10
+    for part in ("unet", "vae", "text_encoder", "classifiers", "image_encoder", "captioner", "small_decoder"):
         assert kit_digest(rough / part) == kit_digest(quiet / part), part
     assert kit_digest(tmp_path / "rough-unclip") == kit_digest(tmp_path / "quiet-unclip")
     with pytest.raises(ConfigError, match="its checkpoints are of another recipe"):
@@ -233,6 +233,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     page = (rough / "README.md").read_text()
     assert all(f"| {name} | 1 of 4 | " in page for name in (*stages[:2], "classifier-shufflenet_v2_x1_0", *stages[3:]))
     assert "| infograph | " in page
+    assert load_small_decoder(str(quiet), load_kit(quiet), SMALL_DECODER).config.latent_channels == 4
 
     # On a finished kit only what it lacks is trained
     base = tmp_path / "base"

@@ -220,7 +220,9 @@ def test_distillation_term_by_hand() -> None:
 
     model = Constant(0.5, 0.25, 0.25)
     before = model.logits.detach().clone()
-    settings = ClassifierConfig("resnet18", True, "none", epochs=1, batch_size=2, lr=1.0, momentum=0.0, weight_decay=0.0)
+    settings = ClassifierConfig(
+        "resnet18", True, "none", epochs=1, batch_size=2, lr=1.0, momentum=0.0, weight_decay=0.0, precision="float32"
+    )
     teacher = torch.tensor([[0.1, 0.8, 0.1]] * 2)
     fit(model, PIXELS, torch.tensor([0, 0]), settings, 0, torch.device("cpu"), teacher=teacher, distillation_weight=2.0)
     p = torch.tensor([0.5, 0.25, 0.25])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import quick
 
+from client_app import conditions
 from client_app.job import ClientJob
 from client_app.methods import classifier as classifier_half
 from client_app.methods import feddeo as feddeo_half
@@ -48,6 +49,20 @@ def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignor
         similarity = torch.cosine_similarity(alone.vectors[0].flatten(), together.vectors[index].flatten(), dim=0)
         assert similarity >= 0.9999
         assert torch.allclose(alone.vectors[0], together.vectors[index], atol=1e-3)
+
+
+def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """With checkpointing a step computes the UNet's blocks twice, and the descriptions are the same bits."""
+    from diffusers.models.resnet import ResnetBlock2D
+
+    calls, forward = [], ResnetBlock2D.forward
+    job = job_of(tiny_kit, images(0, 4), feddeo__epochs=3)
+    monkeypatch.setattr(FlopMeter, "_count", lambda meter, kind, step: (meter._of.update({kind: 0}), step())[1])
+    monkeypatch.setattr(ResnetBlock2D, "forward", lambda *a, **k: (calls.append(1), forward(*a, **k))[1])
+    plain, once = feddeo_half.make_payload(job), len(calls)
+    frugal = feddeo_half.make_payload(replace(job, saves_memory=True))
+    assert torch.equal(plain.vectors, frugal.vectors)
+    assert len(calls) - once > 1.5 * once
 
 
 def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -174,7 +189,7 @@ def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignor
 def test_training_does_not_depend_on_memory_layout() -> None:
     """The same images, channels-last as a decoder makes them and contiguous as a file is loaded: the same weights, bit for bit."""
     pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
-    settings = ClassifierConfig("resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0)
+    settings = ClassifierConfig("resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0, precision="float32")
     states = []
     for images in (pixels, pixels.contiguous(memory_format=torch.channels_last)):
         model = classifiers.new_classifier(settings, 10, "", 0)
@@ -182,6 +197,25 @@ def test_training_does_not_depend_on_memory_layout() -> None:
         classifiers.fit(model, images, labels, settings, 0, torch.device("cpu"))
         states.append([logits, *model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_mixed_precision_is_of_the_products() -> None:
+    """bfloat16: what a convolution gives; the weights stay in float32, and end near those of float32. `auto` leaves a CPU alone."""
+    pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
+    settings, made = parse_run_config(quick()).classifier, {}
+    for precision in ("float32", "auto", "bfloat16"):
+        model, seen = classifiers.new_classifier(replace(settings, init="none", architecture="resnet18"), 10, "", 0), []
+        model.conv1.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
+        classifiers.fit(model, pixels, labels, replace(settings, precision=precision, lr=1e-3), 0, torch.device("cpu"))
+        assert set(seen) == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
+        made[precision] = model.state_dict()
+    assert all(torch.equal(value, made["auto"][name]) for name, value in made["float32"].items())
+    assert {value.dtype for value in made["bfloat16"].values()} == {torch.float32, torch.int64}
+    way = (
+        made["float32"]["fc.weight"]
+        - classifiers.new_classifier(replace(settings, init="none", architecture="resnet18"), 10, "", 0).fc.weight
+    )
+    assert 0 < (made["bfloat16"]["fc.weight"] - made["float32"]["fc.weight"]).norm() < 0.2 * way.norm()
 
 
 def test_dropout_is_seeded() -> None:
@@ -312,7 +346,7 @@ def test_sampling_equals_diffusers_own_pipeline(tiny_kit, tmp_path, steps: int, 
 def test_descriptions_that_diverge_say_so(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     kit = load_kit(tiny_kit)
     kit.unet.conv_out.bias.data.fill_(float("nan"))
-    monkeypatch.setattr(feddeo_half, "load_kit", lambda *args: kit)
+    monkeypatch.setattr(conditions, "load_kit", lambda *args: kit)
     with pytest.raises(ValueError, match=r"diverged.*lower feddeo.lr = 0.03"):
         feddeo_half.make_payload(job_of(tiny_kit, images(1, 1), feddeo__lr=0.03))
 

@@ -137,7 +137,7 @@ def test_each_image_is_taught_by_its_own_row() -> None:
     def trained(lr: float, teacher: torch.Tensor | None) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-        settings = ClassifierConfig("resnet18", True, "none", 2, 2, lr, 0.0, 0.0)
+        settings = ClassifierConfig("resnet18", True, "none", 2, 2, lr, 0.0, 0.0, "float32")
         return fit(model, pixels, labels, settings, 0, CPU, teacher=teacher)[1].weight  # type: ignore[index]
 
     assert torch.allclose(trained(0.02, nn.functional.one_hot(labels).float()), trained(0.04, None), atol=1e-5)

@@ -612,7 +612,7 @@ def test_a_penalty_enters_every_step() -> None:
     """One SGD step with lr 1 on a model whose cross-entropy has no gradient: the weight moves by minus the penalty's gradient."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1, bias=False))
     before = model[1].weight.detach().clone()  # type: ignore[union-attr]
-    settings = ClassifierConfig("resnet18", True, "none", 1, 2, lr=1.0, momentum=0.0, weight_decay=0.0)
+    settings = ClassifierConfig("resnet18", True, "none", 1, 2, lr=1.0, momentum=0.0, weight_decay=0.0, precision="float32")
     start = {"1.weight": torch.zeros_like(before)}
     pixels, labels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
     classifiers.fit(model, pixels, labels, settings, 0, CPU, penalty=proximal(start, 0.25))

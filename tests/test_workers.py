@@ -18,6 +18,7 @@ from osfl.wire import PayloadError
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
 from server_app.synthesis.workers import MakeSampler, Sample, WorkerError, sample_units
 
+pytestmark = pytest.mark.xdist_group("ray")  # one cluster, not one for every process that runs tests
 CPU = torch.device("cpu")
 UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {})  # twelve units of two
 
@@ -25,7 +26,7 @@ UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One for all tests, as within Flower's simulation; it has no GPU."""
-    ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=4, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=1, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -151,4 +152,4 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
         with pytest.raises(ConfigError, match="synthesis.ray-address = '127.0.0.1:1': .*It is ray://HOST:10001"):
             list(sample_units(that(lambda jobs: None), UNITS, CPU, replace(workers(1), ray_address="127.0.0.1:1")))
     finally:
-        ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=4, log_to_driver=False)
+        ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=1, log_to_driver=False)

@@ -22,9 +22,9 @@ import torch
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.mixture import GaussianMixture
 
-from client_app.conditions import learn_conditions, posteriors
+from client_app.conditions import learn_conditions, load_kit_to_learn, posteriors
 from client_app.job import ClientJob
-from osfl.diffusion import forward_noise, load_kit
+from osfl.diffusion import forward_noise
 from osfl.encoders import load_image_encoder
 from osfl.payloads import Mixtures
 from osfl.seeds import generator_of, seed_of
@@ -38,7 +38,7 @@ def make_payload(job: ClientJob) -> Mixtures:
         ValueError: a condition diverged.
     """
     settings = job.config.espresso
-    kit, encoder = load_kit(job.kit, job.device), load_image_encoder(job.config.image_encoder or job.kit, job.device)
+    kit, encoder = load_kit_to_learn(job), load_image_encoder(job.config.image_encoder or job.kit, job.device)
     images, seen = job.load(kit.image_size), job.load(encoder.image_size)
     features = torch.cat([job.meter.run(("embed", len(x)), lambda x=x: encoder(x)) for x in seen.pixels.split(16)])  # type: ignore[misc]
     mean, logvar = posteriors(kit, images, job)

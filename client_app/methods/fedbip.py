@@ -16,9 +16,9 @@ methods here this one gives the most away.
 
 import torch
 
-from client_app.conditions import posteriors
+from client_app.conditions import load_kit_to_learn, posteriors
 from client_app.job import ClientJob
-from osfl.diffusion import Kit, forward_noise, load_kit
+from osfl.diffusion import Kit, forward_noise
 from osfl.payloads import Concepts
 from osfl.prompts import concept_positions, concept_prompts, with_concepts
 from osfl.seeds import generator_of
@@ -31,7 +31,7 @@ def make_payload(job: ClientJob) -> Concepts:
         KitError: the kit is missing or damaged.
         ValueError: the words diverged.
     """
-    kit = load_kit(job.kit, job.device)
+    kit = load_kit_to_learn(job)
     images = job.load(kit.image_size)
     held = images.held()
     names = [job.classes[label] for label in held]

@@ -15,9 +15,8 @@ Differences from the paper:
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes.
 """
 
-from client_app.conditions import learn_conditions, posteriors
+from client_app.conditions import learn_conditions, load_kit_to_learn, posteriors
 from client_app.job import ClientJob
-from osfl.diffusion import load_kit
 from osfl.payloads import Descriptions
 
 
@@ -28,7 +27,7 @@ def make_payload(job: ClientJob) -> Descriptions:
         KitError: the kit is missing or damaged.
         ValueError: the descriptions diverged.
     """
-    kit = load_kit(job.kit, job.device)
+    kit = load_kit_to_learn(job)
     images = job.load(kit.image_size)
     held = images.held()
     names = [job.classes[label] for label in held]

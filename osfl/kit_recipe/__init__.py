@@ -12,7 +12,9 @@ Each stage is a plain training loop with its own checkpoint:
 4. `captioner`: a small BLIP, captioning loss, every style equally often.
 5. `unclip`: the denoiser's UNet, trained on with the noised image embedding as one more condition (Ramesh et al. 2022, in Stable unCLIP's
    form), embeddings and captions dropped for guidance.
-6. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that uses no digit label (RotNet, Gidaris
+6. `small_decoder`: TAESD's architecture (a quarter of the decoder's operations), L1 to what the autoencoder's own decoder makes, of images' latents and of those that
+   a denoiser would predict from noised ones.
+7. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that uses no digit label (RotNet, Gidaris
    et al. 2018: which of four turns; and which style).
 """
 
@@ -62,6 +64,10 @@ class Recipe:
     unclip_lr: float = 5e-4
     unclip_caption_dropout: float = 0.5
     unclip_image_dropout: float = 0.1
+    small_decoder_steps: int = 2500
+    small_decoder_batch: int = 64
+    small_decoder_lr: float = 2e-3
+    small_decoder_width: int = 24
 
 
 def train_kit(
@@ -111,6 +117,8 @@ def train_kit(
         log["stages"] |= parts.train_captioner(out, work, recipe, corpus, progress)
     if "unclip" not in log["stages"]:
         log["stages"] |= parts.train_unclip(out, unclip, work, recipe, corpus, progress)
+    if "small_decoder" not in log["stages"]:
+        log["stages"] |= parts.train_small_decoder(out, work, recipe, corpus, progress)
     kept = frozenset(name.removeprefix("classifier-") for name in log["stages"])
     log["stages"] |= parts.train_classifiers(out, work, recipe, corpus, progress, kept)
     log["checks"] = card.check_kit(out, unclip, progress)

@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from osfl import classifiers, diffusion, encoders
 from osfl.data import digits
 from osfl.data.render import STYLES
+from osfl.kits import SMALL_DECODER
 
 CPU = torch.device("cpu")
 
@@ -30,6 +31,7 @@ def check_kit(
         "captions": _check_captions(encoders.load_captioner(str(kit), CPU), pixels, labels, domains),
         "embeddings": _check_embeddings(encoders.load_image_encoder(str(kit), CPU), pixels, labels, domains),
     }
+    checks["small_decoder"] = _check_small_decoder(diffusion.load_kit(kit), str(kit), pixels)
     return checks | {"unclip": _check_unclip(unclip, pixels, labels, domains, steps, per_domain)}
 
 
@@ -148,6 +150,19 @@ def _check_unclip(
     return checks
 
 
+def _check_small_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) -> dict[str, float]:
+    """How far, in shades of 255, what the small decoder makes of test images' latents is from what D makes, and how far that is from the images."""
+    small = diffusion.load_small_decoder(source, kit, SMALL_DECODER)
+    images = pixels[:: max(1, len(pixels) // 600)].float() / 127.5 - 1
+    with torch.no_grad():
+        latents = kit.encode(images)[0]
+        own, its = kit.decode(latents).clamp(-1, 1), small.decode(latents).sample.clamp(-1, 1)
+    return {
+        "from D": round(127.5 * (its - own).abs().mean().item(), 1),
+        "D from the image": round(127.5 * (own - images).abs().mean().item(), 1),
+    }
+
+
 def _save_sheet(rows: list[np.ndarray], file: Path) -> None:
     sheet = Image.fromarray((np.concatenate(rows) * 255).round().astype(np.uint8))
     sheet.resize((sheet.width * 2, sheet.height * 2), Image.Resampling.NEAREST).save(file)
@@ -210,6 +225,9 @@ corpus:
 |---|---:|---:|---:|
 {captions}
 Linear probes on the image encoder's embeddings, trained on 3,000 public images: digit {checks["embeddings"]["digit"]:.0%}, style {checks["embeddings"]["style"]:.0%}.
+
+`small_decoder/` (TAESD's format; `synthesis.small-decoder = "kit"`) is {checks["small_decoder"]["from D"]} shades of 255 from what the autoencoder's decoder makes of test
+images' latents, which is itself {checks["small_decoder"]["D from the image"]} from the images.
 
 Accuracy of the initialisations on their pretext task (which of four turns and of six styles; public images, weights rounded):
 

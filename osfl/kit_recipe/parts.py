@@ -1,4 +1,4 @@
-"""Stages 3 to 6: what clients and baselines need beside the diffusion model. Each writes its part of the kit when it is done."""
+"""Stages 3 to 7: what clients and baselines need beside the diffusion model. Each writes its part of the kit when it is done."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from osfl.data.render import STYLES
 from osfl.kit_recipe import Recipe
 from osfl.kit_recipe.diffusion_model import noise_prediction_loss
 from osfl.kit_recipe.stages import Corpus, Stage, run_stage
+from osfl.kits import SMALL_DECODER
 from osfl.seeds import seed_of
 
 BITS = {"resnet18": 8}  # the others are stored with 4
@@ -184,3 +185,38 @@ def train_unclip(out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Co
         if isinstance(content, dict) and content.pop("_name_or_path", None):
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return {"unclip": log}
+
+
+def train_small_decoder(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+    """A decoder in TAESD's format that learns what the kit's own makes of x0hat, at every noise level: there a classifier's guidance uses it."""
+    device = corpus.pixels.device
+    kit = diffusion.load_kit(out, device)
+    torch.manual_seed(seed_of(recipe.seed, "small_decoder"))
+    small = diffusion.new_small_decoder(recipe.small_decoder_width)
+    hidden = kit.text([""])
+
+    def loss(generator: torch.Generator) -> torch.Tensor:
+        rows = corpus.draw_balanced(recipe.small_decoder_batch, generator)
+        with torch.no_grad():
+            x0, _ = kit.encode(corpus.images(rows))
+            t = torch.randint(len(kit.alphas_cumprod), (len(rows),), generator=generator, device=device)
+            a_t = kit.alphas_cumprod[t]
+            z = diffusion.forward_noise(x0, torch.randn(x0.shape, generator=generator, device=device), a_t)
+            e = kit.eps(z, t, hidden.expand(len(rows), -1, -1))
+            clean = (torch.rand(len(rows), generator=generator, device=device) < 0.5)[:, None, None, None]
+            a_t = a_t.view(-1, 1, 1, 1)
+            latents = torch.where(clean, x0, (z - (1 - a_t).sqrt() * e) / a_t.sqrt())
+            target = kit.decode(latents)
+        return F.l1_loss(small.decode(latents).sample, target)
+
+    stage = Stage(
+        "small_decoder",
+        nn.ModuleDict({"decoder": small.decoder}),
+        recipe.small_decoder_steps,
+        recipe.small_decoder_lr,
+        loss,
+        ema_decay=0.995,
+    )
+    log = run_stage(stage, work, recipe.seed, device, progress)
+    small.half().save_pretrained(out / SMALL_DECODER)
+    return {"small_decoder": log}

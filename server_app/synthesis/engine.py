@@ -1,7 +1,7 @@
 """The kit as the server samples with it: precision, memory format, compilation, solver.
 
-*Exact* are float32 and either memory format; *equivalent* are the 16-bit types and compilation, which differ by rounding; *approximate* are
-another solver than DDIM and a guidance interval.
+*Exact* are float32, either memory format and checkpointing; *equivalent* are the 16-bit types and compilation, which differ by rounding;
+*approximate* are another solver than DDIM, a guidance interval, feature caching and a small decoder for the guidance.
 """
 
 import json
@@ -16,9 +16,11 @@ import torch
 from filelock import FileLock
 
 from osfl.config import SynthesisConfig
-from osfl.diffusion import Kit, Sampling, load_kit
+from osfl.devices import saves_memory
+from osfl.diffusion import Kit, Sampling, load_kit, load_small_decoder
 from osfl.files import write_atomically
-from osfl.kits import kit_digest
+from osfl.kits import SMALL_DECODER, kit_digest
+from server_app.synthesis.caching import cache_features
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REPEATS = 5  # passes that are timed, after two that are not
@@ -35,6 +37,13 @@ def load_engine(source: str, device: torch.device, settings: SynthesisConfig) ->
     """
     kit = load_kit(source, device, DTYPES[settings.dtype])
     kit = replace(kit, sampling=Sampling(settings.solver, settings.guided_from, settings.guided_to))
+    if settings.small_decoder:
+        where = (source, kit, SMALL_DECODER) if settings.small_decoder == "kit" else (settings.small_decoder, kit)
+        kit = replace(kit, small_decoder=load_small_decoder(*where))
+    if saves_memory(settings.checkpointing, device):
+        kit.checkpointed()
+    if settings.cache_interval > 1:
+        cache_features(kit, settings.cache_interval)
     formats = ("contiguous", "channels-last") if settings.memory_format == "auto" else (settings.memory_format,)
     # Compilation on a CPU wants a C++ compiler, and minutes.
     compiled = (

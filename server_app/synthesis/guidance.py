@@ -138,5 +138,5 @@ def guide(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tenso
 
 
 def implied_image(kit: Kit, z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
-    """D(x0hat(z, t, e)): the image that a noise prediction implies, [B, 3, H, W] in about [-1, 1]."""
-    return kit.decode(x0hat(z, e, a_t))
+    """D(x0hat(z, t, e)): the image that a noise prediction implies, [B, 3, H, W] in about [-1, 1]; by the small decoder where there is one."""
+    return kit.decode_for_guidance(x0hat(z, e, a_t))

@@ -27,7 +27,7 @@ from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
 UNWRITTEN = WRITERS  # units that may wait for them
-NOT_SHAPING = ("workers", "ray-address")  # settings of the synthesis that say who samples, not what
+NOT_SHAPING = ("workers", "ray-address", "checkpointing")  # settings of the synthesis that say who samples and how, not what
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(hosts: dict[str, Host], 
 
     ip("-n", server.namespace, "link", "set", site.name, "down")
     cut_at = site.sent_bytes()
-    wait_for(lambda: statuses() == ["offline"], 120, log, every=5)
+    wait_for(lambda: statuses() == ["offline"], 120, log, every=15)
     folder = server.folder / "lib" / "osfl" / "runs" / "apart"
     assert site.sent_bytes() < cut_at + PAYLOAD / 4
     assert not list(folder.glob("payloads/*.pb"))

@@ -1,0 +1,148 @@
+"""What every approximate mode of the synthesis gives in time and takes in accuracy, on the same payloads; to benchmarks/tables/approximations-*.{md,json}.
+
+python -m benchmarks.approximations feddeo   # solvers, a guidance interval, feature caching
+python -m benchmarks.approximations fedlmg   # the gradient at x0, a small decoder, a solver
+
+A run of `osfl run` collects the payloads once. The server's half then draws and trains with them again for every mode and seed (of noise and
+training), and every client's test images test the model. Interrupted, the same command goes on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from osfl.classifiers import confusion
+from osfl.compare import machine
+from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
+from osfl.data import class_names, load_images
+from osfl.launch import default_config
+from osfl.methods import server_half
+from osfl.verify import read_picture
+from osfl.wire import decode
+from server_app.expected import expected_payload
+from server_app.job import ServerJob
+from server_app.run_folder import open_run_folder
+from server_app.status import Status
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "runs" / "approximations"
+COMMON: dict[str, Scalar] = {"num-clients": 6, "global-model.batch-size": 8}
+BASES: dict[str, dict[str, Scalar]] = {
+    "feddeo": {**COMMON, "feddeo.epochs": 15, "synthesis.images-per-class": 10},
+    "fedlmg": {**COMMON, "fedlmg.strategies": "ft", "synthesis.images-per-class": 5},
+}
+MODES: dict[str, dict[str, dict[str, Scalar]]] = {
+    "feddeo": {
+        "exact": {},
+        "DDIM, 10 steps": {"synthesis.steps": 10},
+        "UniPC, 10 steps": {"synthesis.solver": "unipc", "synthesis.steps": 10},
+        "DPM-Solver++, 10 steps": {"synthesis.solver": "dpm-solver++", "synthesis.steps": 10},
+        "UniPC, 6 steps": {"synthesis.solver": "unipc", "synthesis.steps": 6},
+        "guided at 200 to 800": {"synthesis.guided-from": 200, "synthesis.guided-to": 800},
+        "features cached, 1 of 2": {"synthesis.cache-interval": 2},
+        "features cached, 1 of 3": {"synthesis.cache-interval": 3},
+    },
+    "fedlmg": {
+        "exact": {},
+        "gradient at x0": {"fedlmg.gradient": "x0"},
+        "small decoder": {"synthesis.small-decoder": "kit"},
+        "both": {"fedlmg.gradient": "x0", "synthesis.small-decoder": "kit"},
+        "UniPC, 10 steps": {"synthesis.solver": "unipc", "synthesis.steps": 10},
+    },
+}
+
+
+def collected(method: str) -> Path:
+    """The folder of a run whose clients have sent their payloads."""
+    folder = WORK / f"{method}-payloads"
+    if not (folder / "metrics.json").is_file():
+        settings = [f"{key}={value}" for key, value in BASES[method].items()]
+        command = [Path(sys.executable).parent / "osfl", "run", f"method={method}", f"job-id={folder.name}", *settings]
+        subprocess.run([*command, "--runs", WORK], cwd=ROOT, check=True)
+    return folder
+
+
+def again(method: str, mode: str, seed: int, payloads: Path) -> dict[str, Any]:
+    """The server's half with one mode and seed: accuracy of every client (%), seconds an image."""
+    values = {**default_config(), **BASES[method], "method": method, "seed": seed, **MODES[method][mode], "runs-dir": str(WORK)}
+    config, first = parse_run_config(values), parse_run_config({**values, "seed": 0})
+    expected = expected_payload(first, payloads.name)
+    taken = {file.stem: decode(file.read_bytes(), expected(file.stem)) for file in sorted((payloads / "payloads").glob("*.pb"))}
+    folder = open_run_folder(config, f"{method}-{''.join(c if c.isalnum() else '-' for c in mode)}-s{seed}", 0)
+    if not (folder.path / "result.json").is_file():
+        job = ServerJob(config, folder, Status(folder.path), tuple(taken))
+        model = server_half(method).run(job, taken)["FT"].model
+        seconds = [json.loads(line) for line in (folder.path / "timings.jsonl").read_text().splitlines()]
+        result = {
+            "accuracy": [accuracy(config, model, k) for k in range(len(taken))],
+            "seconds": sum(row["seconds"] for row in seconds) / sum(row["images"] for row in seconds),
+        }
+        folder.write_json("result.json", result)
+    return {**folder.read_json("result.json"), "folder": folder.path}
+
+
+def accuracy(config: RunConfig, model: torch.nn.Module, client: int) -> float:
+    """Top-1 (%) on a client's test images."""
+    node = NodeConfig(partition_id=client, num_partitions=config.num_clients)
+    images = load_images(config.data, node, "test", 0)
+    matrix = torch.tensor(confusion(model, images.pixels, images.labels, len(class_names(config.data)), torch.device("cpu")))
+    return 100 * matrix.trace().item() / matrix.sum().item()
+
+
+def difference(one: Path, other: Path) -> float:
+    """Mean absolute difference of two runs' images, in shades of 255."""
+    found = []
+    for line in (one / "manifest.jsonl").read_text().splitlines():
+        file = json.loads(line)["file"]
+        pictures = [read_picture(folder / file) for folder in (one, other)]
+        found.append((pictures[0].float() - pictures[1].float()).abs().mean().item())  # type: ignore[union-attr]
+    return mean(found)
+
+
+def table(method: str, seeds: list[int]) -> list[list[str]]:
+    """A row for every mode."""
+    payloads = collected(method)
+    runs = {mode: [again(method, mode, seed, payloads) for seed in seeds] for mode in MODES[method]}
+    rows = [["", "average", "to exact", "shades of 255", "s/image", "times as fast"]]
+    exact = [mean(run["accuracy"]) for run in runs["exact"]]
+    for mode, made in runs.items():
+        own = [mean(run["accuracy"]) for run in made]
+        against = [a - b for a, b in zip(own, exact, strict=True)]
+        spread = f" ± {stdev(against):.1f}" if len(against) > 1 else ""
+        seconds = mean(run["seconds"] for run in made)
+        shades = mean(difference(run["folder"], base["folder"]) for run, base in zip(made, runs["exact"], strict=True))
+        ratio = mean(run["seconds"] for run in runs["exact"]) / seconds
+        cells = [f"{mean(own):.1f}", f"{mean(against):+.1f}{spread}", f"{shades:.1f}", f"{seconds:.3f}", f"{ratio:.2f}"]
+        rows.append([mode, *(cells if mode != "exact" else [cells[0], "", "", cells[3], ""])])
+    return rows
+
+
+def main() -> None:
+    """Make a method's table and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=MODES)
+    parser.add_argument("--seeds", default="0,1,2")
+    given = parser.parse_args()
+    head, *rows = table(given.method, [int(seed) for seed in given.seeds.split(",")])
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---:"] * len(head), *rows)]
+    settings = " ".join(f"{key}={value}" for key, value in BASES[given.method].items())
+    about = (
+        f"Top-1 accuracy (%), {given.method} with {settings}, mean of seeds {given.seeds} of noise and training on the same payloads; ± the standard "
+        f"deviation of the difference to exact; shades: mean absolute difference of the images of the same noise. "
+        f"Command: `python -m benchmarks.approximations {given.method} --seeds {given.seeds}`. {machine()}."
+    )
+    out = ROOT / "benchmarks" / "tables" / f"approximations-{given.method}"
+    out.with_suffix(".md").write_text("\n".join([*lines, "", about, ""]))
+    records = [dict(zip(head, row, strict=True)) for row in rows]
+    out.with_suffix(".json").write_text(json.dumps({"rows": records, "about": about}, indent=1) + "\n")
+    print(out.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()
