@@ -8,6 +8,7 @@ python -m benchmarks.network clients    # 64 simulated clients that send 5 MB ea
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from osfl.compare import machine
+from osfl.launch import end_process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "network"
@@ -76,16 +78,24 @@ def begin(made: Federation, clients: int) -> None:
 
 def run_on(made: Federation, *settings: str) -> tuple[dict, float]:
     """A run's metrics, and its seconds from the command to the end."""
-    began = time.monotonic()
-    if made.begin_run(*settings, "job-id=measured").wait():
-        raise SystemExit(made.log("run")[-3000:])
+    began, run = time.monotonic(), made.begin_run(*settings, "job-id=measured")
+    try:
+        if run.wait():
+            raise SystemExit(made.log("run")[-3000:])
+    finally:
+        end_process_tree(run.pid)
     return json.loads((made.folder / "server" / "measured" / "metrics.json").read_text()), time.monotonic() - began
 
 
 def simulate(*arguments: str) -> tuple[dict, float]:
     """The same of `osfl run` in simulation."""
-    began = time.monotonic()
-    subprocess.run([BIN / "osfl", "run", *arguments, "job-id=measured", "--runs", WORK / "runs"], cwd=ROOT, check=True)
+    command = [BIN / "osfl", "run", *arguments, "job-id=measured", "--runs", WORK / "runs"]
+    began, run = time.monotonic(), subprocess.Popen(command, cwd=ROOT)
+    try:
+        if code := run.wait():
+            raise SystemExit(code)
+    finally:
+        end_process_tree(run.pid)
     return json.loads((WORK / "runs" / "measured" / "metrics.json").read_text()), time.monotonic() - began
 
 
@@ -130,6 +140,7 @@ def clients() -> list[list[str]]:
 
 def main() -> None:
     """Run one of them and keep its table."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended so, it ends what it started
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = {"payloads": payloads, "demo": demo, "clients": clients}
     parser.add_argument("kind", choices=kinds)
