@@ -68,12 +68,13 @@ class Memory(threading.Thread):
 
 
 def begin(made: Federation, clients: int) -> None:
-    """The SuperLink, and clients with registered keys."""
+    """The SuperLink, and clients with registered keys: as in a simulation, each on one core where they are several, or they would wait for each other's threads."""
+    threads = {"OMP_NUM_THREADS": "1"} if clients > 1 else {}
     made.begin_superlink()
     for k in range(clients):
         made.register(f"client-{k}")
         config = f"partition-id={k} num-partitions={clients} cache-dir='{made.folder / f'cache-{k}'}'"
-        made.begin_node(f"client-{k}", *made.trusting(f"client-{k}"), config=config)
+        made.begin_node(f"client-{k}", *made.trusting(f"client-{k}"), config=config, **threads)
 
 
 def run_on(made: Federation, *settings: str) -> tuple[dict, float]:

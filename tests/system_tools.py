@@ -88,11 +88,17 @@ class Federation:
             "COLUMNS": "200",
         }
 
-    def begin(self, name: str, *command: str) -> None:
+    def begin(self, name: str, *command: str, **settings: str) -> None:
+        """In the background, with its output in NAME.log, and some more environment."""
         (self.folder / "empty").mkdir(exist_ok=True)
         with open(self.folder / f"{name}.log", "wb") as log:
             self.processes[name] = subprocess.Popen(
-                command, cwd=self.folder / "empty", env=self.environment, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=self.folder / "empty",
+                env=self.environment | settings,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def end(self, name: str) -> None:
@@ -165,10 +171,10 @@ class Federation:
         """Of all nodes that are registered."""
         return [node["status"] for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))["nodes"]]
 
-    def begin_node(self, name: str, *security: str, config: str = "") -> None:
+    def begin_node(self, name: str, *security: str, config: str = "", **settings: str) -> None:
         (port,) = _free_ports(1)
         where = ["--superlink", f"127.0.0.1:{self.fleet}", "--host", "127.0.0.1", "--port", str(port)]
-        self.begin(name, "flower-supernode", *where, *security, "--node-config", config or f"client-id='{name}'")
+        self.begin(name, "flower-supernode", *where, *security, "--node-config", config or f"client-id='{name}'", **settings)
 
     def trusting(self, name: str, authority: Path | None = None) -> list[str]:
         """What a node is started with that does as the README says, or trusts another authority."""

@@ -111,7 +111,7 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run(monkeypatch: pytest.M
     with pytest.raises(
         WorkerError, match=f"2 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower synthesis.unit-size"
     ):
-        names_of_sampled(that(act), workers(2))
+        names_of_sampled(that(act), workers(1))
 
 
 def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
