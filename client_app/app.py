@@ -42,7 +42,7 @@ app = ClientApp()
 def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
-    check_images(config.data, node, config.seed)
+    check_images(config.data, node)
     _same_kit(message, config, _kit(config, node))
     pick_device(node.device)
     record = ConfigRecord({"client": client, "version": _installed_version()})

@@ -58,6 +58,11 @@ class Exchange:
     patience: float | None = None  # seconds; else PATIENCE_SECONDS
     _open: dict[str, _Request] = field(default_factory=dict)  # by message id
     _later: list[tuple[float, _Request]] = field(default_factory=list)  # to be pushed again, not before
+    _heard: float = field(default_factory=time.monotonic)  # when something last came
+
+    def rest(self) -> None:
+        """Until the next look: a second, or a twentieth of the time in which nothing has come, at most ten. A look costs the SuperLink a request for each open message."""
+        time.sleep(min(max(POLL_SECONDS, (time.monotonic() - self._heard) / 20), 10 * POLL_SECONDS))
 
     def push(self, node: int, message_type: str, content: RecordDict, attempt: int = 1, patience: float = 0.0) -> None:
         """Send one message to one node, which owes no other reply."""
@@ -128,6 +133,7 @@ class Exchange:
             self._later.append((time.monotonic() + RETRY_SECONDS, request))
 
     def _forget(self, node: int) -> None:
+        self._heard = time.monotonic()
         self._open = {message_id: request for message_id, request in self._open.items() if request.node != node}
         self._later = [(due, request) for due, request in self._later if request.node != node]
 
@@ -287,7 +293,7 @@ def collect(
     while exchange.pull(on_reply, on_failure) and time.monotonic() < end:
         thanks.pull(lambda node, content: None, lambda node, reason: None)
         status.advance(len(payloads), len(nodes))
-        time.sleep(POLL_SECONDS)
+        exchange.rest()
     for node in exchange.waiting():
         problems[client_of[node]] = f"no payload within {config.deadline:g} s (deadline)"
     status.advance(len(payloads), len(nodes))
@@ -354,7 +360,7 @@ def evaluate_on_clients(
         end = time.monotonic() + config.test_timeout
         while exchange.pull(on_reply, on_failure) and time.monotonic() < end:
             status.advance(done + len(matrices), len(models) * len(nodes))
-            time.sleep(POLL_SECONDS)
+            exchange.rest()
         done += len(nodes)
         if not matrices:
             raise RoundError(f"no client could test the global model {name}; see the log above")

@@ -154,10 +154,10 @@ def test_floating_point_pixels_are_refused(tmp_path) -> None:  # type: ignore[no
 def test_checking_lists_both_splits_and_opens_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
     node = make_folder(tmp_path, cat=[Image.new("RGB", (16, 16))])
     with pytest.raises(DataError, match="there is no folder test/"):
-        check_images(FOLDER, node, 0)
+        check_images(FOLDER, node)
     (tmp_path / "test" / "dog").mkdir(parents=True)
     (tmp_path / "test" / "dog" / "a.png").write_bytes(b"never opened")
-    check_images(FOLDER, node, 0)
+    check_images(FOLDER, node)
 
 
 def test_a_corrupt_image_is_named(tmp_path) -> None:  # type: ignore[no-untyped-def]

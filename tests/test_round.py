@@ -729,6 +729,20 @@ def test_a_message_that_a_node_lost_is_asked_again(home: Path, tiny_kit: Path, m
     assert grid.sent.count((1, "evaluate")) >= 2
 
 
+def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look each second at first, then after a twentieth of the silence, and after ten seconds at the latest; whatever comes ends the silence."""
+    now, slept = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: slept.append(round(seconds, 6)))
+    monkeypatch.setattr("server_app.round.time", clock)
+    monkeypatch.setattr("server_app.round.POLL_SECONDS", 1.0)
+    exchange = Exchange(None, 10.0, _heard=0.0)  # type: ignore[arg-type]
+    for now[0] in (0.0, 20.0, 60.0, 200.0, 5000.0):
+        exchange.rest()
+    exchange._forget(7)
+    exchange.rest()
+    assert slept == [1, 1, 3, 10, 10, 1]
+
+
 def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked again while it only was slow."""
     replies: dict[str, list[Message]] = {}

@@ -21,9 +21,8 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
+from osfl.data.render import CLASSES, DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
-CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPLITS = ("public", "private", "test")
 IMAGES_PER_CLASS = 10  # of each client
 TEST_SCANS_PER_CLASS = 30

@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from osfl.config import DataConfig, NodeConfig, split_names
+from osfl.data.render import CLASSES, STYLES
 
 if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
@@ -44,8 +45,6 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     """The run's class names, in order; an image's label is its class's index here."""
     if named := split_names(config.classes):
         return named
-    from osfl.data.digits import CLASSES
-
     return CLASSES
 
 
@@ -87,13 +86,10 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
 
     from osfl.data import digits
 
-    if node.partition_id < 0:
-        raise DataError("data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this node is")
+    count = _digits_parts(config, node)
     whole = digits.load_split("private" if split == "train" else "test")
-    count = node.num_partitions or len(digits.STYLES)
     chosen: cut.Partitioner
     if config.partition == "domain":
-        count = len(digits.STYLES)
         chosen = cut.NaturalIdPartitioner(partition_by="domain")
     elif split == "test" or config.partition == "iid":
         chosen = cut.IidPartitioner(num_partitions=count)
@@ -101,24 +97,39 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
         chosen = cut.ShardPartitioner(count, "label", num_shards_per_partition=config.shards_per_client, seed=seed)
     else:
         chosen = cut.DirichletPartitioner(count, "label", config.alpha, min_partition_size=1, seed=seed)
-    if node.partition_id >= count:
-        raise DataError(
-            f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), so this client has no data. "
-            f"Use at most {count} clients, or another data.partition"
-        )
     # The split lies class by class and domain by domain: a run of one class's rows would be one domain's.
     chosen.dataset = whole if config.partition == "domain" else whole.shuffle(seed=seed)
     return chosen.load_partition(node.partition_id)
 
 
-def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
-    """Whether this node has images to train and to test on; folders are listed, no image is opened.
+def _digits_parts(config: DataConfig, node: NodeConfig) -> int:
+    """Into how many parts the digits are cut, one of which is this node's.
 
     Raises:
-        DataError: as `load_images`, but for corrupt images.
+        DataError: it is not.
     """
+    if node.partition_id < 0:
+        raise DataError("data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this node is")
+    count = len(STYLES) if config.partition == "domain" else node.num_partitions or len(STYLES)
+    if node.partition_id >= count:
+        raise DataError(
+            f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), so this client has no data. "
+            f"Use at most {count} clients, or another data.partition"
+        )
+    return count
+
+
+def check_images(config: DataConfig, node: NodeConfig) -> None:
+    """Whether this node has images to train and to test on; folders are listed, no image is opened or drawn.
+
+    Raises:
+        DataError: as `load_images`, but for corrupt images, and for a part of the digits that is empty.
+    """
+    if config.name == "digits":
+        _digits_parts(config, node)
+        return
     for split in ("train", "test"):
-        count_images(config, node, split, seed)
+        count_images(config, node, split, seed=0)
 
 
 def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> int:

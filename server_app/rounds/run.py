@@ -164,7 +164,7 @@ class RoundsGrid:
             late = {client_of[node] for node in exchange.waiting()} <= self._absent
             if time.monotonic() - began > (self.config.test_timeout if late else timeout or self.config.deadline):
                 break
-            time.sleep(one_round.POLL_SECONDS)
+            exchange.rest()
         for node in exchange.waiting():
             problems[client_of[node]] = "no model in time (deadline; test-timeout after a round that it missed)"
         self._absent = set(self.nodes) - set(usable)
