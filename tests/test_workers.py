@@ -115,7 +115,7 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run(monkeypatch: pytest.M
 
 
 def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
-    """One of two takes 20 times as long (40 s for its first): the other does its work too, and each unit is there once."""
+    """One of two takes 200 s for its first: the other does its work too, and each unit is there once."""
 
     def act(jobs: Sequence[ImageJob]) -> None:
         slow = tmp_path / "slow"
@@ -124,12 +124,12 @@ def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
             slow.write_text(str(os.getpid()))
         except FileExistsError:
             pass
-        time.sleep(40 if slow.read_text() == str(os.getpid()) else 0.2)
+        time.sleep(200 if slow.read_text() == str(os.getpid()) else 0.2)
 
     began = time.monotonic()
     names = names_of_sampled(that(act), workers(2))
     assert sorted(names) == sorted(unit.name for unit in UNITS)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150  # the start of two actors, on a busy machine
 
 
 def test_an_actors_error_is_its_own_here() -> None:
