@@ -12,8 +12,8 @@ from osfl.diffusion import Kit
 def cache_features(kit: Kit, interval: int) -> None:
     """Let only one of `interval` passes of a sampling compute all blocks, in place; the others compute the first block down and the last one up.
 
-    DeepCache's cut lies after any layer; ours after the outermost blocks, half of Stable Diffusion 1.5's operations. A sampling begins where the
-    timestep is not below the one before, or the batch is another.
+    DeepCache's cut lies after any layer; ours after the outermost blocks, which take 38 % of Stable Diffusion 1.5's operations. A sampling begins
+    where the timestep is not below the one before, or the batch is another.
 
     Args:
         kit: its UNet is without a gradient through it: the kept features have none.
