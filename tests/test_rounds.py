@@ -104,6 +104,14 @@ def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -
     assert (zero["fc.weight"] - begin["fc.weight"]).norm() == pytest.approx(way.item(), rel=0.2)
 
 
+def test_a_rounds_model_is_packed_once_for_all_clients(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And held once until they have answered, however many they are."""
+    packed, pack = [], rounds_run.pack_state
+    monkeypatch.setattr(rounds_run, "pack_state", lambda state: packed.append(1) or pack(state))
+    start(quick(method="fedavg", kit=str(tiny_kit), num_clients=3, rounds__count=2))
+    assert len(packed) == 2
+
+
 @pytest.mark.flops
 def test_every_client_trains_in_every_round_and_all_is_counted(home: Path, tiny_kit: Path) -> None:
     grid = start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=3, min_clients=1))

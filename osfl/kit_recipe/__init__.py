@@ -12,7 +12,7 @@ Each stage is a plain training loop with its own checkpoint:
 4. `captioner`: a small BLIP, captioning loss, every style equally often.
 5. `unclip`: the denoiser's UNet, trained on with the noised image embedding as one more condition (Ramesh et al. 2022, in Stable unCLIP's
    form), embeddings and captions dropped for guidance.
-6. `small_decoder`: TAESD's architecture (a quarter of the decoder's operations), L1 to what the autoencoder's own decoder makes, of images' latents and of those that
+6. `small_decoder`: TAESD's architecture, L1 to what the autoencoder's own decoder makes, of images' latents and of those that
    a denoiser would predict from noised ones.
 7. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that uses no digit label (RotNet, Gidaris
    et al. 2018: which of four turns; and which style).

@@ -13,7 +13,6 @@ Differences from the paper:
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
@@ -49,9 +48,8 @@ class FedDF(FedAvg):
         return ArrayRecord({n: Array(t.numpy()) for n, t in student.cpu().state_dict().items()}), metrics
 
     def _model(self, arrays: ArrayRecord) -> nn.Module:
-        state = {name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()}
         settings = self.job.config.classifier
-        return rebuild(state, settings.architecture, len(self.job.classes), settings.small_stem)
+        return rebuild(arrays.to_torch_state_dict(), settings.architecture, len(self.job.classes), settings.small_stem)
 
 
 def distil(student: nn.Module, teachers: list[nn.Module], proxy: torch.Tensor, job: ServerJob, number: int) -> None:

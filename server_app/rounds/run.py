@@ -49,7 +49,7 @@ def run_rounds(job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedA
     def finished(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         nonlocal state
         if number > 0:
-            state = {name: torch.from_numpy(np.array(array.numpy())).to(start[name].dtype) for name, array in arrays.items()}
+            state = {name: value.to(start[name].dtype) for name, value in arrays.to_torch_state_dict().items()}
             if not all(torch.isfinite(value.float()).all() for value in state.values()):
                 raise RoundError(f"the global model is not finite after round {done + number}; see the settings in [rounds]")
             _keep(job, strategy, done + number, seconds + time.monotonic() - began, state, between.costs)
@@ -149,11 +149,15 @@ class RoundsGrid:
             problems[client_of[node]] = reason
             log.error("%s: %s", client_of[node], reason)
 
+        packed: dict[int, ArrayRecord] = {}
+        messages = list(messages)  # an id is an object's own only while the object is there
         for message in messages:
             said: dict[str, Any] = dict(message.content.config_records["config"])
             said |= {"server-round": self.first + int(said["server-round"]), "job": self.job_id}
             arrays = message.content.array_records["arrays"]
-            model = pack_state({name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()})
+            if id(arrays) not in packed:  # the strategies give all clients the same
+                packed[id(arrays)] = pack_state(arrays.to_torch_state_dict())
+            model = packed[id(arrays)]
             content = RecordDict({"model": model, "config": ConfigRecord(said)})
             exchange.push(message.metadata.dst_node_id, "train", content)
             self._add(client_of[message.metadata.dst_node_id], download_bytes=len(model["state"].data))
