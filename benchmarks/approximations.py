@@ -20,7 +20,8 @@ import torch
 from osfl.classifiers import confusion
 from osfl.compare import machine
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
-from osfl.data import class_names, load_images
+from osfl.data.load import load_images
+from osfl.data.parts import class_names
 from osfl.launch import default_config
 from osfl.methods import server_half
 from osfl.verify import read_picture

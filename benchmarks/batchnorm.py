@@ -19,7 +19,8 @@ from torch.optim.swa_utils import update_bn
 
 from osfl.classifiers import logits_of, normalise, rebuild
 from osfl.config import NodeConfig, parse_run_config
-from osfl.data import Images, class_names, load_images
+from osfl.data.load import Images, load_images
+from osfl.data.parts import class_names
 
 CPU = torch.device("cpu")
 

@@ -36,7 +36,8 @@ from client_app.job import ClientJob
 from osfl.compare import machine
 from osfl.config import NodeConfig, RunConfig, parse_run_config
 from osfl.costs import Stopwatch
-from osfl.data import class_names, load_images
+from osfl.data.load import load_images
+from osfl.data.parts import class_names
 from osfl.diffusion import Kit, forward_noise, load_kit, load_pipeline
 from osfl.kits import find_kit
 from osfl.launch import default_config

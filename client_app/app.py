@@ -1,4 +1,7 @@
-"""The Flower ClientApp: join, make a payload, forget it once it is stored, test the global model."""
+"""The Flower ClientApp: join, make a payload, forget it once it is stored, test the global model.
+
+Flower starts a process for every message, so what joining and forgetting do without is imported where it is needed: torch takes seconds.
+"""
 
 import hashlib
 import json
@@ -9,12 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from filelock import FileLock
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 import osfl
-from client_app.job import ClientJob
-from osfl import wire
 from osfl.config import (
     NOT_IDENTITY,
     ConfigError,
@@ -26,13 +27,9 @@ from osfl.config import (
     parse_run_config,
     split_names,
 )
-from osfl.costs import Stopwatch, peak_memory_mb
-from osfl.data import Images, check_images, class_names, count_images, domain_name, load_images, simulated_folder
-from osfl.devices import pick_device, saves_memory
-from osfl.files import write_atomically
+from osfl.data.parts import check_images, simulated_folder
 from osfl.kits import check_kit, find_kit, kit_digest, weights_digests
-from osfl.methods import METHODS, client_half, kit_parts
-from osfl.protocol import pack_payload, unpack_model
+from osfl.methods import METHODS, kit_parts
 
 KEY_LENGTH = 12
 app = ClientApp()
@@ -44,7 +41,10 @@ def join(message: Message, context: Context) -> Message:
     config, node, client = _settings(context)
     check_images(config.data, node)
     _same_kit(message, config, _kit(config, node))
-    pick_device(node.device)
+    if node.device not in ("auto", "cpu"):
+        from osfl.devices import pick_device
+
+        pick_device(node.device)
     record = ConfigRecord({"client": client, "version": _installed_version()})
     return Message(RecordDict({"join": record}), reply_to=message)
 
@@ -52,39 +52,16 @@ def join(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Make this client's payload, or send again the one it made for this job; a method with rounds: one round."""
+    from client_app import work
+
     config, node, client = _settings(context)
     job_id = _job_id(message)
     kit = _kit(config, node)
     folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):  # a server that lost sight of this node asks again: the second waits, and finds the payload
-        if METHODS[config.method].rounds:
-            from client_app.rounds import train_round
-
-            reply = train_round(message.content, _job(config, node, client, kit, folder), folder)
-        else:
-            reply = _payload(config, node, client, job_id, kit, folder)
+        reply = work.train(message.content, config, node, client, job_id, kit, folder)
     return Message(reply, reply_to=message)
-
-
-def _payload(config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path) -> RecordDict:
-    stored = folder / "payload.pb"
-    if stored.exists():  # the server lost our answer; training again would only cost time
-        costs = json.loads((folder / "costs.json").read_text())
-        return pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0})
-    watch, job = Stopwatch(), _job(config, node, client, kit, folder)
-    payload = client_half(config.method).make_payload(job)
-    blob = wire.encode(payload, config.method, job_id, client)
-    costs = {
-        "seconds": watch.seconds,
-        "flops": float(job.meter.total),
-        "peak_memory_mb": peak_memory_mb(),
-        "images": float(count_images(config.data, node, "train", config.seed)),
-        "resent": 0.0,
-    }
-    write_atomically(folder / "costs.json", json.dumps(costs).encode())
-    write_atomically(stored, blob)
-    return pack_payload(_within_limit(blob, config), costs)
 
 
 @app.query("acknowledge")
@@ -99,17 +76,10 @@ def acknowledge(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Test a global model on this client's own test images."""
-    config, node, _ = _settings(context)
-    watch = Stopwatch()
-    from osfl import classifiers
+    from client_app import work
 
-    names = class_names(config.data)
-    state, architecture, small_stem = unpack_model(message.content)
-    model = classifiers.rebuild(state, architecture, len(names), small_stem)
-    images = load_images(config.data, node, "test", config.seed)
-    matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), pick_device(node.device))
-    metrics = MetricRecord({"confusion": [cell for row in matrix for cell in row], "seconds": watch.seconds})
-    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+    config, node, _ = _settings(context)
+    return Message(work.evaluate(message.content, config, node), reply_to=message)
 
 
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
@@ -135,19 +105,6 @@ def _architecture(config: RunConfig, node: NodeConfig) -> str:
     return node.architecture or of_the_run[max(node.partition_id, 0) % len(of_the_run)]
 
 
-def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Path) -> ClientJob:
-    def load(size: int) -> Images:
-        return load_images(config.data, node, "train", config.seed, size)
-
-    def domain() -> str:
-        return node.domain or domain_name(config.data, node)
-
-    names = class_names(config.data)
-    device = pick_device(node.device)
-    frugal = saves_memory(node.checkpointing, device)
-    return ClientJob(config, client, names, load, kit, device, domain, progress=_Progress(folder), saves_memory=frugal)
-
-
 def _job_id(message: Message) -> str:
     records = message.content.config_records
     job_id = str(records["job" if "job" in records else "config"]["job"])
@@ -163,15 +120,6 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
     kit = find_kit(own_kit or config.sampling_kit)
     check_kit(kit, parts)
     return kit
-
-
-def _within_limit(blob: bytes, config: RunConfig) -> bytes:
-    if len(blob) > config.max_payload_mb * 1e6:
-        raise ConfigError(
-            f"this node's payload has {len(blob):,} bytes, more than max-payload-mb = {config.max_payload_mb:g} allows; it was not sent. It "
-            "is kept: raise the limit and start the job again"
-        )
-    return blob
 
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
@@ -202,15 +150,3 @@ def _cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
     about = [shaping, asdict(node), kit_digest(kit) if kit else ""]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]
-
-
-class _Progress:
-    """Writes how far a client is beside its cached payload, at most about once a second."""
-
-    def __init__(self, folder: Path):
-        self._file, self._watch, self._last = folder / "progress", Stopwatch(), -1.0
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._watch.seconds - self._last >= 1 or done == total:
-            self._last = self._watch.seconds
-            self._file.write_text(f"{done} {total}")

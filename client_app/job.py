@@ -7,7 +7,7 @@ import torch
 
 from osfl.config import RunConfig
 from osfl.costs import FlopMeter
-from osfl.data import Images
+from osfl.data.load import Images
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,19 @@ def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
         )
 
 
+def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
+    """The shapes of `build_classifier`'s model without weights: random ones, which nobody would see, take longer than all else.
+
+    Raises:
+        ClassifierError: as `build_classifier`.
+    """
+    try:
+        with torch.device("meta"):
+            return build_classifier(architecture, num_classes, small_stem)
+    except NotImplementedError:  # RegNet computes its widths with tensors, and reads them
+        return build_classifier(architecture, num_classes, small_stem).to("meta")
+
+
 def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
     """A trained classifier from its state dict, in eval mode.
 
@@ -80,9 +93,8 @@ def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int,
         ClassifierError: as `build_classifier`.
         RuntimeError: the state dict is another architecture's.
     """
-    with torch.device("meta"):  # random weights, which nobody would see, take longer than all else here
-        model = build_classifier(architecture, num_classes, small_stem)
-    model.to_empty(device="cpu").load_state_dict(state)
+    model = blank_classifier(architecture, num_classes, small_stem).to_empty(device="cpu")
+    model.load_state_dict(state)
     return model.eval()
 
 

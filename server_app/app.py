@@ -9,7 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
-from osfl.data import class_names
+from osfl.data.parts import class_names
 from osfl.devices import pick_device
 from osfl.kits import (
     DIFFUSION_PARTS,

@@ -6,9 +6,9 @@ from functools import cache
 import torch
 
 from osfl import wire
-from osfl.classifiers import build_classifier, logits_of, rebuild
+from osfl.classifiers import blank_classifier, logits_of, rebuild
 from osfl.config import RunConfig, split_names
-from osfl.data import class_names
+from osfl.data.parts import class_names
 from osfl.kits import find_kit
 from osfl.methods import METHODS
 from osfl.payloads import Classifier, Payload
@@ -23,8 +23,7 @@ def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
     architectures = {}
     if METHODS[config.method].payload == "Classifier":
         for architecture in split_names(settings.architecture):
-            with torch.device("meta"):
-                state = build_classifier(architecture, len(classes), settings.small_stem).state_dict()
+            state = blank_classifier(architecture, len(classes), settings.small_stem).state_dict()
             architectures[architecture] = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
     limit = int(config.max_payload_mb * 1e6)
     tensors = expected_tensors(config)

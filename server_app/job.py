@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from osfl.config import RunConfig
-from osfl.data import class_names
+from osfl.data.parts import class_names
 from osfl.devices import pick_device
 from osfl.kits import find_kit
 from osfl.payloads import Payload

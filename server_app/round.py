@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 import osfl
 from osfl import wire
 from osfl.config import RunConfig, is_identifier
-from osfl.data import class_names
+from osfl.data.parts import class_names
 from osfl.payloads import Payload
 from osfl.protocol import ACKNOWLEDGE, JOIN, pack_model, unpack_payload
 from server_app.expected import ExpectedOf, probe

@@ -9,9 +9,9 @@ from conftest import ROOT, defaults, public_digits
 from PIL import Image
 
 from osfl.config import DataConfig, NodeConfig, parse_run_config
-from osfl.data import DataError, check_images, load_images, simulated_folder
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
-from osfl.data.load import _digits_partition
+from osfl.data.load import _digits_partition, load_images
+from osfl.data.parts import DataError, check_images, simulated_folder
 from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
 DIGITS = parse_run_config(defaults()).data

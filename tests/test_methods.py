@@ -16,7 +16,7 @@ from osfl import classifiers
 from osfl.classifiers import ClassifierError
 from osfl.config import ClassifierConfig, parse_run_config
 from osfl.costs import FlopMeter
-from osfl.data import Images
+from osfl.data.load import Images
 from osfl.diffusion import KitError, forward_noise, load_kit
 from osfl.seeds import generator_of, seed_of
 from server_app.methods import feddeo, fedlmg, prompts_only

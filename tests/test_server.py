@@ -35,6 +35,13 @@ def resnet() -> nn.Module:
     return classifiers.build_classifier("resnet18", 10, small_stem=True)
 
 
+@pytest.mark.parametrize("architecture", ["shufflenet_v2_x1_0", "regnet_y_400mf"])
+def test_a_classifier_is_rebuilt_from_its_state(architecture: str) -> None:
+    model = classifiers.build_classifier(architecture, 10).eval()
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(classifiers.rebuild(model.state_dict(), architecture, 10, False)(images), model(images))
+
+
 def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) -> None:
     """Every image is painted in its label's shade, and made at 32 px for classifiers of 16."""
     folder = open_run_folder(parse_run_config(quick(kit=str(tiny_kit))), "job", 0)

@@ -86,10 +86,19 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
                 assert "Differences" in docstring or name in ("local", "ceiling"), file
 
 
-def test_a_phone_needs_no_diffusion_model() -> None:
-    """The client half of FedLMG, and the app itself, load neither diffusers nor transformers, nor what only the digits need."""
-    heavy = {"diffusers", "transformers", "datasets", "sklearn"}
-    code = f"import sys, client_app.app, client_app.methods.classifier; print(sorted({heavy} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("modules", "unneeded"),
+    [
+        (
+            "client_app.app, client_app.work, client_app.methods.classifier",
+            {"diffusers", "transformers", "datasets", "sklearn"},
+        ),
+        ("client_app.app", {"torch"}),  # joining and forgetting, each a process of its own
+    ],
+)
+def test_a_phone_needs_no_more_than_its_work(modules: str, unneeded: set[str]) -> None:
+    """The client half of FedLMG loads neither diffusers nor transformers, nor what only the digits need."""
+    code = f"import sys, {modules}; print(sorted({unneeded} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -27,7 +27,7 @@ from client_app.rounds import dynamic, proximal
 from osfl import classifiers, encoders, wire
 from osfl.config import ClassifierConfig, NodeConfig, parse_run_config
 from osfl.costs import FlopMeter
-from osfl.data import domain_name
+from osfl.data.load import domain_name
 from osfl.diffusion import forward_noise, load_embedding_noise, load_kit, load_unclip_pipeline
 from osfl.kits import KitError, kit_digest, kits_digest
 from osfl.payloads import Captions, Classifier, Concepts, Mixtures

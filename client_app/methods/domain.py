@@ -7,7 +7,7 @@ Differences: none; the papers say only that the prompt names the domain.
 """
 
 from client_app.job import ClientJob
-from osfl.data import DataError
+from osfl.data.parts import DataError
 from osfl.payloads import Domain
 
 

@@ -1,24 +1,19 @@
-"""A client's own images: a part of an embedded data set, or a folder."""
+"""A client's own images, decoded."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from osfl.config import DataConfig, NodeConfig, split_names
-from osfl.data.render import CLASSES, STYLES
+from osfl.config import DataConfig, NodeConfig
+from osfl.data.parts import DataError, count_parts, list_folder, simulated_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
-
-
-class DataError(ValueError):
-    """Images that cannot be used; the message names the file or folder and the fix."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +34,6 @@ class Images:
     def held(self) -> list[int]:
         """The labels that occur, ascending."""
         return sorted(set(self.labels.tolist()))
-
-
-def class_names(config: DataConfig) -> tuple[str, ...]:
-    """The run's class names, in order; an image's label is its class's index here."""
-    if named := split_names(config.classes):
-        return named
-    return CLASSES
 
 
 def domain_name(config: DataConfig, node: NodeConfig) -> str:
@@ -86,7 +74,7 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
 
     from osfl.data import digits
 
-    count = _digits_parts(config, node)
+    count = count_parts(config, node)
     whole = digits.load_split("private" if split == "train" else "test")
     chosen: cut.Partitioner
     if config.partition == "domain":
@@ -102,90 +90,14 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
     return chosen.load_partition(node.partition_id)
 
 
-def _digits_parts(config: DataConfig, node: NodeConfig) -> int:
-    """Into how many parts the digits are cut, one of which is this node's.
-
-    Raises:
-        DataError: it is not.
-    """
-    if node.partition_id < 0:
-        raise DataError("data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this node is")
-    count = len(STYLES) if config.partition == "domain" else node.num_partitions or len(STYLES)
-    if node.partition_id >= count:
-        raise DataError(
-            f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), so this client has no data. "
-            f"Use at most {count} clients, or another data.partition"
-        )
-    return count
-
-
-def check_images(config: DataConfig, node: NodeConfig) -> None:
-    """Whether this node has images to train and to test on; folders are listed, no image is opened or drawn.
-
-    Raises:
-        DataError: as `load_images`, but for corrupt images, and for a part of the digits that is empty.
-    """
-    if config.name == "digits":
-        _digits_parts(config, node)
-        return
-    for split in ("train", "test"):
-        count_images(config, node, split, seed=0)
-
-
 def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> int:
     """How many images this node has; none is opened."""
-    return len(_list_folder(config, node, split) if config.name == "folder" else _digits_partition(config, node, split, seed))
-
-
-def _list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:
-    """(file, label) of everything in `<data-dir>/<split>/<class>/`."""
-    home = Path(node.data_dir).expanduser() if node.data_dir else simulated_folder(config, node)
-    if home is None:
-        raise DataError(
-            "data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and test/<class>/*; in a simulation, "
-            "data.root: the folder with all clients' folders"
-        )
-    root = home / split
-    if not root.is_dir():
-        raise DataError(f"{home}: there is no folder {split}/ in it")
-    names = class_names(config)
-    folders = sorted(p.name for p in root.iterdir() if p.is_dir())
-    if unknown := set(folders) - set(names):
-        raise DataError(f"{root}: {sorted(unknown)[0]!r} is not one of the run's classes ({', '.join(names)})")
-    listed = []
-    for label, name in enumerate(names):
-        files = sorted(p for p in (root / name).glob("*") if not p.name.startswith("."))
-        if name in folders and not files:
-            raise DataError(f"{root / name}: the class has no images. Remove the empty folder, or add images to it")
-        listed += [(file, label) for file in files]
-    if not listed:
-        raise DataError(f"{root}: no images. This client has no data for {split}")
-    return listed
-
-
-def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
-    """Where a simulated client finds its images: the folder number `partition-id` of `data.root`, alphabetically.
-
-    Returns:
-        None if the node has a `data-dir` of its own, or the data are no folders.
-
-    Raises:
-        DataError: `data.root` has no such folder.
-    """
-    if config.name != "folder" or node.data_dir or not config.root or node.partition_id < 0:
-        return None
-    root = Path(config.root).expanduser()
-    if not root.is_dir():
-        raise DataError(f"data.root = {config.root!r}: no such folder")
-    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if node.partition_id >= len(folders):
-        raise DataError(f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to at most that")
-    return folders[node.partition_id]
+    return len(list_folder(config, node, split) if config.name == "folder" else _digits_partition(config, node, split, seed))
 
 
 def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) -> Images:
     pixels, labels = [], []
-    for file, label in _list_folder(config, node, split):
+    for file, label in list_folder(config, node, split):
         try:
             with Image.open(file) as image:
                 pixels.append(to_pixels(image, size))

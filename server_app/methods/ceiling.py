@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from osfl.config import ConfigError, NodeConfig
-from osfl.data import load_images
+from osfl.data.load import load_images
 from osfl.payloads import Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.training import train_global

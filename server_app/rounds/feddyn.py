@@ -12,12 +12,11 @@ Differences from the paper:
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from osfl.classifiers import build_classifier
+from osfl.classifiers import blank_classifier
 from server_app.job import ServerJob
 from server_app.rounds.fedavg import everyone
 
@@ -61,7 +60,6 @@ class FedDyn(FedAvg):
 def strategy(job: ServerJob) -> FedAvg:
     """FedDyn with `rounds.dyn-alpha`."""
     settings = job.config.classifier
-    with torch.device("meta"):
-        model = build_classifier(settings.architecture, len(job.classes), settings.small_stem)
+    model = blank_classifier(settings.architecture, len(job.classes), settings.small_stem)
     parameters = frozenset(name for name, _ in model.named_parameters())
     return FedDyn(job.config.rounds.dyn_alpha, len(job.clients), parameters, **everyone(job))

@@ -1,0 +1,96 @@
+"""What a client spends its time on: its payload or its round, and the test of a global model. With torch, which joining does without."""
+
+import json
+from pathlib import Path
+
+from flwr.app import MetricRecord, RecordDict
+
+from client_app.job import ClientJob
+from osfl import wire
+from osfl.config import ConfigError, NodeConfig, RunConfig
+from osfl.costs import Stopwatch, peak_memory_mb
+from osfl.data.load import Images, count_images, domain_name, load_images
+from osfl.data.parts import class_names
+from osfl.devices import pick_device, saves_memory
+from osfl.files import write_atomically
+from osfl.methods import METHODS, client_half
+from osfl.protocol import pack_payload, unpack_model
+
+
+def train(
+    content: RecordDict, config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path
+) -> RecordDict:
+    """The reply to `train`; `folder` is the client's own for this job, and the same for the same settings."""
+    if METHODS[config.method].rounds:
+        from client_app.rounds import train_round
+
+        return train_round(content, _job(config, node, client, kit, folder), folder)
+    return _payload(config, node, client, job_id, kit, folder)
+
+
+def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig) -> RecordDict:
+    """The reply to `evaluate`: the confusion matrix of the global model on this node's test images."""
+    watch = Stopwatch()
+    from osfl import classifiers
+
+    names = class_names(config.data)
+    state, architecture, small_stem = unpack_model(content)
+    model = classifiers.rebuild(state, architecture, len(names), small_stem)
+    images = load_images(config.data, node, "test", config.seed)
+    matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), pick_device(node.device))
+    metrics = MetricRecord({"confusion": [cell for row in matrix for cell in row], "seconds": watch.seconds})
+    return RecordDict({"metrics": metrics})
+
+
+def _payload(config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path) -> RecordDict:
+    stored = folder / "payload.pb"
+    if stored.exists():  # the server lost our answer; training again would only cost time
+        costs = json.loads((folder / "costs.json").read_text())
+        return pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0})
+    watch, job = Stopwatch(), _job(config, node, client, kit, folder)
+    payload = client_half(config.method).make_payload(job)
+    blob = wire.encode(payload, config.method, job_id, client)
+    costs = {
+        "seconds": watch.seconds,
+        "flops": float(job.meter.total),
+        "peak_memory_mb": peak_memory_mb(),
+        "images": float(count_images(config.data, node, "train", config.seed)),
+        "resent": 0.0,
+    }
+    write_atomically(folder / "costs.json", json.dumps(costs).encode())
+    write_atomically(stored, blob)
+    return pack_payload(_within_limit(blob, config), costs)
+
+
+def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Path) -> ClientJob:
+    def load(size: int) -> Images:
+        return load_images(config.data, node, "train", config.seed, size)
+
+    def domain() -> str:
+        return node.domain or domain_name(config.data, node)
+
+    names = class_names(config.data)
+    device = pick_device(node.device)
+    frugal = saves_memory(node.checkpointing, device)
+    return ClientJob(config, client, names, load, kit, device, domain, progress=_Progress(folder), saves_memory=frugal)
+
+
+def _within_limit(blob: bytes, config: RunConfig) -> bytes:
+    if len(blob) > config.max_payload_mb * 1e6:
+        raise ConfigError(
+            f"this node's payload has {len(blob):,} bytes, more than max-payload-mb = {config.max_payload_mb:g} allows; it was not sent. It "
+            "is kept: raise the limit and start the job again"
+        )
+    return blob
+
+
+class _Progress:
+    """Writes how far a client is beside its cached payload, at most about once a second."""
+
+    def __init__(self, folder: Path):
+        self._file, self._watch, self._last = folder / "progress", Stopwatch(), -1.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._watch.seconds - self._last >= 1 or done == total:
+            self._last = self._watch.seconds
+            self._file.write_text(f"{done} {total}")
