@@ -7,6 +7,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from osfl.files import write_atomically
 
+MOST_PICTURED = 12  # classes
 PACKAGES = ("osfl", "flwr", "torch", "torchvision", "diffusers", "transformers", "datasets", "protobuf")
 
 
@@ -175,20 +177,29 @@ def human_flops(count: float) -> str:
     return "0" if count == 0 else f"{count:.0f} FLOP"
 
 
-def _render(folder: Path, metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
+@cache
+def _page() -> Any:
     from jinja2 import Environment
 
     from osfl.report_template import TEMPLATE
 
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(bytes=human_bytes, flops=human_flops)
-    names = list(metrics["clients"])
-    return page.from_string(TEMPLATE).render(
-        m=metrics,
-        names=names,
-        grid=_grid(folder, classes),
-        confusion=_confusion(metrics, classes),
-        upload=_total(metrics, "upload_bytes"),
+    return page.from_string(TEMPLATE)
+
+
+def _render(folder: Path, metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
+    pictures, pictured = _pictures(folder, classes)
+    return str(
+        _page().render(
+            m=metrics,
+            names=list(metrics["clients"]),
+            classes=classes,
+            pictures=pictures,
+            pictured=pictured,
+            confusion=_confusion(metrics),
+            upload=_total(metrics, "upload_bytes"),
+        )
     )
 
 
@@ -196,60 +207,30 @@ def _total(metrics: dict[str, Any], key: str) -> float:
     return sum(about.get(key, 0) for about in metrics["clients"].values())
 
 
-def _png(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _grid(folder: Path, classes: tuple[str, ...], most: int = 12) -> str:
-    """The first image of every class (columns) and client (rows), as a base64 PNG; empty without synthetic images."""
-    from matplotlib.figure import Figure
+def _pictures(folder: Path, classes: tuple[str, ...]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """The first image of every client and class, by client, then class, as a data URL of at most 128 px a side; and which classes these are."""
     from PIL import Image
 
-    first: dict[tuple[str, str], str] = {}
+    first: dict[str, dict[str, str]] = defaultdict(dict)
     for line in _lines(folder / "manifest.jsonl"):
         row = json.loads(line)
-        first.setdefault((row["client"], row["class"]), row["file"])
-    if not first:
-        return ""
-    clients, shown = (
-        sorted({client for client, _ in first}),
-        [name for name in classes if any(c == name for _, c in first)][:most],
-    )
-    figure = Figure(figsize=(0.85 * len(shown) + 1.2, 0.85 * len(clients) + 0.4))
-    axes, size = figure.subplots(), 0.95  # one pair of axes for all: a pair for each image takes seconds
-    for (client, name), file in first.items():
-        if name in shown:
-            left, top = shown.index(name), clients.index(client)
-            with Image.open(folder / file) as image:
-                axes.imshow(image, extent=(left, left + size, top + size, top))
-    axes.set(xlim=(0, len(shown)), ylim=(len(clients), 0))
-    axes.set_xticks([j + size / 2 for j in range(len(shown))], shown, fontsize=8)
-    axes.set_yticks([i + size / 2 for i in range(len(clients))], clients, fontsize=8)
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    return _png(figure)
+        first[row["client"]].setdefault(row["class"], row["file"])
+    shown = [name for name in classes if any(name in files for files in first.values())][:MOST_PICTURED]
+    pictures: dict[str, dict[str, str]] = {client: {} for client in sorted(first)}
+    for client, files in first.items():
+        for name in files.keys() & shown:
+            buffer = io.BytesIO()
+            with Image.open(folder / files[name]) as image:
+                image.thumbnail((128, 128))
+                image.save(buffer, format="png")
+            pictures[client][name] = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return pictures, shown
 
 
-def _confusion(metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
-    """The shown model's confusion matrix over all clients, rows normalised, as a base64 PNG."""
-    from matplotlib.figure import Figure
-
+def _confusion(metrics: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """The shown model's confusion matrix over all clients: rows of (images, percent of the row's); [] where no model is shown."""
     if not metrics["shown"]:
-        return ""
+        return []
     cells = np.sum([np.array(matrix) for matrix in metrics["confusion"][metrics["shown"]].values()], axis=0)
-    share = cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
-    size = max(3.6, 0.42 * len(classes))
-    figure = Figure(figsize=(size, size))
-    panel = figure.subplots()
-    panel.imshow(share, cmap="Blues", vmin=0, vmax=1)
-    panel.set(xlabel="predicted", ylabel="true")
-    panel.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=8)
-    panel.set_yticks(range(len(classes)), classes, fontsize=8)
-    if len(classes) <= 12:
-        for (i, j), value in np.ndenumerate(cells):
-            if value:
-                panel.text(j, i, value, ha="center", va="center", fontsize=7, color="white" if share[i, j] > 0.5 else "black")
-    return _png(figure)
+    shares = (100 * cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)).round().astype(int)
+    return [list(zip(*rows, strict=True)) for rows in zip(cells.tolist(), shares.tolist(), strict=True)]

@@ -13,7 +13,9 @@ h1 { font-size:1.7rem; margin:0 } h2 { font-size:1.1rem; margin:2.4rem 0 .6rem }
 th,td { text-align:right; padding:.35rem .7rem; border-bottom:1px solid var(--line); white-space:nowrap } th:first-child,td:first-child { text-align:left }
 th { font-weight:600; color:var(--soft); font-size:.85rem } tr.shown td { font-weight:600 }
 td.heat { background:linear-gradient(to right,#d6e4f8 var(--w),transparent var(--w)) }
-img { max-width:100%; height:auto; display:block } .two { display:flex; flex-wrap:wrap; gap:2rem }
+table.cells { width:auto } .cells th { text-align:right; font-weight:400 } .cells tr:first-child th { text-align:center } .cells th,.cells td { border:0; padding:.1rem .25rem }
+.cells td { text-align:center; min-width:2.6rem; height:1.9rem } .cells img { width:64px; display:block; margin:auto; image-rendering:pixelated }
+td.shade { background:rgb(36 99 194 / var(--s)) } td.dark { color:#fff }
 details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code { font-size:.85rem }
 </style></head><body>
 <h1>{{ m.method }}</h1>
@@ -38,9 +40,13 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 </table></div>
 <p class="note">Top-1, percent. Every client tested the model itself; its images did not leave it.
 {% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
-{% if grid %}
+{% if pictures %}
 <h2>Synthetic images</h2>
-<img alt="One synthetic image for every client and class" src="data:image/png;base64,{{ grid }}">
+<div class="wide"><table class="cells"><tr><th></th>{% for c in pictured %}<th>{{ c }}</th>{% endfor %}</tr>
+{% for client, row in pictures.items() %}
+<tr><th>{{ client }}</th>{% for c in pictured %}<td>{% if c in row %}<img alt="{{ c }}, {{ client }}" src="{{ row[c] }}">{% endif %}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
 <p class="note">The first image of every class, a row for each client whose data it stands for.</p>
 {% endif %}
 <h2>What it cost</h2>
@@ -55,7 +61,11 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 {{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
 {% if confusion %}
 <h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.shown }}{% endif %}</h2>
-<img alt="Confusion matrix over all clients" src="data:image/png;base64,{{ confusion }}">
+<div class="wide"><table class="cells"><tr><th>true \\ predicted</th>{% for c in classes %}<th>{{ c }}</th>{% endfor %}</tr>
+{% for row in confusion %}
+<tr><th>{{ classes[loop.index0] }}</th>{% for count, share in row %}<td{% if share %} class="shade{% if share > 50 %} dark{% endif %}" style="--s:{{ share }}%"{% endif %}>{{ count or "" }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
 <p class="note">All clients' test images; shades are shares of a row.</p>
 {% endif %}
 <h2>How to repeat it</h2>

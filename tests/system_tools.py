@@ -171,9 +171,10 @@ class Federation:
         """Of all nodes that are registered."""
         return [node["status"] for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))["nodes"]]
 
-    def begin_node(self, name: str, *security: str, config: str = "", **settings: str) -> None:
+    def begin_node(self, name: str, *security: str, config: str = "", isolation: str = "subprocess", **settings: str) -> None:
+        """A SuperNode; where its isolation is `process`, it does not start what would run its ClientApps."""
         (port,) = _free_ports(1)
-        where = ["--superlink", f"127.0.0.1:{self.fleet}", "--host", "127.0.0.1", "--port", str(port)]
+        where = ["--isolation", isolation, "--superlink", f"127.0.0.1:{self.fleet}", "--host", "127.0.0.1", "--port", str(port)]
         self.begin(name, "flower-supernode", *where, *security, "--node-config", config or f"client-id='{name}'", **settings)
 
     def trusting(self, name: str, authority: Path | None = None) -> list[str]:

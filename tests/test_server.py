@@ -1,6 +1,9 @@
 """The server's parts, each alone: what it renders, whom it follows, what it counts."""
 
+import base64
+import io
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import quick
+from PIL import Image
 from torch import nn
 
 from osfl import classifiers, cli, launch
@@ -16,7 +20,7 @@ from osfl.config import ClassifierConfig, ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
 from osfl.diffusion import load_kit
 from osfl.payloads import Classifier, Descriptions
-from osfl.report import gather
+from osfl.report import gather, write_report
 from osfl.seeds import generator_of
 from server_app import run_folder
 from server_app.job import ServerJob
@@ -183,6 +187,26 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert (result["shown"], result["average"], result["clients"]["a"]["download_bytes"]) == ("FT", 68.75, 1000)
     assert not result["kit_not_counted"]
     assert gather(tmp_path, {"a": 1000, "b": None})["kit_not_counted"]
+
+
+def test_the_page_shows_each_clients_first_image_and_the_shares_of_each_row(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "config.json").write_text('{"method": "feddeo", "seed": 0}')
+    (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 0]], "b": [[0, 0], [1, 7]]}))
+    for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
+        Image.new("RGB", (200, 200), colour).save(tmp_path / f"{name}.png")
+    drawn = [("b", "dog", "red"), ("b", "dog", "blue"), ("a", "cat", "blue")]
+    rows = [json.dumps({"client": client, "class": name, "file": f"{file}.png"}) for client, name, file in drawn]
+    (tmp_path / "manifest.jsonl").write_text("\n".join(rows) + "\n")
+    write_report(tmp_path, ("cat", "cow", "dog"))
+    page = (tmp_path / "report.html").read_text()
+    pictures = dict(re.findall(r'<img alt="(.*?)" src="data:image/png;base64,(.*?)">', page))
+    assert list(pictures) == ["cat, a", "dog, b"]
+    for data, colour in zip(pictures.values(), [(0, 0, 255), (255, 0, 0)], strict=True):
+        picture = Image.open(io.BytesIO(base64.b64decode(data)))
+        assert (picture.size, picture.getpixel((0, 0))) == ((128, 128), colour)
+    shades = re.findall(r'<td class="shade( dark)?" style="--s:(\d+)%">(\d+)</td>', page)
+    assert shades == [(" dark", "75", "3"), ("", "25", "1"), ("", "12", "1"), (" dark", "88", "7")]
 
 
 def test_locals_figure_is_the_mean_of_its_models(tmp_path: Path) -> None:

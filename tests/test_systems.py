@@ -86,7 +86,7 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
 def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """gamma_2 = 0 needs the unconditional branch alone: 2 + 1 + 2 rows above T_z, 2 below; 2 + 2 + 2 with gamma_2 > 0."""
     kit, rows = load_kit(tiny_kit), []
-    settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=800)).espresso
+    settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=600)).espresso
     payload = Mixtures(CLASSES, random(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
     forward = kit.unet.forward
     monkeypatch.setattr(kit.unet, "forward", lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1])
@@ -525,9 +525,9 @@ def flops(step: Callable[[], object]) -> int:
 def test_no_sampler_does_more_than_its_formula(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
     """FLOPs an image, in parts counted one by one: F a UNet pass, V a decoding, G(x) forward and back to z of one that is differentiated.
 
-    Five steps, one of them above T_z = 800, two edits of the noise; the empty prompt's encoding, once for all images.
+    Three steps, one of them above T_z = 600, two edits of the noise; the empty prompt's encoding, once for all images.
     """
-    kit, unclip, steps, edits, above = load_kit(tiny_kit), load_kit(tiny_unclip), 5, 2, 1
+    kit, unclip, steps, edits, above = load_kit(tiny_kit), load_kit(tiny_unclip), 3, 2, 1
     plan = plan_images("m", 0, {"a": [0], "b": [3]}, 1)
     z, t, c = random(1, *kit.latent_shape).requires_grad_(), torch.tensor(500), random(1, *kit.text.shape)
     F, V, T = flops(lambda: kit.eps(z.detach(), t, c)), flops(lambda: kit.decode(z.detach())), flops(lambda: kit.text([""]))
@@ -559,7 +559,7 @@ def test_no_sampler_does_more_than_its_formula(tiny_kit, tiny_unclip) -> None:  
             steps,
             **options,
             fedcado__noise_edits=edits,
-            espresso__z_threshold=800,
+            espresso__z_threshold=600,
             espresso__inversion_guidance=0.0,
         )
         for name, formula in formulas.items():

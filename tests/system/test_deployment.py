@@ -14,17 +14,17 @@ ONLINE = "online"
 
 def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federation: Federation, tmp_path: Path) -> None:
     """One node as it should be comes in; every other way ends with its process, and not as a node that is online."""
-    federation.begin_superlink()
+    federation.begin_superlink("process")
     federation.register("good")
     federation.flwr("supernode", "unregister", federation.register("revoked"), "test")
     certs.make_node(federation.keys, "stranger")
     other = certs.make_ca(tmp_path / "other")
     for name in ("good", "revoked", "stranger"):
-        federation.begin_node(name, *federation.trusting(name))
-    federation.begin_node("keyless", "--root-certificates", str(federation.keys / "ca.crt"))
-    federation.begin_node("plain", "--insecure")
+        federation.begin_node(name, *federation.trusting(name), isolation="process")
+    federation.begin_node("keyless", "--root-certificates", str(federation.keys / "ca.crt"), isolation="process")
+    federation.begin_node("plain", "--insecure", isolation="process")
     federation.register("distrustful")
-    federation.begin_node("distrustful", *federation.trusting("distrustful", other))
+    federation.begin_node("distrustful", *federation.trusting("distrustful", other), isolation="process")
     reasons = {
         "revoked": "Failed to activate SuperNode",
         "stranger": "Failed to activate SuperNode",
@@ -44,9 +44,9 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federa
     federation.end("good")
     wait_for(lambda: federation.statuses().count(ONLINE) == 0, 120, lambda: federation.log("good"), every=10)
     federation.end("superlink")
-    federation.begin_superlink()
+    federation.begin_superlink("process")
     for name in ("good", "revoked"):
-        federation.begin_node(name, *federation.trusting(name))
+        federation.begin_node(name, *federation.trusting(name), isolation="process")
     assert federation.processes["revoked"].wait(timeout=60) != 0
     wait_for(lambda: "SuperNode ID" in federation.log("good"), 60, lambda: federation.log("good"))
     assert federation.statuses().count(ONLINE) == 1
@@ -64,8 +64,8 @@ def test_an_expired_server_is_refused(federation: Federation, monkeypatch: pytes
     monkeypatch.undo()
     (row,) = [row for row in certs.describe(federation.keys) if row[0] == "server.pem"]
     assert row[2] < datetime.now(UTC)
-    federation.begin_superlink()
+    federation.begin_superlink("process")
     certs.make_node(federation.keys, "late")
-    federation.begin_node("late", *federation.trusting("late"))
+    federation.begin_node("late", *federation.trusting("late"), isolation="process")
     assert federation.processes["late"].wait(timeout=60) != 0
     assert "CERTIFICATE_VERIFY_FAILED" in federation.log("late")
