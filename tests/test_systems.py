@@ -86,7 +86,7 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
 def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """gamma_2 = 0 needs the unconditional branch alone: 2 + 1 + 2 rows above T_z, 2 below; 2 + 2 + 2 with gamma_2 > 0."""
     kit, rows = load_kit(tiny_kit), []
-    settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=600)).espresso
+    settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=800)).espresso
     payload = Mixtures(CLASSES, random(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
     forward = kit.unet.forward
     monkeypatch.setattr(kit.unet, "forward", lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1])
