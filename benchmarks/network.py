@@ -7,6 +7,7 @@ python -m benchmarks.network clients    # 64 simulated clients that send 5 MB ea
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ sys.path.append(str(ROOT / "tests"))  # the system tests' federation
 
 from system_tools import BIN, Federation, new_federation  # noqa: E402
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of every run would compile torch and all else again
 ROLES = ("flower-superlink", "flwr-serverapp", "flower-supernode", "flwr-clientapp")
 QUICK = (
     "synthesis.images-per-class=1",

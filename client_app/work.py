@@ -8,7 +8,7 @@ from flwr.app import MetricRecord, RecordDict
 from client_app.job import ClientJob
 from osfl import wire
 from osfl.config import ConfigError, NodeConfig, RunConfig
-from osfl.costs import Stopwatch, peak_memory_mb
+from osfl.costs import Stopwatch, peak_memory_mb, release_memory
 from osfl.data.load import Images, count_images, domain_name, load_images
 from osfl.data.parts import class_names
 from osfl.devices import pick_device, saves_memory
@@ -59,6 +59,8 @@ def _payload(config: RunConfig, node: NodeConfig, client: str, job_id: str, kit:
     }
     write_atomically(folder / "costs.json", json.dumps(costs).encode())
     write_atomically(stored, blob)
+    del payload, job
+    release_memory()  # sending takes the payload's size twice
     return pack_payload(_within_limit(blob, config), costs)
 
 

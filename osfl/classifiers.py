@@ -87,14 +87,15 @@ def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> n
 
 
 def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
-    """A trained classifier from its state dict, in eval mode.
+    """A trained classifier of its state dict's own tensors, not copies where they have the right type, in eval mode.
 
     Raises:
         ClassifierError: as `build_classifier`.
         RuntimeError: the state dict is another architecture's.
     """
-    model = blank_classifier(architecture, num_classes, small_stem).to_empty(device="cpu")
-    model.load_state_dict(state)
+    model = blank_classifier(architecture, num_classes, small_stem)
+    own = model.state_dict()  # averages of models count their batches in fractions
+    model.load_state_dict({name: value.to(own.get(name, value).dtype) for name, value in state.items()}, assign=True)
     return model.eval()
 
 

@@ -4,7 +4,7 @@
 message                server -> client                            client -> server
 =====================  ==========================================  ==================================================
 query.join             digests of the kit's weights                client id, installed version
-train                  job id                                      payload (one array of bytes), header, costs
+train                  job id                                      payload (as bytes), header, costs
 query.acknowledge      job id: stored, forget your copy            nothing
 evaluate               global model, its architecture              confusion matrix, seconds
 train (with rounds)    global model, round, job id                 trained model, number of images, costs
@@ -24,14 +24,14 @@ from osfl import wire
 JOIN = "query.join"
 ACKNOWLEDGE = "query.acknowledge"
 
+PART_BYTES = 2**26
 COST_KEYS = ("seconds", "flops", "peak_memory_mb", "images", "resent")
 
 
 def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
-    """The reply to `train`. The payload goes as one array: Flower sends arrays in chunks of 5 MB, a config as one piece."""
-    array = Array(dtype="uint8", shape=(len(blob),), stype="osfl.payload.v1", data=blob)
+    """The reply to `train`. The payload goes as arrays: Flower sends those in chunks of 5 MB, a config as one piece."""
     header = ConfigRecord({"version": wire.VERSION, "sha256": wire.digest(blob)})
-    return RecordDict({"payload": ArrayRecord({"payload": array}), "header": header, "costs": MetricRecord({**costs})})
+    return RecordDict({"payload": pack_bytes(blob, "osfl.payload.v1"), "header": header, "costs": MetricRecord({**costs})})
 
 
 def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[str, float]]:
@@ -41,14 +41,15 @@ def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[s
         wire.PayloadError: a part is missing or of the wrong type.
     """
     try:
-        blob = content.array_records["payload"]["payload"].data
+        arrays = content.array_records
+        blob = unpack_bytes(arrays["payload"])
         sha256 = content.config_records["header"]["sha256"]
         costs = {key: float(content.metric_records["costs"][key]) for key in COST_KEYS}  # type: ignore[arg-type]
-        del content["payload"]
+        del arrays["payload"]  # and with it the one in `content`, not the other way round
     except (KeyError, TypeError, ValueError) as error:
         raise wire.PayloadError(client, "reply", f"{error} is missing or of the wrong type") from None
-    if not isinstance(blob, bytes) or not isinstance(sha256, str):
-        raise wire.PayloadError(client, "reply", "payload or sha256 has the wrong type")
+    if not isinstance(sha256, str):
+        raise wire.PayloadError(client, "reply", "sha256 has the wrong type")
     if not all(np.isfinite(value) and value >= 0 for value in costs.values()):
         raise wire.PayloadError(client, "costs", f"{costs}: must be finite and not negative")
     return blob, sha256, costs
@@ -67,12 +68,11 @@ def unpack_model(content: RecordDict) -> tuple[dict[str, torch.Tensor], str, boo
 
 
 def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
-    """A state dict as one array, in safetensors' format.
+    """A state dict in safetensors' format.
 
     Flower sends, stores and fetches every array of a record by itself, and each costs it some ten milliseconds on every hop: a ResNet-18 has 122.
     """
-    blob = save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()})
-    return ArrayRecord({"state": Array(dtype="uint8", shape=(len(blob),), stype="safetensors", data=blob)})
+    return pack_bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}), "safetensors")
 
 
 def unpack_state(record: ArrayRecord) -> dict[str, torch.Tensor]:
@@ -81,9 +81,27 @@ def unpack_state(record: ArrayRecord) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: it is something else.
     """
-    if set(record) != {"state"}:
-        raise ValueError("its model must be one array, 'state'")
     try:
-        return load(record["state"].data)
+        return load(unpack_bytes(record))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its model is not in safetensors' format: {error}") from None
+
+
+def pack_bytes(blob: bytes, stype: str) -> ArrayRecord:
+    """Bytes as arrays of at most 64 MB, named 0000, 0001, ...: while Flower puts an array together it holds it twice more."""
+    parts = [blob[start : start + PART_BYTES] for start in range(0, max(len(blob), 1), PART_BYTES)]
+    return ArrayRecord({f"{n:04d}": Array(dtype="uint8", shape=(len(p),), stype=stype, data=p) for n, p in enumerate(parts)})
+
+
+def unpack_bytes(record: ArrayRecord) -> bytes:
+    """The bytes of `pack_bytes`.
+
+    Raises:
+        KeyError, TypeError: it is something else.
+    """
+    return b"".join(record[f"{number:04d}"].data for number in range(len(record)))
+
+
+def size_of(record: ArrayRecord) -> int:
+    """How many bytes `pack_bytes` was given."""
+    return sum(len(part.data) for part in record.values())

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 import osfl
 from osfl import wire
 from osfl.config import RunConfig, is_identifier
+from osfl.costs import release_memory
 from osfl.data.parts import class_names
 from osfl.payloads import Payload
 from osfl.protocol import ACKNOWLEDGE, JOIN, pack_model, unpack_payload
@@ -270,6 +271,7 @@ def collect(
         # Before anything else: from here on nobody is asked twice
         folder.store_payload(client, blob, {"sha256": wire.digest(blob), "bytes": len(blob), "costs": costs})
         del blob
+        release_memory()  # `accept` needs the payload's size three times
         if accept(client, sha256, limits):
             thanks.push(node, ACKNOWLEDGE, job)
 
@@ -357,6 +359,7 @@ def evaluate_on_clients(
         content = pack_model(entry.model.state_dict(), entry.architecture, entry.small_stem)
         for node in nodes.values():
             exchange.push(node, "evaluate", content)
+        release_memory()
         end = time.monotonic() + config.test_timeout
         while exchange.pull(on_reply, on_failure) and time.monotonic() < end:
             status.advance(done + len(matrices), len(models) * len(nodes))

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from conftest import LoopGrid, quick
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
@@ -36,7 +36,7 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.kits import KitError
 from osfl.methods import METHODS
 from osfl.payloads import Payload
-from osfl.protocol import COST_KEYS, pack_payload
+from osfl.protocol import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
 from server_app.app import kit_of_clients, run_job
 from server_app.round import Exchange, RoundError
 from server_app.synthesis.samplers import NotFiniteError
@@ -317,10 +317,8 @@ def swap_payload(change) -> object:  # type: ignore[no-untyped-def]
 
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
-            blob = change(reply.content.array_records["payload"]["payload"].data)
-            reply.content["payload"] = ArrayRecord(
-                {"payload": Array(dtype="uint8", shape=(len(blob),), stype="osfl.payload.v1", data=blob)}
-            )
+            blob = change(unpack_bytes(reply.content.array_records["payload"]))
+            reply.content["payload"] = pack_bytes(blob, "osfl.payload.v1")
         return reply
 
     return tamper
@@ -820,7 +818,7 @@ def test_a_classifier_whose_logits_are_not_finite_is_refused(home: Path, tiny_ki
 
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
-            blob = explode(reply.content.array_records["payload"]["payload"].data)
+            blob = explode(unpack_bytes(reply.content.array_records["payload"]))
             reply.content = pack_payload(blob, dict.fromkeys(COST_KEYS, 1.0))
         return reply
 

@@ -18,7 +18,7 @@ from client_app import rounds as client_rounds
 from client_app.app import app
 from osfl.classifiers import new_classifier
 from osfl.config import ConfigError, parse_run_config
-from osfl.protocol import pack_state, unpack_state
+from osfl.protocol import pack_bytes, pack_state, unpack_state
 from server_app.app import run_job
 from server_app.round import RoundError
 from server_app.rounds import feddf
@@ -212,7 +212,7 @@ UNKNOWN = safetensors(dtype="PICKLE", shape=[1], data_offsets=[0, 4])
         ({"fc.bias": torch.full((10,), 3e38)}, "fc.bias contains a number beyond"),
         ({"conv1.1.running_var": torch.full((24,), -1.0)}, "conv1.1.running_var contains a variance below zero"),
         *(({"model": wrong}, "not in safetensors' format") for wrong in (b"", b"PK\x03\x04 a zip file", HUGE, BEYOND, UNKNOWN)),
-        ({"model": ArrayRecord({"fc.bias": Array(np.zeros(10))})}, "must be one array"),
+        ({"model": ArrayRecord({"fc.bias": Array(np.zeros(10))})}, "not in safetensors' format: '0000'"),
         ({"num-examples": -5}, "figures are not plausible"),
         ({"num-examples": float("nan")}, "figures are not plausible"),
         ({"seconds": float("inf")}, "figures are not plausible"),
@@ -236,7 +236,7 @@ def spoil(reply: RecordDict, wrong: dict) -> None:
         if isinstance(value, torch.Tensor):
             reply["model"] = pack_state(unpack_state(reply.array_records["model"]) | {name: value})
         elif isinstance(value, bytes):
-            reply[name] = ArrayRecord({"state": Array("uint8", (len(value),), "safetensors", value)})
+            reply[name] = pack_bytes(value, "safetensors")
         elif isinstance(value, ArrayRecord):
             reply[name] = value
         else:

@@ -1,8 +1,10 @@
 """The wire format: what goes in comes out, and nothing else comes out."""
 
+import math
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT
+from flwr.app import ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -199,6 +202,25 @@ def test_absurd_numbers_are_refused(value: float) -> None:
     bad = descriptions()
     bad.vectors[0, 0, 0] = value
     assert "beyond" in str(refused(blob(bad)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 11, 30])
+def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of ten bytes. What was read is gone from the message: a payload of 500 MB would stay as long as its reply."""
+    monkeypatch.setattr("osfl.protocol.PART_BYTES", 10)
+    payload = bytes(range(size))
+    content = pack_payload(payload, dict.fromkeys(COST_KEYS, 1.0))
+    assert len(content["payload"]) == max(1, math.ceil(size / 10))
+    record = weakref.ref(content["payload"])
+    assert unpack_payload(content, "client-0")[0] == payload
+    assert record() is None
+
+
+def test_a_reply_in_other_parts_is_refused() -> None:
+    content = pack_payload(b"x", dict.fromkeys(COST_KEYS, 1.0))
+    content["payload"] = ArrayRecord({"0001": content["payload"]["0000"]})
+    with pytest.raises(wire.PayloadError, match="client-0: reply: '0000' is missing"):
+        unpack_payload(content, "client-0")
 
 
 @pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0])

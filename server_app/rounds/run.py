@@ -18,7 +18,7 @@ from osfl.config import RunConfig
 from osfl.files import write_atomically
 from osfl.kits import find_kit
 from osfl.payloads import Classifier
-from osfl.protocol import ACKNOWLEDGE, pack_state, unpack_state
+from osfl.protocol import ACKNOWLEDGE, pack_state, size_of, unpack_state
 from osfl.wire import MAX_MAGNITUDE, PayloadError
 from server_app import round as one_round
 from server_app.expected import probe
@@ -160,7 +160,7 @@ class RoundsGrid:
             model = packed[id(arrays)]
             content = RecordDict({"model": model, "config": ConfigRecord(said)})
             exchange.push(message.metadata.dst_node_id, "train", content)
-            self._add(client_of[message.metadata.dst_node_id], download_bytes=len(model["state"].data))
+            self._add(client_of[message.metadata.dst_node_id], download_bytes=size_of(model))
         if not exchange.waiting():  # Flower's strategies also ask for an evaluation, of nobody
             return []
         began = time.monotonic()
@@ -202,7 +202,7 @@ class RoundsGrid:
         images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
         if not 1 <= images <= MOST_EXAMPLES or not all(np.isfinite(n) and n >= 0 for n in (seconds, flops, memory)):
             raise ValueError(f"its figures are not plausible: {dict(metrics)}")
-        self._add(client, upload_bytes=len(model["state"].data), seconds=seconds, flops=flops)
+        self._add(client, upload_bytes=size_of(model), seconds=seconds, flops=flops)
         own = self.costs[client]
         own |= {"images": images, "peak_memory_mb": max(memory, own.get("peak_memory_mb", 0.0))}
         clean = ArrayRecord({name: Array(state[name].numpy()) for name in self.like})
