@@ -46,6 +46,8 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
         )
     if architecture in ("googlenet", "inception_v3"):
         raise ClassifierError(f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take a resnet")
+    if architecture.startswith("mnasnet"):  # its stem's shape depends on metadata that only a pickled state dict has
+        raise ClassifierError(f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; take mobilenet_v2")
     model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
     if small_stem:
         _shrink_stem(model, architecture, num_classes)

@@ -34,18 +34,22 @@ def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
     return RecordDict({"payload": pack_bytes(blob, "osfl.payload.v1"), "header": header, "costs": MetricRecord({**costs})})
 
 
-def unpack_payload(content: RecordDict, client: str) -> tuple[bytes, str, dict[str, float]]:
+def unpack_payload(content: RecordDict, expected: wire.Expected) -> tuple[bytes, str, dict[str, float]]:
     """(payload, sha256 of the header, costs); the payload is not decoded yet. It is taken out of `content`: a large one is held once.
 
     Raises:
-        wire.PayloadError: a part is missing or of the wrong type.
+        wire.PayloadError: a part is missing or of the wrong type, or the payload is too large (before it is copied).
     """
+    client = expected.client
     try:
         arrays = content.array_records
+        wire.check_size(size_of(arrays["payload"]), expected)
         blob = unpack_bytes(arrays["payload"])
         sha256 = content.config_records["header"]["sha256"]
         costs = {key: float(content.metric_records["costs"][key]) for key in COST_KEYS}  # type: ignore[arg-type]
         del arrays["payload"]  # and with it the one in `content`, not the other way round
+    except wire.PayloadError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise wire.PayloadError(client, "reply", f"{error} is missing or of the wrong type") from None
     if not isinstance(sha256, str):

@@ -14,6 +14,7 @@ import httpx
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from google.protobuf.message import DecodeError
 
 import osfl
 from osfl import wire
@@ -33,6 +34,9 @@ TRIES = 2  # of a node whose app died; an exception of the app would only happen
 # A node whose SuperLink failed while it fetched a message drops it and tells nobody: who does not answer is asked once more, and again after twice as long.
 PATIENCE_SECONDS = 120.0
 WORK_PATIENCE_SECONDS = 600.0  # with what takes long; a client that is asked twice sends what it made, or waits for it
+THANKS_SECONDS = 30.0  # for acknowledgements that the SuperLink did not take at once
+# What Flower raises, and what reading raises, where a reply's body is not what its sender should have sent.
+_UNREADABLE = (AttributeError, DecodeError, IndexError, KeyError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class RoundError(RuntimeError):
@@ -105,7 +109,7 @@ class Exchange:
                 _bear(error)
                 if not error.request.url.path.endswith("/pull-messages"):  # it came half, and will not be given out again
                     self._put_off(self._open.pop(message_id))
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            except _UNREADABLE as error:
                 self._forget(request.node)
                 on_failure(request.node, f"its reply to {request.message_type} cannot be read: {type(error).__name__}: {error}")
             came = online.get(request.node, "")
@@ -130,13 +134,21 @@ class Exchange:
         self._put_off(replace(request, attempt=request.attempt + (not offline)))
 
     def _put_off(self, request: _Request) -> None:
+        again_at = time.monotonic() + RETRY_SECONDS
+        for message_id, other in self._open.items():
+            if other.node == request.node:  # asked at another time, and it may be that one which the node lost
+                self._open[message_id] = replace(other, again_at=min(other.again_at, again_at))
         if request.node not in self.waiting():
-            self._later.append((time.monotonic() + RETRY_SECONDS, request))
+            self._later.append((again_at, request))
 
     def _forget(self, node: int) -> None:
         self._heard = time.monotonic()
         self._open = {message_id: request for message_id, request in self._open.items() if request.node != node}
         self._later = [(due, request) for due, request in self._later if request.node != node]
+
+    def unsent(self) -> int:
+        """How many messages are not with the SuperLink, and will be pushed again."""
+        return len(self._later)
 
     def waiting(self) -> list[int]:
         """Nodes that still owe a reply."""
@@ -264,8 +276,7 @@ def collect(
         client = client_of[node]
         limits = expected(client)
         try:
-            blob, sha256, costs = unpack_payload(content, client)
-            wire.check_size(len(blob), limits)
+            blob, sha256, costs = unpack_payload(content, limits)
         except wire.PayloadError as error:
             return refuse(client, error)
         # Before anything else: from here on nobody is asked twice
@@ -298,6 +309,10 @@ def collect(
         exchange.rest()
     for node in exchange.waiting():
         problems[client_of[node]] = f"no payload within {config.deadline:g} s (deadline)"
+    end = time.monotonic() + THANKS_SECONDS
+    while thanks.unsent() and time.monotonic() < end:
+        thanks.pull(lambda node, content: None, lambda node, reason: None)
+        time.sleep(POLL_SECONDS)
     status.advance(len(payloads), len(nodes))
     needed = config.needed_clients
     if len(payloads) < needed:

@@ -77,6 +77,14 @@ def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.Monke
         assert torch.allclose(both, e0 + 3 * (e1 - e0) + (e2 - e0) if guided else 0.75 * e1 + 0.25 * e2, atol=1e-5)
 
 
+def test_without_guidance_an_interval_changes_nothing(tiny_kit: Path) -> None:
+    """All scales 0: the empty prompt's prediction at every step."""
+    kit, z = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), random(2, 4, 8, 8)
+    c0, nothing = kit.text([""]), [Condition(random(2, *kit.text.shape, seed=1), 0.0)]
+    for t in (torch.tensor(900), torch.tensor(500)):
+        assert torch.allclose(compose(kit, z, t, c0, nothing), kit.eps(z, t, c0.expand(2, -1, -1)), atol=1e-6)
+
+
 def test_sixteen_bits_are_the_networks_alone(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kit, seen = load_engine(str(tiny_kit), CPU, settings(dtype="bfloat16")), []
     forward = kit.unet.forward

@@ -145,6 +145,8 @@ def test_training_that_diverges_says_so(tiny_kit) -> None:  # type: ignore[no-un
 def test_unknown_architectures_and_initialisations_are_named(tmp_path, tiny_kit) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ClassifierError, match="'resnet19' is not a torchvision model"):
         classifiers.build_classifier("resnet19", 10)
+    with pytest.raises(ClassifierError, match="'mnasnet1_0' cannot be rebuilt from its tensors alone"):
+        classifiers.build_classifier("mnasnet1_0", 10)
     with pytest.raises(ClassifierError, match="small-stem is for ResNet, ShuffleNet, MobileNet and VGG"):
         classifiers.build_classifier("densenet121", 10, small_stem=True)
     with pytest.raises(ClassifierError, match=r"nothing\.safetensors.*cannot be read"):

@@ -769,6 +769,30 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (len(replies), exchange.waiting()) == (2, [])
 
 
+def test_a_question_that_could_not_be_asked_again_is_asked_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one was lost, and the SuperLink did not take the second: there must be a third."""
+    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
+    ids, replies = iter(["m1", "", "m3"]), []
+    reply = SimpleNamespace(has_error=lambda: False, content="content")
+    grid = SimpleNamespace(
+        push_messages=lambda _: [next(ids)],
+        get_nodes=lambda: [NodeInfo(node_id=5, last_activated_at="then")],
+        pull_messages=lambda wanted: [reply] if wanted == ["m3"] else [],
+    )
+    exchange = Exchange(grid, 10.0, 0.01)
+    exchange.push(5, "train", RecordDict())
+    for _ in range(4):
+        time.sleep(0.02)
+        exchange.pull(lambda *it: replies.append(it), lambda *it: pytest.fail(str(it)))
+    assert (replies, exchange.waiting()) == ([(5, "content")], [])
+
+
+def test_the_last_acknowledgement_is_sent_though_nothing_else_is_owed(home: Path, tiny_kit: Path) -> None:
+    """Two joined and were asked; the sixth push is the last client's acknowledgement, and the SuperLink does not take it."""
+    grid = falter(tiny_kit, {("push-messages", 6): ("push-messages", 500)})
+    assert Counter(grid.sent)[1, "query.acknowledge"] == Counter(grid.sent)[0, "query.acknowledge"] == 1
+
+
 def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Path) -> None:
     with pytest.raises(httpx.HTTPStatusError):
         falter(tiny_kit, {("pull-messages", 3): ("pull-messages", 404)})
@@ -798,6 +822,21 @@ def test_a_reply_that_makes_no_sense_harms_only_its_sender(home: Path, tiny_kit:
     start(quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1, join_timeout=1.0), tamper=tamper)
     assert "client-0" in metrics(home)["accuracy"]["FT"]
     assert ("client-1" in metrics(home)["accuracy"]["FT"]) == (kind == "train")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda: MetricRecord.inflate(b"MetricRecord  16\0" + 16 * b"\xff"), lambda: bytearray(2**62)],
+    ids=["broken", "huge"],
+)
+def test_a_reply_that_flower_cannot_put_together_is_its_nodes_failure(read: Callable[[], object]) -> None:
+    """It reads what a node wrote into its records while the reply is pulled."""
+    grid = SimpleNamespace(push_messages=lambda _: ["m1"], get_nodes=lambda: [], pull_messages=lambda wanted: [read()])
+    exchange, failures = Exchange(grid, 10.0), []
+    exchange.push(5, "train", RecordDict())
+    assert exchange.pull(lambda *it: pytest.fail(str(it)), lambda *it: failures.append(it)) == 0
+    ((node, reason),) = failures
+    assert (node, "its reply to train cannot be read" in reason) == (5, True)
 
 
 def test_a_classifier_whose_logits_are_not_finite_is_refused(home: Path, tiny_kit: Path) -> None:

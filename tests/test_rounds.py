@@ -191,6 +191,11 @@ def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path, monk
     assert not torch.allclose(remembering["fc.weight"], model(home, "feddyn", "forgetful")["fc.weight"], atol=1e-5)
 
 
+def test_a_model_in_another_memory_format_arrives_with_its_numbers() -> None:
+    weight = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    assert torch.equal(unpack_state(pack_state({"weight": weight}))["weight"], weight)
+
+
 def safetensors(**about: object) -> bytes:
     """A file whose header says this of one tensor, `fc.bias`, and whose data are four bytes."""
     header = json.dumps({"fc.bias": about}).encode()
@@ -216,6 +221,7 @@ UNKNOWN = safetensors(dtype="PICKLE", shape=[1], data_offsets=[0, 4])
         ({"num-examples": -5}, "figures are not plausible"),
         ({"num-examples": float("nan")}, "figures are not plausible"),
         ({"seconds": float("inf")}, "figures are not plausible"),
+        ({"model": bytes(2**26)}, "its model has 67,108,864 bytes, more than the run's"),
         ({"second model": ArrayRecord()}, "must have one model"),
     ],
 )

@@ -212,21 +212,28 @@ def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(size: int, monkeyp
     content = pack_payload(payload, dict.fromkeys(COST_KEYS, 1.0))
     assert len(content["payload"]) == max(1, math.ceil(size / 10))
     record = weakref.ref(content["payload"])
-    assert unpack_payload(content, "client-0")[0] == payload
+    assert unpack_payload(content, DESCRIPTIONS)[0] == payload
     assert record() is None
+
+
+def test_a_payload_that_is_too_large_is_not_even_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osfl.protocol.unpack_bytes", lambda record: pytest.fail("it was copied"))
+    content = pack_payload(bytes(10**6), dict.fromkeys(COST_KEYS, 1.0))
+    with pytest.raises(wire.PayloadError, match="client-0: size: 1,000,000 bytes"):
+        unpack_payload(content, DESCRIPTIONS)
 
 
 def test_a_reply_in_other_parts_is_refused() -> None:
     content = pack_payload(b"x", dict.fromkeys(COST_KEYS, 1.0))
     content["payload"] = ArrayRecord({"0001": content["payload"]["0000"]})
     with pytest.raises(wire.PayloadError, match="client-0: reply: '0000' is missing"):
-        unpack_payload(content, "client-0")
+        unpack_payload(content, DESCRIPTIONS)
 
 
 @pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0])
 def test_costs_are_finite_and_not_negative(cost: float) -> None:
     with pytest.raises(wire.PayloadError, match="client-0.*costs"):
-        unpack_payload(pack_payload(b"x", dict.fromkeys(COST_KEYS, cost)), "client-0")
+        unpack_payload(pack_payload(b"x", dict.fromkeys(COST_KEYS, cost)), DESCRIPTIONS)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -50,6 +50,19 @@ def that(act: Callable[[Sequence[ImageJob]], None]) -> MakeSampler:
     return make
 
 
+def test_models_are_loaded_with_the_threads_that_sample() -> None:
+    """What is faster, which `auto` measures while they are loaded, depends on it."""
+    seen, before = [], torch.get_num_threads()
+
+    def make(device: torch.device) -> Sample:
+        seen.append(torch.get_num_threads())
+        return lambda jobs: seen.append(torch.get_num_threads()) or torch.zeros(len(jobs), 3, 4, 4)
+
+    three = replace(workers(0), threads=3)
+    list(sample_units(make, UNITS[:1], CPU, three))
+    assert (seen, torch.get_num_threads()) == ([3, 3], before)
+
+
 def names_of_sampled(make_sampler: MakeSampler, settings: SynthesisConfig) -> list[str]:
     names = []
     for unit, pixels, _ in sample_units(make_sampler, UNITS, CPU, settings):

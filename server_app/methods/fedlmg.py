@@ -9,7 +9,7 @@ Differences from the paper:
    of log p). A test shows that L falls.
 2. Theirs: BatchNorm statistics of the batch. Ours: of each image's own positions, so that an image does not depend on its batch;
    `fedlmg.bn-statistics = "unit"` is theirs. Theirs: the statistics of each BatchNorm layer's output, by their text. Ours: of its input, which running mean and variance describe.
-3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; the sweep is in benchmarks/, 1 is in configs/methods/fedlmg.toml.
+3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; configs/tables/guidance-losses.toml compares 2.
 4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its gradient.
 5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it; `fedlmg.teacher-mean = "plain"` is theirs.
 6. Theirs, eq. 12 and 13: KL(student || teacher) as printed. Ours: KL(teacher || student), as distillation is usually written.

@@ -27,7 +27,7 @@ from server_app.round import Exchange, RoundError
 from server_app.status import log
 
 MOST_EXAMPLES = 1e9
-THANKS_SECONDS = 30.0
+HEADER_BYTES = 2**20  # names and shapes of a model's arrays, at most
 Costs = dict[str, dict[str, float]]  # by client
 
 
@@ -94,7 +94,7 @@ def _resume(
 
 def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:
     """The rounds are over: the clients may forget what they kept between them."""
-    exchange, end = Exchange(grid, THANKS_SECONDS), time.monotonic() + THANKS_SECONDS
+    exchange, end = Exchange(grid, one_round.THANKS_SECONDS), time.monotonic() + one_round.THANKS_SECONDS
     for node in nodes.values():
         exchange.push(node, ACKNOWLEDGE, RecordDict({"job": ConfigRecord({"job": job_id})}))
     while exchange.pull(lambda node, content: None, lambda node, reason: None) and time.monotonic() < end:
@@ -189,6 +189,8 @@ class RoundsGrid:
         if set(content.array_records) != {"model"} or "metrics" not in content.metric_records:
             raise ValueError("its reply must have one model and its figures")
         model, metrics = content.array_records["model"], content.metric_records["metrics"]
+        if size_of(model) > sum(like.nbytes for like in self.like.values()) + HEADER_BYTES:
+            raise ValueError(f"its model has {size_of(model):,} bytes, more than the run's")
         state = unpack_state(model)
         if set(state) != set(self.like):
             raise ValueError("its model has other arrays than the run's")

@@ -1,6 +1,6 @@
 """The kit as the server samples with it: precision, memory format, compilation, solver.
 
-*Exact* are float32, either memory format and checkpointing; *equivalent* are the 16-bit types and compilation, which differ by rounding;
+*Exact* are float32 and checkpointing; *equivalent* are the memory formats, the 16-bit types and compilation, which differ by rounding;
 *approximate* are another solver than DDIM, a guidance interval, feature caching and a small decoder for the guidance.
 """
 

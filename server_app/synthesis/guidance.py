@@ -37,7 +37,8 @@ def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, condit
         t: timestep, [].
         c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image condition is zero, as in Stable unCLIP.
     """
-    if not _is_guided(kit, t):
+    weighted = any(condition.scale for condition in conditions)  # else e0 is the prediction at every step
+    if weighted and not _is_guided(kit, t):
         return _unguided(kit, z, t, conditions)
     branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
     images = [condition.image for condition in conditions if condition.image is not None]

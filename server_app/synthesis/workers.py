@@ -55,7 +55,8 @@ class WorkerError(RuntimeError):
 
 
 def _in_this_process(make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, threads: int) -> Iterator[Sampled]:
-    sample = make_sampler(device)
+    with _threads(threads):
+        sample = make_sampler(device)
     for unit in units:
         watch = Stopwatch()
         with _threads(threads):
