@@ -330,13 +330,15 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         lines.append(f"| {name} | " + " | ".join([*cells, f"**{np.mean(averages):.1f}**{spread}", *_costs(group)]) + " |")
     missing = [f"- {r['row']}, seed {r['seed']}: {', '.join(r['not_tested'])}" for r in records if r.get("not_tested")]
     failed = [f"- {r['row']}, seed {r['seed']}: {r['error']}" for r in records if "average" not in r]
-    seeds = ", ".join(str(seed) for seed in sorted({r["seed"] for r in records}))
+    seeds = [str(seed) for seed in sorted({r["seed"] for r in records})]
+    over = (
+        f"mean of seeds {', '.join(seeds)}, ± the standard deviation of the average" if len(seeds) > 1 else f"seed {seeds[0]}"
+    )
     versions = _first(records).get("versions", {})
     note = (
-        f"Top-1 accuracy (%), each client testing the global model on its own test images; mean of seeds {seeds}, ± the standard deviation of the "
-        f"average. Costs are the largest client's; upload and download as serialised, the kit's parts included but "
-        f"where the size of a hub's model is not known (+ kit). Command: `{command}`, {at_once} runs at "
-        f"a time. {machine()}, {', '.join(f'{name} {versions[name]}' for name in ('torch', 'flwr', 'diffusers') if name in versions)}."
+        f"Top-1 accuracy (%), each client testing the global model on its own test images; {over}. Costs are the largest client's; upload and "
+        f"download as serialised, the kit's parts included but where the size of a hub's model is not known (+ kit). Command: `{command}`, {at_once} "
+        f"runs at a time. {machine()}, {', '.join(f'{name} {versions[name]}' for name in ('torch', 'flwr', 'diffusers') if name in versions)}."
     )
     if missing:
         note += "\n\nNot tested everywhere; the averages are over the others:\n\n" + "\n".join(missing)

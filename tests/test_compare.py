@@ -137,6 +137,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert "| local | 45.0 | 45.0 | **45.0** |" in page
     assert page.startswith("**A title**")
     assert "- local, seed 1: no disk" in page
+    assert "; mean of seeds 0, 1, ± the standard deviation of the average. Costs" in page
     assert "`osfl compare t.toml`, 2 runs at a time" in page
     lines = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))
     assert [(line["row"], line["seed"], line["average"], line["error"]) for line in lines] == [
@@ -180,6 +181,7 @@ def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
     assert "| local | 60.0 | **60.0** | 1 kB | 2 MB |" in page
     assert "Not tested everywhere; the averages are over the others:\n\n- local, seed 0: b" in page
     assert "| 1 kB | 2 MB + kit |" in page
+    assert "test images; seed 0. Costs" in page
 
 
 def test_several_global_models_are_rows_of_their_own() -> None:
