@@ -31,6 +31,7 @@ from server_app.round import collect, evaluate_on_clients, join, leave_out
 from server_app.rounds.run import run_rounds
 from server_app.run_folder import RunFolder, open_run_folder
 from server_app.status import Status, log
+from server_app.synthesis.workers import check_workers
 
 app = ServerApp()
 
@@ -95,6 +96,7 @@ def check_server(config: RunConfig) -> None:
     pick_device(config.device)
     method, classes = METHODS[config.method], len(class_names(config.data))
     if method.samples:
+        check_workers(config.synthesis)
         check_kit(kit := find_kit(config.sampling_kit), DIFFUSION_PARTS)
         if not Path(kit).is_dir():  # a hub id with a slip in it, or without a network
             shapes_of_kit(kit)

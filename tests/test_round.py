@@ -870,6 +870,10 @@ def test_what_the_server_lacks_is_said_before_the_clients_work(home: Path, tiny_
         ({"global_model__architecture": "resnet19"}, "'resnet19' is not a torchvision model"),
         ({"global_model__init": "/nowhere.pth"}, "nowhere.pth.*cannot be read"),
         ({"device": "cuda:99"}, "device = 'cuda:99'"),
+        (
+            {"synthesis__workers": 1, "synthesis__ray_address": "ray://127.0.0.1:1"},
+            "synthesis.ray-address = 'ray://127.0.0.1:1'",
+        ),
     ):
         grid = LoopGrid(app, quick(kit=str(tiny_kit), **wrong), nodes(2))
         with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from test_round import files, start
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
 from osfl.wire import PayloadError
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
-from server_app.synthesis.workers import MakeSampler, Sample, WorkerError, sample_units
+from server_app.synthesis.workers import MakeSampler, Sample, WorkerError, check_workers, sample_units
 
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster, not one for every process that runs tests
 CPU = torch.device("cpu")
@@ -157,6 +157,13 @@ def test_an_actors_error_is_its_own_here() -> None:
 def test_a_cluster_without_enough_devices_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"synthesis.workers = 2: 0 GPU\(s\) free in the Ray cluster"):
         list(sample_units(that(lambda jobs: None), UNITS, torch.device("cuda"), workers(2)))
+
+
+def test_workers_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server_app.synthesis.workers.find_spec", lambda name: None)
+    check_workers(workers(0))
+    with pytest.raises(ConfigError, match="synthesis.workers = 2: Ray is not installed"):
+        check_workers(workers(2))
 
 
 def test_a_cluster_that_is_not_there_is_named() -> None:

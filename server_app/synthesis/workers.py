@@ -11,6 +11,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,7 @@ def _on_ray(
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
-    ours = _begin_ray(settings.ray_address)
+    ours = _begin_ray(settings)
     actors: list[Any] = []
     try:
         gpus = _gpus_each(ray, device, settings)
@@ -167,24 +168,44 @@ def _hand_out(waiting: deque[Unit], held: dict[Any, list[tuple["ObjectRef", Unit
             given.append((actor.sample.remote(unit.jobs), unit))
 
 
-def _begin_ray(address: str) -> bool:
+def check_workers(settings: SynthesisConfig) -> None:
+    """Whether there is Ray, and a cluster where one is named.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if not settings.workers:
+        return
+    if find_spec("ray") is None:
+        raise ConfigError(
+            f"synthesis.workers = {settings.workers}: Ray is not installed; pip install -c requirements.txt -e '.[server]', or 0 workers"
+        )
+    if (address := settings.ray_address) not in ("", "auto"):  # Ray itself would wait for hours
+        try:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise _not_reached(address, error) from error
+
+
+def _not_reached(address: str, error: Exception) -> ConfigError:
+    return ConfigError(f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or empty")
+
+
+def _begin_ray(settings: SynthesisConfig) -> bool:
     """Join a cluster, or begin one on this machine; whether it is ours to end. Within Flower's simulation there is one already."""
     import ray
 
     if ray.is_initialized():
         return False
-    if not address:
+    if not (address := settings.ray_address):
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
         return True
+    check_workers(settings)
     try:
-        if address != "auto":  # Ray itself would wait for hours
-            host, _, port = address.removeprefix("ray://").rpartition(":")
-            socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or empty"
-        ) from error
+        raise _not_reached(address, error) from error
     return True
 
 

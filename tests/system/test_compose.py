@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_federation_in_containers(federation: Containers) -> None:
 
 def a_run_ends_with_its_table(federation: Containers) -> None:
     """Six clients, TLS, node keys; every client gives up its copy of the payload."""
-    arguments = quick_arguments("digits", method="feddeo", job_id="composed", num_clients=6)
+    arguments = quick_arguments("digits", method="feddeo", job_id="composed", num_clients=6, synthesis__workers=2)
     output = federation.compose("run", "--rm", "run", *arguments, check=False)
     assert "report: " in output, output[-3000:] + federation.compose(
         "logs", "--no-color", "--tail", "60", "superlink", "server"
@@ -168,8 +169,9 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
     """deploy/README.md: keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the server's address."""
     if os.geteuid():
         pytest.skip("needs root: keys belong to the containers' user")
-    look = ["docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Gateway}}"]
-    address = subprocess.run(look, capture_output=True, text=True, check=True).stdout.strip()
+    look = ["docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}"]
+    subnet = subprocess.run(look, capture_output=True, text=True, check=True).stdout.strip()
+    address = str(next(ip_network(subnet).hosts()))  # the engine's own; it does not always say which
     for command in ("ca keys", f"server keys --host {address} --host control", "node keys site-a site-b"):
         subprocess.run([BIN / "osfl", "certs", *command.split()], cwd=tmp_path, check=True, capture_output=True)
     at_server = install(tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem")
