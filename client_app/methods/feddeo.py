@@ -5,7 +5,7 @@ FedDEO (Yang et al., arXiv 2407.19953), section 3.2: a description d_y of class 
 
 Differences from the paper:
 
-1. Theirs (code): SGD, lr 10, fp16. Ours: Adam in fp32 (`feddeo.lr`); the sweep is in benchmarks/.
+1. Theirs (code): SGD, lr 10, fp16. Ours: Adam in fp32 (`feddeo.lr`); configs/tables/description-training.toml is the sweep.
 2. Theirs (code): images normalised with CLIP's mean and deviation. Ours: [-1, 1], what the VAE was trained on.
 3. Theirs: the VAE encodes the images in every step. Ours: once; each step draws a new sample from the stored posterior (the same
    distribution at a fraction of the cost).
