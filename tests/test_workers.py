@@ -113,8 +113,7 @@ def test_a_dead_actor_costs_its_unit_alone(tmp_path: Path) -> None:
     )  # one again for each death, and at the end what an idle actor repeats
 
 
-def test_a_unit_that_kills_whoever_samples_it_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server_app.synthesis.workers.DEATHS", 2)
+def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
     poison = UNITS[3].jobs[0]
 
     def act(jobs: Sequence[ImageJob]) -> None:
@@ -122,7 +121,7 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run(monkeypatch: pytest.M
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(
-        WorkerError, match=f"2 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower synthesis.unit-size"
+        WorkerError, match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower synthesis.unit-size"
     ):
         names_of_sampled(that(act), workers(1))
 

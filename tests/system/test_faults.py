@@ -49,8 +49,8 @@ def test_everything_dies_once_while_payloads_cross_the_network(federation: Feder
     def log() -> str:
         return federation.log("run")[-3000:]
 
-    # The client and the SuperLink, while both clients train
-    wait_for(lambda: all(list(cache.rglob("progress")) for cache in caches), 300, log)
+    # A client while it trains, and the SuperLink
+    wait_for(lambda: bool(list(caches[1].rglob("progress"))), 300, log)
     kill(psutil.Process(federation.processes["site-1"].pid))
     kill(psutil.Process(federation.processes["superlink"].pid))
     assert not list(caches[1].rglob("payload.pb"))
