@@ -1,1 +1,22 @@
 """Where the README's figures come from. Each module is a command: `python -m benchmarks.NAME`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from osfl.compare import machine
+
+TABLES = Path(__file__).resolve().parent / "tables"
+
+
+def write_table(out: Path, rows: Sequence[Mapping[str, object]], about: str) -> None:
+    """Rows as `<out>.md` and `<out>.json`, with what they are `about`, the machine and the versions."""
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [head, ["---:"] * len(head), *([str(row.get(key, "")) for key in head] for row in rows)]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "flwr", "diffusers"))
+    about = f"{about} {machine()}, {versions}."
+    page = "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", about, ""])
+    out.with_suffix(".md").write_text(page)
+    out.with_suffix(".json").write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
+    print(page)

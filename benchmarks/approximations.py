@@ -1,7 +1,7 @@
 """What every approximate mode of the synthesis gives in time and takes in accuracy, on the same payloads; to benchmarks/tables/approximations-*.{md,json}.
 
 python -m benchmarks.approximations feddeo   # solvers, a guidance interval, feature caching
-python -m benchmarks.approximations fedlmg   # the gradient at x0, a solver
+python -m benchmarks.approximations fedlmg   # the gradient at x0, the kit's small decoder, a solver
 
 A run of `osfl run` collects the payloads once. The server's half then draws and trains with them again for every mode and seed (of noise and
 training), and every client's test images test the model. Interrupted, the same command goes on.
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import TABLES, write_table
 from osfl.classifiers import confusion
-from osfl.compare import machine
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
@@ -52,6 +52,8 @@ MODES: dict[str, dict[str, dict[str, Scalar]]] = {
     "fedlmg": {
         "exact": {},
         "gradient at x0": {"fedlmg.gradient": "x0"},
+        "small decoder": {"synthesis.small-decoder": "kit"},
+        "gradient at x0, small decoder": {"fedlmg.gradient": "x0", "synthesis.small-decoder": "kit"},
         "UniPC, 10 steps": {"synthesis.solver": "unipc", "synthesis.steps": 10},
     },
 }
@@ -129,18 +131,13 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()
     head, *rows = table(given.method, [int(seed) for seed in given.seeds.split(",")])
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---:"] * len(head), *rows)]
     settings = " ".join(f"{key}={value}" for key, value in BASES[given.method].items())
     about = (
         f"Top-1 accuracy (%), {given.method} with {settings}, mean of seeds {given.seeds} of noise and training on the same payloads; ± the standard "
         f"deviation of the difference to exact; shades: mean absolute difference of the images of the same noise. "
-        f"Command: `python -m benchmarks.approximations {given.method} --seeds {given.seeds}`. {machine()}."
+        f"Command: `python -m benchmarks.approximations {given.method} --seeds {given.seeds}`."
     )
-    out = ROOT / "benchmarks" / "tables" / f"approximations-{given.method}"
-    out.with_suffix(".md").write_text("\n".join([*lines, "", about, ""]))
-    records = [dict(zip(head, row, strict=True)) for row in rows]
-    out.with_suffix(".json").write_text(json.dumps({"rows": records, "about": about}, indent=1) + "\n")
-    print(out.with_suffix(".md").read_text())
+    write_table(TABLES / f"approximations-{given.method}", [dict(zip(head, row, strict=True)) for row in rows], about)
 
 
 if __name__ == "__main__":

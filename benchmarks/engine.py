@@ -31,9 +31,9 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
+from benchmarks import TABLES, write_table
 from client_app.conditions import learn_conditions, posteriors
 from client_app.job import ClientJob
-from osfl.compare import machine
 from osfl.config import NodeConfig, RunConfig, parse_run_config
 from osfl.costs import Stopwatch
 from osfl.data.load import load_images
@@ -197,7 +197,7 @@ def stamped(sample: Sample) -> Sample:
 
     def with_pid(jobs: Sequence[ImageJob]) -> torch.Tensor:
         pixels = sample(jobs)
-        pixels[0].view(-1)[:4] = torch.tensor([os.getpid() >> shift & 255 for shift in (0, 8, 16, 24)])
+        pixels[0, 0, 0, :4] = torch.tensor([os.getpid() >> shift & 255 for shift in (0, 8, 16, 24)])
         return pixels
 
     return with_pid
@@ -222,7 +222,7 @@ def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], coun
     seen: set[bytes] = set()
     times = []
     for _, pixels, _ in sample_units(make_sampler, units, CPU, settings):
-        seen.add(bytes(pixels[0].flatten()[:4].tolist()))
+        seen.add(bytes(pixels[0, 0, 0, :4].tolist()))
         if len(seen) == count:
             times.append(time.monotonic())
     steady = times[: len(times) - 2 * count]
@@ -376,17 +376,7 @@ def main() -> None:
     subprocess.run(["rm", "-rf", str(WORK)], check=True)
     WORK.mkdir(parents=True)
     rows = kinds[given.kind]()
-    head = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [
-        f"| {' | '.join(head)} |",
-        "|" + "---:|" * len(head),
-        *(f"| {' | '.join(str(row.get(key, '')) for key in head)} |" for row in rows),
-    ]
-    about = f"Command: `python -m benchmarks.engine {given.kind}`. {machine()}."
-    out = ROOT / "benchmarks" / "tables" / f"engine-{given.kind}"
-    out.with_suffix(".md").write_text("\n".join([*lines, "", about, ""]))
-    out.with_suffix(".json").write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
-    print(out.with_suffix(".md").read_text())
+    write_table(TABLES / f"engine-{given.kind}", rows, f"Command: `python -m benchmarks.engine {given.kind}`.")
 
 
 if __name__ == "__main__":

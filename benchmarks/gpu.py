@@ -9,30 +9,29 @@ image; a rate is those of all images over the seconds of the whole loop, decodin
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import TABLES, write_table
 from benchmarks.engine import CPU, config_with, textual_inversion_step
 from client_app.conditions import learn_conditions
 from client_app.job import ClientJob
 from osfl.classifiers import build_classifier
-from osfl.compare import machine
 from osfl.diffusion import Kit, new_scheduler
 from osfl.payloads import Mixtures
 from server_app.methods import espresso, fedcado, feddeo, fedlmg, prompts_only
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.plan import plan_images
 
-OUT = Path(__file__).resolve().parent / "tables"
 CLASSES = tuple(f"class {number}" for number in range(10))
 REPEATS = 3
 
@@ -223,20 +222,12 @@ def main() -> None:
     kinds = {"ceilings": ceilings, "ours": ours, "guided": guided}
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--small", action="store_true", help="prove the script on a CPU; keep nothing")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=TABLES)
     given = parser.parse_args()
     steps, batches = (5, (1, 1, 2)) if given.small else (50, (1, 4, 16, 64))
     rows = kinds[given.kind](random_kit(given.small), steps, batches)
-    head = list(dict.fromkeys(key for one in rows for key in one))
-    lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
-    lines += [f"| {' | '.join(str(one.get(key, '')) for key in head)} |" for one in rows]
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    about = f"{steps} steps. Command: `python -m benchmarks.gpu {given.kind}`. {card}, torch {torch.__version__}, {machine()}."
-    table = "\n".join([*lines, "", about, ""])
-    if not given.small:
-        (given.out / f"gpu-{given.kind}.md").write_text(table)
-        (given.out / f"gpu-{given.kind}.json").write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
-    print(table)
+    out = Path(mkdtemp()) if given.small else given.out
+    write_table(out / f"gpu-{given.kind}", rows, f"{steps} steps. Command: `python -m benchmarks.gpu {given.kind}`.")
 
 
 if __name__ == "__main__":

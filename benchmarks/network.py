@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from osfl.compare import machine
+from benchmarks import TABLES, write_table
 from osfl.launch import end_process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,11 +151,8 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     head, *rows = kinds[kind]()
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---:"] * len(head), *rows)]
-    note = f"Memory is the peak of what was resident. Command: `python -m benchmarks.network {kind}`. {machine()}."
-    table = "\n".join([*lines, "", note, ""])
-    (ROOT / "benchmarks" / "tables" / f"network-{kind}.md").write_text(table)
-    print(table)
+    about = f"Memory is the peak of what was resident. Command: `python -m benchmarks.network {kind}`."
+    write_table(TABLES / f"network-{kind}", [dict(zip(head, row, strict=True)) for row in rows], about)
 
 
 if __name__ == "__main__":
