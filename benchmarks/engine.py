@@ -175,7 +175,7 @@ def workers() -> Rows:
     rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
     alone = 0.0
     for count in (1, 4, 16, 64):
-        units = units_of(job_of("sleep", per_class=30 * count), 10)
+        units = units_of(job_of(f"sleep-{count}", per_class=30 * count), 10)
         row = {"workers": count, "what": "sleeping 2 s a unit", **rate(lambda device: stamped(sleeping(2.0)), units, count)}
         alone = alone or row["units a s"]
         rows.append({**row, "efficiency": round(row["units a s"] / count / alone, 3)})
