@@ -1,7 +1,7 @@
 """What every approximate mode of the synthesis gives in time and takes in accuracy, on the same payloads; to benchmarks/tables/approximations-*.{md,json}.
 
 python -m benchmarks.approximations feddeo   # solvers, a guidance interval, feature caching
-python -m benchmarks.approximations fedlmg   # the gradient at x0, the kit's small decoder, a solver
+python -m benchmarks.approximations fedlmg   # the gradient at x0, a solver
 
 A run of `osfl run` collects the payloads once. The server's half then draws and trains with them again for every mode and seed (of noise and
 training), and every client's test images test the model. Interrupted, the same command goes on.
@@ -52,8 +52,6 @@ MODES: dict[str, dict[str, dict[str, Scalar]]] = {
     "fedlmg": {
         "exact": {},
         "gradient at x0": {"fedlmg.gradient": "x0"},
-        "small decoder": {"synthesis.small-decoder": "kit"},
-        "gradient at x0, small decoder": {"fedlmg.gradient": "x0", "synthesis.small-decoder": "kit"},
         "UniPC, 10 steps": {"synthesis.solver": "unipc", "synthesis.steps": 10},
     },
 }

@@ -126,6 +126,19 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
         names_of_sampled(that(act), workers(1))
 
 
+def test_an_actor_that_ray_ends_for_want_of_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    get, ended = ray.get, []
+
+    def end_once(ref: object) -> object:
+        if not ended:
+            ended.append(ref)
+            raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+        return get(ref)
+
+    monkeypatch.setattr(ray, "get", end_once)
+    assert sorted(names_of_sampled(that(lambda jobs: None), workers(1))) == sorted(unit.name for unit in UNITS)
+
+
 def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
     """One of two takes 200 s for its first: the other does its work too, and each unit is there once."""
 

@@ -100,7 +100,7 @@ def _on_ray(
     counts. An actor that died is replaced, and its units are given out again.
     """
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
     ours = _begin_ray(settings)
     actors: list[Any] = []
@@ -124,7 +124,7 @@ def _on_ray(
             actor = next(actor for actor, given in held.items() if any(ref == ready[0] for ref, _ in given))
             try:
                 array, seconds = ray.get(ready[0])
-            except RayActorError as error:
+            except (RayActorError, OutOfMemoryError) as error:  # the latter where Ray itself ended it, before the kernel would
                 lost = [unit for _, unit in held.pop(actor)]
                 deaths[lost[0].name] += 1
                 if deaths[lost[0].name] == DEATHS:
@@ -133,6 +133,7 @@ def _on_ray(
                         "If memory ran out, lower synthesis.unit-size or synthesis.workers"
                     ) from error
                 waiting.extendleft(unit for unit in reversed(lost) if unit.name in open_units and unit not in waiting)
+                ray.kill(actor)
                 actors[actors.index(actor)] = replacement = start()
                 held[replacement] = []
                 continue
