@@ -180,7 +180,7 @@ def workers() -> Rows:
         alone = alone or row["units a s"]
         rows.append({**row, "efficiency": round(row["units a s"] / count / alone, 3)})
     units = units_of(job_of("slow", per_class=400), 10)
-    took = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "slow")), units, 4)["seconds"]
+    took = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "who is slow")), units, 4)["seconds"]
     ideal = len(units) * 0.2 / 3.1  # three at full speed, one at a tenth
     rows.append(
         {
@@ -218,7 +218,7 @@ def sleeping(seconds: float, slow: Path | None = None) -> Sample:
 def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> dict[str, object]:
     """Units a second in the steady state, and the seconds from then to the end."""
     settings = replace(config_with().synthesis, workers=count, threads=1)
-    (WORK / "slow").unlink(missing_ok=True)
+    (WORK / "who is slow").unlink(missing_ok=True)
     seen: set[bytes] = set()
     times = []
     for _, pixels, _ in sample_units(make_sampler, units, CPU, settings):
