@@ -226,7 +226,7 @@ def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], coun
         if len(seen) == count:
             times.append(time.monotonic())
     steady = times[: len(times) - 2 * count]
-    return {"units a s": round((len(steady) - 1) / (steady[-1] - steady[0]), 3), "seconds": times[-1] - times[0]}
+    return {"units a s": round((len(steady) - 1) / (steady[-1] - steady[0]), 3), "seconds": round(times[-1] - times[0], 1)}
 
 
 def job_of(name: str, per_class: int, folder: Path | None = None, **settings: object) -> ServerJob:
