@@ -34,7 +34,7 @@ TRIES = 2  # of a node whose app died; an exception of the app would only happen
 # A node whose SuperLink failed while it fetched a message drops it and tells nobody: who does not answer is asked once more, and again after twice as long.
 PATIENCE_SECONDS = 120.0
 WORK_PATIENCE_SECONDS = 600.0  # with what takes long; a client that is asked twice sends what it made, or waits for it
-THANKS_SECONDS = 30.0  # for acknowledgements that the SuperLink did not take at once
+THANKS_SECONDS = 30.0  # for acknowledgements, at most
 # What Flower raises, and what reading raises, where a reply's body is not what its sender should have sent.
 _UNREADABLE = (AttributeError, DecodeError, IndexError, KeyError, MemoryError, RuntimeError, TypeError, ValueError)
 

@@ -204,9 +204,8 @@ def test_a_disk_that_fills_loses_nothing(small_disk: Path, tiny_kit: Path, monke
         start(config, tamper=lambda index, kind, reply: asked.append((index, kind)) or reply)  # type: ignore[func-returns-value]
     assert [index for index, kind in asked if kind == "train"] == [1]
     assert len(list((small_disk / "job" / "units").glob("*.jsonl"))) == 1
-    assert (
-        json.loads((small_disk / "job" / "payloads" / "client-1.json").read_text())["costs"]["resent"] == 1
-    )  # its copy was kept
+    about = json.loads((small_disk / "job" / "payloads" / "client-1.json").read_text())
+    assert about["costs"]["resent"] == 1  # its copy was kept
     ballast.unlink()
     monkeypatch.setattr(synthesis_images, "_commit", commit)
     grid = start(config)
