@@ -13,6 +13,7 @@ Ratios are of pairs A B A B in one process; with seven pairs, their median lies 
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +42,7 @@ from osfl.data.load import load_images
 from osfl.data.parts import class_names
 from osfl.diffusion import Kit, forward_noise, load_kit, load_pipeline
 from osfl.kits import find_kit
-from osfl.launch import default_config
+from osfl.launch import KEEP_MEMORY, default_config
 from osfl.verify import picture_digest
 from server_app.job import ServerJob
 from server_app.methods import prompts_only
@@ -56,6 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "engine"
 CPU = torch.device("cpu")
 PAIRS = 7
+WORKER_TURNS = 5
 Rows = list[dict[str, Any]]
 
 
@@ -159,20 +162,33 @@ def textual_inversion_step(kit: Kit, pixels: torch.Tensor, c: torch.Tensor, opti
 
 
 def workers() -> Rows:
-    """Units a second from the moment when every worker has given its first, until the last are handed out."""
+    """Units a second from the moment when every worker has given its first, until the last are handed out.
+
+    Two busy cores of one machine can each be slower than one alone, which no scheduler changes: so two processes that share nothing, not even
+    Ray, are measured beside, in turns with the rest.
+    """
     rows: Rows = []
-    job = job_of("workers", per_class=40)
-    real = prompts_only._sampler
-    for count in (1, 2):
-        units = units_of(job, 10)
-        rows.append(
+    job = job_of("workers", per_class=20)
+    make = partial(_stamped_prompts_only, job)
+    measured: dict[tuple[str, int], list[float]] = {}
+    for _ in range(WORKER_TURNS):
+        for count in (1, 2):
+            measured.setdefault(("separate processes", count), []).append(separate(make, units_of(job, 10), count))
+            measured.setdefault(("Ray workers", count), []).append(rate(make, units_of(job, 10), count)["units a s"])
+    for what in ("separate processes", "Ray workers"):
+        alone, two = measured[what, 1], measured[what, 2]
+        ratios = sorted(b / 2 / a for a, b in zip(alone, two, strict=True))
+        rows += [
+            {"workers": 1, "what": f"digits, one thread each, {what}", "units a s": round(median(alone), 3)},
             {
-                "workers": count,
-                "what": "digits, one thread each",
-                **rate(lambda device: stamped(real(job, device)), units, count),
-            }
-        )
-    rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
+                "workers": 2,
+                "what": f"digits, one thread each, {what}",
+                "units a s": round(median(two), 3),
+                "efficiency": round(median(ratios), 3),
+                "from": round(ratios[0], 3),
+                "to": round(ratios[-1], 3),
+            },
+        ]
     alone = 0.0
     for count in (1, 4, 16, 40):  # each has torch in its memory: 64 are too many for 24 GB
         units = units_of(job_of(f"sleep-{count}", per_class=30 * count), 10)
@@ -190,6 +206,35 @@ def workers() -> Rows:
         }
     )
     return rows
+
+
+def _stamped_prompts_only(job: ServerJob, device: torch.device) -> Sample:
+    return stamped(prompts_only._sampler(job, device))
+
+
+def separate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> float:
+    """Units a second of so many processes that know nothing of each other, each in its own turn of 20 s."""
+    context = multiprocessing.get_context("spawn")
+    barrier, rates = context.Barrier(count), context.Queue()
+    processes = [context.Process(target=_draw_alone, args=(make_sampler, units, barrier, rates)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    total = sum(rates.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return total
+
+
+def _draw_alone(make_sampler: Callable[[torch.device], Sample], units: list[Unit], barrier: Any, rates: Any) -> None:
+    torch.set_num_threads(1)
+    sample = make_sampler(CPU)
+    sample(units[0].jobs)
+    barrier.wait()
+    watch, done = Stopwatch(), 0
+    while watch.seconds < 20:
+        sample(units[done % len(units)].jobs)
+        done += 1
+    rates.put(done / watch.seconds)
 
 
 def stamped(sample: Sample) -> Sample:
@@ -339,7 +384,7 @@ def scan() -> Rows:
 
 
 def memory() -> Rows:
-    """Each in a process of its own, which draws nothing: its sampler gives grey images of 256 pixels."""
+    """Each in a process of its own with the ServerApp's settings of malloc; it draws nothing: its sampler gives grey images of 256 pixels."""
     rows: Rows = []
     for count in (200, 2000):
         done = subprocess.run(
@@ -348,6 +393,7 @@ def memory() -> Rows:
             check=True,
             capture_output=True,
             text=True,
+            env=os.environ | KEEP_MEMORY,
         )
         rows.append({"images": 10 * count, "peak MB": float(done.stdout.split()[-1])})
     rows[1]["times the memory"] = round(rows[1]["peak MB"] / rows[0]["peak MB"], 3)

@@ -87,7 +87,10 @@ class SynthesisConfig:
     workers: Annotated[int, Range(0, 10_000)]  # Ray actors, each on a device of its own; 0: this process alone
     threads: Annotated[int, Range(0, 1024)]  # of the CPU for a worker; 0: its share of the machine's cores
     ray_address: str  # of a Ray cluster; empty: this machine
-    dtype: Annotated[str, OneOf("float32", "bfloat16", "float16")]  # of the networks
+    dtype: Annotated[str, OneOf("float32", "bfloat16", "float16", "auto")]  # of the networks; auto: the faster of the first two
+    attention: Annotated[
+        str, OneOf("default", "flash", "efficient", "cudnn", "math", "auto")
+    ]  # of torch; default: its own choice
     memory_format: Annotated[str, OneOf("contiguous", "channels-last", "auto")]  # auto: the faster, by a measurement
     compile: Annotated[str, OneOf("off", "on", "auto")]  # auto: on a GPU the faster, by a measurement
     solver: Annotated[str, OneOf("ddim", "dpm-solver++", "unipc")]

@@ -35,7 +35,7 @@ _FLOWER_SWITCHES = {
 
 # Training makes and frees the same large tensors in every step. By default glibc hands them back to the kernel each time, and every page is cleared
 # anew: 7 % of a training step on a CPU. Only the first arena can keep them, and the ServerApp runs in a thread, which would get another.
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_ARENA_MAX": "1"}
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_ARENA_MAX": "1"}
 
 
 class LaunchError(RuntimeError):
@@ -139,7 +139,7 @@ def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
 def flower_environment() -> dict[str, str]:
     """This process's environment, with Flower's switches set and its commands on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**_KEEP_MEMORY, **os.environ, **_FLOWER_SWITCHES, "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    return {**KEEP_MEMORY, **os.environ, **_FLOWER_SWITCHES, "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT
 from system_tools import BIN
 
-from osfl.launch import _FLOWER_SWITCHES, _KEEP_MEMORY
+from osfl.launch import _FLOWER_SWITCHES, KEEP_MEMORY
 
 COMPOSE = ROOT / "docker-compose.yml"
 SERVER, CLIENT = ROOT / "deploy" / "server.yml", ROOT / "deploy" / "client.yml"
@@ -86,7 +86,7 @@ def test_settings_are_those_of_the_launcher() -> None:
     recipe = (ROOT / "deploy" / "Dockerfile").read_text().split()
     units = (ROOT / "deploy" / "systemd" / "environment").read_text().split()
     flower = {name: value for name, value in _FLOWER_SWITCHES.items() if name.startswith("FLWR_")}
-    for name, value in (_KEEP_MEMORY | flower).items():
+    for name, value in (KEEP_MEMORY | flower).items():
         assert f"{name}={value}" in recipe
         assert f"{name}={value}" in units
 

@@ -100,7 +100,7 @@ def test_sixteen_bits_are_the_networks_alone(tiny_kit: Path, monkeypatch: pytest
 
 
 def test_the_faster_is_taken_and_remembered(tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a real measurement first; then by seconds that are given, in another precision, so that it is measured again."""
+    """By a real measurement first; then by seconds that are given, of another batch, so that it is measured again."""
     wanted, measured, seconds = settings(memory_format="auto", unit_size=1), [], engine._seconds
     monkeypatch.setattr(engine, "_seconds", lambda kit, batch: measured.append(batch) or seconds(kit, batch))
     load_engine(str(tiny_kit), CPU, wanted)
@@ -108,12 +108,73 @@ def test_the_faster_is_taken_and_remembered(tiny_kit: Path, home: Path, monkeypa
     assert measured == [2, 2]  # both formats, once
     ((key, first),) = json.loads((home / "cache" / "calibration.json").read_text()).items()
     assert "float32" in key
-    assert first["choice"] == min(first["seconds a pass"], key=first["seconds a pass"].get).split()
+    taken = first["seconds a pass"]["memory_format"]
+    assert first["choice"] == {"memory_format": min(taken, key=taken.get)}
     given = iter([2.0, 1.0])
     monkeypatch.setattr(engine, "_seconds", lambda kit, batch: next(given))
-    kit = load_engine(str(tiny_kit), CPU, replace(wanted, dtype="bfloat16"))
+    kit = load_engine(str(tiny_kit), CPU, replace(wanted, unit_size=2))
     assert kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     assert len(json.loads((home / "cache" / "calibration.json").read_text())) == 2
+
+
+def test_every_setting_is_measured_with_what_was_chosen_before(
+    tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Precision, then attention, then the memory format; what is pinned is not measured, and neither is a compilation on a CPU."""
+    seen: list[tuple[torch.dtype, bool, bool]] = []
+
+    def seconds(kit: Kit, batch: int) -> float:
+        by_hand = [isinstance(processor, engine._Attention) for processor in kit.unet.attn_processors.values()]
+        channels_last = kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+        seen.append((kit.dtype, all(by_hand), channels_last))
+        return [2.0, 1.0, 1.0, 2.0, 2.0, 1.0][len(seen) - 1]
+
+    monkeypatch.setattr(engine, "_seconds", seconds)
+    auto = settings(dtype="auto", attention="auto", memory_format="auto", compile="auto")
+    kit = load_engine(str(tiny_kit), CPU, auto)
+    half = torch.bfloat16
+    assert seen == [
+        (torch.float32, False, False),
+        (half, False, False),
+        (half, False, False),
+        (half, True, False),
+        (half, False, False),
+        (half, False, True),
+    ]
+    assert kit.dtype == half
+    assert kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    seen.clear()
+    load_engine(str(tiny_kit), CPU, replace(auto, dtype="float32", memory_format="contiguous"))
+    assert {(dtype, layout) for dtype, _, layout in seen} == {(torch.float32, False)}
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("which", ["flash", "math", "cudnn"])
+def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, which: str) -> None:
+    """The UNet's, not the autoencoder's, which has one head too wide for flash attention on a GPU; mathematics where it cannot. The same images."""
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    plan, made = plan_images("m", 0, {"a": [0, 3]}, 1), []
+    for attention in ("default", which):
+        kit = load_engine(str(tiny_kit), CPU, settings(attention=attention))
+        text = kit.text(["an image of zero", "an image of three"])
+        with torch.profiler.profile() as seen:
+            kit.eps(random(2, 4, 8, 8), torch.tensor(500), text)
+        assert (flash in {event.key for event in seen.key_averages()}) == (attention in ("default", "flash"))
+        with torch.profiler.profile() as seen:
+            kit.decode(random(2, 4, 8, 8))
+        assert flash in {event.key for event in seen.key_averages()}
+        made.append(prompts_only.sample(kit, plan, text, 3.0, 3).int())
+    assert (made[0] - made[1]).abs().max() <= 1
+
+
+def test_attention_and_checkpointing_go_together(tiny_kit: Path) -> None:
+    """What is computed again is computed by the same implementation: the same gradient to the bit."""
+    gradients = []
+    for checkpointing in ("off", "on"):
+        kit = load_engine(str(tiny_kit), CPU, settings(attention="math", checkpointing=checkpointing))
+        z = random(2, 4, 8, 8).requires_grad_()
+        gradients.append(torch.autograd.grad(kit.eps(z, torch.tensor(500), kit.text(["x"] * 2)).square().sum(), z)[0])
+    assert torch.equal(*gradients)
 
 
 def test_a_memory_format_changes_no_image(tiny_kit: Path) -> None:

@@ -1,19 +1,22 @@
-"""The kit as the server samples with it: precision, memory format, compilation, solver.
+"""The kit as the server samples with it: precision, attention, memory format, compilation, solver.
 
-*Exact* are float32 and checkpointing; *equivalent* are the memory formats, the 16-bit types and compilation, which differ by rounding;
-*approximate* are another solver than DDIM, a guidance interval, feature caching and a small decoder for the guidance.
+*Exact* are float32 and checkpointing; *equivalent* are the 16-bit types, the attention's implementations, the memory formats and compilation, which
+differ by rounding; *approximate* are another solver than DDIM, a guidance interval, feature caching and a small decoder for the guidance.
 """
 
 import json
 import os
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 from filelock import FileLock
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osfl.config import SynthesisConfig
 from osfl.devices import saves_memory
@@ -23,57 +26,98 @@ from osfl.kits import SMALL_DECODER, kit_digest
 from server_app.synthesis.caching import cache_features
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 REPEATS = 5  # passes that are timed, after two that are not
 
 
 def load_engine(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     """Load a kit for sampling.
 
-    Where the config says `auto`, the faster one of what there is, by a measurement that is made once for a device, kit, type and batch and kept in
-    `calibration.json` in the cache folder ($OSFL_CACHE, else ~/.osfl/cache).
+    Where the config says `auto`, the fastest one of what there is, setting by setting, by a measurement that is made once for a device, kit and batch
+    and kept in `calibration.json` in the cache folder ($OSFL_CACHE, else ~/.osfl/cache).
 
     Raises:
         KitError: as `load_kit`.
     """
-    kit = load_kit(source, device, DTYPES[settings.dtype])
-    kit = replace(kit, sampling=Sampling(settings.solver, settings.guided_from, settings.guided_to))
-    if settings.small_decoder:
-        where = (source, kit, SMALL_DECODER) if settings.small_decoder == "kit" else (settings.small_decoder, kit)
-        kit = replace(kit, small_decoder=load_small_decoder(*where))
-    if saves_memory(settings.checkpointing, device):
-        kit.checkpointed()
-    if settings.cache_interval > 1:
-        cache_features(kit, settings.cache_interval)
-    formats = ("contiguous", "channels-last") if settings.memory_format == "auto" else (settings.memory_format,)
-    # Compilation on a CPU wants a C++ compiler, and minutes.
-    compiled = (
-        ("off", "on") if settings.compile == "auto" and device.type == "cuda" else (settings.compile.replace("auto", "off"),)
-    )
-    candidates = list(product(formats, compiled))
-    if len(candidates) == 1:
-        return _prepare(kit, *candidates[0])
-    key = f"{kit_digest(source)} {_device_name(device)} {settings.dtype} {settings.unit_size} torch {torch.__version__} {candidates}"
-    return _prepare(kit, *_calibrated(kit, candidates, 2 * settings.unit_size, key))
+    if not (options := _options(device, settings)):
+        return _load(source, device, settings)
+    given = {name: getattr(settings, name) for name in ("dtype", "attention", "memory_format", "compile")}
+    key = f"{kit_digest(source)} {_device_name(device)} batch {2 * settings.unit_size} torch {torch.__version__} {given}"
+
+    def seconds(chosen: Mapping[str, Any]) -> float:
+        return _seconds(_load(source, device, replace(settings, **chosen)), 2 * settings.unit_size)
+
+    return _load(source, device, replace(settings, **_calibrated(seconds, options, key)))
 
 
-def _calibrated(kit: Kit, candidates: list[tuple[str, str]], batch: int, key: str) -> tuple[str, str]:
+def _options(device: torch.device, settings: SynthesisConfig) -> dict[str, tuple[str, ...]]:
+    """What there is to choose from, for every setting that is `auto`."""
+    gpu = device.type == "cuda"
+    options = {
+        "dtype": ("float32", "bfloat16"),
+        "attention": ("default", "flash", "cudnn", "efficient") if gpu else ("default", "math"),
+        "memory_format": ("contiguous", "channels-last"),
+        "compile": ("off", "on") if gpu else ("off",),  # on a CPU it wants a C++ compiler, and minutes
+    }
+    return {name: values for name, values in options.items() if getattr(settings, name) == "auto"}
+
+
+def _calibrated(
+    seconds: Callable[[Mapping[str, Any]], float], options: Mapping[str, tuple[str, ...]], key: str
+) -> dict[str, Any]:
+    """The fastest value of one setting after the other, the later ones at their first value meanwhile."""
     file = Path(os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / "calibration.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_suffix(".lock")):  # of several workers, one measures
         known = json.loads(file.read_text()) if file.is_file() else {}
         if key not in known:
-            seconds = {" ".join(candidate): _seconds(_prepare(kit, *candidate), batch) for candidate in candidates}
-            known[key] = {"seconds a pass": seconds, "choice": min(seconds, key=lambda name: seconds[name]).split()}
+            choice, measured = {name: values[0] for name, values in options.items()}, {}
+            for name, values in options.items():
+                if len(values) > 1:
+                    measured[name] = {value: seconds(choice | {name: value}) for value in values}
+                    choice[name] = min(values, key=measured[name].__getitem__)
+            known[key] = {"seconds a pass": measured, "choice": choice}
             write_atomically(file, (json.dumps(known, indent=1) + "\n").encode())
-    memory_format, compiled = known[key]["choice"]
-    return memory_format, compiled
+    return known[key]["choice"]
 
 
-def _prepare(kit: Kit, memory_format: str, compiled: str) -> Kit:
-    layout = torch.channels_last if memory_format == "channels-last" else torch.contiguous_format
+def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
+    """By settings of which none is `auto`, but that of checkpointing."""
+    kit = load_kit(source, device, DTYPES[settings.dtype])
+    kit = replace(kit, sampling=Sampling(settings.solver, settings.guided_from, settings.guided_to))
+    if settings.small_decoder:
+        where = (source, kit, SMALL_DECODER) if settings.small_decoder == "kit" else (settings.small_decoder, kit)
+        kit = replace(kit, small_decoder=load_small_decoder(*where))
+    if settings.attention != "default":
+        kit.unet.set_attn_processor(_Attention(ATTENTION[settings.attention]))
+    if saves_memory(settings.checkpointing, device):
+        kit.checkpointed()
+    if settings.cache_interval > 1:
+        cache_features(kit, settings.cache_interval)
+    layout = torch.channels_last if settings.memory_format == "channels-last" else torch.contiguous_format
     for network in (kit.unet, kit.vae):
         network.to(memory_format=layout)
-    return replace(kit, unet=torch.compile(kit.unet)) if compiled == "on" else kit
+    return replace(kit, unet=torch.compile(kit.unet)) if settings.compile == "on" else kit
+
+
+class _Attention(AttnProcessor2_0):
+    """Attention by one of torch's implementations, or by plain mathematics where that one cannot (float32 in flash attention, say).
+
+    In the processor and not around the UNet, so that activations which are computed again for a gradient are computed alike.
+    """
+
+    def __init__(self, backend: SDPBackend):
+        super().__init__()
+        self._backends = [backend, SDPBackend.MATH]
+
+    def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
+        with sdpa_kernel(self._backends):
+            return super().__call__(*args, **named)
 
 
 @torch.no_grad()
