@@ -2,6 +2,7 @@
 
 python -m benchmarks.engine sampling      # a batch against diffusers' own pipeline, one image at a time and batched; parity
 python -m benchmarks.engine descriptions  # ten classes at once against a loop of batch 1 that encodes in every step
+python -m benchmarks.engine choices       # precision, attention, memory format, compilation
 python -m benchmarks.engine workers       # one and two real workers; 1 to 40 that only sleep; one that is ten times as slow
 python -m benchmarks.engine kills         # 20 times kill -9 of workers and server while it draws, against a quiet run
 python -m benchmarks.engine scan          # how soon a run with 100,000 images knows that all are there
@@ -49,10 +50,11 @@ from server_app.methods import prompts_only
 from server_app.run_folder import open_run_folder
 from server_app.status import Status
 from server_app.synthesis import images
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, Unit, cut_units, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim
-from server_app.synthesis.workers import Sample, sample_units
+from server_app.synthesis.workers import Sample, _threads, sample_units
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "engine"
@@ -118,6 +120,32 @@ def sampling() -> Rows:
         {"diffusers' pipeline": what, **paired(ours, lambda n=n: theirs(n)), "latents differ": f"{difference:.1e}"}
         for n, what in sizes.items()
     ]
+
+
+def choices() -> Rows:
+    """A UNet pass of sixty images with guidance, by what `synthesis` lets choose, against the default: float32, contiguous, eager, torch's own attention."""
+    tried = {
+        "the default again": {},
+        "channels-last": {"memory_format": "channels-last"},
+        "attention by plain mathematics": {"attention": "math"},
+        "bfloat16": {"dtype": "bfloat16"},
+        "compiled": {"compile": "on"},
+        "one of two threads": {"threads": 1},
+    }
+
+    @torch.no_grad()
+    def passing(**given: object) -> Callable[[], object]:
+        kit = load_engine(find_kit("kits/digits"), CPU, replace(config_with().synthesis, **given))
+        z, c = torch.randn(120, *kit.latent_shape), kit.text([""]).expand(120, -1, -1)
+
+        def act() -> None:
+            with torch.no_grad(), _threads(given.get("threads", 0)):
+                kit.eps(z, torch.tensor(500), c)
+
+        return act
+
+    default = passing()
+    return [{"UNet, 120 rows": what, **paired(passing(**given), default)} for what, given in tried.items()]
 
 
 def descriptions() -> Rows:
@@ -417,6 +445,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = {
         "sampling": sampling,
+        "choices": choices,
         "descriptions": descriptions,
         "workers": workers,
         "kills": kills,
