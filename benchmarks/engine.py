@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import psutil
@@ -60,7 +60,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "engine"
 CPU = torch.device("cpu")
 PAIRS = 7
-WORKER_TURNS = 5
+WORKER_TURNS = 3
 Rows = list[dict[str, Any]]
 
 
@@ -192,31 +192,26 @@ def textual_inversion_step(kit: Kit, pixels: torch.Tensor, c: torch.Tensor, opti
 def workers() -> Rows:
     """Units a second from the moment when every worker has given its first, until the last are handed out.
 
-    Two busy cores of one machine can each be slower than one alone, which no scheduler changes: so two processes that share nothing, not even
-    Ray, are measured beside, in turns with the rest.
+    Busy: the share of that time in which the workers sample, which is what the scheduling can change. Two busy cores of one machine are each slower
+    than one alone: two processes that share nothing, not even Ray, are measured too, in turns with the workers.
     """
     rows: Rows = []
-    job = job_of("workers", per_class=20)
+    job = job_of("workers", per_class=24)
     make = partial(_stamped_prompts_only, job)
-    measured: dict[tuple[str, int], list[float]] = {}
+    apart: dict[int, list[float]] = {1: [], 2: []}
+    by_ray: dict[int, list[dict[str, float]]] = {1: [], 2: []}
     for _ in range(WORKER_TURNS):
         for count in (1, 2):
-            measured.setdefault(("separate processes", count), []).append(separate(make, units_of(job, 10), count))
-            measured.setdefault(("Ray workers", count), []).append(rate(make, units_of(job, 10), count)["units a s"])
-    for what in ("separate processes", "Ray workers"):
-        alone, two = measured[what, 1], measured[what, 2]
-        ratios = sorted(b / 2 / a for a, b in zip(alone, two, strict=True))
-        rows += [
-            {"workers": 1, "what": f"digits, one thread each, {what}", "units a s": round(median(alone), 3)},
-            {
-                "workers": 2,
-                "what": f"digits, one thread each, {what}",
-                "units a s": round(median(two), 3),
-                "efficiency": round(median(ratios), 3),
-                "from": round(ratios[0], 3),
-                "to": round(ratios[-1], 3),
-            },
-        ]
+            apart[count].append(separate(make, units_of(job, 10), count))
+            by_ray[count].append(rate(make, units_of(job, 10), count))
+    for count in (1, 2):
+        what = "digits, one thread each, in processes without Ray"
+        rows.append({"workers": count, "what": what, "units a s": round(median(apart[count]), 3)})
+    rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
+    for count in (1, 2):
+        units_a_s, busy = (median(row[name] for row in by_ray[count]) for name in ("units a s", "busy"))
+        rows.append({"workers": count, "what": "digits, one thread each", "units a s": units_a_s, "busy": busy})
+    rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
     alone = 0.0
     for count in (1, 4, 16, 40):  # each has torch in its memory: 64 are too many for 24 GB
         units = units_of(job_of(f"sleep-{count}", per_class=30 * count), 10)
@@ -288,18 +283,27 @@ def sleeping(seconds: float, slow: Path | None = None) -> Sample:
     return sample
 
 
-def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> dict[str, object]:
-    """Units a second in the steady state, and the seconds from then to the end."""
+def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> dict[str, float]:
+    """Units a second in the steady state; the share of that time in which the workers sample; the seconds from then to the end."""
     settings = replace(config_with().synthesis, workers=count, threads=1)
     (WORK / "who is slow").unlink(missing_ok=True)
     seen: set[bytes] = set()
-    times = []
-    for _, pixels, _ in sample_units(make_sampler, units, CPU, settings):
-        seen.add(bytes(pixels[0, 0, 0, :4].tolist()))
+    given: list[tuple[float, bytes, float]] = []  # when, by whom, after how many seconds of sampling
+    for _, pixels, seconds in sample_units(make_sampler, units, CPU, settings):
+        who = bytes(pixels[0, 0, 0, :4].tolist())
+        seen.add(who)
         if len(seen) == count:
-            times.append(time.monotonic())
-    steady = times[: len(times) - 2 * count]
-    return {"units a s": round((len(steady) - 1) / (steady[-1] - steady[0]), 3), "seconds": round(times[-1] - times[0], 1)}
+            given.append((time.monotonic(), who, seconds))
+    steady = given[: len(given) - 2 * count]
+    busy = []
+    for worker in seen:
+        own = [(at, took) for at, who, took in steady if who == worker]
+        busy += [sum(took for _, took in own[1:]) / (own[-1][0] - own[0][0])] if len(own) > 1 else []
+    return {
+        "units a s": round((len(steady) - 1) / (steady[-1][0] - steady[0][0]), 3),
+        "busy": round(mean(busy), 4),
+        "seconds": round(given[-1][0] - given[0][0], 1),
+    }
 
 
 def job_of(name: str, per_class: int, folder: Path | None = None, **settings: object) -> ServerJob:
@@ -423,7 +427,7 @@ def memory() -> Rows:
             text=True,
             env=os.environ | KEEP_MEMORY,
         )
-        rows.append({"images": 10 * count, "peak MB": float(done.stdout.split()[-1])})
+        rows.append({"images": 10 * count, "peak MB": round(float(done.stdout.split()[-1]))})
     rows[1]["times the memory"] = round(rows[1]["peak MB"] / rows[0]["peak MB"], 3)
     return rows
 

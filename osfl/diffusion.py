@@ -6,13 +6,15 @@ A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_enc
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.embeddings import get_timestep_embedding
 from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from safetensors import SafetensorError
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osfl.encoders import ImageEncoder, TextEncoder, load_text_encoder, text_shape
 from osfl.kits import DIFFUSION_PARTS, KitError, check_kit
@@ -99,6 +101,29 @@ class Kit:
         for network in (self.unet, self.vae):
             network.enable_gradient_checkpointing()
         return self
+
+
+class Attention(AttnProcessor2_0):
+    """A UNet's attention by one of torch's implementations, or by plain mathematics where that one cannot (flash attention in float32 on a GPU, say).
+
+    In the processor and not around the UNet, so that activations which are computed again for a gradient are computed alike.
+    """
+
+    IMPLEMENTATIONS: ClassVar = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+
+    def __init__(self, implementation: str):
+        super().__init__()
+        self._backends = [self.IMPLEMENTATIONS[implementation], SDPBackend.MATH]
+
+    def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
+        """As diffusers' own."""
+        with sdpa_kernel(self._backends):
+            return super().__call__(*args, **named)
 
 
 def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Kit:

@@ -11,7 +11,7 @@ from conftest import quick
 
 from osfl.classifiers import build_classifier
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
-from osfl.diffusion import Kit, Sampling, load_kit, load_pipeline, new_solver
+from osfl.diffusion import Attention, Kit, Sampling, load_kit, load_pipeline, new_solver
 from osfl.kits import KitError
 from osfl.report import gather
 from server_app.app import check_server
@@ -124,7 +124,7 @@ def test_every_setting_is_measured_with_what_was_chosen_before(
     seen: list[tuple[torch.dtype, bool, bool]] = []
 
     def seconds(kit: Kit, batch: int) -> float:
-        by_hand = [isinstance(processor, engine._Attention) for processor in kit.unet.attn_processors.values()]
+        by_hand = [isinstance(processor, Attention) for processor in kit.unet.attn_processors.values()]
         channels_last = kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
         seen.append((kit.dtype, all(by_hand), channels_last))
         return [2.0, 1.0, 1.0, 2.0, 2.0, 1.0][len(seen) - 1]

@@ -14,24 +14,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0
 from filelock import FileLock
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osfl.config import SynthesisConfig
 from osfl.devices import saves_memory
-from osfl.diffusion import Kit, Sampling, load_kit, load_small_decoder
+from osfl.diffusion import Attention, Kit, Sampling, load_kit, load_small_decoder
 from osfl.files import write_atomically
 from osfl.kits import SMALL_DECODER, kit_digest
 from server_app.synthesis.caching import cache_features
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 REPEATS = 5  # passes that are timed, after two that are not
 
 
@@ -94,7 +86,7 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
         where = (source, kit, SMALL_DECODER) if settings.small_decoder == "kit" else (settings.small_decoder, kit)
         kit = replace(kit, small_decoder=load_small_decoder(*where))
     if settings.attention != "default":
-        kit.unet.set_attn_processor(_Attention(ATTENTION[settings.attention]))
+        kit.unet.set_attn_processor(Attention(settings.attention))
     if saves_memory(settings.checkpointing, device):
         kit.checkpointed()
     if settings.cache_interval > 1:
@@ -103,21 +95,6 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     for network in (kit.unet, kit.vae):
         network.to(memory_format=layout)
     return replace(kit, unet=torch.compile(kit.unet)) if settings.compile == "on" else kit
-
-
-class _Attention(AttnProcessor2_0):
-    """Attention by one of torch's implementations, or by plain mathematics where that one cannot (float32 in flash attention, say).
-
-    In the processor and not around the UNet, so that activations which are computed again for a gradient are computed alike.
-    """
-
-    def __init__(self, backend: SDPBackend):
-        super().__init__()
-        self._backends = [backend, SDPBackend.MATH]
-
-    def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
-        with sdpa_kernel(self._backends):
-            return super().__call__(*args, **named)
 
 
 @torch.no_grad()
