@@ -14,7 +14,6 @@ Ratios are of pairs A B A B in one process; with seven pairs, their median lies 
 import argparse
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -24,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -192,30 +190,24 @@ def textual_inversion_step(kit: Kit, pixels: torch.Tensor, c: torch.Tensor, opti
 def workers() -> Rows:
     """Units a second from the moment when every worker has given its first, until the last are handed out.
 
-    Busy: the share of that time in which the workers sample, which is what the scheduling can change. Two busy cores of one machine are each slower
-    than one alone: two processes that share nothing, not even Ray, are measured too, in turns with the workers.
+    Busy: the share of that time in which a worker samples. Of a core: its CPU time in it, which says the same of a machine whose speed changes meanwhile,
+    and what Ray's own processes take from it.
     """
     rows: Rows = []
-    job = job_of("workers", per_class=24)
-    make = partial(_stamped_prompts_only, job)
-    apart: dict[int, list[float]] = {1: [], 2: []}
-    by_ray: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+    job, real = job_of("workers", per_class=24), prompts_only._sampler
+    measured: dict[int, Rows] = {1: [], 2: []}
     for _ in range(WORKER_TURNS):
-        for count in (1, 2):
-            apart[count].append(separate(make, units_of(job, 10), count))
-            by_ray[count].append(rate(make, units_of(job, 10), count))
-    for count in (1, 2):
-        what = "digits, one thread each, in processes without Ray"
-        rows.append({"workers": count, "what": what, "units a s": round(median(apart[count]), 3)})
-    rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
-    for count in (1, 2):
-        units_a_s, busy = (median(row[name] for row in by_ray[count]) for name in ("units a s", "busy"))
-        rows.append({"workers": count, "what": "digits, one thread each", "units a s": units_a_s, "busy": busy})
+        for count, found in measured.items():
+            found.append(rate(lambda device: stamped(real(job, device)), units_of(job, 10), count))
+    for count, found in measured.items():
+        row = {name: round(median(one[name] for one in found), 4) for name in found[0]}
+        rows.append({"workers": count, "what": "digits, one thread each", **row})
     rows[-1]["efficiency"] = round(rows[-1]["units a s"] / 2 / rows[-2]["units a s"], 3)
     alone = 0.0
     for count in (1, 4, 16, 40):  # each has torch in its memory: 64 are too many for 24 GB
         units = units_of(job_of(f"sleep-{count}", per_class=30 * count), 10)
         row = {"workers": count, "what": "sleeping 2 s a unit", **rate(lambda device: stamped(sleeping(2.0)), units, count)}
+        del row["of a core"]
         alone = alone or row["units a s"]
         rows.append({**row, "efficiency": round(row["units a s"] / count / alone, 3)})
     units = units_of(job_of("slow", per_class=400), 10)
@@ -229,35 +221,6 @@ def workers() -> Rows:
         }
     )
     return rows
-
-
-def _stamped_prompts_only(job: ServerJob, device: torch.device) -> Sample:
-    return stamped(prompts_only._sampler(job, device))
-
-
-def separate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> float:
-    """Units a second of so many processes that know nothing of each other, each in its own turn of 20 s."""
-    context = multiprocessing.get_context("spawn")
-    barrier, rates = context.Barrier(count), context.Queue()
-    processes = [context.Process(target=_draw_alone, args=(make_sampler, units, barrier, rates)) for _ in range(count)]
-    for process in processes:
-        process.start()
-    total = sum(rates.get() for _ in processes)
-    for process in processes:
-        process.join()
-    return total
-
-
-def _draw_alone(make_sampler: Callable[[torch.device], Sample], units: list[Unit], barrier: Any, rates: Any) -> None:
-    torch.set_num_threads(1)
-    sample = make_sampler(CPU)
-    sample(units[0].jobs)
-    barrier.wait()
-    watch, done = Stopwatch(), 0
-    while watch.seconds < 20:
-        sample(units[done % len(units)].jobs)
-        done += 1
-    rates.put(done / watch.seconds)
 
 
 def stamped(sample: Sample) -> Sample:
@@ -283,26 +246,32 @@ def sleeping(seconds: float, slow: Path | None = None) -> Sample:
     return sample
 
 
-def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> dict[str, float]:
-    """Units a second in the steady state; the share of that time in which the workers sample; the seconds from then to the end."""
+def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> dict[str, Any]:
+    """Units a second in the steady state; what a worker's part in it is; the seconds from then to the end."""
     settings = replace(config_with().synthesis, workers=count, threads=1)
     (WORK / "who is slow").unlink(missing_ok=True)
-    seen: set[bytes] = set()
-    given: list[tuple[float, bytes, float]] = []  # when, by whom, after how many seconds of sampling
+    given: dict[
+        int, list[tuple[float, float, float]]
+    ] = {}  # by process: when, after how many seconds of sampling, of the CPU's so far
+    order: list[tuple[float, int]] = []
     for _, pixels, seconds in sample_units(make_sampler, units, CPU, settings):
-        who = bytes(pixels[0, 0, 0, :4].tolist())
-        seen.add(who)
-        if len(seen) == count:
-            given.append((time.monotonic(), who, seconds))
-    steady = given[: len(given) - 2 * count]
-    busy = []
-    for worker in seen:
-        own = [(at, took) for at, who, took in steady if who == worker]
-        busy += [sum(took for _, took in own[1:]) / (own[-1][0] - own[0][0])] if len(own) > 1 else []
+        pid = int.from_bytes(bytes(pixels[0, 0, 0, :4].tolist()), "little")
+        now = time.monotonic()
+        given.setdefault(pid, []).append((now, seconds, sum(psutil.Process(pid).cpu_times()[:2])))
+        order += [(now, pid)] if len(given) == count else []
+    steady = order[: len(order) - 2 * count]
+    (begin, _), (end, _) = steady[0], steady[-1]
+    shares = []
+    for rows in given.values():
+        own = [row for row in rows if begin <= row[0] <= end]
+        if len(own) > 1:
+            lasted = own[-1][0] - own[0][0]
+            shares.append((sum(seconds for _, seconds, _ in own[1:]) / lasted, (own[-1][2] - own[0][2]) / lasted))
     return {
-        "units a s": round((len(steady) - 1) / (steady[-1][0] - steady[0][0]), 3),
-        "busy": round(mean(busy), 4),
-        "seconds": round(given[-1][0] - given[0][0], 1),
+        "units a s": round((len(steady) - 1) / (end - begin), 3),
+        "busy": round(mean(busy for busy, _ in shares), 4),
+        "of a core": round(mean(core for _, core in shares), 4),
+        "seconds": round(order[-1][0] - begin, 1),
     }
 
 
