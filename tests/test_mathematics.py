@@ -9,7 +9,7 @@ from torch import nn
 
 from osfl.classifiers import MEAN, STD, pack, unpack
 from osfl.diffusion import Kit, Sampling, forward_noise, load_kit
-from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide, implied_image
+from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide
 from server_app.synthesis.samplers import ddim, ddim_step, x0hat
 from server_app.training import mean_teacher, own_teacher
 
@@ -149,7 +149,7 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
 
     def loss(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         e = compose(exact, z, t, c0, conditions)
-        return e, classifier_loss(teacher, implied_image(exact, z, e, a_t), labels, 1.0, 0.1)
+        return e, classifier_loss(teacher, exact.decode(x0hat(z, e, a_t)), labels, 1.0, 0.1)
 
     z = (0.3 * torch.randn(2, 4, 8, 8, dtype=torch.float64)).requires_grad_()
     e, value = loss(z)
@@ -176,7 +176,7 @@ def test_guided_loss_falls_along_the_whole_sampling(exact: Kit) -> None:
         def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             z = z.detach().requires_grad_()
             e, a_t = compose(exact, z, t, c0, []), exact.alphas_cumprod[t].double()
-            value = classifier_loss(teacher, implied_image(exact, z, e, a_t), labels, 1.0, 0.0)
+            value = classifier_loss(teacher, exact.decode(x0hat(z, e, a_t)), labels, 1.0, 0.0)
             return guide(z, e, a_t, value, scale)
 
         z = ddim(exact, start, 6, predict)

@@ -252,6 +252,23 @@ def test_what_guides_a_classifiers_images(tiny_kit, monkeypatch, gradient: str) 
     assert differentiable == (gradient == "full")
 
 
+def test_the_gradient_at_x0_takes_the_latents_as_standard_normal(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Where e does not depend on z, x0hat = z / sqrt(a_t) + ..., whose own derivative is 1 / sqrt(a_t); in place of it stands sqrt(a_t)."""
+    monkeypatch.setattr(fedlmg, "compose", lambda kit, z, t, c0, conditions: torch.full_like(z, 0.1))
+    kit, teachers = load_kit(tiny_kit), {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)}
+    prompts, t = kit.text([f"an image of {name}" for name in CLASSES]), torch.tensor(501)
+    losses, gradients = [], []
+    for gradient in ("full", "x0"):
+        settings = config_of(tiny_kit, fedlmg__gradient=gradient).fedlmg
+        z = initial_noise(PLAN, kit.latent_shape, CPU).requires_grad_()
+        _, loss = fedlmg.guidance_loss(kit, PLAN, prompts, teachers, settings, None)(z, t)
+        losses.append(loss)
+        gradients.append(torch.autograd.grad(loss.sum(), z)[0])
+    assert torch.equal(*losses)
+    assert gradients[0].abs().max() > 0
+    assert torch.allclose(gradients[1], kit.alphas_cumprod[501] * gradients[0], rtol=1e-4, atol=1e-7)
+
+
 def test_fedcado_edits_at_the_first_timestep(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     edits = []
     monkeypatch.setattr(fedcado, "edit_noise", lambda z, t, loss_at, *rest: (edits.append((int(t), *rest)), z)[1])

@@ -13,7 +13,8 @@ Differences from the paper:
 4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its gradient.
 5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it; `fedlmg.teacher-mean = "plain"` is theirs.
 6. Theirs, eq. 12 and 13: KL(student || teacher) as printed. Ours: KL(teacher || student), as distillation is usually written.
-7. Option `fedlmg.gradient = "x0"`: the UNet's prediction is held constant in the gradient; half the cost, approximate.
+7. Option `fedlmg.gradient = "x0"`: no gradient through the UNet; half the cost, approximate. In its place d x0hat / dz = sqrt(a_t) I, as of data from
+   N(0, I), which latents are about. (With e held constant it would be I / sqrt(a_t), 200 times too much at t = T: no image came of it.)
 """
 
 import warnings
@@ -29,10 +30,10 @@ from osfl.diffusion import Kit
 from osfl.payloads import Classifier, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine
-from server_app.synthesis.guidance import Condition, Teacher, as_teacher, classifier_loss, compose, guide, implied_image
+from server_app.synthesis.guidance import Condition, Teacher, as_teacher, classifier_loss, compose, guide
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import Predict, denoise, to_images
+from server_app.synthesis.samplers import Predict, denoise, to_images, x0hat
 from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
 
@@ -123,7 +124,10 @@ def guidance_loss(
         with torch.set_grad_enabled(settings.gradient == "full"):
             e = compose(kit, z, t, c0, condition)
         # 2. L(z, t) = CE(F_k(D(x0hat)), y) + lambda L_BN, each row by its own client's classifier
-        x = implied_image(kit, z, e, kit.alphas_cumprod[t])
+        x0 = x0hat(z, e, kit.alphas_cumprod[t])
+        if settings.gradient == "x0":
+            x0 = x0.detach() + kit.alphas_cumprod[t].sqrt() * (z - z.detach())  # the same x0hat, its gradient sqrt(a_t)
+        x = kit.decode_for_guidance(x0)
         loss = torch.zeros(len(z), device=z.device)
         for client, rows in rows_of.items():
             weights, over = (settings.classifier_weight, settings.bn_weight), settings.bn_statistics

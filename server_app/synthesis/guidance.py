@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from osfl.classifiers import normalise
 from osfl.diffusion import Kit
-from server_app.synthesis.samplers import x0hat
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,3 @@ def guide(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tenso
     """
     (gradient,) = torch.autograd.grad(loss.sum(), z)
     return e.detach() + scale * (1 - a_t).sqrt() * gradient
-
-
-def implied_image(kit: Kit, z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
-    """D(x0hat(z, t, e)): the image that a noise prediction implies, [B, 3, H, W] in about [-1, 1]; by the small decoder where there is one."""
-    return kit.decode_for_guidance(x0hat(z, e, a_t))
