@@ -104,7 +104,7 @@ class Kit:
 
 
 class Attention(AttnProcessor2_0):
-    """A UNet's attention by one of torch's implementations, or by plain mathematics where that one cannot (flash attention in float32 on a GPU, say).
+    """A UNet's attention by one of torch's implementations, or by another where that one cannot (flash attention in float32 on a GPU, say).
 
     In the processor and not around the UNet, so that activations which are computed again for a gradient are computed alike.
     """
@@ -118,11 +118,13 @@ class Attention(AttnProcessor2_0):
 
     def __init__(self, implementation: str):
         super().__init__()
-        self._backends = [self.IMPLEMENTATIONS[implementation], SDPBackend.MATH]
+        first = self.IMPLEMENTATIONS[implementation]
+        others = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the latter's memory grows with the square of the length
+        self._backends = [first, *(other for other in others if other != first)]
 
     def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
         """As diffusers' own."""
-        with sdpa_kernel(self._backends):
+        with sdpa_kernel(self._backends, set_priority=True):
             return super().__call__(*args, **named)
 
 

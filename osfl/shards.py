@@ -1,5 +1,6 @@
 """A run's synthetic images as WebDataset shards: tar files that a training elsewhere reads in sequence."""
 
+import hashlib
 import io
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from osfl.config import ConfigError
+from osfl.files import write_atomically
 from osfl.verify import picture_problem
 
 
@@ -23,7 +25,7 @@ def write_shards(
 
     Args:
         run: the run's folder.
-        out: folder of the shards, `00000.tar` and so on.
+        out: folder of the shards, `00000.tar` and so on, and of `shards.json`, which says what they are of.
         size: images in a shard.
         progress: called with (images written, images in all).
 
@@ -34,12 +36,15 @@ def write_shards(
     if not manifest.is_file():
         raise ConfigError(f"{manifest} does not exist; the run has not finished its synthesis, or its method draws no images")
     rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    of, about = out / "shards.json", {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size}
+    known = json.loads(of.read_text()) if of.is_file() else None
+    if known != about and (known or any(out.glob("*.tar"))):
+        raise ConfigError(f"{out} has shards of another run, or of another size; name an empty folder")
     random.Random(0).shuffle(rows)
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
     files = [out / f"{number:05d}.tar" for number in range(len(groups))]
-    if strangers := sorted(set(out.glob("*.tar")) - set(files)):
-        raise ConfigError(f"{strangers[0]} is none of the {len(files)} shards of this run; name an empty folder")
     out.mkdir(parents=True, exist_ok=True)
+    write_atomically(of, json.dumps(about).encode())
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
         _write_shard(run, file, group, number * size)
         progress(min((number + 1) * size, len(rows)), len(rows))

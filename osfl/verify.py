@@ -27,7 +27,7 @@ def read_picture(file: Path) -> torch.Tensor | None:
     try:
         with Image.open(file) as image:
             return pil_to_tensor(image)
-    except (OSError, SyntaxError):  # PIL raises both
+    except (OSError, SyntaxError, ValueError):  # PIL raises all three
         return None
 
 
@@ -43,14 +43,19 @@ def verify_run(folder: Path, progress: Callable[[int, int], None] = lambda done,
         folder: `runs/<job id>`; the run may be going on.
         progress: called with (images read, images in all).
     """
-    pictures = [json.loads(line) for file in (folder / "units").glob("*.jsonl") for line in file.read_text().splitlines()]
+    pictures, wrong, good = [], [], 0
+    for unit in sorted((folder / "units").glob("*.jsonl")):
+        try:
+            pictures += [json.loads(line) for line in unit.read_text().splitlines()]
+        except ValueError:
+            wrong.append(f"units/{unit.name} is not as it was written")
     pictures.sort(key=lambda row: row["file"])
-    wrong = []
     with ThreadPoolExecutor() as readers:
         for done, problem in enumerate(readers.map(lambda row: picture_problem(folder, row), pictures), start=1):
             wrong += [problem] if problem else []
+            good += not problem
             progress(done, len(pictures))
-    images = Finding("images", len(pictures) - len(wrong), tuple(wrong))
+    images = Finding("images", good, tuple(wrong))
     return [
         _of_files("payloads", folder, ".pb"),
         images,

@@ -93,10 +93,10 @@ def check_server(config: RunConfig) -> None:
     Raises:
         ConfigError, ClassifierError, KitError, FileNotFoundError: no such device, kit, architecture or initialisation.
     """
-    pick_device(config.device)
+    device = pick_device(config.device)
     method, classes = METHODS[config.method], len(class_names(config.data))
     if method.samples:
-        check_workers(config.synthesis)
+        check_workers(config.synthesis, device)
         check_kit(kit := find_kit(config.sampling_kit), DIFFUSION_PARTS)
         if not Path(kit).is_dir():  # a hub id with a slip in it, or without a network
             shapes_of_kit(kit)

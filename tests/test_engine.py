@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import quick
+from test_round import start
 
 from osfl.classifiers import build_classifier
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
+from osfl.devices import saves_memory
 from osfl.diffusion import Attention, Kit, Sampling, load_kit, load_pipeline, new_solver
 from osfl.kits import KitError
 from osfl.report import gather
@@ -20,7 +22,7 @@ from server_app.synthesis import engine
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, as_teacher, compose
 from server_app.synthesis.plan import plan_images
-from server_app.synthesis.samplers import denoise, first_timestep
+from server_app.synthesis.samplers import denoise, first_timestep, to_images
 
 CPU = torch.device("cpu")
 
@@ -77,6 +79,12 @@ def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.Monke
         assert torch.allclose(both, e0 + 3 * (e1 - e0) + (e2 - e0) if guided else 0.75 * e1 + 0.25 * e2, atol=1e-5)
 
 
+def test_outside_the_interval_an_image_still_conditions(tiny_unclip: Path) -> None:
+    kit, z, t = replace(load_kit(tiny_unclip), sampling=Sampling("ddim", 200, 800)), random(2, 4, 8, 8), torch.tensor(900)
+    c, image = random(2, *kit.text.shape, seed=1), random(2, kit.unet.config.projection_class_embeddings_input_dim, seed=2)
+    assert torch.allclose(compose(kit, z, t, kit.text([""]), [Condition(c, 3.0, image)]), kit.eps(z, t, c, image), atol=1e-6)
+
+
 def test_without_guidance_an_interval_changes_nothing(tiny_kit: Path) -> None:
     """All scales 0: the empty prompt's prediction at every step."""
     kit, z = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), random(2, 4, 8, 8)
@@ -113,8 +121,55 @@ def test_the_faster_is_taken_and_remembered(tiny_kit: Path, home: Path, monkeypa
     given = iter([2.0, 1.0])
     monkeypatch.setattr(engine, "_seconds", lambda kit, batch: next(given))
     kit = load_engine(str(tiny_kit), CPU, replace(wanted, unit_size=2))
-    assert kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
-    assert len(json.loads((home / "cache" / "calibration.json").read_text())) == 2
+    for network in (kit.unet, kit.vae.decoder):
+        assert network.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    for name in ("kit_digest", "_device_name"):  # another kit, another card
+        given = iter([2.0, 1.0])
+        monkeypatch.setattr(engine, name, lambda of: "another")
+        load_engine(str(tiny_kit), CPU, wanted)
+    assert len(json.loads((home / "cache" / "calibration.json").read_text())) == 4
+
+
+def test_what_does_not_fit_into_memory_is_not_taken(tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(kit: Kit, batch: int) -> float:
+        if kit.dtype == torch.float32:
+            raise torch.OutOfMemoryError
+        return 1.0
+
+    monkeypatch.setattr(engine, "_seconds", seconds)
+    for _ in range(2):
+        assert load_engine(str(tiny_kit), CPU, settings(dtype="auto")).dtype == torch.bfloat16
+
+
+def test_what_a_gpu_lets_choose() -> None:
+    auto = settings(dtype="auto", attention="auto", memory_format="auto", compile="auto")
+    options = engine._options(torch.device("cuda"), auto)
+    assert options["attention"] == ("default", "flash", "cudnn", "efficient")
+    assert options["compile"] == ("off", "on")
+    assert all(saves_memory(how, torch.device(device)) for how, device in (("auto", "cuda"), ("on", "cpu"), ("on", "cuda")))
+    assert not any(saves_memory(how, torch.device(device)) for how, device in (("auto", "cpu"), ("off", "cuda")))
+
+
+def test_float32_is_not_tf32(tiny_kit: Path) -> None:
+    for dtype, tf32 in (("bfloat16", True), ("float32", False)):
+        load_engine(str(tiny_kit), CPU, settings(dtype=dtype))
+        assert torch.backends.cudnn.allow_tf32 == tf32
+
+
+def test_images_are_rounded_not_cut(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.5 (x + 1): -1 and below is 0, 0.0008 is 127.6, 1 and above 255."""
+    monkeypatch.setattr(Kit, "decode", lambda self, z: torch.tensor([-1.5, -1.0, 0.0008, 1.0, 1.5]).view(1, 1, 1, 5))
+    assert to_images(load_kit(tiny_kit), torch.zeros(1, 4, 8, 8)).flatten().tolist() == [0, 0, 128, 255, 255]
+
+
+def test_other_weights_of_a_small_decoder_are_other_images(tiny_kit: Path, home: Path, tmp_path: Path) -> None:
+    """In the same folder: a run that goes on makes them anew."""
+    units = []
+    for seed in (1, 2):
+        file = small_decoder(tmp_path / "small", seed=seed)
+        start(quick(method="fedlmg", kit=str(tiny_kit), synthesis__small_decoder=file))
+        units.append({unit.name for unit in (home / "runs" / "job" / "units").iterdir()})
+    assert not units[0] & units[1]
 
 
 def test_every_setting_is_measured_with_what_was_chosen_before(
@@ -230,13 +285,13 @@ def test_cached_features_do_not_go_from_unit_to_unit(tiny_kit: Path) -> None:
     assert torch.equal(made[0], made[2])
 
 
-def small_decoder(folder: Path, channels: int = 4, blocks: int = 3) -> str:
+def small_decoder(folder: Path, channels: int = 4, blocks: int = 3, seed: int = 0) -> str:
     """TAESD's format, untrained; each block but the last doubles the size."""
     from diffusers import AutoencoderTiny
 
     widths = (8,) * blocks
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         small = AutoencoderTiny(
             encoder_block_out_channels=widths,
             decoder_block_out_channels=widths,

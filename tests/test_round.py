@@ -258,6 +258,38 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     }
 
 
+def test_units_that_are_cut_or_of_another_payload_are_found_and_go(home: Path, tiny_kit: Path) -> None:
+    """The first unit's list of images is cut off; another, of the same image with other pixels, is as a replaced payload leaves it."""
+    config, folder = quick(method="feddeo", kit=str(tiny_kit)), home / "runs" / "job"
+    start(config)
+    good = files(folder, "images", "units", "manifest.jsonl")
+    first = sorted((folder / "units").glob("*.jsonl"))[0]
+    (folder / "units" / "0old.jsonl").write_text(
+        first.read_text().splitlines()[0].replace('"sha256": "', '"sha256": "0') + "\n"
+    )
+    first.write_text(first.read_text()[:-20])
+    done = CliRunner().invoke(cli, ["verify", str(folder)], env={"COLUMNS": "300", "TERM": "dumb"})
+    assert done.exit_code == 1
+    assert f"units/{first.name} is not as it was written" in done.output
+    assert "is another image than the one that was made" in done.output
+    start(config)
+    assert files(folder, "images", "units", "manifest.jsonl") == good
+    assert CliRunner().invoke(cli, ["verify", str(folder)]).exit_code == 0
+
+
+def test_a_disk_that_never_gives_back_an_image_ends_the_run(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, commit = [], synthesis_images._commit
+    monkeypatch.setattr(
+        synthesis_images, "_commit", lambda job, unit, pixels: (made.append(unit.name), commit(job, unit, pixels))
+    )
+    monkeypatch.setattr(synthesis_images, "read_picture", lambda file: None)
+    with pytest.raises(OSError, match="images cannot be read that were written 3 times"):
+        start(quick(method="feddeo", kit=str(tiny_kit)))
+    assert len(made) == 3 * len(set(made))
+
+
 def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_kit: Path) -> None:
     """The server loses the reply; asked again, the client answers from its cache, and forgets once it is acknowledged."""
     config = quick(method="feddeo", kit=str(tiny_kit))

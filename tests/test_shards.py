@@ -62,16 +62,26 @@ def test_what_is_damaged_or_missing_is_not_written(run: Path, tmp_path: Path) ->
     shutil.copy(run / "images/site-0/000-cat/00000.png", run / "images/site-1/000-cat/00003.png")
     with pytest.raises(ConfigError, match=r"00003.png is another image.*osfl run"):
         write_shards(run, tmp_path / "out", 100)
-    assert not list((tmp_path / "out").iterdir())
+    assert not list((tmp_path / "out").glob("*.tar*"))
     (run / "manifest.jsonl").unlink()
     with pytest.raises(ConfigError, match="has not finished its synthesis"):
         write_shards(run, tmp_path / "out", 100)
 
 
 def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> None:
-    write_shards(run, tmp_path / "out", 4)
-    with pytest.raises(ConfigError, match=r"00002\.tar is none of the 2 shards of this run"):
+    """Of another size, of another run, and of who knows what."""
+    before = [file.read_bytes() for file in write_shards(run, tmp_path / "out", 5)]
+    with pytest.raises(ConfigError, match="has shards of another run, or of another size; name an empty folder"):
+        write_shards(run, tmp_path / "out", 6)
+    manifest = (run / "manifest.jsonl").read_text().splitlines(keepends=True)
+    (run / "manifest.jsonl").write_text("".join(reversed(manifest)))
+    with pytest.raises(ConfigError, match="has shards of another run"):
         write_shards(run, tmp_path / "out", 5)
+    assert [file.read_bytes() for file in sorted((tmp_path / "out").glob("*.tar"))] == before
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "a.tar").touch()
+    with pytest.raises(ConfigError, match="has shards of another run"):
+        write_shards(run, tmp_path / "strange", 5)
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:

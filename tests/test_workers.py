@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -16,7 +18,7 @@ from test_round import files, start
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
 from osfl.wire import PayloadError
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
-from server_app.synthesis.workers import MakeSampler, Sample, WorkerError, check_workers, sample_units
+from server_app.synthesis.workers import MakeSampler, Sample, WorkerError, _hand_out, check_workers, sample_units
 
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster, not one for every process that runs tests
 CPU = torch.device("cpu")
@@ -80,7 +82,8 @@ def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) ->
     assert made[0] == made[2] == made[3]
     assert len((home / "runs" / "by-3" / "manifest.jsonl").read_text().splitlines()) == 20
     units = files(home / "runs" / "by-0", "units")
-    start(quick(method="fedlmg", kit=str(tiny_kit), synthesis__workers=5, synthesis__threads=1), "by-0")  # goes on, and has all
+    goes_on = {"workers": 5, "threads": 1, "checkpointing": "on"}  # and has all
+    start(quick(method="fedlmg", kit=str(tiny_kit), **{f"synthesis__{key}": value for key, value in goes_on.items()}), "by-0")
     assert files(home / "runs" / "by-0", "units") == units
 
 
@@ -121,18 +124,27 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(
-        WorkerError, match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower synthesis.unit-size"
+        WorkerError,
+        match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower synthesis.unit-size.*The last: ",
     ):
         names_of_sampled(that(act), workers(1))
 
 
-def test_an_actor_that_ray_ends_for_want_of_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory"),
+        ray.exceptions.ObjectLostError("00" * 28, None, "nowhere"),
+    ],
+    ids=["out of memory", "result lost with its machine"],
+)
+def test_an_actor_that_ray_ends_or_loses_is_replaced(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     get, ended = ray.get, []
 
     def end_once(ref: object) -> object:
         if not ended:
             ended.append(ref)
-            raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory")
+            raise error
         return get(ref)
 
     monkeypatch.setattr(ray, "get", end_once)
@@ -173,9 +185,78 @@ def test_a_cluster_without_enough_devices_is_refused() -> None:
 
 def test_workers_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server_app.synthesis.workers.find_spec", lambda name: None)
-    check_workers(workers(0))
+    check_workers(workers(0), CPU)
     with pytest.raises(ConfigError, match="synthesis.workers = 2: Ray is not installed"):
-        check_workers(workers(2))
+        check_workers(workers(2), CPU)
+
+
+def test_gpus_that_are_not_there_are_missed_before_the_clients_work() -> None:
+    with pytest.raises(
+        ConfigError, match=r"synthesis.workers = 1000: this machine has \d+ GPU\(s\), and each worker takes one"
+    ):
+        check_workers(workers(1000), torch.device("cuda"))
+    with pytest.raises(ConfigError, match="device = 'cuda:1' with synthesis.workers: .*device = 'cuda'"):
+        check_workers(workers(2), torch.device("cuda:1"))
+
+
+def test_another_cluster_than_the_simulations_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="synthesis.ray-address = 'ray://host:10001': a simulation has a Ray cluster of its own"
+    ):
+        list(sample_units(that(lambda jobs: None), UNITS, CPU, replace(workers(1), ray_address="ray://host:10001")))
+
+
+def test_every_worker_has_a_gpu_of_its_own() -> None:
+    """Ray believes in two; a worker tells the device that it was given and which of them it has."""
+    ray.shutdown()
+    try:
+        ray.init(address="local", include_dashboard=False, num_gpus=2, num_cpus=1, log_to_driver=False)
+
+        def make(device: torch.device) -> Sample:
+            told = torch.tensor([device.type == "cuda", *map(int, ray.get_gpu_ids())], dtype=torch.uint8)
+
+            def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
+                time.sleep(1)
+                return told.expand(len(jobs), -1)
+
+            return sample
+
+        sampled = sample_units(make, UNITS[:8], torch.device("cuda"), workers(2))
+        assert {tuple(told[0].tolist()) for _, told, _ in sampled} == {(1, 0), (1, 1)}
+    finally:
+        ray.shutdown()
+        ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=1, log_to_driver=False)
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Of the cluster that these tests began."""
+    try:
+        ours = any(parent.pid == os.getpid() for parent in process.parents())
+    except psutil.Error:
+        return False
+    return ours and "".join(process.info["cmdline"] or []).startswith("ray::SynthesisWorker")  # type: ignore[attr-defined]
+
+
+def test_actors_end_with_the_sampling() -> None:
+    """Also in a cluster that goes on, as a simulation's does."""
+    names_of_sampled(that(lambda jobs: None), workers(2))
+    deadline = time.monotonic() + 60
+    while alive := [process for process in psutil.process_iter(["cmdline"]) if is_worker(process)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.5)
+
+
+def test_everybody_has_a_unit_before_anybody_has_two() -> None:
+    given: list[tuple[str, tuple[ImageJob, ...]]] = []
+
+    class Actor:
+        def __init__(self, name: str):
+            self.sample = self
+            self.remote = lambda jobs: given.append((name, jobs))
+
+    held: dict = {Actor("one"): [], Actor("two"): []}
+    _hand_out(deque(UNITS[:3]), held, {unit.name: unit for unit in UNITS[:3]})
+    assert given == [("one", UNITS[0].jobs), ("two", UNITS[1].jobs), ("one", UNITS[2].jobs)]
 
 
 def test_a_cluster_that_is_not_there_is_named() -> None:

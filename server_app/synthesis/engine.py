@@ -5,6 +5,7 @@ differ by rounding; *approximate* are another solver than DDIM, a guidance inter
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -42,7 +43,11 @@ def load_engine(source: str, device: torch.device, settings: SynthesisConfig) ->
     key = f"{kit_digest(source)} {_device_name(device)} batch {2 * settings.unit_size} torch {torch.__version__} {given}"
 
     def seconds(chosen: Mapping[str, Any]) -> float:
-        return _seconds(_load(source, device, replace(settings, **chosen)), 2 * settings.unit_size)
+        try:
+            return _seconds(_load(source, device, replace(settings, **chosen)), 2 * settings.unit_size)
+        except torch.OutOfMemoryError:  # plain attention, say; a unit that nothing lets fit is sampled in parts
+            torch.cuda.empty_cache()
+            return math.inf
 
     return _load(source, device, replace(settings, **_calibrated(seconds, options, key)))
 
@@ -80,6 +85,9 @@ def _calibrated(
 
 def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     """By settings of which none is `auto`, but that of checkpointing."""
+    torch.backends.cudnn.allow_tf32 = (
+        settings.dtype != "float32"
+    )  # by default, convolutions in float32 would have the products of 10 bits
     kit = load_kit(source, device, DTYPES[settings.dtype])
     kit = replace(kit, sampling=Sampling(settings.solver, settings.guided_from, settings.guided_to))
     if settings.small_decoder:
@@ -108,7 +116,7 @@ def _seconds(kit: Kit, batch: int) -> float:
         began = time.perf_counter()
         kit.eps(z, torch.tensor(500, device=kit.device), c, image)
         if kit.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(kit.device)
         taken += [time.perf_counter() - began] if number >= 2 else []
     return median(taken)
 

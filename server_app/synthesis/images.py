@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import cast
 
 import torch
 from PIL import Image
@@ -27,6 +26,7 @@ from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
 UNWRITTEN = WRITERS  # units that may wait for them
+ATTEMPTS = 3  # at images that turn out unreadable once written
 NOT_SHAPING = ("workers", "ray-address", "checkpointing")  # settings of the synthesis that say who samples and how, not what
 
 
@@ -59,24 +59,34 @@ def render(
     """
     ingredients = {client: (job.folder.read_json(f"payloads/{client}.json") or {}).get("sha256", "") for client in job.clients}
     shaping = {key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING}
-    units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, {**settings, **shaping, "kit": kit_digest(job.kit)})
+    shaping |= {"kit": kit_digest(job.kit)}
+    if (small := job.config.synthesis.small_decoder) not in ("", "kit"):
+        shaping |= {"small-decoder": kit_digest(small)}
+    units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, {**settings, **shaping})
     checked = _blaming(make_sampler, ingredients)
     if divisible:
         checked = _halving(checked)
     job.status.phase("synthesis", len(jobs))
-    while True:
+    size, firsts = job.config.data.image_size, [0, *accumulate(len(unit.jobs) for unit in units)]
+    pixels = torch.empty(len(jobs), 3, size, size, dtype=torch.uint8)
+    for left in reversed(range(ATTEMPTS)):
         _make(job, units, checked, len(jobs))
         job.status.phase("reading the images", len(jobs))
         with ThreadPoolExecutor(WRITERS) as readers:
-            pictures = list(readers.map(partial(_read, job), units))
-        if not (damaged := [unit for unit, found in zip(units, pictures, strict=True) if found is None]):
+            good = list(readers.map(lambda unit, first: _read(job, unit, pixels[first:]), units, firsts))
+        if not (damaged := [unit for unit, is_good in zip(units, good, strict=True) if not is_good]):
             break
+        if not left:
+            raise OSError(f"{job.folder.path}: images cannot be read that were written {ATTEMPTS} times; is the disk sound?")
+        log.info("%d units have images that cannot be read, or are others; they are made again", len(damaged))
         for unit in damaged:
             _manifest(job, unit).unlink()
+    for stranger in set((job.folder.path / "units").glob("*.jsonl")) - {_manifest(job, unit) for unit in units}:
+        stranger.unlink()  # of a payload that was replaced; its images are
     write_atomically(job.folder.path / "manifest.jsonl", b"".join(_manifest(job, unit).read_bytes() for unit in units))
     ordered = [image for unit in units for image in unit.jobs]
     labels, clients = torch.tensor([image.label for image in ordered]), tuple(image.client for image in ordered)
-    return SyntheticSet(torch.cat(cast(list[torch.Tensor], pictures)), labels, clients)
+    return SyntheticSet(pixels, labels, clients)
 
 
 def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: int) -> None:
@@ -183,21 +193,23 @@ def _is_there(job: ServerJob, unit: Unit) -> bool:
     manifest = _manifest(job, unit)
     if not manifest.is_file():
         return False
-    files = [json.loads(line)["file"] for line in manifest.read_text().splitlines()]
+    try:
+        files = [json.loads(line)["file"] for line in manifest.read_text().splitlines()]
+    except ValueError:  # cut off, with the power perhaps
+        return False
     root = str(job.folder.path)  # of 100,000 images, pathlib's paths would take most of the time
     return len(files) == len(unit.jobs) and all(os.path.isfile(f"{root}/{file}") for file in files)
 
 
-def _read(job: ServerJob, unit: Unit) -> torch.Tensor | None:
-    """A committed unit's images at the classifiers' size; None if one of them is not as it was then."""
-    pictures = []
-    for line in _manifest(job, unit).read_text().splitlines():
+def _read(job: ServerJob, unit: Unit, into: torch.Tensor) -> bool:
+    """A committed unit's images at the classifiers' size, into the first rows; False if one of them is not as it was then."""
+    for number, line in enumerate(_manifest(job, unit).read_text().splitlines()):
         row = json.loads(line)
         picture = read_picture(job.folder.path / row["file"])
         if picture is None or picture_digest(picture) != row["sha256"]:
-            return None
-        pictures.append(_resize(picture, job.config.data.image_size))
-    return torch.stack(pictures)
+            return False
+        into[number] = _resize(picture, into.shape[-1])
+    return True
 
 
 def _resize(picture: torch.Tensor, size: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _on_ray(
     counts. An actor that died is replaced, and its units are given out again.
     """
     import ray
-    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+    from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
     ours = _begin_ray(settings)
     actors: list[Any] = []
@@ -124,13 +124,14 @@ def _on_ray(
             actor = next(actor for actor, given in held.items() if any(ref == ready[0] for ref, _ in given))
             try:
                 array, seconds = ray.get(ready[0])
-            except (RayActorError, OutOfMemoryError) as error:  # the latter where Ray itself ended it, before the kernel would
+            # Out of memory: Ray itself ended it, before the kernel would. Lost: its machine went with a result that was not fetched yet.
+            except (RayActorError, OutOfMemoryError, ObjectLostError) as error:
                 lost = [unit for _, unit in held.pop(actor)]
                 deaths[lost[0].name] += 1
                 if deaths[lost[0].name] == DEATHS:
                     raise WorkerError(
                         f"{DEATHS} workers died at unit {lost[0].name}, of {lost[0].jobs[0].client}. "
-                        "If memory ran out, lower synthesis.unit-size or synthesis.workers"
+                        f"If memory ran out, lower synthesis.unit-size or synthesis.workers. The last: {error}"
                     ) from error
                 waiting.extendleft(unit for unit in reversed(lost) if unit.name in open_units and unit not in waiting)
                 ray.kill(actor)
@@ -169,19 +170,30 @@ def _hand_out(waiting: deque[Unit], held: dict[Any, list[tuple["ObjectRef", Unit
             given.append((actor.sample.remote(unit.jobs), unit))
 
 
-def check_workers(settings: SynthesisConfig) -> None:
-    """Whether there is Ray, and a cluster where one is named.
+def check_workers(settings: SynthesisConfig, device: torch.device) -> None:
+    """Whether there is Ray, a cluster where one is named, and else a GPU for each.
 
     Raises:
         ConfigError: there is not.
     """
     if not settings.workers:
         return
+    if device.index is not None:
+        raise ConfigError(
+            f"device = '{device}' with synthesis.workers: Ray gives each worker a GPU of its own; device = 'cuda'"
+        )
+    if device.type == "cuda" and not settings.ray_address and settings.workers > (here := torch.cuda.device_count()):
+        raise ConfigError(f"synthesis.workers = {settings.workers}: this machine has {here} GPU(s), and each worker takes one")
     if find_spec("ray") is None:
         raise ConfigError(
             f"synthesis.workers = {settings.workers}: Ray is not installed; pip install -c requirements.txt -e '.[server]', or 0 workers"
         )
-    if (address := settings.ray_address) not in ("", "auto"):  # Ray itself would wait for hours
+    _reach(settings.ray_address)
+
+
+def _reach(address: str) -> None:
+    """A look before Ray's own, which would wait for hours."""
+    if address not in ("", "auto"):
         try:
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
@@ -194,15 +206,23 @@ def _not_reached(address: str, error: Exception) -> ConfigError:
 
 
 def _begin_ray(settings: SynthesisConfig) -> bool:
-    """Join a cluster, or begin one on this machine; whether it is ours to end. Within Flower's simulation there is one already."""
+    """Join a cluster, or begin one on this machine; whether it is ours to end. Within Flower's simulation there is one already.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or is another than the simulation's.
+    """
     import ray
 
     if ray.is_initialized():
+        if settings.ray_address not in ("", "auto"):
+            raise ConfigError(
+                f"synthesis.ray-address = {settings.ray_address!r}: a simulation has a Ray cluster of its own; leave it empty"
+            )
         return False
     if not (address := settings.ray_address):
         ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
         return True
-    check_workers(settings)
+    _reach(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError) as error:
