@@ -36,7 +36,7 @@ from server_app.status import Status
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "approximations"
-PAIRS = 5
+PAIRS = 3
 COMMON: dict[str, Scalar] = {"num-clients": 6, "global-model.batch-size": 8}
 BASES: dict[str, dict[str, Scalar]] = {
     "feddeo": {**COMMON, "feddeo.epochs": 15, "synthesis.images-per-class": 10},
@@ -79,36 +79,36 @@ def taken_from(payloads: Path, config: RunConfig) -> dict[str, Payload]:
     return {file.stem: decode(file.read_bytes(), expected(file.stem)) for file in sorted((payloads / "payloads").glob("*.pb"))}
 
 
-def config_of(method: str, mode: str, seed: int) -> RunConfig:
+def config_of(method: str, mode: str, seed: int, **more: Scalar) -> RunConfig:
     """The server's, with a mode."""
     values = {**default_config(), **BASES[method], "method": method, "seed": seed, **MODES[method][mode], "runs-dir": str(WORK)}
-    return parse_run_config(values)
+    return parse_run_config({**values, **more})
 
 
-def drawn(method: str, mode: str, seed: int, taken: Mapping[str, Payload], name: str) -> tuple[RunFolder, torch.nn.Module]:
-    """The server's half: its folder and the model."""
-    config = config_of(method, mode, seed)
-    folder = open_run_folder(config, name, 0)
-    return folder, server_half(method).run(ServerJob(config, folder, Status(folder.path), tuple(taken)), taken)["FT"].model
+def trained(config: RunConfig, folder: RunFolder, taken: Mapping[str, Payload]) -> torch.nn.Module:
+    """The server's half."""
+    return server_half(config.method).run(ServerJob(config, folder, Status(folder.path), tuple(taken)), taken)["FT"].model
 
 
 def again(method: str, mode: str, seed: int, taken: Mapping[str, Payload]) -> dict[str, Any]:
     """The server's half with one mode and seed: every client's accuracy (%), and the folder of the images."""
-    name = f"{method}-{''.join(c if c.isalnum() else '-' for c in mode)}-s{seed}"
-    result = WORK / name / "result.json"
-    if not result.is_file():
-        folder, model = drawn(method, mode, seed, taken, name)
-        folder.write_json("result.json", [accuracy(config_of(method, mode, seed), model, k) for k in range(len(taken))])
-    return {"accuracy": json.loads(result.read_text()), "folder": result.parent}
+    config = config_of(method, mode, seed)
+    folder = open_run_folder(config, f"{method}-{''.join(c if c.isalnum() else '-' for c in mode)}-s{seed}", 0)
+    if not (folder.path / "result.json").is_file():
+        model = trained(config, folder, taken)
+        folder.write_json("result.json", [accuracy(config, model, k) for k in range(len(taken))])
+    return {"accuracy": json.loads((folder.path / "result.json").read_text()), "folder": folder.path}
 
 
 def speeds(method: str, taken: Mapping[str, Payload]) -> dict[str, dict[str, Any]]:
-    """Seconds an image of one client's images, each mode in turns with exact in this process, and the median of the pairs' ratios."""
+    """Seconds an image of one client's ten, each mode in turns with exact in this process, and the median of the pairs' ratios."""
     one = dict([next(iter(taken.items()))])
 
     def seconds(mode: str, turn: int) -> float:
         shutil.rmtree(WORK / "timed", ignore_errors=True)
-        folder, _ = drawn(method, mode, turn, one, "timed")
+        config = config_of(method, mode, turn, **{"synthesis.images-per-class": 1})
+        folder = open_run_folder(config, "timed", 0)
+        trained(config, folder, one)
         rows = [json.loads(line) for line in (folder.path / "timings.jsonl").read_text().splitlines()]
         return sum(row["seconds"] for row in rows) / sum(row["images"] for row in rows)
 

@@ -13,7 +13,6 @@ Ratios are of pairs A B A B in one process; with seven pairs, their median lies 
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import signal
@@ -29,7 +28,6 @@ from typing import Any
 
 import psutil
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
 from benchmarks import TABLES, write_table
@@ -40,9 +38,8 @@ from osfl.costs import Stopwatch
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
 from osfl.diffusion import Kit, forward_noise, load_kit, load_pipeline
-from osfl.kits import find_kit
+from osfl.kits import find_kit, kit_digest
 from osfl.launch import KEEP_MEMORY, default_config
-from osfl.verify import picture_digest
 from server_app.job import ServerJob
 from server_app.methods import prompts_only
 from server_app.run_folder import open_run_folder
@@ -180,7 +177,7 @@ def textual_inversion_step(kit: Kit, pixels: torch.Tensor, c: torch.Tensor, opti
     """As the papers' code does it: one image, its latent drawn anew by the VAE."""
     mean, logvar = kit.encode(pixels.float() / 127.5 - 1)
     x0 = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
-    t, noise = torch.randint(1000, (1,)), torch.randn_like(mean)
+    t, noise = torch.randint(1000, (1,), device=mean.device), torch.randn_like(mean)
     loss = F.mse_loss(kit.eps(forward_noise(x0, noise, kit.alphas_cumprod[t]), t, c), noise)
     optimiser.zero_grad()
     loss.backward()
@@ -211,8 +208,8 @@ def workers() -> Rows:
         alone = alone or row["units a s"]
         rows.append({**row, "efficiency": round(row["units a s"] / count / alone, 3)})
     units = units_of(job_of("slow", per_class=400), 10)
-    took = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "who is slow")), units, 4)["seconds"]
-    ideal = len(units) * 0.2 / 3.1  # three at full speed, one at a tenth
+    found = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "who is slow")), units, 4)
+    took, ideal = found["seconds"], found["units"] * 0.2 / 3.1  # three at full speed, one at a tenth
     rows.append(
         {
             "workers": 4,
@@ -271,6 +268,7 @@ def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], coun
         "units a s": round((len(steady) - 1) / (end - begin), 3),
         "busy": round(mean(busy for busy, _ in shares), 4),
         "of a core": round(mean(core for _, core in shares), 4),
+        "units": len(order) - 1,
         "seconds": round(order[-1][0] - begin, 1),
     }
 
@@ -356,21 +354,14 @@ def actors_of(server: subprocess.Popen) -> list[int]:
 
 
 def scan() -> Rows:
-    """A run whose 100,000 images are all there, blank ones of 32 pixels."""
+    """A run whose 100,000 images are all there, blank ones of 32 pixels, looked for soon after they were written."""
     job = job_of("scan", 10_000, synthesis__unit_size=60)
     units = cut_units(plan_of(job), 60, {}, {})
     blank = torch.zeros(3, 32, 32, dtype=torch.uint8)
-    picture, about = Image.fromarray(blank.permute(1, 2, 0).numpy()), picture_digest(blank)
-    (job.folder.path / "units").mkdir(exist_ok=True)
     for unit in units:
-        rows = []
-        for one in unit.jobs:
-            file = job.folder.path / images.image_file(job, one)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(file)
-            rows.append(json.dumps({"file": images.image_file(job, one), "sha256": about}))
-        (job.folder.path / "units" / f"{unit.name}.jsonl").write_text("\n".join(rows) + "\n")
+        images._commit(job, unit, blank.expand(len(unit.jobs), -1, -1, -1))
     watch = Stopwatch()
+    kit_digest(find_kit("kits/digits"))
     again = cut_units(plan_of(job), 60, {}, {})
     planned = watch.seconds
     there = sum(images._is_there(job, unit) for unit in again)
