@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import quick
 from test_round import start
+from torch.nn import functional as F
 
 from osfl.classifiers import build_classifier
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
@@ -220,6 +221,20 @@ def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, wh
         assert flash in {event.key for event in seen.key_averages()}
         made.append(prompts_only.sample(kit, plan, text, 3.0, 3).int())
     assert (made[0] - made[1]).abs().max() <= 1
+
+
+@pytest.mark.parametrize("which", ["flash", "efficient", "cudnn", "math"])
+def test_the_named_implementation_is_asked_first(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """Of several that a GPU has, torch would take those first that it prefers."""
+    kit, orders, attend = load_engine(str(tiny_kit), CPU, settings(attention=which)), [], F.scaled_dot_product_attention
+    text = kit.text(["x"])
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *a, **k: (orders.append(torch._C._get_sdp_priority_order()), attend(*a, **k))[1],
+    )
+    kit.eps(random(1, 4, 8, 8), torch.tensor(500), text)
+    assert {order[0] for order in orders} == {int(Attention.IMPLEMENTATIONS[which])}
 
 
 def test_attention_and_checkpointing_go_together(tiny_kit: Path) -> None:
