@@ -37,6 +37,7 @@ from server_app.status import Status
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "approximations"
 PAIRS = 3
+TIMED = {"feddeo": 5, "fedlmg": 1}  # images a class: some seconds each
 COMMON: dict[str, Scalar] = {"num-clients": 6, "global-model.batch-size": 8}
 BASES: dict[str, dict[str, Scalar]] = {
     "feddeo": {**COMMON, "feddeo.epochs": 15, "synthesis.images-per-class": 10},
@@ -101,12 +102,12 @@ def again(method: str, mode: str, seed: int, taken: Mapping[str, Payload]) -> di
 
 
 def speeds(method: str, taken: Mapping[str, Payload]) -> dict[str, dict[str, Any]]:
-    """Seconds an image of one client's ten, each mode in turns with exact in this process, and the median of the pairs' ratios."""
+    """Seconds an image of one client's images, each mode in turns with exact in this process, and the median of the pairs' ratios."""
     one = dict([next(iter(taken.items()))])
 
     def seconds(mode: str, turn: int) -> float:
         shutil.rmtree(WORK / "timed", ignore_errors=True)
-        config = config_of(method, mode, turn, **{"synthesis.images-per-class": 1})
+        config = config_of(method, mode, turn, **{"synthesis.images-per-class": TIMED[method]})
         folder = open_run_folder(config, "timed", 0)
         trained(config, folder, one)
         rows = [json.loads(line) for line in (folder.path / "timings.jsonl").read_text().splitlines()]
@@ -178,7 +179,7 @@ def main() -> None:
     about = (
         f"Top-1 accuracy (%), {given.method} with {settings}, mean of seeds {given.seeds} of noise and training on the same payloads; ± the standard "
         f"deviation of the difference to exact; shades: mean absolute difference of the images of the same noise. "
-        f"Times as fast: the median of {PAIRS} pairs in turns, and the least and the largest. "
+        f"Times as fast: the median of {PAIRS} pairs in turns, {TIMED[given.method]} images of each class, and the least and the largest. "
         f"Command: `python -m benchmarks.approximations {given.method} --seeds {given.seeds}`."
     )
     write_table(TABLES / f"approximations-{given.method}", rows, about)
