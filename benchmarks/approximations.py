@@ -58,7 +58,10 @@ MODES: dict[str, dict[str, dict[str, Scalar]]] = {
         "exact": {},
         "gradient at x0": {"fedlmg.gradient": "x0"},
         "small decoder": {"synthesis.small-decoder": "kit"},
-        "gradient at x0, small decoder": {"fedlmg.gradient": "x0", "synthesis.small-decoder": "kit"},
+        "gradient at x0, small decoder": {
+            "fedlmg.gradient": "x0",
+            "synthesis.small-decoder": "kit",
+        },
         "UniPC, 10 steps": {"synthesis.solver": "unipc", "synthesis.steps": 10},
     },
 }
@@ -69,7 +72,13 @@ def collected(method: str) -> Path:
     folder = WORK / f"{method}-payloads"
     if not (folder / "metrics.json").is_file():
         settings = [f"{key}={value}" for key, value in BASES[method].items()]
-        command = [Path(sys.executable).parent / "osfl", "run", f"method={method}", f"job-id={folder.name}", *settings]
+        command = [
+            Path(sys.executable).parent / "osfl",
+            "run",
+            f"method={method}",
+            f"job-id={folder.name}",
+            *settings,
+        ]
         subprocess.run([*command, "--runs", WORK], cwd=ROOT, check=True)
     return folder
 
@@ -77,28 +86,47 @@ def collected(method: str) -> Path:
 def taken_from(payloads: Path, config: RunConfig) -> dict[str, Payload]:
     """What its clients sent."""
     expected = expected_payload(config, payloads.name)
-    return {file.stem: decode(file.read_bytes(), expected(file.stem)) for file in sorted((payloads / "payloads").glob("*.pb"))}
+    return {
+        file.stem: decode(file.read_bytes(), expected(file.stem))
+        for file in sorted((payloads / "payloads").glob("*.pb"))
+    }
 
 
 def config_of(method: str, mode: str, seed: int, **more: Scalar) -> RunConfig:
     """The server's, with a mode."""
-    values = {**default_config(), **BASES[method], "method": method, "seed": seed, **MODES[method][mode], "runs-dir": str(WORK)}
+    values = {
+        **default_config(),
+        **BASES[method],
+        "method": method,
+        "seed": seed,
+        **MODES[method][mode],
+        "runs-dir": str(WORK),
+    }
     return parse_run_config({**values, **more})
 
 
 def trained(config: RunConfig, folder: RunFolder, taken: Mapping[str, Payload]) -> torch.nn.Module:
     """The server's half."""
-    return server_half(config.method).run(ServerJob(config, folder, Status(folder.path), tuple(taken)), taken)["FT"].model
+    return (
+        server_half(config.method)
+        .run(ServerJob(config, folder, Status(folder.path), tuple(taken)), taken)["FT"]
+        .model
+    )
 
 
 def again(method: str, mode: str, seed: int, taken: Mapping[str, Payload]) -> dict[str, Any]:
     """The server's half with one mode and seed: every client's accuracy (%), and the folder of the images."""
     config = config_of(method, mode, seed)
-    folder = open_run_folder(config, f"{method}-{''.join(c if c.isalnum() else '-' for c in mode)}-s{seed}", 0)
+    folder = open_run_folder(
+        config, f"{method}-{''.join(c if c.isalnum() else '-' for c in mode)}-s{seed}", 0
+    )
     if not (folder.path / "result.json").is_file():
         model = trained(config, folder, taken)
         folder.write_json("result.json", [accuracy(config, model, k) for k in range(len(taken))])
-    return {"accuracy": json.loads((folder.path / "result.json").read_text()), "folder": folder.path}
+    return {
+        "accuracy": json.loads((folder.path / "result.json").read_text()),
+        "folder": folder.path,
+    }
 
 
 def speeds(method: str, taken: Mapping[str, Payload]) -> dict[str, dict[str, Any]]:
@@ -110,14 +138,19 @@ def speeds(method: str, taken: Mapping[str, Payload]) -> dict[str, dict[str, Any
         config = config_of(method, mode, turn, **{"synthesis.images-per-class": TIMED[method]})
         folder = open_run_folder(config, "timed", 0)
         trained(config, folder, one)
-        rows = [json.loads(line) for line in (folder.path / "timings.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (folder.path / "timings.jsonl").read_text().splitlines()
+        ]
         return sum(row["seconds"] for row in rows) / sum(row["images"] for row in rows)
 
     found = {}
     for mode in MODES[method]:
         pairs = [(seconds("exact", turn), seconds(mode, turn)) for turn in range(PAIRS)]
         ratios = sorted(exact / own for exact, own in pairs)
-        found[mode] = {"s/image": f"{median(own for _, own in pairs):.3f}", "times as fast": f"{median(ratios):.2f}"}
+        found[mode] = {
+            "s/image": f"{median(own for _, own in pairs):.3f}",
+            "times as fast": f"{median(ratios):.2f}",
+        }
         found[mode] |= {"from": f"{ratios[0]:.2f}", "to": f"{ratios[-1]:.2f}"}
         print(mode, found[mode], flush=True)
     return found
@@ -127,7 +160,11 @@ def accuracy(config: RunConfig, model: torch.nn.Module, client: int) -> float:
     """Top-1 (%) on a client's test images."""
     node = NodeConfig(partition_id=client, num_partitions=config.num_clients)
     images = load_images(config.data, node, "test", 0)
-    matrix = torch.tensor(confusion(model, images.pixels, images.labels, len(class_names(config.data)), torch.device("cpu")))
+    matrix = torch.tensor(
+        confusion(
+            model, images.pixels, images.labels, len(class_names(config.data)), torch.device("cpu")
+        )
+    )
     return 100 * matrix.trace().item() / matrix.sum().item()
 
 
@@ -155,7 +192,10 @@ def table(method: str, seeds: list[int]) -> list[dict[str, str]]:
         own = [mean(run["accuracy"]) for run in made]
         against = [a - b for a, b in zip(own, exact, strict=True)]
         spread = f" ± {stdev(against):.1f}" if len(against) > 1 else ""
-        shades = mean(difference(run["folder"], base["folder"]) for run, base in zip(made, runs["exact"], strict=True))
+        shades = mean(
+            difference(run["folder"], base["folder"])
+            for run, base in zip(made, runs["exact"], strict=True)
+        )
         row = {
             "": mode,
             "average": f"{mean(own):.1f}",
@@ -170,7 +210,9 @@ def table(method: str, seeds: list[int]) -> list[dict[str, str]]:
 
 def main() -> None:
     """Make a method's table and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("method", choices=MODES)
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()

@@ -27,15 +27,32 @@ CPU = torch.device("cpu")
 
 def main() -> None:
     """Print accuracy (%) per client and on average for each kind of statistics."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a finished run on the digits: of fedavg, fedprox, feddyn or feddf")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run",
+        type=Path,
+        help="folder of a finished run on the digits: of fedavg, fedprox, feddyn or feddf",
+    )
     folder = parser.parse_args().run
     saved = json.loads((folder / "config.json").read_text())
     config = parse_run_config({key: value for key, value in saved.items() if key != "kit-sha256"})
-    nodes = [NodeConfig(partition_id=k, num_partitions=config.num_clients) for k in range(config.num_clients)]
-    train, test = ([load_images(config.data, node, split, config.seed) for node in nodes] for split in ("train", "test"))
+    nodes = [
+        NodeConfig(partition_id=k, num_partitions=config.num_clients)
+        for k in range(config.num_clients)
+    ]
+    train, test = (
+        [load_images(config.data, node, split, config.seed) for node in nodes]
+        for split in ("train", "test")
+    )
     weights = load_file(folder / "models" / f"{config.method}.safetensors")
-    model = rebuild(weights, config.classifier.architecture, len(class_names(config.data)), config.classifier.small_stem)
+    model = rebuild(
+        weights,
+        config.classifier.architecture,
+        len(class_names(config.data)),
+        config.classifier.small_stem,
+    )
     show("averaged", [accuracy(model.eval(), images) for images in test])
     pixels = torch.cat([images.pixels for images in train])
     settle(model, pixels[torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))])
@@ -54,12 +71,20 @@ def settle(model: nn.Module, pixels: torch.Tensor) -> None:
 
 def accuracy(model: nn.Module, images: Images) -> float:
     """Top-1 accuracy in %."""
-    return 100 * (logits_of(model, images.pixels, CPU).argmax(1) == images.labels).float().mean().item()
+    return (
+        100
+        * (logits_of(model, images.pixels, CPU).argmax(1) == images.labels).float().mean().item()
+    )
 
 
 def show(name: str, accuracies: Sequence[float]) -> None:
     """One line."""
-    print(f"{name:9}", *(f"{value:5.1f}" for value in accuracies), f" average {np.mean(accuracies):.1f}", flush=True)
+    print(
+        f"{name:9}",
+        *(f"{value:5.1f}" for value in accuracies),
+        f" average {np.mean(accuracies):.1f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -95,11 +95,17 @@ def sampling() -> Rows:
     )
     plan = plan_images("prompts-only", 0, {"a": range(10)}, 6)
     texts = [f"an image of {names[job.label]}" for job in plan]
-    prompts, z = kit.text([f"an image of {name}" for name in names]), initial_noise(plan, kit.latent_shape, CPU)
+    prompts, z = (
+        kit.text([f"an image of {name}" for name in names]),
+        initial_noise(plan, kit.latent_shape, CPU),
+    )
 
     def theirs(size: int, output: str = "pil") -> torch.Tensor:
         given = {"num_inference_steps": 20, "guidance_scale": 3.0, "output_type": output}
-        parts = [pipe(texts[i : i + size], latents=z[i : i + size], **given).images for i in range(0, len(texts), size)]
+        parts = [
+            pipe(texts[i : i + size], latents=z[i : i + size], **given).images
+            for i in range(0, len(texts), size)
+        ]
         return torch.cat(parts) if output == "latent" else torch.empty(0)
 
     def ours() -> torch.Tensor:
@@ -112,7 +118,11 @@ def sampling() -> Rows:
     difference = ((latents - expected).norm() / expected.norm()).item()
     sizes = {1: "one at a time", 10: "batches of 10", 30: "batches of 30", 60: "one batch of 60"}
     return [
-        {"diffusers' pipeline": what, **paired(ours, lambda n=n: theirs(n)), "latents differ": f"{difference:.1e}"}
+        {
+            "diffusers' pipeline": what,
+            **paired(ours, lambda n=n: theirs(n)),
+            "latents differ": f"{difference:.1e}",
+        }
         for n, what in sizes.items()
     ]
 
@@ -140,13 +150,18 @@ def choices() -> Rows:
         return act
 
     default = passing()
-    return [{"UNet, 120 rows": what, **paired(passing(**given), default)} for what, given in tried.items()]
+    return [
+        {"UNet, 120 rows": what, **paired(passing(**given), default)}
+        for what, given in tried.items()
+    ]
 
 
 def descriptions() -> Rows:
     """Ten images each of ten classes, three epochs; samples a second, and whether a class learns what it would alone."""
     config = config_with(method="feddeo", feddeo__epochs=3, num_clients=6)
-    data = load_images(config.data, NodeConfig(partition_id=0, num_partitions=6), "train", 0, size=32)
+    data = load_images(
+        config.data, NodeConfig(partition_id=0, num_partitions=6), "train", 0, size=32
+    )
     names = class_names(config.data)
     job, kit = (
         ClientJob(config, "client-0", names, lambda size: data, find_kit("kits/digits"), CPU),
@@ -158,7 +173,16 @@ def descriptions() -> Rows:
 
     def together(at_once: int = 16) -> torch.Tensor:
         mean, logvar = posteriors(kit, data, job)
-        return learn_conditions(kit, start, mean, logvar, rows_of, list(names), replace(config.feddeo, at_once=at_once), job)
+        return learn_conditions(
+            kit,
+            start,
+            mean,
+            logvar,
+            rows_of,
+            list(names),
+            replace(config.feddeo, at_once=at_once),
+            job,
+        )
 
     def loop() -> None:
         for label, rows in enumerate(rows_of):
@@ -173,7 +197,9 @@ def descriptions() -> Rows:
     return [{"samples": steps, **result, "least cosine to a class alone": f"{similarity:.6f}"}]
 
 
-def textual_inversion_step(kit: Kit, pixels: torch.Tensor, c: torch.Tensor, optimiser: torch.optim.Optimizer) -> None:
+def textual_inversion_step(
+    kit: Kit, pixels: torch.Tensor, c: torch.Tensor, optimiser: torch.optim.Optimizer
+) -> None:
     """As the papers' code does it: one image, its latent drawn anew by the VAE."""
     mean, logvar = kit.encode(pixels.float() / 127.5 - 1)
     x0 = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
@@ -203,13 +229,20 @@ def workers() -> Rows:
     alone = 0.0
     for count in (1, 4, 16, 40):  # each has torch in its memory: 64 are too many for 24 GB
         units = units_of(job_of(f"sleep-{count}", per_class=30 * count), 10)
-        row = {"workers": count, "what": "sleeping 2 s a unit", **rate(lambda device: stamped(sleeping(2.0)), units, count)}
+        row = {
+            "workers": count,
+            "what": "sleeping 2 s a unit",
+            **rate(lambda device: stamped(sleeping(2.0)), units, count),
+        }
         del row["of a core"]
         alone = alone or row["units a s"]
         rows.append({**row, "efficiency": round(row["units a s"] / count / alone, 3)})
     units = units_of(job_of("slow", per_class=400), 10)
     found = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "who is slow")), units, 4)
-    took, ideal = found["seconds"], found["units"] * 0.2 / 3.1  # three at full speed, one at a tenth
+    took, ideal = (
+        found["seconds"],
+        found["units"] * 0.2 / 3.1,
+    )  # three at full speed, one at a tenth
     rows.append(
         {
             "workers": 4,
@@ -243,7 +276,9 @@ def sleeping(seconds: float, slow: Path | None = None) -> Sample:
     return sample
 
 
-def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int) -> dict[str, Any]:
+def rate(
+    make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int
+) -> dict[str, Any]:
     """Units a second in the steady state; what a worker's part in it is; the seconds from then to the end."""
     settings = replace(config_with().synthesis, workers=count, threads=1)
     (WORK / "who is slow").unlink(missing_ok=True)
@@ -263,7 +298,12 @@ def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], coun
         own = [row for row in rows if begin <= row[0] <= end]
         if len(own) > 1:
             lasted = own[-1][0] - own[0][0]
-            shares.append((sum(seconds for _, seconds, _ in own[1:]) / lasted, (own[-1][2] - own[0][2]) / lasted))
+            shares.append(
+                (
+                    sum(seconds for _, seconds, _ in own[1:]) / lasted,
+                    (own[-1][2] - own[0][2]) / lasted,
+                )
+            )
     return {
         "units a s": round((len(steady) - 1) / (end - begin), 3),
         "busy": round(mean(busy for busy, _ in shares), 4),
@@ -276,7 +316,11 @@ def rate(make_sampler: Callable[[torch.device], Sample], units: list[Unit], coun
 def job_of(name: str, per_class: int, folder: Path | None = None, **settings: object) -> ServerJob:
     """Prompts-only of one client in a run's folder."""
     config = config_with(
-        method="prompts-only", num_clients=1, synthesis__images_per_class=per_class, synthesis__threads=1, **settings
+        method="prompts-only",
+        num_clients=1,
+        synthesis__images_per_class=per_class,
+        synthesis__threads=1,
+        **settings,
     )
     path = folder or WORK / name
     run_folder = open_run_folder(replace(config, runs_dir=str(path.parent)), path.name, 0)
@@ -285,7 +329,9 @@ def job_of(name: str, per_class: int, folder: Path | None = None, **settings: ob
 
 def plan_of(job: ServerJob) -> list[ImageJob]:
     """Of ten classes."""
-    return plan_images("prompts-only", 0, {"client-0": range(10)}, job.config.synthesis.images_per_class)
+    return plan_images(
+        "prompts-only", 0, {"client-0": range(10)}, job.config.synthesis.images_per_class
+    )
 
 
 def units_of(job: ServerJob, size: int) -> list[Unit]:
@@ -331,7 +377,10 @@ def kills() -> Rows:
             server.kill()
         if server.returncode == 0:
             break
-    digests = [hashlib.sha256((WORK / name / "manifest.jsonl").read_bytes()).hexdigest() for name in ("quiet", "rough")]
+    digests = [
+        hashlib.sha256((WORK / name / "manifest.jsonl").read_bytes()).hexdigest()
+        for name in ("quiet", "rough")
+    ]
     return [
         {
             "kills of workers": killed["worker"],
@@ -349,7 +398,11 @@ def actors_of(server: subprocess.Popen) -> list[int]:
     with suppress(psutil.Error):
         for process in psutil.Process(server.pid).children(recursive=True):
             with suppress(psutil.Error):
-                found += [process.pid] if "".join(process.cmdline()[:1]) == "ray::SynthesisWorker.sample" else []
+                found += (
+                    [process.pid]
+                    if "".join(process.cmdline()[:1]) == "ray::SynthesisWorker.sample"
+                    else []
+                )
     return found
 
 
@@ -380,7 +433,14 @@ def memory() -> Rows:
     rows: Rows = []
     for count in (200, 2000):
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.engine", "grey", str(WORK / f"grey-{count}"), str(count)],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.engine",
+                "grey",
+                str(WORK / f"grey-{count}"),
+                str(count),
+            ],
             cwd=ROOT,
             check=True,
             capture_output=True,
@@ -399,14 +459,19 @@ def grey(folder: Path, count: int) -> None:
     job = job_of("", count, folder, synthesis__unit_size=20)
     units = units_of(job, 20)
     images._make(
-        job, units, lambda device: lambda jobs: torch.full((len(jobs), 3, 256, 256), 128, dtype=torch.uint8), 10 * count
+        job,
+        units,
+        lambda device: lambda jobs: torch.full((len(jobs), 3, 256, 256), 128, dtype=torch.uint8),
+        10 * count,
     )
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6)
 
 
 def main() -> None:
     """Run one of them and keep its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = {
         "sampling": sampling,
         "choices": choices,
@@ -425,7 +490,11 @@ def main() -> None:
     subprocess.run(["rm", "-rf", str(WORK)], check=True)
     WORK.mkdir(parents=True)
     rows = kinds[given.kind]()
-    write_table(TABLES / f"engine-{given.kind}", rows, f"Command: `python -m benchmarks.engine {given.kind}`.")
+    write_table(
+        TABLES / f"engine-{given.kind}",
+        rows,
+        f"Command: `python -m benchmarks.engine {given.kind}`.",
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,14 @@ def random_kit(small: bool) -> Kit:
     )
     for network in (unet, vae):
         network.to(device, dtype).eval().requires_grad_(False)
-    return Kit(vae, unet, RandomText((77, 64 if small else 768), device, dtype), new_scheduler(), device, dtype)
+    return Kit(
+        vae,
+        unet,
+        RandomText((77, 64 if small else 768), device, dtype),
+        new_scheduler(),
+        device,
+        dtype,
+    )
 
 
 def timed(act: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -86,7 +93,9 @@ def timed(act: Callable[[], object], device: torch.device) -> tuple[float, float
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return median(seconds), torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
+    return median(
+        seconds
+    ), torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
 
 
 def tera_flops(act: Callable[[], object]) -> float:
@@ -96,11 +105,17 @@ def tera_flops(act: Callable[[], object]) -> float:
     return counter.get_total_flops() / 1e12
 
 
-def row(what: str, count: int, act: Callable[[], object], device: torch.device, flops: float) -> dict[str, Any]:
+def row(
+    what: str, count: int, act: Callable[[], object], device: torch.device, flops: float
+) -> dict[str, Any]:
     """Images a second of an act that makes `count`, of `flops` TF each."""
     try:
         seconds, peak = timed(act, device)
-        figures = {"images a s": f"{count / seconds:.3g}", "TF/s": f"{flops * count / seconds:.3g}", "peak GB": f"{peak:.2f}"}
+        figures = {
+            "images a s": f"{count / seconds:.3g}",
+            "TF/s": f"{flops * count / seconds:.3g}",
+            "peak GB": f"{peak:.2f}",
+        }
         found = {"what": what, "batch": count, "s": f"{seconds:.3g}", **figures}
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
@@ -115,15 +130,33 @@ def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, A
     size = 8192 if kit.device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=kit.device, dtype=kit.dtype) for _ in range(2))
     seconds, _ = timed(lambda: a @ b, kit.device)
-    rows.append({"what": f"matrix product of {size}", "s": f"{seconds:.3g}", "TF/s": f"{2 * size**3 / seconds / 1e12:.3g}"})
-    block = torch.empty(8_000_000_000 if kit.device.type == "cuda" else 8_000_000, dtype=torch.uint8, device=kit.device)
+    rows.append(
+        {
+            "what": f"matrix product of {size}",
+            "s": f"{seconds:.3g}",
+            "TF/s": f"{2 * size**3 / seconds / 1e12:.3g}",
+        }
+    )
+    block = torch.empty(
+        8_000_000_000 if kit.device.type == "cuda" else 8_000_000,
+        dtype=torch.uint8,
+        device=kit.device,
+    )
     seconds, _ = timed(block.clone, kit.device)
-    rows.append({"what": "copy, read and written", "s": f"{seconds:.3g}", "TB/s": f"{2 * len(block) / seconds / 1e12:.3g}"})
+    rows.append(
+        {
+            "what": "copy, read and written",
+            "s": f"{seconds:.3g}",
+            "TB/s": f"{2 * len(block) / seconds / 1e12:.3g}",
+        }
+    )
     del block
     flops = per_image(kit, steps)
     for compiled in (False, True) if kit.device.type == "cuda" else (False,):
         unet = torch.compile(kit.unet) if compiled else kit.unet
-        pipe = StableDiffusionPipeline(kit.vae, None, None, unet, new_scheduler(), None, None, requires_safety_checker=False)
+        pipe = StableDiffusionPipeline(
+            kit.vae, None, None, unet, new_scheduler(), None, None, requires_safety_checker=False
+        )
         pipe.set_progress_bar_config(disable=True)
         for batch in batches:
             c, c0 = (kit.text(["x"] * batch) for _ in range(2))
@@ -133,7 +166,9 @@ def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, A
                 row(
                     name,
                     batch,
-                    lambda pipe=pipe, c=c, c0=c0, given=given: pipe(prompt_embeds=c, negative_prompt_embeds=c0, **given),
+                    lambda pipe=pipe, c=c, c0=c0, given=given: pipe(
+                        prompt_embeds=c, negative_prompt_embeds=c0, **given
+                    ),
                     kit.device,
                     flops,
                 )
@@ -162,7 +197,12 @@ def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]
         for compiled in (False, True) if kit.device.type == "cuda" else (False,):
             prepared = replace(kit, unet=torch.compile(kit.unet)) if compiled else kit
             name = f"{str(layout).removeprefix('torch.')}{', compiled' * compiled}"
-            rows += [row(name, batch, lambda p=prepared, n=batch: sampled(p, n, steps), kit.device, flops) for batch in batches]
+            rows += [
+                row(
+                    name, batch, lambda p=prepared, n=batch: sampled(p, n, steps), kit.device, flops
+                )
+                for batch in batches
+            ]
     return rows
 
 
@@ -177,9 +217,15 @@ def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any
     full, x0 = config.fedlmg, replace(config.fedlmg, gradient="x0")
     learned = {("a", 0): torch.randn(kit.text.shape, device=kit.device, dtype=kit.dtype)}
     samplers: dict[str, Callable[[list], torch.Tensor]] = {
-        "FedDEO, three branches": lambda jobs: feddeo.sample(kit, jobs, prompts, learned, (3.0, 3.0), steps),
-        "Espresso, zig-zags": lambda jobs: espresso.sample(kit, jobs, [(mixtures, 0)] * len(jobs), settings, steps),
-        "FedLMG, gradient at x0": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, x0, steps, 224),
+        "FedDEO, three branches": lambda jobs: feddeo.sample(
+            kit, jobs, prompts, learned, (3.0, 3.0), steps
+        ),
+        "Espresso, zig-zags": lambda jobs: espresso.sample(
+            kit, jobs, [(mixtures, 0)] * len(jobs), settings, steps
+        ),
+        "FedLMG, gradient at x0": lambda jobs: fedlmg.sample(
+            kit, jobs, prompts, teachers, x0, steps, 224
+        ),
         "FedLMG": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, full, steps, 224),
         "FedCADO, 10 edits": lambda jobs: fedcado.sample(
             kit, jobs, prompts, teachers, replace(config.fedcado, noise_edits=10), steps, 224
@@ -194,8 +240,19 @@ def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any
     for name, sample in samplers.items():
         if name in ("FedLMG", "FedCADO, 10 edits"):
             flops = tera_flops(lambda sample=sample: sample(plan[:1]))
-            rows.append(row(f"{name}, checkpointed", batch, lambda sample=sample: sample(plan), kit.device, flops))
-    return rows + [{**found, "what": f"{found['what']}, checkpointed"} for found in descriptions(kit, batch)[:1]]
+            rows.append(
+                row(
+                    f"{name}, checkpointed",
+                    batch,
+                    lambda sample=sample: sample(plan),
+                    kit.device,
+                    flops,
+                )
+            )
+    return rows + [
+        {**found, "what": f"{found['what']}, checkpointed"}
+        for found in descriptions(kit, batch)[:1]
+    ]
 
 
 def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
@@ -208,9 +265,14 @@ def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
 
     def together() -> None:
         mean, logvar = kit.encode(pictures)
-        learn_conditions(kit, start, mean.float(), logvar.float(), rows_of, names, config.feddeo, job)
+        learn_conditions(
+            kit, start, mean.float(), logvar.float(), rows_of, names, config.feddeo, job
+        )
 
-    flops, picture = tera_flops(together) / (3 * at_once), torch.zeros(1, 3, kit.image_size, kit.image_size, dtype=torch.uint8)
+    flops, picture = (
+        tera_flops(together) / (3 * at_once),
+        torch.zeros(1, 3, kit.image_size, kit.image_size, dtype=torch.uint8),
+    )
     c = start[:1].clone().requires_grad_()
     optimiser = torch.optim.Adam([c], 0.1)
 
@@ -219,23 +281,37 @@ def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
             textual_inversion_step(kit, picture, c, optimiser)
 
     return [
-        {**row("descriptions at once, samples", 3 * at_once, together, kit.device, flops), "batch": at_once},
-        {**row("textual inversion, samples", 3, loop, kit.device, tera_flops(loop) / 3), "batch": 1},
+        {
+            **row("descriptions at once, samples", 3 * at_once, together, kit.device, flops),
+            "batch": at_once,
+        },
+        {
+            **row("textual inversion, samples", 3, loop, kit.device, tera_flops(loop) / 3),
+            "batch": 1,
+        },
     ]
 
 
 def main() -> None:
     """Run one of them and keep its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = {"ceilings": ceilings, "ours": ours, "guided": guided}
     parser.add_argument("kind", choices=kinds)
-    parser.add_argument("--small", action="store_true", help="prove the script on a CPU; keep nothing")
+    parser.add_argument(
+        "--small", action="store_true", help="prove the script on a CPU; keep nothing"
+    )
     parser.add_argument("--out", type=Path, default=TABLES)
     given = parser.parse_args()
     steps, batches = (5, (1, 1, 2)) if given.small else (50, (1, 4, 16, 64))
     rows = kinds[given.kind](random_kit(given.small), steps, batches)
     out = Path(mkdtemp()) if given.small else given.out
-    write_table(out / f"gpu-{given.kind}", rows, f"{steps} steps. Command: `python -m benchmarks.gpu {given.kind}`.")
+    write_table(
+        out / f"gpu-{given.kind}",
+        rows,
+        f"{steps} steps. Command: `python -m benchmarks.gpu {given.kind}`.",
+    )
 
 
 if __name__ == "__main__":

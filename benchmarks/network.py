@@ -28,7 +28,9 @@ sys.path.append(str(ROOT / "tests"))  # the system tests' federation
 
 from system_tools import BIN, Federation, new_federation  # noqa: E402
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of every run would compile torch and all else again
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # else every process of every run would compile torch and all else again
 ROLES = ("flower-superlink", "flwr-serverapp", "flower-supernode", "flwr-clientapp")
 QUICK = (
     "synthesis.images-per-class=1",
@@ -41,7 +43,12 @@ PAYLOADS = {
     "FedDEO": ("method=feddeo",),
     "ShuffleNet": ("method=local", "classifier.architecture=shufflenet_v2_x1_0"),
     "ResNet-18": ("method=local",),
-    "VGG-16": ("method=local", "classifier.architecture=vgg16", "classifier.small-stem=false", "classifier.init=none"),
+    "VGG-16": (
+        "method=local",
+        "classifier.architecture=vgg16",
+        "classifier.small-stem=false",
+        "classifier.init=none",
+    ),
 }
 
 
@@ -75,7 +82,9 @@ def begin(made: Federation, clients: int) -> None:
     made.begin_superlink()
     for k in range(clients):
         made.register(f"client-{k}")
-        config = f"partition-id={k} num-partitions={clients} cache-dir='{made.folder / f'cache-{k}'}'"
+        config = (
+            f"partition-id={k} num-partitions={clients} cache-dir='{made.folder / f'cache-{k}'}'"
+        )
         made.begin_node(f"client-{k}", *made.trusting(f"client-{k}"), config=config, **threads)
 
 
@@ -87,7 +96,9 @@ def run_on(made: Federation, *settings: str) -> tuple[dict, float]:
             raise SystemExit(made.log("run")[-3000:])
     finally:
         end_process_tree(run.pid)
-    return json.loads((made.folder / "server" / "measured" / "metrics.json").read_text()), time.monotonic() - began
+    return json.loads(
+        (made.folder / "server" / "measured" / "metrics.json").read_text()
+    ), time.monotonic() - began
 
 
 def simulate(*arguments: str) -> tuple[dict, float]:
@@ -99,7 +110,9 @@ def simulate(*arguments: str) -> tuple[dict, float]:
             raise SystemExit(code)
     finally:
         end_process_tree(run.pid)
-    return json.loads((WORK / "runs" / "measured" / "metrics.json").read_text()), time.monotonic() - began
+    return json.loads(
+        (WORK / "runs" / "measured" / "metrics.json").read_text()
+    ), time.monotonic() - began
 
 
 def payloads() -> list[list[str]]:
@@ -114,7 +127,9 @@ def payloads() -> list[list[str]]:
             metrics, seconds = run_on(made, "num-clients=1", *QUICK, *settings)
             peak = memory.end()
         size = metrics["clients"]["client-0"]["upload_bytes"] / 1e6
-        rows.append([name, f"{size:,.2f}", *(f"{peak[role]:,.0f}" for role in ROLES), f"{seconds:.0f}"])
+        rows.append(
+            [name, f"{size:,.2f}", *(f"{peak[role]:,.0f}" for role in ROLES), f"{seconds:.0f}"]
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -126,33 +141,56 @@ def demo() -> list[list[str]]:
     with new_federation(WORK / "six") as made:
         begin(made, 6)
         _, apart = run_on(made, str(ROOT / "configs" / "demo.toml"))
-    return [["simulation s", "six clients over TLS s", "ratio"], [f"{alone:.0f}", f"{apart:.0f}", f"{apart / alone:.2f}"]]
+    return [
+        ["simulation s", "six clients over TLS s", "ratio"],
+        [f"{alone:.0f}", f"{apart:.0f}", f"{apart / alone:.2f}"],
+    ]
 
 
 def clients() -> list[list[str]]:
     """The ServerApp is a thread of `flwr-simulation`."""
     memory = Memory("flower-superlink", "flwr-simulation")
-    of_local = [setting for setting in PAYLOADS["ShuffleNet"] if setting != "method=local"]  # where all test the models of all
+    of_local = [
+        setting for setting in PAYLOADS["ShuffleNet"] if setting != "method=local"
+    ]  # where all test the models of all
     settings = ("method=fedlmg", "fedlmg.strategies=ft", "data.partition=iid", *of_local)
     metrics, seconds = simulate("num-clients=64", *QUICK, *settings)
     sizes, peak = [about["upload_bytes"] for about in metrics["clients"].values()], memory.end()
-    head = ["clients", "delivered", "a payload MB", "together MB", *(f"{role} MB" for role in peak), "s"]
-    figures = [f"{max(sizes) / 1e6:.2f}", f"{sum(sizes) / 1e6:.0f}", *(f"{mb:,.0f}" for mb in peak.values()), f"{seconds:.0f}"]
+    head = [
+        "clients",
+        "delivered",
+        "a payload MB",
+        "together MB",
+        *(f"{role} MB" for role in peak),
+        "s",
+    ]
+    figures = [
+        f"{max(sizes) / 1e6:.2f}",
+        f"{sum(sizes) / 1e6:.0f}",
+        *(f"{mb:,.0f}" for mb in peak.values()),
+        f"{seconds:.0f}",
+    ]
     return [head, ["64", str(sum(size > 0 for size in sizes)), *figures]]
 
 
 def main() -> None:
     """Run one of them and keep its table."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended so, it ends what it started
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = {"payloads": payloads, "demo": demo, "clients": clients}
     parser.add_argument("kind", choices=kinds)
     kind = parser.parse_args().kind
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     head, *rows = kinds[kind]()
-    about = f"Memory is the peak of what was resident. Command: `python -m benchmarks.network {kind}`."
-    write_table(TABLES / f"network-{kind}", [dict(zip(head, row, strict=True)) for row in rows], about)
+    about = (
+        f"Memory is the peak of what was resident. Command: `python -m benchmarks.network {kind}`."
+    )
+    write_table(
+        TABLES / f"network-{kind}", [dict(zip(head, row, strict=True)) for row in rows], about
+    )
 
 
 if __name__ == "__main__":

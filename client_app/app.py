@@ -59,7 +59,9 @@ def train(message: Message, context: Context) -> Message:
     kit = _kit(config, node)
     folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):  # a server that lost sight of this node asks again: the second waits, and finds the payload
+    with FileLock(
+        folder / "lock"
+    ):  # a server that lost sight of this node asks again: the second waits, and finds the payload
         reply = work.train(message.content, config, node, client, job_id, kit, folder)
     return Message(reply, reply_to=message)
 
@@ -88,11 +90,21 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     if folder := simulated_folder(config.data, node):
         own_name = folder.name
     else:
-        own_name = f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}"
+        own_name = (
+            f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}"
+        )
     client = node.client_id or own_name
     if not is_identifier(client):
-        raise ConfigError(f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not 'average'")
-    return replace(config, classifier=replace(config.classifier, architecture=_architecture(config, node))), node, client
+        raise ConfigError(
+            f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not 'average'"
+        )
+    return (
+        replace(
+            config, classifier=replace(config.classifier, architecture=_architecture(config, node))
+        ),
+        node,
+        client,
+    )
 
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:
@@ -101,7 +113,9 @@ def _architecture(config: RunConfig, node: NodeConfig) -> str:
     if not (method.rounds or method.payload == "Classifier"):
         return config.classifier.architecture
     if node.architecture and node.architecture not in of_the_run:
-        raise ConfigError(f"node-config architecture = {node.architecture!r}: this run allows {', '.join(of_the_run)}")
+        raise ConfigError(
+            f"node-config architecture = {node.architecture!r}: this run allows {', '.join(of_the_run)}"
+        )
     return node.architecture or of_the_run[max(node.partition_id, 0) % len(of_the_run)]
 
 
@@ -116,7 +130,9 @@ def _job_id(message: Message) -> str:
 def _kit(config: RunConfig, node: NodeConfig) -> str:
     if not (parts := kit_parts(config)):
         return ""
-    own_kit = node.kit if config.sampling_kit == config.kit else ""  # which stands in for the run's, not for FedDISC's
+    own_kit = (
+        node.kit if config.sampling_kit == config.kit else ""
+    )  # which stands in for the run's, not for FedDISC's
     kit = find_kit(own_kit or config.sampling_kit)
     check_kit(kit, parts)
     return kit
@@ -124,7 +140,10 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
     """The weights that this node and the server both have must be the same: a description learned with others draws something else."""
-    here, there = weights_digests(kit, kit_parts(config)) if kit else {}, message.content.config_records["kit"]
+    here, there = (
+        weights_digests(kit, kit_parts(config)) if kit else {},
+        message.content.config_records["kit"],
+    )
     for file, digest in here.items():
         if there.get(file, digest) != digest:
             raise ConfigError(
@@ -142,7 +161,9 @@ def _installed_version() -> str:
 
 def _cache(node: NodeConfig, job_id: str) -> Path:
     """Where this machine keeps a job's finished payloads."""
-    return Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / job_id
+    return (
+        Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / job_id
+    )
 
 
 def _cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:

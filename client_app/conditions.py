@@ -55,16 +55,27 @@ def learn_conditions(
         def advance(done: int, total: int, number: int = number) -> None:
             job.progress(number * total + done, len(groups) * total)
 
-        learned.append(_learn_together(kit, start[part], mean, logvar, rows_of[part], names[part], settings, job, advance))
+        learned.append(
+            _learn_together(
+                kit, start[part], mean, logvar, rows_of[part], names[part], settings, job, advance
+            )
+        )
     return torch.cat(learned)
 
 
-def _learn_together(kit, start, mean, logvar, rows_of, names, settings, job, advance) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    conditions = [c.clone().requires_grad_() for c in start]  # one tensor each: a condition that is done is left alone
+def _learn_together(
+    kit, start, mean, logvar, rows_of, names, settings, job, advance
+) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    conditions = [
+        c.clone().requires_grad_() for c in start
+    ]  # one tensor each: a condition that is done is left alone
     optimiser = torch.optim.Adam(conditions, lr=settings.lr)
-    randomness = [generator_of(job.config.seed, job.config.method, job.client, name) for name in names]
+    randomness = [
+        generator_of(job.config.seed, job.config.method, job.client, name) for name in names
+    ]
     schedules = [
-        _minibatches(rows, settings.epochs, settings.batch_size, g) for rows, g in zip(rows_of, randomness, strict=True)
+        _minibatches(rows, settings.epochs, settings.batch_size, g)
+        for rows, g in zip(rows_of, randomness, strict=True)
     ]
     total = max(len(s) for s in schedules)
     alphas_cumprod = kit.alphas_cumprod
@@ -76,10 +87,16 @@ def _learn_together(kit, start, mean, logvar, rows_of, names, settings, job, adv
                 batch = schedule[step]
                 rows.append(batch)
                 t.append(torch.randint(len(alphas_cumprod), (len(batch),), generator=generator))
-                posterior_noise.append(torch.randn(len(batch), *mean.shape[1:], generator=generator))
+                posterior_noise.append(
+                    torch.randn(len(batch), *mean.shape[1:], generator=generator)
+                )
                 eps.append(torch.randn(len(batch), *mean.shape[1:], generator=generator))
                 owner += [index] * len(batch)
-        chosen, steps, noise = torch.cat(rows), torch.cat(t).to(kit.device), torch.cat(eps).to(kit.device)
+        chosen, steps, noise = (
+            torch.cat(rows),
+            torch.cat(t).to(kit.device),
+            torch.cat(eps).to(kit.device),
+        )
         x0 = mean[chosen] + (0.5 * logvar[chosen]).exp() * torch.cat(posterior_noise).to(kit.device)
         z_t = forward_noise(x0, noise, alphas_cumprod[steps])
         share = torch.tensor(
@@ -88,7 +105,9 @@ def _learn_together(kit, start, mean, logvar, rows_of, names, settings, job, adv
 
         def update(z_t=z_t, steps=steps, noise=noise, owner=owner, share=share) -> None:  # type: ignore[no-untyped-def]
             guess = kit.eps(z_t, steps, torch.stack([conditions[i] for i in owner]))
-            loss = ((noise - guess).square().mean(dim=(1, 2, 3)) * share).sum()  # FedDEO, eq. 4; Espresso, eq. 8
+            loss = (
+                (noise - guess).square().mean(dim=(1, 2, 3)) * share
+            ).sum()  # FedDEO, eq. 4; Espresso, eq. 8
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -97,10 +116,18 @@ def _learn_together(kit, start, mean, logvar, rows_of, names, settings, job, adv
         advance(step + 1, total)
     learned = torch.stack([c.detach() for c in conditions])
     if not torch.isfinite(learned).all():
-        raise ValueError(f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = {settings.lr:g}")
+        raise ValueError(
+            f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = {settings.lr:g}"
+        )
     return learned
 
 
-def _minibatches(rows: torch.Tensor, epochs: int, size: int, generator: torch.Generator) -> list[torch.Tensor]:
+def _minibatches(
+    rows: torch.Tensor, epochs: int, size: int, generator: torch.Generator
+) -> list[torch.Tensor]:
     """`epochs` passes over `rows`, each in a new order, cut into batches."""
-    return [batch for _ in range(epochs) for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)]
+    return [
+        batch
+        for _ in range(epochs)
+        for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)
+    ]

@@ -41,7 +41,9 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         penalty = proximal(start, float(cast(float, said["proximal-mu"])))
     elif "dyn-alpha" in said:
         alpha = float(cast(float, said["dyn-alpha"]))
-        for stale in folder.glob("feddyn-*.safetensors"):  # of this round, asked for again, or of an earlier run of the job
+        for stale in folder.glob(
+            "feddyn-*.safetensors"
+        ):  # of this round, asked for again, or of an earlier run of the job
             if int(stale.stem.removeprefix("feddyn-")) >= number:
                 stale.unlink()
         correction = _load_correction(folder, start)
@@ -58,10 +60,18 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         meter=job.meter,
         progress=job.progress,
     )
-    if correction:  # grad L_k(theta_k) <- grad L_k(theta_k) - alpha (theta_k - theta) (FedDyn, algorithm 1)
-        after = {n: correction[n] - alpha * (p.detach() - start[n]) for n, p in model.named_parameters()}
+    if (
+        correction
+    ):  # grad L_k(theta_k) <- grad L_k(theta_k) - alpha (theta_k - theta) (FedDyn, algorithm 1)
+        after = {
+            n: correction[n] - alpha * (p.detach() - start[n]) for n, p in model.named_parameters()
+        }
         _save_correction(folder, number, after)
-    costs = {"seconds": watch.seconds, "flops": float(job.meter.total), "peak_memory_mb": peak_memory_mb()}
+    costs = {
+        "seconds": watch.seconds,
+        "flops": float(job.meter.total),
+        "peak_memory_mb": peak_memory_mb(),
+    }
     metrics = MetricRecord({"num-examples": len(images), **costs})
     return RecordDict({"model": pack_state(model.state_dict()), "metrics": metrics})
 
@@ -79,7 +89,9 @@ def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
     return add_gradient
 
 
-def dynamic(start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], alpha: float) -> Penalty:
+def dynamic(
+    start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], alpha: float
+) -> Penalty:
     """-<grad L_k(theta_k), theta> + alpha/2 ||theta - theta_global||^2 (FedDyn, Acar et al., arXiv 2111.04263, algorithm 1)."""
     add_quadratic = proximal(start, alpha)
 
@@ -102,6 +114,9 @@ def _load_correction(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, t
 
 def _save_correction(folder: Path, number: int, state: dict[str, torch.Tensor]) -> None:
     """Keep the last two rounds': a server that was killed may ask for a round again."""
-    write_atomically(folder / f"feddyn-{number:06d}.safetensors", save({n: t.cpu().contiguous() for n, t in state.items()}))
+    write_atomically(
+        folder / f"feddyn-{number:06d}.safetensors",
+        save({n: t.cpu().contiguous() for n, t in state.items()}),
+    )
     for old in sorted(folder.glob("feddyn-*.safetensors"))[:-2]:
         old.unlink()

@@ -18,7 +18,13 @@ from osfl.protocol import pack_payload, unpack_model
 
 
 def train(
-    content: RecordDict, config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path
+    content: RecordDict,
+    config: RunConfig,
+    node: NodeConfig,
+    client: str,
+    job_id: str,
+    kit: str,
+    folder: Path,
 ) -> RecordDict:
     """The reply to `train`; `folder` is the client's own for this job, and the same for the same settings."""
     if METHODS[config.method].rounds:
@@ -37,12 +43,18 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig) -> Record
     state, architecture, small_stem = unpack_model(content)
     model = classifiers.rebuild(state, architecture, len(names), small_stem)
     images = load_images(config.data, node, "test", config.seed)
-    matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), pick_device(node.device))
-    metrics = MetricRecord({"confusion": [cell for row in matrix for cell in row], "seconds": watch.seconds})
+    matrix = classifiers.confusion(
+        model, images.pixels, images.labels, len(names), pick_device(node.device)
+    )
+    metrics = MetricRecord(
+        {"confusion": [cell for row in matrix for cell in row], "seconds": watch.seconds}
+    )
     return RecordDict({"metrics": metrics})
 
 
-def _payload(config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path) -> RecordDict:
+def _payload(
+    config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path
+) -> RecordDict:
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = json.loads((folder / "costs.json").read_text())
@@ -74,7 +86,17 @@ def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Pat
     names = class_names(config.data)
     device = pick_device(node.device)
     frugal = saves_memory(node.checkpointing, device)
-    return ClientJob(config, client, names, load, kit, device, domain, progress=_Progress(folder), saves_memory=frugal)
+    return ClientJob(
+        config,
+        client,
+        names,
+        load,
+        kit,
+        device,
+        domain,
+        progress=_Progress(folder),
+        saves_memory=frugal,
+    )
 
 
 def _within_limit(blob: bytes, config: RunConfig) -> bytes:

@@ -24,7 +24,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from osfl.config import ConfigError, is_identifier
 from osfl.files import write_atomically
 
-ALWAYS = ("localhost", "127.0.0.1", "::1")  # names of every server certificate: the server's own processes dial these
+ALWAYS = (
+    "localhost",
+    "127.0.0.1",
+    "::1",
+)  # names of every server certificate: the server's own processes dial these
 OWNER_ONLY = 0o600
 SKEW = timedelta(minutes=5)  # a node's clock may be slow
 
@@ -41,11 +45,18 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
     """
     key_file, certificate_file = folder / "ca.key", folder / "ca.crt"
     if not rotate and (found := [file for file in (certificate_file, key_file) if file.exists()]):
-        raise ConfigError(f"{found[0]} exists. Use this authority, or make a new one beside it with --rotate")
+        raise ConfigError(
+            f"{found[0]} exists. Use this authority, or make a new one beside it with --rotate"
+        )
     old = certificate_file.read_bytes() if rotate and certificate_file.is_file() else b""
     if rotate and not old:
-        raise ConfigError(f"{certificate_file} does not exist; there is nothing to rotate. Leave --rotate out")
-    key, name = ec.generate_private_key(ec.SECP384R1()), _name(f"OSFL CA {datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+        raise ConfigError(
+            f"{certificate_file} does not exist; there is nothing to rotate. Leave --rotate out"
+        )
+    key, name = (
+        ec.generate_private_key(ec.SECP384R1()),
+        _name(f"OSFL CA {datetime.now(UTC):%Y-%m-%d %H:%M:%S}"),
+    )
     usage = x509.KeyUsage(
         key_cert_sign=True,
         crl_sign=True,
@@ -57,7 +68,9 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
         encipher_only=False,
         decipher_only=False,
     )
-    builder = _builder(name, name, key.public_key(), days).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+    builder = _builder(name, name, key.public_key(), days).add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), True
+    )
     certificate = builder.add_extension(usage, True).sign(key, hashes.SHA384())
     write_atomically(certificate_file, certificate.public_bytes(serialization.Encoding.PEM) + old)
     write_atomically(key_file, _pem(key), OWNER_ONLY)
@@ -99,13 +112,17 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
     key = ec.generate_private_key(ec.SECP384R1())
     days = min(days, (authority.not_valid_after_utc - datetime.now(UTC)).days)
     if days < 1:
-        raise ConfigError(f"the CA in {folder} ends on {authority.not_valid_after_utc:%Y-%m-%d}; rotate it first (--rotate)")
+        raise ConfigError(
+            f"the CA in {folder} ends on {authority.not_valid_after_utc:%Y-%m-%d}; rotate it first (--rotate)"
+        )
     certificate = (
         _builder(_name(names[0]), authority.subject, key.public_key(), days)
         .add_extension(alternatives, False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False
+        )
         .sign(signer, hashes.SHA384())
     )
     write_atomically(folder / "server.key", _pem(key), OWNER_ONLY)
@@ -123,10 +140,18 @@ def make_node(folder: Path, name: str) -> Path:
         raise ConfigError(f"node {name!r}: must be 1 to 64 letters, digits, '-' or '_'")
     file = folder / "nodes" / name
     if file.exists():
-        raise ConfigError(f"{file} exists. For a new key, unregister the old one and delete the file")
+        raise ConfigError(
+            f"{file} exists. For a new key, unregister the old one and delete the file"
+        )
     key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
     write_atomically(file.with_name(f"{name}.pub"), public + f" {name}\n".encode())
     write_atomically(file, private, OWNER_ONLY)
     return file
@@ -138,18 +163,28 @@ def describe(folder: Path) -> list[tuple[str, str, datetime]]:
     Raises:
         ConfigError: no CA in the folder.
     """
-    rows = [("ca.crt", c.subject.rfc4514_string(), c.not_valid_after_utc) for c in _authorities(folder)]
+    rows = [
+        ("ca.crt", c.subject.rfc4514_string(), c.not_valid_after_utc) for c in _authorities(folder)
+    ]
     if (folder / "server.pem").is_file():
         server = _certificates(folder / "server.pem")[0]
         try:
             names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         except x509.ExtensionNotFound:
             names = x509.SubjectAlternativeName([])
-        rows.append(("server.pem", ", ".join(str(name.value) for name in names) or "nobody", server.not_valid_after_utc))
+        rows.append(
+            (
+                "server.pem",
+                ", ".join(str(name.value) for name in names) or "nobody",
+                server.not_valid_after_utc,
+            )
+        )
     return rows
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder(
         issuer, subject, public, x509.random_serial_number(), now - SKEW, now + timedelta(days=days)
@@ -168,14 +203,18 @@ def _host(name: str) -> x509.GeneralName:
         pass
     labels = name.split(".")
     plain = all(label.isascii() and label.replace("-", "").isalnum() for label in labels)
-    if not plain or labels[-1].isdigit() or len(name) > 253:  # digits at the end: an address that is none
+    if (
+        not plain or labels[-1].isdigit() or len(name) > 253
+    ):  # digits at the end: an address that is none
         raise ConfigError(f"host {name!r}: must be a host name or an IP address, without port")
     return x509.DNSName(name)
 
 
 def _authorities(folder: Path) -> list[x509.Certificate]:
     if not (folder / "ca.crt").is_file():
-        raise ConfigError(f"{folder} has no ca.crt. Make a certificate authority first: osfl certs ca {folder}")
+        raise ConfigError(
+            f"{folder} has no ca.crt. Make a certificate authority first: osfl certs ca {folder}"
+        )
     return _certificates(folder / "ca.crt")
 
 
@@ -190,11 +229,20 @@ def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurveP
     try:
         key = serialization.load_pem_private_key(file.read_bytes(), None)
     except (OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}. Server certificates are made where the CA's key is") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
-        raise ConfigError(f"{file} is not the key of the first certificate in {file.with_suffix('.crt')}")
+        raise ConfigError(
+            f"{file}: {error}. Server certificates are made where the CA's key is"
+        ) from error
+    if (
+        not isinstance(key, ec.EllipticCurvePrivateKey)
+        or key.public_key() != authority.public_key()
+    ):
+        raise ConfigError(
+            f"{file} is not the key of the first certificate in {file.with_suffix('.crt')}"
+        )
     return key
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

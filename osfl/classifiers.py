@@ -45,9 +45,15 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
             f"architecture = {architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn"
         )
     if architecture in ("googlenet", "inception_v3"):
-        raise ClassifierError(f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take a resnet")
-    if architecture.startswith("mnasnet"):  # its stem's shape depends on metadata that only a pickled state dict has
-        raise ClassifierError(f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; take mobilenet_v2")
+        raise ClassifierError(
+            f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take a resnet"
+        )
+    if architecture.startswith(
+        "mnasnet"
+    ):  # its stem's shape depends on metadata that only a pickled state dict has
+        raise ClassifierError(
+            f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; take mobilenet_v2"
+        )
     model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
     if small_stem:
         _shrink_stem(model, architecture, num_classes)
@@ -61,14 +67,19 @@ def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
     convolution. VGG: average pooling and one linear layer for the three (as is usual for CIFAR; 15 M parameters for 134 M).
     """
     if architecture.startswith(("resnet", "resnext", "wide_resnet")):
-        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, kernel_size=3, stride=2, padding=1, bias=False)
+        model.conv1 = nn.Conv2d(
+            3, model.conv1.out_channels, kernel_size=3, stride=2, padding=1, bias=False
+        )
         model.maxpool = nn.Identity()
     elif architecture.startswith("shufflenet"):
         model.maxpool = nn.Identity()
     elif architecture.startswith("mobilenet"):
         model.features[0][0].stride = (1, 1)
     elif architecture.startswith("vgg"):
-        model.avgpool, model.classifier = nn.AdaptiveAvgPool2d(1), nn.Sequential(nn.Flatten(), nn.Linear(512, num_classes))
+        model.avgpool, model.classifier = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.Sequential(nn.Flatten(), nn.Linear(512, num_classes)),
+        )
     else:
         raise ClassifierError(
             f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and VGG; set it to false"
@@ -88,7 +99,9 @@ def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> n
         return build_classifier(architecture, num_classes, small_stem).to("meta")
 
 
-def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
+def rebuild(
+    state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool
+) -> nn.Module:
     """A trained classifier of its state dict's own tensors, not copies where they have the right type, in eval mode.
 
     Raises:
@@ -97,13 +110,17 @@ def rebuild(state: dict[str, torch.Tensor], architecture: str, num_classes: int,
     """
     model = blank_classifier(architecture, num_classes, small_stem)
     own = model.state_dict()  # averages of models count their batches in fractions
-    model.load_state_dict({name: value.to(own.get(name, value).dtype) for name, value in state.items()}, assign=True)
+    model.load_state_dict(
+        {name: value.to(own.get(name, value).dtype) for name, value in state.items()}, assign=True
+    )
     return model.eval()
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
     """Images [B, 3, H, W] in [-1, 1] to the classifier's input: clamped, then its own mean and standard deviation."""
-    mean, std = (torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1) for v in (MEAN, STD))
+    mean, std = (
+        torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1) for v in (MEAN, STD)
+    )
     return ((images.clamp(-1, 1) + 1) / 2 - mean) / std
 
 
@@ -114,7 +131,11 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
         ClassifierError: the file is missing or damaged, or anything but the head does not fit.
     """
     try:
-        weights = unpack(load_file(file)) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        weights = (
+            unpack(load_file(file))
+            if file.suffix == ".safetensors"
+            else torch.load(file, weights_only=True)
+        )
     except (
         OSError,
         EOFError,
@@ -125,12 +146,27 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
         raise ClassifierError(
             f"init={str(file)!r} cannot be read: {error}. Set init='none' to start from random weights"
         ) from error
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise ClassifierError(f"init={str(file)!r} is not a state dict: it must hold tensors by name")
+    if not isinstance(weights, dict) or not all(
+        isinstance(value, torch.Tensor) for value in weights.values()
+    ):
+        raise ClassifierError(
+            f"init={str(file)!r} is not a state dict: it must hold tensors by name"
+        )
     own = model.state_dict()
-    fitting = {name: tensor for name, tensor in weights.items() if name in own and own[name].shape == tensor.shape}
-    optional = ("fc.", "classifier.", "heads."), "num_batches_tracked"  # heads; a counter that older weight files lack
-    missing = [n for n in own if n not in fitting and not n.startswith(optional[0]) and not n.endswith(optional[1])]
+    fitting = {
+        name: tensor
+        for name, tensor in weights.items()
+        if name in own and own[name].shape == tensor.shape
+    }
+    optional = (
+        ("fc.", "classifier.", "heads."),
+        "num_batches_tracked",
+    )  # heads; a counter that older weight files lack
+    missing = [
+        n
+        for n in own
+        if n not in fitting and not n.startswith(optional[0]) and not n.endswith(optional[1])
+    ]
     if missing:
         raise ClassifierError(
             f"init={str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more"
@@ -159,9 +195,16 @@ def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tenso
             packed[name] = tensor.contiguous()
             continue
         scale = tensor.flatten(1).abs().amax(dim=1).clamp_min(1e-12) / most
-        rounded = (tensor / scale.view(-1, *[1] * (tensor.ndim - 1))).round().to(torch.int8).contiguous()
+        rounded = (
+            (tensor / scale.view(-1, *[1] * (tensor.ndim - 1))).round().to(torch.int8).contiguous()
+        )
         if bits == 4:
-            high, low = F.pad(rounded.flatten() + 8, (0, rounded.numel() % 2)).to(torch.uint8).view(-1, 2).unbind(1)
+            high, low = (
+                F.pad(rounded.flatten() + 8, (0, rounded.numel() % 2))
+                .to(torch.uint8)
+                .view(-1, 2)
+                .unbind(1)
+            )
             packed[f"{name}.shape"], rounded = torch.tensor(tensor.shape), high * 16 + low
         packed[name], packed[f"{name}.scale"] = rounded, scale
     return packed
@@ -169,13 +212,23 @@ def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tenso
 
 def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse of `pack`, up to rounding (half a step: 1/254 or 1/14 of the channel's largest weight)."""
-    state = {name: tensor for name, tensor in packed.items() if not name.endswith((".scale", ".shape"))}
+    state = {
+        name: tensor for name, tensor in packed.items() if not name.endswith((".scale", ".shape"))
+    }
     for name, tensor in state.items():
         if f"{name}.shape" in packed:
             shape = packed[f"{name}.shape"].tolist()
-            tensor = torch.stack([tensor >> 4, tensor & 15], dim=1).flatten()[: math.prod(shape)].view(shape).to(torch.int8) - 8
+            tensor = (
+                torch.stack([tensor >> 4, tensor & 15], dim=1)
+                .flatten()[: math.prod(shape)]
+                .view(shape)
+                .to(torch.int8)
+                - 8
+            )
         if f"{name}.scale" in packed:
-            state[name] = tensor.float() * packed[f"{name}.scale"].view(-1, *[1] * (tensor.ndim - 1))
+            state[name] = tensor.float() * packed[f"{name}.scale"].view(
+                -1, *[1] * (tensor.ndim - 1)
+            )
     return state
 
 
@@ -212,7 +265,11 @@ def new_classifier(config: ClassifierConfig, num_classes: int, kit: str, seed: i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "classifier"))
         model = build_classifier(config.architecture, num_classes, config.small_stem)
-        shallow = build_classifier("resnet18", num_classes, config.small_stem) if config.architecture == "resnet34" else None
+        shallow = (
+            build_classifier("resnet18", num_classes, config.small_stem)
+            if config.architecture == "resnet34"
+            else None
+        )
     if config.init == "kit" and shallow is not None:
         load_initialisation(shallow, Path(kit) / initialisation_part(config.architecture))
         deepen(shallow, model)
@@ -253,12 +310,16 @@ def fit(
         ClassifierError: fewer than two images, or the loss is not finite.
     """
     if len(labels) < 2:
-        raise ClassifierError(f"{len(labels)} image(s) to train a classifier on; batch normalisation needs at least 2")
+        raise ClassifierError(
+            f"{len(labels)} image(s) to train a classifier on; batch normalisation needs at least 2"
+        )
     meter, model = meter or FlopMeter(), model.to(device).train()
     # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result would differ from that on loaded ones.
     pixels, labels = pixels.to(device).contiguous(), labels.to(device)
     teacher = None if teacher is None else teacher.to(device)
-    optimiser = torch.optim.SGD(model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay, fused=True)
+    optimiser = torch.optim.SGD(
+        model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
+    )
     order = torch.Generator().manual_seed(seed_of(seed, "order"))
     batches = [
         b
@@ -274,7 +335,9 @@ def fit(
             logits = model(normalise(pixels[rows].float() / 127.5 - 1)).float()
         loss = F.cross_entropy(logits, labels[rows])
         if teacher is not None:  # FedLMG eq. 12, 13
-            loss = loss + distillation_weight * F.kl_div(F.log_softmax(logits, 1), teacher[rows], reduction="batchmean")
+            loss = loss + distillation_weight * F.kl_div(
+                F.log_softmax(logits, 1), teacher[rows], reduction="batchmean"
+            )
         optimiser.zero_grad()
         loss.backward()
         if penalty is not None:
@@ -287,7 +350,9 @@ def fit(
         for done, rows in enumerate(batches, start=1):
             loss = meter.run(("fit", len(rows)), lambda rows=rows: step(rows.to(device)))  # type: ignore[misc]
             if not torch.isfinite(loss):
-                raise ClassifierError(f"training diverged at step {done} (loss {loss.item()}); lower lr = {config.lr:g}")
+                raise ClassifierError(
+                    f"training diverged at step {done} (loss {loss.item()}); lower lr = {config.lr:g}"
+                )
             progress(done, len(batches))
     return model.eval()
 
@@ -302,11 +367,20 @@ def _in_bfloat16(config: ClassifierConfig, device: torch.device) -> bool:
 def logits_of(model: nn.Module, pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Logits [N, C] on the CPU, of uint8 images [N, 3, S, S]; the model is put in eval mode."""
     model = model.to(device).eval()
-    return torch.cat([model(normalise(chunk.to(device).float() / 127.5 - 1)).cpu() for chunk in pixels.contiguous().split(256)])
+    return torch.cat(
+        [
+            model(normalise(chunk.to(device).float() / 127.5 - 1)).cpu()
+            for chunk in pixels.contiguous().split(256)
+        ]
+    )
 
 
 def confusion(
-    model: nn.Module, pixels: torch.Tensor, labels: torch.Tensor, num_classes: int, device: torch.device
+    model: nn.Module,
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    num_classes: int,
+    device: torch.device,
 ) -> list[list[int]]:
     """The confusion matrix on labelled images: rows are true classes, columns predicted ones."""
     from sklearn.metrics import confusion_matrix  # seconds to import, and only a test needs it

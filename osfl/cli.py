@@ -15,13 +15,22 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
 
 app = typer.Typer(
-    help="One-shot federated learning with diffusion models, on Flower.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="One-shot federated learning with diffusion models, on Flower.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 kit_app = typer.Typer(help="Miniature foundation kits.", no_args_is_help=True)
 app.add_typer(kit_app, name="kit")
@@ -33,13 +42,23 @@ SHOWN = 20  # of a run's damaged files
 
 @app.command()
 def run(
-    settings: Annotated[list[str] | None, typer.Argument(help="TOML files and key=value, merged from left to right.")] = None,
-    runs: Annotated[
-        Path | None, typer.Option(help="Simulation: where runs are kept (runs-dir goes first).", show_default="runs")
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="TOML files and key=value, merged from left to right."),
     ] = None,
-    connection: Annotated[str, typer.Option(help="A SuperLink of your Flower configuration; empty: simulate here.")] = "",
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Simulation: where runs are kept (runs-dir goes first).", show_default="runs"
+        ),
+    ] = None,
+    connection: Annotated[
+        str, typer.Option(help="A SuperLink of your Flower configuration; empty: simulate here.")
+    ] = "",
     client_cpus: Annotated[int, typer.Option(help="Simulation: cores of each client.")] = 1,
-    client_gpus: Annotated[float, typer.Option(help="Simulation: share of a GPU of each client.")] = 0.0,
+    client_gpus: Annotated[
+        float, typer.Option(help="Simulation: share of a GPU of each client.")
+    ] = 0.0,
 ) -> None:
     """Run a federation; exits with 0 only if it finished.
 
@@ -58,7 +77,11 @@ def run(
         job_id = str(overrides.get("job-id", config.job_id))
         if not is_identifier(job_id):
             raise ConfigError(f"job-id = {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
-        root = Path(config.runs_dir).expanduser() if config.runs_dir else (runs or Path("runs")).resolve()
+        root = (
+            Path(config.runs_dir).expanduser()
+            if config.runs_dir
+            else (runs or Path("runs")).resolve()
+        )
         if connection and runs:
             raise ConfigError(
                 "--runs is for simulations; where a server keeps its runs is the key runs-dir, or $OSFL_RUNS there"
@@ -78,25 +101,42 @@ def run(
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if connection:
-            console.print("interrupted; the run goes on at the server: see `flwr list`, `flwr log`, `flwr stop`")
+            console.print(
+                "interrupted; the run goes on at the server: see `flwr list`, `flwr log`, `flwr stop`"
+            )
         else:
-            console.print("interrupted; the same command with this job id goes on where it was:", escape(f"job-id={job_id}"))
+            console.print(
+                "interrupted; the same command with this job id goes on where it was:",
+                escape(f"job-id={job_id}"),
+            )
         raise typer.Exit(130) from None
 
 
-def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root: Path, federation: dict[str, Scalar]) -> None:
+def _simulate(
+    config: RunConfig,
+    overrides: dict[str, Scalar],
+    job_id: str,
+    root: Path,
+    federation: dict[str, Scalar],
+) -> None:
     from osfl import launch
 
     folder, cache = root / job_id, root / ".client-cache"
     (folder / "status.json").unlink(missing_ok=True)
     with launch.local_superlink(root, cache) as environment:
         run_id = launch.submit(overrides, "osfl", environment, federation)
-        console.print(f"[bold]{config.method}[/], {config.num_clients} clients, job [bold]{job_id}[/]", highlight=False)
+        console.print(
+            f"[bold]{config.method}[/], {config.num_clients} clients, job [bold]{job_id}[/]",
+            highlight=False,
+        )
         logs = root / f"{job_id}.log"
         with (
             open(logs, "w") as sink,
             subprocess.Popen(
-                ["flwr", "log", str(run_id), "osfl", "--stream"], env=environment, stdout=sink, stderr=sink
+                ["flwr", "log", str(run_id), "osfl", "--stream"],
+                env=environment,
+                stdout=sink,
+                stderr=sink,
             ) as streaming,
         ):
             try:
@@ -105,7 +145,9 @@ def _simulate(config: RunConfig, overrides: dict[str, Scalar], job_id: str, root
                 streaming.terminate()
         status, details = launch.outcome(run_id, "osfl", environment)
     if folder.is_dir():
-        with suppress(FileNotFoundError):  # the same job was started twice, and the other, which was refused, took it
+        with suppress(
+            FileNotFoundError
+        ):  # the same job was started twice, and the other, which was refused, took it
             logs.replace(folder / "server.log")
         logs = folder / "server.log"
     state = _read(folder / "status.json")
@@ -122,13 +164,18 @@ def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
 
     environment = launch.flower_environment()
     run_id = launch.submit(overrides, connection, environment)
-    console.print(f"job [bold]{job_id}[/], Flower's run {run_id}; the server keeps it in its runs-dir", highlight=False)
+    console.print(
+        f"job [bold]{job_id}[/], Flower's run {run_id}; the server keeps it in its runs-dir",
+        highlight=False,
+    )
     status, details = "", ""
     while not status.startswith("finished"):  # the log may break off before the run does
         subprocess.run(["flwr", "log", str(run_id), connection, "--stream"], env=environment)
         status, details = launch.outcome(run_id, connection, environment)
         if status == "unknown":
-            raise launch.LaunchError(f"lost sight of run {run_id}, which may go on: {details}\nsee `flwr list {connection}`")
+            raise launch.LaunchError(
+                f"lost sight of run {run_id}, which may go on: {details}\nsee `flwr list {connection}`"
+            )
     if not status.startswith("finished:completed"):
         raise launch.LaunchError(f"the run failed: {details or status}")
 
@@ -136,7 +183,11 @@ def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
 def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
     """Show the clients, and the phase the server is in, until the log ends."""
     phases = Progress(
-        TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
     )
     rows: dict[str, TaskID] = {}
     with Live(console=console, refresh_per_second=4, transient=False) as live:
@@ -181,29 +232,39 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     from osfl.report import human_bytes
 
     names = list(metrics["clients"])
-    console.print(f"[bold]{metrics['method']}[/]: accuracy on each client's own test images (%)", highlight=False)
+    console.print(
+        f"[bold]{metrics['method']}[/]: accuracy on each client's own test images (%)",
+        highlight=False,
+    )
     table = Table()
     table.add_column("client")
     for model in metrics["accuracy"]:
         table.add_column(model, justify="right")
     for name in (*names, "average"):
         cells = [f"{row[name]:.1f}" if name in row else "-" for row in metrics["accuracy"].values()]
-        table.add_row(name, *cells, style="bold" if name == "average" else "", end_section=name == names[-1])
+        table.add_row(
+            name, *cells, style="bold" if name == "average" else "", end_section=name == names[-1]
+        )
     console.print(table)
     if metrics["not_tested"]:
         console.print(
             f"[bold yellow]not tested everywhere[/]: {', '.join(metrics['not_tested'])}; averages are over the others"
         )
-    upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(1, len(metrics["clients"]))
+    upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(
+        1, len(metrics["clients"])
+    )
     server = metrics["server"]
     each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""
     console.print(
-        f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic images{each}", highlight=False
+        f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic images{each}",
+        highlight=False,
     )
 
 
 @app.command()
-def show(folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")]) -> None:
+def show(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
+) -> None:
     """Print the results of a run that has finished."""
     with _named_errors():
         if not (metrics := folder / "metrics.json").is_file():
@@ -213,16 +274,22 @@ def show(folder: Annotated[Path, typer.Argument(help="The folder of a run, such 
 
 
 @app.command()
-def verify(folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")]) -> None:
+def verify(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
+) -> None:
     """Read every payload, image and model of a run, and compare it with its SHA-256."""
     from osfl.verify import verify_run
 
     with _named_errors():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is no run's folder: it has no config.json")
-        with Progress(TextColumn("reading images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+        with Progress(
+            TextColumn("reading images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        ) as bar:
             task = bar.add_task("")
-            findings = verify_run(folder, lambda done, total: bar.update(task, completed=done, total=total))
+            findings = verify_run(
+                folder, lambda done, total: bar.update(task, completed=done, total=total)
+            )
         wrong = [problem for finding in findings for problem in finding.wrong]
         for problem in wrong[:SHOWN]:
             print(problem)
@@ -230,7 +297,9 @@ def verify(folder: Annotated[Path, typer.Argument(help="The folder of a run, suc
             print(f"and {len(wrong) - SHOWN} more")
         print(", ".join(f"{finding.good} {finding.kind} as written" for finding in findings))
         if wrong:
-            raise ConfigError("this run is damaged; the same `osfl run` again makes images and models anew, but no payload")
+            raise ConfigError(
+                "this run is damaged; the same `osfl run` again makes images and models anew, but no payload"
+            )
 
 
 @app.command()
@@ -243,25 +312,40 @@ def shards(
     from osfl.shards import write_shards
 
     with _named_errors():
-        with Progress(TextColumn("writing images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+        with Progress(
+            TextColumn("writing images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        ) as bar:
             task = bar.add_task("")
-            files = write_shards(folder, out, size, lambda done, total: bar.update(task, completed=done, total=total))
+            files = write_shards(
+                folder, out, size, lambda done, total: bar.update(task, completed=done, total=total)
+            )
         print(f"{len(files)} shards in {out}")
 
 
 @app.command()
 def compare(
-    table: Annotated[Path, typer.Argument(help="A table file, such as configs/tables/digits.toml.")],
+    table: Annotated[
+        Path, typer.Argument(help="A table file, such as configs/tables/digits.toml.")
+    ],
     settings: Annotated[list[str] | None, typer.Argument(help="key=value for every run.")] = None,
     seeds: Annotated[str, typer.Option(help="Comma-separated; empty: the file's.")] = "",
     rows: Annotated[str, typer.Option(help="Comma-separated; empty: all.")] = "",
-    at_once: Annotated[int, typer.Option(help="Runs side by side, each on its share of the cores.")] = 2,
-    runs: Annotated[Path, typer.Option(help="Where the runs are kept and looked for.")] = Path("runs/tables"),
+    at_once: Annotated[
+        int, typer.Option(help="Runs side by side, each on its share of the cores.")
+    ] = 2,
+    runs: Annotated[Path, typer.Option(help="Where the runs are kept and looked for.")] = Path(
+        "runs/tables"
+    ),
     client_cpus: Annotated[
-        int, typer.Option(help="Cores of each client; 0: as many as runs go side by side, so that no core has two.")
+        int,
+        typer.Option(
+            help="Cores of each client; 0: as many as runs go side by side, so that no core has two."
+        ),
     ] = 0,
     client_gpus: Annotated[float, typer.Option(help="Share of a GPU of each client.")] = 0.0,
-    out: Annotated[Path, typer.Option(help="Where the table is written: Markdown, CSV and a plot.")] = Path("runs/tables"),
+    out: Annotated[
+        Path, typer.Option(help="Where the table is written: Markdown, CSV and a plot.")
+    ] = Path("runs/tables"),
 ) -> None:
     """Run methods side by side and write their table; runs that are done are used again, interrupted ones go on.
 
@@ -277,14 +361,22 @@ def compare(
         content = tables.read_table(table, settings or [], seeds, rows)
         cells, runs = content.cells(), runs.resolve()
         runs.mkdir(parents=True, exist_ok=True)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task(content.name, total=len(cells))
 
             def note(cell: tables.Cell, state: str) -> None:
                 if state != "running":
                     progress.advance(bar)
-                progress.console.print(f"{time.strftime('%H:%M:%S')} {cell.row}, seed {cell.seed}: {state}", highlight=False)
+                progress.console.print(
+                    f"{time.strftime('%H:%M:%S')} {cell.row}, seed {cell.seed}: {state}",
+                    highlight=False,
+                )
 
             resources = [
                 "--client-cpus",
@@ -297,7 +389,10 @@ def compare(
                 outcomes = runner.run_all(cells)
             except KeyboardInterrupt:
                 interrupted = True
-                outcomes = [runner.outcomes.get(cell, tables.Outcome(cell, error="not run yet")) for cell in cells]
+                outcomes = [
+                    runner.outcomes.get(cell, tables.Outcome(cell, error="not run yet"))
+                    for cell in cells
+                ]
         options = [f"--seeds {seeds}"] if seeds else []
         options += [f"--rows '{rows}'"] if rows else []
         command = " ".join(["osfl compare", str(table), *(settings or []), *options])
@@ -307,9 +402,18 @@ def compare(
             shown = Table("", "average", "upload", "rounds")
             for name, group in tables.by_row(records).items():
                 mean = sum(r["average"] for r in group) / len(group)
-                shown.add_row(name, f"{mean:.1f}", human_bytes(group[0]["upload_bytes"]), str(group[0]["rounds"]))
+                shown.add_row(
+                    name,
+                    f"{mean:.1f}",
+                    human_bytes(group[0]["upload_bytes"]),
+                    str(group[0]["rounds"]),
+                )
             console.print(shown)
-            console.print(f"table: [bold]{out / content.name}.md[/], .csv, .png", highlight=False, soft_wrap=True)
+            console.print(
+                f"table: [bold]{out / content.name}.md[/], .csv, .png",
+                highlight=False,
+                soft_wrap=True,
+            )
     except (ConfigError, OSError) as error:
         console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -326,15 +430,21 @@ def compare(
         raise typer.Exit(1)
 
 
-CertsFolder = Annotated[Path, typer.Argument(help="Where keys and certificates are kept; private, and backed up.")]
+CertsFolder = Annotated[
+    Path, typer.Argument(help="Where keys and certificates are kept; private, and backed up.")
+]
 
 
 @certs_app.command("ca")
 def certs_ca(
     folder: CertsFolder,
     days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = 3650,
-    rotate: Annotated[bool, typer.Option(help="A new one beside the old: ca.crt then holds both.")] = False,
-    drop_old: Annotated[bool, typer.Option(help="End a rotation: ca.crt keeps the newest alone.")] = False,
+    rotate: Annotated[
+        bool, typer.Option(help="A new one beside the old: ca.crt then holds both.")
+    ] = False,
+    drop_old: Annotated[
+        bool, typer.Option(help="End a rotation: ca.crt keeps the newest alone.")
+    ] = False,
 ) -> None:
     """Make a certificate authority: ca.key signs server certificates, ca.crt goes to every node.
 
@@ -344,7 +454,9 @@ def certs_ca(
 
     with _named_errors():
         if rotate and drop_old:
-            raise ConfigError("--rotate begins a rotation and --drop-old ends it, when the server has its new certificate")
+            raise ConfigError(
+                "--rotate begins a rotation and --drop-old ends it, when the server has its new certificate"
+            )
         file = certs.drop_old_ca(folder) if drop_old else certs.make_ca(folder, days, rotate)
     console.print(f"for every node: {file}", highlight=False, soft_wrap=True)
 
@@ -352,7 +464,10 @@ def certs_ca(
 @certs_app.command("server")
 def certs_server(
     folder: CertsFolder,
-    host: Annotated[list[str], typer.Option(help="A name or address by which nodes dial the server; may be repeated.")],
+    host: Annotated[
+        list[str],
+        typer.Option(help="A name or address by which nodes dial the server; may be repeated."),
+    ],
     days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = 397,
 ) -> None:
     """Make the SuperLink's key and certificate, in place of the former; restart the SuperLink after it."""
@@ -360,12 +475,15 @@ def certs_server(
 
     with _named_errors():
         file = certs.make_server(folder, host, days)
-    console.print(f"for the server: {file.with_suffix('.key')}, {file}", highlight=False, soft_wrap=True)
+    console.print(
+        f"for the server: {file.with_suffix('.key')}, {file}", highlight=False, soft_wrap=True
+    )
 
 
 @certs_app.command("node")
 def certs_node(
-    folder: CertsFolder, names: Annotated[list[str], typer.Argument(help="The nodes' names, such as their client ids.")]
+    folder: CertsFolder,
+    names: Annotated[list[str], typer.Argument(help="The nodes' names, such as their client ids.")],
 ) -> None:
     """Make a key pair for every node: NAME goes to that node alone, NAME.pub is registered with the SuperLink."""
     from osfl import certs
@@ -385,7 +503,11 @@ def certs_show(folder: CertsFolder) -> None:
         rows = certs.describe(folder)
     now, shown = datetime.now(UTC), Table("file", "for", "valid until")
     for file, names, until in rows:
-        shown.add_row(file, names, f"{until:%Y-%m-%d %H:%M} UTC" + (" [bold red]expired[/]" if until < now else ""))
+        shown.add_row(
+            file,
+            names,
+            f"{until:%Y-%m-%d %H:%M} UTC" + (" [bold red]expired[/]" if until < now else ""),
+        )
     console.print(shown)
     if any(until < now for _, _, until in rows):
         raise typer.Exit(1)
@@ -402,10 +524,12 @@ def _named_errors() -> Iterator[None]:
 
 @kit_app.command("train")
 def kit_train(
-    out: Annotated[Path, typer.Option(help="Folder of the finished kit.")] = Path("runs/kit/digits"),
-    work: Annotated[Path, typer.Option(help="Folder of the checkpoints; an interrupted training resumes there.")] = Path(
-        "runs/kit/checkpoints"
+    out: Annotated[Path, typer.Option(help="Folder of the finished kit.")] = Path(
+        "runs/kit/digits"
     ),
+    work: Annotated[
+        Path, typer.Option(help="Folder of the checkpoints; an interrupted training resumes there.")
+    ] = Path("runs/kit/checkpoints"),
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
     base: Annotated[
         Path | None,
@@ -417,7 +541,9 @@ def kit_train(
     from osfl.kit_recipe import Recipe, train_kit
 
     try:
-        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        with Progress(
+            *Progress.get_default_columns(), TimeElapsedColumn(), console=console
+        ) as progress:
             train_kit(out, work, Recipe(), str(pick_device(device)), progress, base)
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on from the last checkpoint")

@@ -70,7 +70,12 @@ class TableFile:
     def cells(self) -> list[Cell]:
         """Every row with every seed, seed by seed: with one seed done there is a whole table."""
         return [
-            _cell(self.name, row, (*(f"{key}={_text(value)}" for key, value in settings.items()), f"seed={seed}"), seed)
+            _cell(
+                self.name,
+                row,
+                (*(f"{key}={_text(value)}" for key, value in settings.items()), f"seed={seed}"),
+                seed,
+            )
             for seed in self.seeds
             for row, settings in self.rows.items()
         ]
@@ -83,7 +88,9 @@ def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
     """A cell whose job id holds a digest of its whole configuration and its kits: a run is used again for the very same, and for nothing else."""
     config, _ = resolve_config(settings)
     identity = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
-    digest = hashlib.sha256(json.dumps([identity, _kits_digest(config.kits)], sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(
+        json.dumps([identity, _kits_digest(config.kits)], sort_keys=True).encode()
+    ).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9_]+", "-", f"{table}-{row}").strip("-")[:45]
     return Cell(row, seed, f"{name}-s{seed}-{digest}", settings)
 
@@ -97,7 +104,9 @@ class Outcome:
     error: str = ""
 
 
-def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows: str = "") -> TableFile:
+def read_table(
+    file: Path, overrides: Iterable[str] = (), seeds: str = "", rows: str = ""
+) -> TableFile:
     """Read a table file.
 
     Args:
@@ -112,7 +121,9 @@ def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows:
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not a table file: {error}") from None
     if unknown := set(content) - {"title", "seeds", "common", "rows", "grid"}:
-        raise ConfigError(f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has title, seeds, common, rows and grid")
+        raise ConfigError(
+            f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has title, seeds, common, rows and grid"
+        )
     if not content.get("rows"):
         raise ConfigError(f"{file}: has no [rows.NAME]")
     common = flat_toml(content.get("common", {}))
@@ -120,21 +131,34 @@ def read_table(file: Path, overrides: Iterable[str] = (), seeds: str = "", rows:
     if wrong := [key for key, values in axes.items() if not isinstance(values, list) or not values]:
         raise ConfigError(f"{file}: [grid] {wrong[0]}: must be a list of values")
     if wrong := [name for name in content["rows"] if "," in name]:
-        raise ConfigError(f"{file}: [rows.{wrong[0]!r}]: a row's name may have no comma, which separates those of --rows")
+        raise ConfigError(
+            f"{file}: [rows.{wrong[0]!r}]: a row's name may have no comma, which separates those of --rows"
+        )
     made: dict[str, dict[str, Scalar]] = {}
     for name, row in content["rows"].items():
         for values in product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
-            title = " ".join([name, *(f"{key.rpartition('.')[2]}={_text(value)}" for key, value in point.items())])
+            title = " ".join(
+                [
+                    name,
+                    *(f"{key.rpartition('.')[2]}={_text(value)}" for key, value in point.items()),
+                ]
+            )
             made[title] = {**common, **flat_toml(row), **point}
     if asked := [name.strip() for name in rows.split(",") if name.strip()]:
         if missing := [name for name in asked if name not in made]:
-            raise ConfigError(f"--rows {missing[0]!r}: {file} has no such row; it has {', '.join(made)}")
+            raise ConfigError(
+                f"--rows {missing[0]!r}: {file} has no such row; it has {', '.join(made)}"
+            )
         made = {name: made[name] for name in asked}
     try:
-        numbers = tuple(int(seed) for seed in (seeds.split(",") if seeds else content.get("seeds", [0])))
+        numbers = tuple(
+            int(seed) for seed in (seeds.split(",") if seeds else content.get("seeds", [0]))
+        )
     except (TypeError, ValueError):
-        raise ConfigError(f"seeds = {seeds or content.get('seeds')!r}: must be whole numbers") from None
+        raise ConfigError(
+            f"seeds = {seeds or content.get('seeds')!r}: must be whole numbers"
+        ) from None
     table = TableFile(file.stem, str(content.get("title", file.stem)), numbers, made)
     extra = tuple(overrides)
     for name, settings in made.items():
@@ -165,7 +189,11 @@ class Runner:
         options: Iterable[str] = (),  # more options of `osfl run`
     ):
         self.runs, self.at_once, self.note, self.options = runs, at_once, note, tuple(options)
-        self._stopped, self._processes, self._lock = threading.Event(), set[subprocess.Popen](), threading.Lock()
+        self._stopped, self._processes, self._lock = (
+            threading.Event(),
+            set[subprocess.Popen](),
+            threading.Lock(),
+        )
         self.outcomes: dict[Cell, Outcome] = {}  # of the cells that have ended, by themselves
 
     def run_all(self, cells: list[Cell]) -> list[Outcome]:
@@ -175,7 +203,11 @@ class Runner:
             KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were. `outcomes` has what is done.
         """
         # Seed by seed, and the last row first: a table begins with its references, which are quick, and no core idles at the end.
-        order = [cell for _, group in groupby(cells, key=lambda cell: cell.seed) for cell in reversed(list(group))]
+        order = [
+            cell
+            for _, group in groupby(cells, key=lambda cell: cell.seed)
+            for cell in reversed(list(group))
+        ]
         with ThreadPoolExecutor(self.at_once) as pool:
             futures = {cell: pool.submit(self._run_safely, cell) for cell in order}
             try:
@@ -212,7 +244,10 @@ class Runner:
             str(self.runs),
             *self.options,
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.at_once))}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.at_once)),
+        }
         with self._lock:
             if self._stopped.is_set():
                 return Outcome(cell, error="stopped")
@@ -234,13 +269,22 @@ class Runner:
             return outcome
         if self._stopped.is_set():
             return Outcome(cell, error="stopped")
-        error = " ".join(output.split()[-80:]).rpartition("error ")[2] or f"osfl run ended with {process.returncode}"
+        error = (
+            " ".join(output.split()[-80:]).rpartition("error ")[2]
+            or f"osfl run ended with {process.returncode}"
+        )
         self.note(cell, "failed")
         return Outcome(cell, error=error)
 
     def _finished(self, cell: Cell) -> Outcome | None:
-        metrics, status = (self.runs / cell.job_id / name for name in ("metrics.json", "status.json"))
-        if metrics.is_file() and status.is_file() and json.loads(status.read_text()).get("phase") == "finished":
+        metrics, status = (
+            self.runs / cell.job_id / name for name in ("metrics.json", "status.json")
+        )
+        if (
+            metrics.is_file()
+            and status.is_file()
+            and json.loads(status.read_text()).get("phase") == "finished"
+        ):
             return Outcome(cell, json.loads(metrics.read_text()))
         return None
 
@@ -256,7 +300,9 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
     accuracy = metrics["accuracy"]
     if metrics["method"] == "local":
         tested = sorted(set.intersection(*(set(row) for row in accuracy.values())) - {"average"})
-        means = {client: float(np.mean([row[client] for row in accuracy.values()])) for client in tested}
+        means = {
+            client: float(np.mean([row[client] for row in accuracy.values()])) for client in tested
+        }
         accuracy = {"": {**means, "average": float(np.mean(list(means.values())))}}
     clients, server = metrics["clients"].values(), metrics["server"]
 
@@ -277,7 +323,9 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
             "row": f"{cell.row} {model}" if len(accuracy) > 1 else cell.row,
             "seed": cell.seed,
             "average": by_client["average"],
-            "accuracy": {client: value for client, value in by_client.items() if client != "average"},
+            "accuracy": {
+                client: value for client, value in by_client.items() if client != "average"
+            },
             **costs,
             "versions": metrics["versions"],
             "kit_not_counted": metrics.get("kit_not_counted", False),
@@ -291,14 +339,20 @@ def as_csv(records: list[dict[str, Any]]) -> str:
     """One line for every row and seed: all figures, not rounded."""
     clients = sorted({client for record in records for client in record.get("accuracy", {})})
     costs = [
-        key for key in _first(records) if key not in ("row", "seed", "average", "accuracy", "versions", "error", "not_tested")
+        key
+        for key in _first(records)
+        if key not in ("row", "seed", "average", "accuracy", "versions", "error", "not_tested")
     ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["row", "seed", "average", *clients, *costs, "error"])
     for record in records:
         own = record.get("accuracy", {})
-        cells = [record.get("average", ""), *(own.get(c, "") for c in clients), *(record.get(key, "") for key in costs)]
+        cells = [
+            record.get("average", ""),
+            *(own.get(c, "") for c in clients),
+            *(record.get(key, "") for key in costs),
+        ]
         writer.writerow([record["row"], record["seed"], *cells, record.get("error", "")])
     return text.getvalue()
 
@@ -321,18 +375,41 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
     groups = by_row(records)
     clients = sorted({client for record in records for client in record.get("accuracy", {})})
     shown = clients if len(clients) <= MOST_CLIENTS else []
-    costs = ["upload", "download", "client compute", "client s", "client MB", "server s/image", "rounds"]
-    lines = ["| | " + " | ".join([*shown, "average", *costs]) + " |", "|---|" + "---:|" * (len(shown) + 1 + len(costs))]
+    costs = [
+        "upload",
+        "download",
+        "client compute",
+        "client s",
+        "client MB",
+        "server s/image",
+        "rounds",
+    ]
+    lines = [
+        "| | " + " | ".join([*shown, "average", *costs]) + " |",
+        "|---|" + "---:|" * (len(shown) + 1 + len(costs)),
+    ]
     for name, group in groups.items():
         averages = [record["average"] for record in group]
         spread = f" ± {np.std(averages, ddof=1):.1f}" if len(averages) > 1 else ""
         cells = [f"{np.mean([r['accuracy'].get(c, np.nan) for r in group]):.1f}" for c in shown]
-        lines.append(f"| {name} | " + " | ".join([*cells, f"**{np.mean(averages):.1f}**{spread}", *_costs(group)]) + " |")
-    missing = [f"- {r['row']}, seed {r['seed']}: {', '.join(r['not_tested'])}" for r in records if r.get("not_tested")]
-    failed = [f"- {r['row']}, seed {r['seed']}: {r['error']}" for r in records if "average" not in r]
+        lines.append(
+            f"| {name} | "
+            + " | ".join([*cells, f"**{np.mean(averages):.1f}**{spread}", *_costs(group)])
+            + " |"
+        )
+    missing = [
+        f"- {r['row']}, seed {r['seed']}: {', '.join(r['not_tested'])}"
+        for r in records
+        if r.get("not_tested")
+    ]
+    failed = [
+        f"- {r['row']}, seed {r['seed']}: {r['error']}" for r in records if "average" not in r
+    ]
     seeds = [str(seed) for seed in sorted({r["seed"] for r in records})]
     over = (
-        f"mean of seeds {', '.join(seeds)}, ± the standard deviation of the average" if len(seeds) > 1 else f"seed {seeds[0]}"
+        f"mean of seeds {', '.join(seeds)}, ± the standard deviation of the average"
+        if len(seeds) > 1
+        else f"seed {seeds[0]}"
     )
     versions = _first(records).get("versions", {})
     note = (
@@ -341,8 +418,15 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         f"runs at a time. {machine()}, {', '.join(f'{name} {versions[name]}' for name in ('torch', 'flwr', 'diffusers') if name in versions)}."
     )
     if missing:
-        note += "\n\nNot tested everywhere; the averages are over the others:\n\n" + "\n".join(missing)
-    parts = [f"**{table.title}**", "\n".join(lines), note, *(["Missing:\n\n" + "\n".join(failed)] if failed else [])]
+        note += "\n\nNot tested everywhere; the averages are over the others:\n\n" + "\n".join(
+            missing
+        )
+    parts = [
+        f"**{table.title}**",
+        "\n".join(lines),
+        note,
+        *(["Missing:\n\n" + "\n".join(failed)] if failed else []),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -353,7 +437,8 @@ def _costs(group: list[dict[str, Any]]) -> list[str]:
     seconds = [r["server_seconds_per_image"] for r in group if r["server_seconds_per_image"]]
     return [
         human_bytes(mean("upload_bytes")),
-        human_bytes(mean("download_bytes")) + (" + kit" if any(r["kit_not_counted"] for r in group) else ""),
+        human_bytes(mean("download_bytes"))
+        + (" + kit" if any(r["kit_not_counted"] for r in group) else ""),
         human_flops(mean("client_flops")),
         f"{mean('client_seconds'):.0f}",
         f"{mean('client_memory_mb'):,.0f}",
@@ -372,7 +457,10 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
     colours = {name: f"C{number % 10}" for number, name in enumerate(groups)}
     marks = {name: "osD^vP*X"[number // 10 % 8] for number, name in enumerate(groups)}
     for panel, keys, title in zip(
-        panels, (("upload_bytes",), ("upload_bytes", "download_bytes")), ("uploaded", "uploaded and downloaded"), strict=True
+        panels,
+        (("upload_bytes",), ("upload_bytes", "download_bytes")),
+        ("uploaded", "uploaded and downloaded"),
+        strict=True,
     ):
         for name, group in groups.items():
             averages = [record["average"] for record in group]
@@ -380,18 +468,35 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
             if any(record["upload_bytes"] for record in group):
                 spread = np.std(averages, ddof=1) if len(averages) > 1 else 0
                 panel.errorbar(
-                    size, np.mean(averages), spread, fmt=marks[name], color=colours[name], capsize=3, markersize=8, label=name
+                    size,
+                    np.mean(averages),
+                    spread,
+                    fmt=marks[name],
+                    color=colours[name],
+                    capsize=3,
+                    markersize=8,
+                    label=name,
                 )
             else:
-                panel.axhline(float(np.mean(averages)), color=colours[name], linestyle="--", linewidth=1.2, label=name)
+                panel.axhline(
+                    float(np.mean(averages)),
+                    color=colours[name],
+                    linestyle="--",
+                    linewidth=1.2,
+                    label=name,
+                )
         panel.set(xscale="log", xlabel=f"bytes of a client, {title}")
         low, high = panel.get_xlim()
-        if high < 10 * low:  # rows of one size: a whole decade around them, or the axis shows their last digits
+        if (
+            high < 10 * low
+        ):  # rows of one size: a whole decade around them, or the axis shows their last digits
             panel.set_xlim((low * high / 10) ** 0.5, (low * high * 10) ** 0.5)
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("average top-1 accuracy (%)")
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
+    figure.legend(
+        handles, names, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False
+    )
     figure.tight_layout()
     figure.savefig(file, dpi=120, bbox_inches="tight")
 
@@ -400,17 +505,25 @@ def machine() -> str:
     """Hardware in a few words."""
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
     return f"{os.cpu_count()} cores, {device}, Python {platform.python_version()}"
 
 
-def write_table(table: TableFile, outcomes: list[Outcome], out: Path, command: str, at_once: int) -> list[dict[str, Any]]:
+def write_table(
+    table: TableFile, outcomes: list[Outcome], out: Path, command: str, at_once: int
+) -> list[dict[str, Any]]:
     """`<name>.md`, `<name>.csv` and `<name>.png` in `out`; returns the records."""
     ordered = sorted(outcomes, key=lambda outcome: list(table.rows).index(outcome.cell.row))
     records = [record for outcome in ordered for record in records_of(outcome)]
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{table.name}.csv", as_csv(records).encode())
-    write_atomically(out / f"{table.name}.md", as_markdown(table, records, command, at_once).encode())
+    write_atomically(
+        out / f"{table.name}.md", as_markdown(table, records, command, at_once).encode()
+    )
     if by_row(records):
         plot(records, out / f"{table.name}.png")
     return records

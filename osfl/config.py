@@ -19,7 +19,16 @@ Scalar = int | float | bool | str
 # Keys that may differ between a run and its resumption: how long to wait and where, not what is computed.
 NOT_IDENTITY = frozenset(
     {
-        *("job-id", "min-clients", "join-timeout", "deadline", "test-timeout", "runs-dir", "device", "max-payload-mb"),
+        *(
+            "job-id",
+            "min-clients",
+            "join-timeout",
+            "deadline",
+            "test-timeout",
+            "runs-dir",
+            "device",
+            "max-payload-mb",
+        ),
         *("synthesis.workers", "synthesis.ray-address", "synthesis.checkpointing"),
     }
 )
@@ -55,7 +64,9 @@ class DataConfig:
     ]  # partition = label: pieces of the label-sorted data (McMahan et al. 2017)
     alpha: Annotated[float, Range(1e-3, 1e6)]  # partition = dirichlet: concentration
     classes: str  # comma-separated names; empty: the data set's own
-    image_size: Annotated[int, Range(8, 2048)]  # pixels on a side that classifiers see; the kit has its own
+    image_size: Annotated[
+        int, Range(8, 2048)
+    ]  # pixels on a side that classifiers see; the kit has its own
     root: str  # name = folder: all clients' folders in one place, for simulations and method = ceiling
 
 
@@ -84,23 +95,37 @@ class SynthesisConfig:
     steps: Annotated[int, Range(2, 999)]  # DDIM steps
     unit_size: Annotated[int, Range(1, 4096)]  # images sampled in one batch and committed together
     prompt: str  # "{class}" stands for the class name
-    workers: Annotated[int, Range(0, 10_000)]  # Ray actors, each on a device of its own; 0: this process alone
-    threads: Annotated[int, Range(0, 1024)]  # of the CPU for a worker; 0: its share of the machine's cores
+    workers: Annotated[
+        int, Range(0, 10_000)
+    ]  # Ray actors, each on a device of its own; 0: this process alone
+    threads: Annotated[
+        int, Range(0, 1024)
+    ]  # of the CPU for a worker; 0: its share of the machine's cores
     ray_address: str  # of a Ray cluster; empty: this machine
-    dtype: Annotated[str, OneOf("float32", "bfloat16", "float16", "auto")]  # of the networks; auto: the faster of the first two
+    dtype: Annotated[
+        str, OneOf("float32", "bfloat16", "float16", "auto")
+    ]  # of the networks; auto: the faster of the first two
     attention: Annotated[
         str, OneOf("default", "flash", "efficient", "cudnn", "math", "auto")
     ]  # of torch; default: its own choice
-    memory_format: Annotated[str, OneOf("contiguous", "channels-last", "auto")]  # auto: the faster, by a measurement
-    compile: Annotated[str, OneOf("off", "on", "auto")]  # auto: on a GPU the faster, by a measurement
+    memory_format: Annotated[
+        str, OneOf("contiguous", "channels-last", "auto")
+    ]  # auto: the faster, by a measurement
+    compile: Annotated[
+        str, OneOf("off", "on", "auto")
+    ]  # auto: on a GPU the faster, by a measurement
     solver: Annotated[str, OneOf("ddim", "dpm-solver++", "unipc")]
-    guided_from: Annotated[int, Range(0, 1000)]  # timesteps that are guided; outside, the condition alone predicts
+    guided_from: Annotated[
+        int, Range(0, 1000)
+    ]  # timesteps that are guided; outside, the condition alone predicts
     guided_to: Annotated[int, Range(0, 1000)]
-    cache_interval: Annotated[int, Range(1, 100)]  # of so many steps one computes the UNet's inner blocks; 1: every one
-    small_decoder: (
-        str  # through which a classifier sees the image: kit (its small_decoder/), a folder or hub id; empty: D itself
-    )
-    checkpointing: Annotated[str, OneOf("off", "on", "auto")]  # activations are computed again for a gradient; auto: on a GPU
+    cache_interval: Annotated[
+        int, Range(1, 100)
+    ]  # of so many steps one computes the UNet's inner blocks; 1: every one
+    small_decoder: str  # through which a classifier sees the image: kit (its small_decoder/), a folder or hub id; empty: D itself
+    checkpointing: Annotated[
+        str, OneOf("off", "on", "auto")
+    ]  # activations are computed again for a gradient; auto: on a GPU
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """The prompt of every class."""
@@ -145,9 +170,13 @@ class FedLMGConfig:
     """FedLMG: classifier guidance and the global model's training."""
 
     guidance: Annotated[float, Range(0, 100)]  # classifier-free
-    classifier_weight: Annotated[float, Range(0, 1e4)]  # of the cross-entropy in L; 0 switches it off
+    classifier_weight: Annotated[
+        float, Range(0, 1e4)
+    ]  # of the cross-entropy in L; 0 switches it off
     bn_weight: Annotated[float, Range(0, 1e4)]  # lambda of L_BN; 0 switches it off
-    bn_statistics: Annotated[str, OneOf("image", "unit")]  # of one image, or of all that are sampled together
+    bn_statistics: Annotated[
+        str, OneOf("image", "unit")
+    ]  # of one image, or of all that are sampled together
     gradient_scale: Annotated[float, Range(0, 1e6)]  # 1 in the paper
     gradient: Annotated[str, OneOf("full", "x0")]
     strategies: str  # of ft, md, sd; comma-separated
@@ -212,7 +241,9 @@ class FedBiPConfig:
     batch_size: Annotated[int, Range(1, 4096)]
     lr: Annotated[float, Range(1e-8, 1000)]
     guidance: Annotated[float, Range(0, 100)]
-    domain_noise: Annotated[float, Range(0, 100)]  # standard deviation of the noise on the domain's word
+    domain_noise: Annotated[
+        float, Range(0, 100)
+    ]  # standard deviation of the noise on the domain's word
 
 
 @dataclass(frozen=True)
@@ -241,7 +272,9 @@ class RunConfig:
     min_clients: Annotated[int, Range(0, 100_000)]  # how many payloads are enough; 0: all
     join_timeout: Annotated[float, Range(1, 1e7)]  # seconds to wait for clients to appear
     deadline: Annotated[float, Range(1, 1e7)]  # seconds to wait for payloads
-    test_timeout: Annotated[float, Range(1, 1e7)]  # seconds to wait for the test of each global model
+    test_timeout: Annotated[
+        float, Range(1, 1e7)
+    ]  # seconds to wait for the test of each global model
     max_payload_mb: Annotated[float, Range(1e-3, 1e5)]
     runs_dir: str  # empty: ~/.osfl/runs
     kit: str  # a name in kits/, an absolute path or a hub id; node-config `kit` goes first
@@ -287,7 +320,9 @@ class NodeConfig:
     partition_id: int = -1  # which part of an embedded data set this node holds
     num_partitions: int = 0
     client_id: str = ""  # empty: client-<partition-id>
-    data_dir: str = ""  # <data-dir>/{train,test}/<class>/*; empty: data.root's partition-id-th folder
+    data_dir: str = (
+        ""  # <data-dir>/{train,test}/<class>/*; empty: data.root's partition-id-th folder
+    )
     kit: str = ""  # empty: the run's
     device: str = "auto"
     architecture: str = ""  # of this client's classifier; empty: the run's
@@ -307,7 +342,9 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     known = schema()
     problems = [f"{key}: unknown key{_suggest(key, known)}" for key in values if key not in known]
     problems += [f"{key}: missing" for key in known if key not in values]
-    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, known[key]))]
+    problems += [
+        p for key, value in values.items() if key in known and (p := _check(key, value, known[key]))
+    ]
     if problems:
         raise ConfigError("bad run-config:\n  " + "\n  ".join(problems))
     config = _build(RunConfig, values, "")
@@ -323,7 +360,9 @@ def parse_node_config(values: Mapping[str, Scalar]) -> NodeConfig:
     """
     known = _schema(NodeConfig, "")
     problems = [f"{key}: unknown key{_suggest(key, known)}" for key in values if key not in known]
-    problems += [p for key, value in values.items() if key in known and (p := _check(key, value, known[key]))]
+    problems += [
+        p for key, value in values.items() if key in known and (p := _check(key, value, known[key]))
+    ]
     if problems:
         raise ConfigError("bad node-config:\n  " + "\n  ".join(problems))
     return NodeConfig(**{key.replace("-", "_"): value for key, value in values.items()})  # type: ignore[arg-type]
@@ -390,14 +429,20 @@ def _check_together(config: RunConfig) -> None:
     if config.method not in METHODS:
         problems.append(f"method = {config.method!r}: must be one of {', '.join(METHODS)}")
     if config.min_clients > config.num_clients:
-        problems.append(f"min-clients = {config.min_clients}: must be at most num-clients = {config.num_clients}")
+        problems.append(
+            f"min-clients = {config.min_clients}: must be at most num-clients = {config.num_clients}"
+        )
     if "{class}" not in config.synthesis.prompt:
         problems.append(f"synthesis.prompt = {config.synthesis.prompt!r}: must contain {{class}}")
     classes = split_names(config.data.classes)
     if config.data.name == "folder" and len(classes) < 2:
-        problems.append("data.classes: data.name = 'folder' needs at least two class names, comma-separated")
+        problems.append(
+            "data.classes: data.name = 'folder' needs at least two class names, comma-separated"
+        )
     if config.data.name == "digits" and classes:
-        problems.append(f"data.classes = {config.data.classes!r}: must be empty with data.name = 'digits', which has its own")
+        problems.append(
+            f"data.classes = {config.data.classes!r}: must be empty with data.name = 'digits', which has its own"
+        )
     if twice := sorted({name for name in classes if classes.count(name) > 1}):
         problems.append(f"data.classes = {config.data.classes!r}: {twice[0]!r} stands there twice")
     if config.synthesis.guided_from > config.synthesis.guided_to:
@@ -405,14 +450,22 @@ def _check_together(config: RunConfig) -> None:
             f"synthesis.guided-from = {config.synthesis.guided_from}: must be at most guided-to = {config.synthesis.guided_to}"
         )
     if config.synthesis.cache_interval > 1 and config.synthesis.compile != "off":
-        problems.append("synthesis.cache-interval: must be 1 with synthesis.compile, which would compile every step anew")
+        problems.append(
+            "synthesis.cache-interval: must be 1 with synthesis.compile, which would compile every step anew"
+        )
     if config.synthesis.cache_interval > 1 and _differentiates(config):
         problems.append(
             f"synthesis.cache-interval = {config.synthesis.cache_interval}: must be 1 with {config.method}.gradient = 'full', which goes "
             "through the UNet; take 'x0', or fedcado.noise-edits = 0 beside it"
         )
-    if config.synthesis.cache_interval > 1 and config.method == "espresso" and config.espresso.z_sampling:
-        problems.append("synthesis.cache-interval: must be 1 with espresso.z-sampling, whose zig-zags go back and forth")
+    if (
+        config.synthesis.cache_interval > 1
+        and config.method == "espresso"
+        and config.espresso.z_sampling
+    ):
+        problems.append(
+            "synthesis.cache-interval: must be 1 with espresso.z-sampling, whose zig-zags go back and forth"
+        )
     if config.method == "espresso" and config.synthesis.solver != "ddim":
         problems.append(
             f"synthesis.solver = {config.synthesis.solver!r}: Espresso needs 'ddim', whose steps its zig-zags undo and whose first timestep its "
@@ -422,54 +475,97 @@ def _check_together(config: RunConfig) -> None:
         problems.append(
             f"runs-dir = {config.runs_dir!r}: must be an absolute path; Flower starts the server in a folder of its own"
         )
-    for key, path in (("data.root", config.data.root), ("rounds.proxy", config.rounds.proxy.removeprefix("public"))):
+    for key, path in (
+        ("data.root", config.data.root),
+        ("rounds.proxy", config.rounds.proxy.removeprefix("public")),
+    ):
         if path and not Path(path).expanduser().is_absolute():
             problems.append(
                 f"{key} = {path!r}: must be an absolute path; Flower starts server and clients in a folder of its own"
             )
-    for key, settings in (("classifier.init", config.classifier), ("global-model.init", config.global_model)):
-        if settings.init not in ("kit", "none") and not Path(settings.init).expanduser().is_absolute():
-            problems.append(f"{key} = {settings.init!r}: must be kit, none, or the absolute path of a file of weights")
+    for key, settings in (
+        ("classifier.init", config.classifier),
+        ("global-model.init", config.global_model),
+    ):
+        if (
+            settings.init not in ("kit", "none")
+            and not Path(settings.init).expanduser().is_absolute()
+        ):
+            problems.append(
+                f"{key} = {settings.init!r}: must be kit, none, or the absolute path of a file of weights"
+            )
     if config.kit.startswith("."):
-        problems.append(f"kit = {config.kit!r}: must be a shipped kit's name, an absolute path or a hub id")
+        problems.append(
+            f"kit = {config.kit!r}: must be a shipped kit's name, an absolute path or a hub id"
+        )
     if config.espresso.gmm and config.espresso.noise_draws < config.espresso.components:
         problems.append(
             f"espresso.noise-draws = {config.espresso.noise_draws}: must be at least espresso.components = "
             f"{config.espresso.components}, or a class with one image has too few latents for its mixture"
         )
     from_noise = config.method in METHODS and METHODS[config.method].samples
-    if from_noise and config.data.name == "folder" and config.sampling_kit in ("digits", "digits-unclip"):
+    if (
+        from_noise
+        and config.data.name == "folder"
+        and config.sampling_kit in ("digits", "digits-unclip")
+    ):
         key = "feddisc.kit" if config.method == "feddisc" and config.feddisc.kit else "kit"
         problems.append(
             f"{key} = {config.sampling_kit!r}: it draws digits; with data.name = 'folder', name a kit for your images"
         )
-    if config.method == "feddf" and config.data.name == "folder" and config.rounds.proxy == "public":
+    if (
+        config.method == "feddf"
+        and config.data.name == "folder"
+        and config.rounds.proxy == "public"
+    ):
         problems.append(
             "rounds.proxy = 'public': those are digits; with data.name = 'folder', name a folder of unlabelled images"
         )
-    if config.method == "feddeo" and not config.feddeo.guidance_text and not config.feddeo.guidance_description:
-        problems.append("feddeo.guidance-text and feddeo.guidance-description are both 0: images would have no class")
+    if (
+        config.method == "feddeo"
+        and not config.feddeo.guidance_text
+        and not config.feddeo.guidance_description
+    ):
+        problems.append(
+            "feddeo.guidance-text and feddeo.guidance-description are both 0: images would have no class"
+        )
     for key, guided in (("fedlmg", config.fedlmg), ("fedcado", config.fedcado)):
         strategies = split_names(guided.strategies)
         if not strategies or set(strategies) - {"ft", "md", "sd"}:
-            problems.append(f"{key}.strategies = {guided.strategies!r}: must name some of ft, md, sd")
-    if "{class}" not in config.prompts_domain.prompt or "{domain}" not in config.prompts_domain.prompt:
-        problems.append(f"prompts-domain.prompt = {config.prompts_domain.prompt!r}: must contain {{class}} and {{domain}}")
+            problems.append(
+                f"{key}.strategies = {guided.strategies!r}: must name some of ft, md, sd"
+            )
+    if (
+        "{class}" not in config.prompts_domain.prompt
+        or "{domain}" not in config.prompts_domain.prompt
+    ):
+        problems.append(
+            f"prompts-domain.prompt = {config.prompts_domain.prompt!r}: must contain {{class}} and {{domain}}"
+        )
     if "{caption}" not in config.fgl.prompt:
         problems.append(f"fgl.prompt = {config.fgl.prompt!r}: must contain {{caption}}")
-    if config.espresso.inversion_guidance >= config.espresso.guidance and config.espresso.z_sampling:
+    if (
+        config.espresso.inversion_guidance >= config.espresso.guidance
+        and config.espresso.z_sampling
+    ):
         problems.append(
             f"espresso.inversion-guidance = {config.espresso.inversion_guidance:g}: must be below espresso.guidance = "
             f"{config.espresso.guidance:g}, or the zig-zag takes guidance away"
         )
     if not split_names(config.classifier.architecture):
         problems.append("classifier.architecture: must name at least one torchvision model")
-    if config.method in METHODS and METHODS[config.method].rounds and len(split_names(config.classifier.architecture)) > 1:
+    if (
+        config.method in METHODS
+        and METHODS[config.method].rounds
+        and len(split_names(config.classifier.architecture)) > 1
+    ):
         problems.append(
             f"classifier.architecture = {config.classifier.architecture!r}: {config.method} averages models of one architecture"
         )
     if len(split_names(config.global_model.architecture)) != 1:
-        problems.append(f"global-model.architecture = {config.global_model.architecture!r}: must name one torchvision model")
+        problems.append(
+            f"global-model.architecture = {config.global_model.architecture!r}: must name one torchvision model"
+        )
     if config.job_id and not is_identifier(config.job_id):
         problems.append(f"job-id = {config.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
     if problems:
@@ -490,4 +586,9 @@ def split_names(text: str) -> tuple[str, ...]:
 
 def is_identifier(text: str) -> bool:
     """Whether a job or client id is safe as a file name, and not `average`, which has its own column in the tables."""
-    return text != "average" and 0 < len(text) <= 64 and text.isascii() and all(c.isalnum() or c in "-_" for c in text)
+    return (
+        text != "average"
+        and 0 < len(text) <= 64
+        and text.isascii()
+        and all(c.isalnum() or c in "-_" for c in text)
+    )

@@ -61,7 +61,9 @@ def peak_memory_mb() -> float:
     """Peak resident memory of this process in MB (1e6 bytes); on CUDA, plus the peak of its allocator."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
-        peak += sum(torch.cuda.max_memory_allocated(number) for number in range(torch.cuda.device_count()))
+        peak += sum(
+            torch.cuda.max_memory_allocated(number) for number in range(torch.cuda.device_count())
+        )
     return peak / 1e6
 
 

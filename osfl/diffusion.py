@@ -12,7 +12,9 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.embeddings import get_timestep_embedding
-from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
+from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import (
+    StableUnCLIPImageNormalizer,
+)
 from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -67,13 +69,17 @@ class Kit:
         """Pixels on a side of a decoded image."""
         return self.unet.config.sample_size * 2 ** (len(self.vae.config.block_out_channels) - 1)
 
-    def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+    def eps(
+        self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d]; image [B, 2e]: an unCLIP UNet's condition.
 
         A UNet that predicts v (Salimans & Ho, arXiv 2202.00512; Stable Diffusion 2.1) is read as eps = sqrt(a_t) v + sqrt(1 - a_t) z.
         """
         image = image if image is None else image.to(self.dtype)
-        output = self.unet(z.to(self.dtype), t, encoder_hidden_states=c.to(self.dtype), class_labels=image).sample.to(z.dtype)
+        output = self.unet(
+            z.to(self.dtype), t, encoder_hidden_states=c.to(self.dtype), class_labels=image
+        ).sample.to(z.dtype)
         if self.scheduler.config.prediction_type == "v_prediction":
             a_t = self.alphas_cumprod[t].to(z.dtype).view(-1, 1, 1, 1)
             return a_t.sqrt() * output + (1 - a_t).sqrt() * z
@@ -88,7 +94,9 @@ class Kit:
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """D(z): images [B, 3, H, W], about [-1, 1] (not clamped), differentiable."""
-        return self.vae.decode((z / self.vae.config.scaling_factor).to(self.dtype)).sample.to(z.dtype)
+        return self.vae.decode((z / self.vae.config.scaling_factor).to(self.dtype)).sample.to(
+            z.dtype
+        )
 
     def decode_for_guidance(self, z: torch.Tensor) -> torch.Tensor:
         """D(z), or what the small decoder makes of it (TAESD takes z as it is), where there is one."""
@@ -119,7 +127,10 @@ class Attention(AttnProcessor2_0):
     def __init__(self, implementation: str):
         super().__init__()
         first = self.IMPLEMENTATIONS[implementation]
-        others = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the latter's memory grows with the square of the length
+        others = (
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        )  # the latter's memory grows with the square of the length
         self._backends = [first, *(other for other in others if other != first)]
 
     def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
@@ -128,7 +139,9 @@ class Attention(AttnProcessor2_0):
             return super().__call__(*args, **named)
 
 
-def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Kit:
+def load_kit(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Kit:
     """Load a Stable-Diffusion-format folder or hub id, frozen and in eval mode.
 
     Raises:
@@ -137,8 +150,12 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
     source, device = str(path), torch.device(device)
     check_kit(source, DIFFUSION_PARTS)
     try:
-        vae = AutoencoderKL.from_pretrained(source, subfolder="vae", torch_dtype=dtype, low_cpu_mem_usage=False)
-        unet = UNet2DConditionModel.from_pretrained(source, subfolder="unet", torch_dtype=dtype, low_cpu_mem_usage=False)
+        vae = AutoencoderKL.from_pretrained(
+            source, subfolder="vae", torch_dtype=dtype, low_cpu_mem_usage=False
+        )
+        unet = UNet2DConditionModel.from_pretrained(
+            source, subfolder="unet", torch_dtype=dtype, low_cpu_mem_usage=False
+        )
         scheduler = DDIMScheduler.from_pretrained(source, subfolder="scheduler")
         text = load_text_encoder(source, device, dtype)
     except (OSError, ValueError, SafetensorError) as error:
@@ -146,9 +163,13 @@ def load_kit(path: str | Path, device: str | torch.device = "cpu", dtype: torch.
             f"kit={source!r} cannot be loaded: {error}. It must hold vae/, unet/, text_encoder/, tokenizer/ and scheduler/"
         ) from error
     if scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
-        raise KitError(f"kit={source!r} predicts {scheduler.config.prediction_type!r}; it must be epsilon or v_prediction")
+        raise KitError(
+            f"kit={source!r} predicts {scheduler.config.prediction_type!r}; it must be epsilon or v_prediction"
+        )
     if text.shape[1] != unet.config.cross_attention_dim:
-        raise KitError(f"kit={source!r}: text width {text.shape[1]} but the UNet expects {unet.config.cross_attention_dim}")
+        raise KitError(
+            f"kit={source!r}: text width {text.shape[1]} but the UNet expects {unet.config.cross_attention_dim}"
+        )
     for module in (vae, unet):
         module.to(device).eval().requires_grad_(False)
     return Kit(vae, unet, text, scheduler, device, dtype)
@@ -167,7 +188,9 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
     from diffusers import AutoencoderTiny
 
     try:
-        small = AutoencoderTiny.from_pretrained(source, subfolder=subfolder, torch_dtype=kit.dtype, low_cpu_mem_usage=False)
+        small = AutoencoderTiny.from_pretrained(
+            source, subfolder=subfolder, torch_dtype=kit.dtype, low_cpu_mem_usage=False
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise KitError(f"synthesis.small-decoder = {source!r} cannot be loaded: {error}") from error
     small.to(kit.device).eval().requires_grad_(False)
@@ -196,15 +219,23 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
     except (OSError, ValueError) as error:
         raise KitError(f"kit={source!r} cannot be read: {error}") from error
     size = unet["sample_size"]
-    return text, (unet["in_channels"], size, size), unet.get("projection_class_embeddings_input_dim") or 0
+    return (
+        text,
+        (unet["in_channels"], size, size),
+        unet.get("projection_class_embeddings_input_dim") or 0,
+    )
 
 
 def new_solver(kit: Kit) -> "DPMSolverMultistepScheduler | UniPCMultistepScheduler":
     """The multistep solver that `kit.sampling` names, on the kit's noise schedule; `Kit.eps` predicts noise, whatever the UNet does."""
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
-    solver = {"dpm-solver++": DPMSolverMultistepScheduler, "unipc": UniPCMultistepScheduler}[kit.sampling.solver]
-    return solver.from_config(kit.scheduler.config, prediction_type="epsilon", timestep_spacing="trailing")
+    solver = {"dpm-solver++": DPMSolverMultistepScheduler, "unipc": UniPCMultistepScheduler}[
+        kit.sampling.solver
+    ]
+    return solver.from_config(
+        kit.scheduler.config, prediction_type="epsilon", timestep_spacing="trailing"
+    )
 
 
 def forward_noise(x0: torch.Tensor, eps: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
@@ -221,7 +252,9 @@ class EmbeddingNoise:
     scheduler: DDPMScheduler
 
     @torch.no_grad()
-    def __call__(self, embeddings: torch.Tensor, levels: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, embeddings: torch.Tensor, levels: torch.Tensor, noise: torch.Tensor
+    ) -> torch.Tensor:
         """The UNet's image condition [N, 2e]: the noised embedding, then the sinusoidal encoding of its level.
 
         Args:
@@ -231,7 +264,9 @@ class EmbeddingNoise:
         """
         scaled = self.normalizer.scale(embeddings)
         noised = self.normalizer.unscale(self.scheduler.add_noise(scaled, noise, levels))
-        level = get_timestep_embedding(levels, embeddings.shape[1], flip_sin_to_cos=True, downscale_freq_shift=0)
+        level = get_timestep_embedding(
+            levels, embeddings.shape[1], flip_sin_to_cos=True, downscale_freq_shift=0
+        )
         return torch.cat([noised, level.to(noised.dtype)], dim=1)
 
 
@@ -242,7 +277,9 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
         KitError: they are not there, or damaged.
     """
     try:
-        normalizer = StableUnCLIPImageNormalizer.from_pretrained(kit, subfolder="image_normalizer", low_cpu_mem_usage=False)
+        normalizer = StableUnCLIPImageNormalizer.from_pretrained(
+            kit, subfolder="image_normalizer", low_cpu_mem_usage=False
+        )
         scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
     except (OSError, ValueError, SafetensorError) as error:
         raise KitError(f"kit={kit!r} is no Stable unCLIP: {error}") from error
@@ -281,9 +318,17 @@ def new_unet(text_width: int) -> UNet2DConditionModel:
 
 def new_unclip_unet(text_to_image: UNet2DConditionModel, embedding: int) -> UNet2DConditionModel:
     """A UNet conditioned on text and on an image embedding, which begins as the text-conditioned one: the new projection ends in zeros."""
-    config = {**text_to_image.config, "class_embed_type": "projection", "projection_class_embeddings_input_dim": 2 * embedding}
+    config = {
+        **text_to_image.config,
+        "class_embed_type": "projection",
+        "projection_class_embeddings_input_dim": 2 * embedding,
+    }
     unet = UNet2DConditionModel.from_config(config)
-    new = {name: value for name, value in unet.state_dict().items() if name.startswith("class_embedding.")}
+    new = {
+        name: value
+        for name, value in unet.state_dict().items()
+        if name.startswith("class_embedding.")
+    }
     unet.load_state_dict({**text_to_image.state_dict(), **new})
     torch.nn.init.zeros_(unet.class_embedding.linear_2.weight)
     torch.nn.init.zeros_(unet.class_embedding.linear_2.bias)
@@ -294,7 +339,9 @@ def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise
     """Of embeddings with a mean and a standard deviation, each [e]; the schedule of Stable unCLIP 2.1."""
     normalizer = StableUnCLIPImageNormalizer(len(mean))
     normalizer.mean.data, normalizer.std.data = mean[None].clone(), std[None].clone()
-    return EmbeddingNoise(normalizer.requires_grad_(False), DDPMScheduler(beta_schedule="squaredcos_cap_v2"))
+    return EmbeddingNoise(
+        normalizer.requires_grad_(False), DDPMScheduler(beta_schedule="squaredcos_cap_v2")
+    )
 
 
 def new_small_decoder(width: int) -> "AutoencoderTiny":
@@ -322,7 +369,9 @@ def new_scheduler() -> DDIMScheduler:
     )
 
 
-def pipeline(vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder) -> "StableDiffusionPipeline":
+def pipeline(
+    vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder
+) -> "StableDiffusionPipeline":
     """Diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
     from diffusers import StableDiffusionPipeline
 
@@ -361,7 +410,9 @@ def load_pipeline(folder: str | Path) -> "StableDiffusionPipeline":
     """A kit as diffusers' own pipeline, in fp32 on the CPU: what our samples are checked against."""
     from diffusers import StableDiffusionPipeline
 
-    pipe = StableDiffusionPipeline.from_pretrained(folder, safety_checker=None, low_cpu_mem_usage=False)
+    pipe = StableDiffusionPipeline.from_pretrained(
+        folder, safety_checker=None, low_cpu_mem_usage=False
+    )
     pipe.to(torch.float32)  # kits are stored in half precision
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -53,7 +53,9 @@ class TextEncoder:
 
     def tokens(self, texts: Sequence[str]) -> torch.Tensor:
         """Token ids [N, L], padded and cut to the encoder's length."""
-        batch = self.tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt")
+        batch = self.tokenizer(
+            list(texts), padding="max_length", truncation=True, return_tensors="pt"
+        )
         return batch.input_ids.to(self.model.device)
 
     def count_tokens(self, text: str) -> int:
@@ -95,7 +97,11 @@ class ImageEncoder:
     def width(self) -> int:
         """Numbers in an embedding; 1024 for Stable unCLIP 2.1."""
         config = self.model.config
-        return config.projection_dim if isinstance(self.model, CLIPVisionModelWithProjection) else config.hidden_size
+        return (
+            config.projection_dim
+            if isinstance(self.model, CLIPVisionModelWithProjection)
+            else config.hidden_size
+        )
 
     @property
     def image_size(self) -> int:
@@ -107,7 +113,9 @@ class ImageEncoder:
         """Embeddings [N, e] float32 on the CPU of uint8 images [N, 3, H, W]."""
         rows = []
         for chunk in pixels.split(64):
-            inputs = self.processor(list(chunk), return_tensors="pt").pixel_values.to(self.model.device, self.model.dtype)
+            inputs = self.processor(list(chunk), return_tensors="pt").pixel_values.to(
+                self.model.device, self.model.dtype
+            )
             output = self.model(inputs)
             rows.append(output.image_embeds if "image_embeds" in output else output.pooler_output)
         return torch.cat(rows).float().cpu()
@@ -130,7 +138,9 @@ class Captioner:
         texts = []
         for chunk in pixels.split(16):
             step = partial(self._tokens, chunk)
-            tokens = meter.run_then(step, lambda tokens: ("caption", *tokens.shape)) if meter else step()
+            tokens = (
+                meter.run_then(step, lambda tokens: ("caption", *tokens.shape)) if meter else step()
+            )
             texts += self.processor.batch_decode(tokens, skip_special_tokens=True)
         return [text.strip() for text in texts]
 
@@ -138,7 +148,9 @@ class Captioner:
     def _tokens(self, pixels: torch.Tensor) -> torch.Tensor:
         """Token ids [N, longest], the end filled up."""
         inputs = self.processor(images=list(pixels), return_tensors="pt").to(self.model.device)
-        return self.model.generate(inputs.pixel_values.to(self.model.dtype), max_new_tokens=MAX_TOKENS, do_sample=False)
+        return self.model.generate(
+            inputs.pixel_values.to(self.model.dtype), max_new_tokens=MAX_TOKENS, do_sample=False
+        )
 
 
 def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
@@ -155,7 +167,9 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
             folders = {}, {}
             kind = AutoConfig.from_pretrained(source).model_type
         if kind not in _IMAGE_ENCODERS:
-            raise KitError(f"image encoder {source!r} is a {kind!r}; it must be one of {', '.join(_IMAGE_ENCODERS)}")
+            raise KitError(
+                f"image encoder {source!r} is a {kind!r}; it must be one of {', '.join(_IMAGE_ENCODERS)}"
+            )
         model = _IMAGE_ENCODERS[kind].from_pretrained(source, **folders[0], dtype=torch.float32)
         processor = AutoImageProcessor.from_pretrained(source, **folders[1])
     except (OSError, SafetensorError) as error:
@@ -214,7 +228,12 @@ def _train_tokenizer(captions: Sequence[str], length: int) -> CLIPTokenizer:
     training would meet other numbers than it began with. Here ties are broken alphabetically.
     """
     split = CLIPTokenizer().backend_tokenizer.pre_tokenizer.pre_tokenize_str
-    words = Counter(word for caption, count in Counter(captions).items() for word, _ in split(caption) for _ in range(count))
+    words = Counter(
+        word
+        for caption, count in Counter(captions).items()
+        for word, _ in split(caption)
+        for _ in range(count)
+    )
     pieces = {word: [*word[:-1], word[-1] + "</w>"] for word in words}
     merges: list[tuple[str, str]] = []
     while pairs := Counter({pair: 0 for p in pieces.values() for pair in pairwise(p)}):
@@ -232,7 +251,9 @@ def _train_tokenizer(captions: Sequence[str], length: int) -> CLIPTokenizer:
         *(f"{letter}</w>" for letter in letters),
         *("".join(m) for m in merges),
     ]
-    tokenizer = CLIPTokenizer(vocab={token: number for number, token in enumerate(dict.fromkeys(order))}, merges=merges)
+    tokenizer = CLIPTokenizer(
+        vocab={token: number for number, token in enumerate(dict.fromkeys(order))}, merges=merges
+    )
     tokenizer.model_max_length = length
     return tokenizer
 
@@ -266,7 +287,10 @@ def new_image_encoder(size: int, width: int, projection: int) -> ImageEncoder:
 def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
     """An untrained miniature BLIP whose WordPiece vocabulary is the words of `captions`."""
     words = sorted({word for caption in captions for word in caption.replace(",", " , ").split()})
-    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}
+    vocabulary = {
+        token: number
+        for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
+    }
     tokenizer = BertTokenizer(vocab=vocabulary)
     text = BlipTextConfig(
         vocab_size=len(vocabulary),
@@ -291,9 +315,12 @@ def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
         num_attention_heads=4,
         image_size=size,
         patch_size=4,
-        initializer_range=width**-0.5,  # BERT's 0.02 is for a width of 768: here attention would stay uniform, digits unread
+        initializer_range=width
+        ** -0.5,  # BERT's 0.02 is for a width of 768: here attention would stay uniform, digits unread
     )
-    config = BlipConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=width)
+    config = BlipConfig(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=width
+    )
     edge = {"height": size, "width": size}
     processor = BlipProcessor(BlipImageProcessor(size=edge), tokenizer)
     return Captioner(BlipForConditionalGeneration(config), processor)

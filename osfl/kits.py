@@ -30,7 +30,9 @@ def find_kit(name: str) -> str:
     for root in _kit_roots():
         if (root / name / "model_index.json").is_file():
             return str(root / name)
-    shipped = sorted({p.parent.name for root in _kit_roots() for p in root.glob("*/model_index.json")})
+    shipped = sorted(
+        {p.parent.name for root in _kit_roots() for p in root.glob("*/model_index.json")}
+    )
     raise FileNotFoundError(
         f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an absolute path or a hub id"
     )
@@ -45,19 +47,27 @@ def check_kit(kit: str, parts: Iterable[str]) -> None:
     folder = Path(kit)
     if folder.is_dir():
         if missing := [part for part in parts if not (folder / part).exists()]:
-            raise KitError(f"kit = {kit!r} lacks {', '.join(missing)}; this run needs it. Use a whole kit, or a hub id")
+            raise KitError(
+                f"kit = {kit!r} lacks {', '.join(missing)}; this run needs it. Use a whole kit, or a hub id"
+            )
     elif folder.is_absolute() or kit.startswith((".", "~")) or kit.count("/") != 1:
-        raise KitError(f"kit = {kit!r}: no such folder. Give a Stable-Diffusion-format folder or a hub id (owner/name)")
+        raise KitError(
+            f"kit = {kit!r}: no such folder. Give a Stable-Diffusion-format folder or a hub id (owner/name)"
+        )
 
 
 def _kit_roots() -> list[Path]:
     """The installed package's kits: not beside this file, which may be the copy in a Flower bundle, where kits are left out."""
     roots = []
-    with suppress(PackageNotFoundError):  # installed with `pip install -e`: the checkout, before the copy made at installation
+    with suppress(
+        PackageNotFoundError
+    ):  # installed with `pip install -e`: the checkout, before the copy made at installation
         origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):
             roots.append(Path(unquote(urlparse(origin["url"]).path)) / "kits")
-    if (spec := importlib.util.find_spec("osfl_kits")) and spec.submodule_search_locations:  # installed from a wheel
+    if (
+        spec := importlib.util.find_spec("osfl_kits")
+    ) and spec.submodule_search_locations:  # installed from a wheel
         roots.append(Path(next(iter(spec.submodule_search_locations))))
     roots.append(Path(__file__).resolve().parent.parent / "kits")
     return [root for root in roots if root.is_dir()]
@@ -70,12 +80,21 @@ def download_bytes(kit: str, parts: Iterable[str]) -> int:
 
 def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
     """SHA-256 of every file of weights in some of a kit folder's parts, by its path in the kit; of a hub id's, nothing."""
-    return {f.relative_to(kit).as_posix(): _sha256(f) for f in _files(kit, parts) if f.suffix in (".safetensors", ".bin")}
+    return {
+        f.relative_to(kit).as_posix(): _sha256(f)
+        for f in _files(kit, parts)
+        if f.suffix in (".safetensors", ".bin")
+    }
 
 
 def _files(kit: str, parts: Iterable[str]) -> list[Path]:
     places = [Path(kit) / part for part in parts]
-    return [file for place in places for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()]
+    return [
+        file
+        for place in places
+        for file in ([place] if place.is_file() else place.rglob("*"))
+        if file.is_file()
+    ]
 
 
 def kit_digest(path: str | Path) -> str:
@@ -83,8 +102,12 @@ def kit_digest(path: str | Path) -> str:
     folder, digest = Path(path), hashlib.sha256()
     if not folder.is_dir():
         return hashlib.sha256(str(path).encode()).hexdigest()
-    for file in sorted(p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt", ".bin"}):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + bytes.fromhex(_sha256(file)))
+    for file in sorted(
+        p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt", ".bin"}
+    ):
+        digest.update(
+            file.relative_to(folder).as_posix().encode() + b"\0" + bytes.fromhex(_sha256(file))
+        )
     return digest.hexdigest()
 
 
@@ -105,7 +128,13 @@ def kits_digest(names: Iterable[str]) -> str:
     for name in names:
         with suppress(FileNotFoundError):
             digests.append(kit_digest(find_kit(name)))
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
+    return (
+        digests[0]
+        if len(digests) == 1
+        else hashlib.sha256("".join(digests).encode()).hexdigest()
+        if digests
+        else ""
+    )
 
 
 def image_size(kit: str) -> int:
@@ -113,4 +142,6 @@ def image_size(kit: str) -> int:
     unet, vae = Path(kit) / "unet" / "config.json", Path(kit) / "vae" / "config.json"
     if not (unet.is_file() and vae.is_file()):
         return 512
-    return json.loads(unet.read_text())["sample_size"] * 2 ** (len(json.loads(vae.read_text())["block_out_channels"]) - 1)
+    return json.loads(unet.read_text())["sample_size"] * 2 ** (
+        len(json.loads(vae.read_text())["block_out_channels"]) - 1
+    )

@@ -35,7 +35,11 @@ _FLOWER_SWITCHES = {
 
 # Training makes and frees the same large tensors in every step. By default glibc hands them back to the kernel each time, and every page is cleared
 # anew: 7 % of a training step on a CPU. Only the first arena can keep them, and the ServerApp runs in a thread, which would get another.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_ARENA_MAX": "1"}
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**28),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 class LaunchError(RuntimeError):
@@ -60,14 +64,20 @@ def copy_app(folder: Path) -> Path:
     """What Flower's bundle is made of, in a new folder: of a checkout it matches every file in .venv and runs, for many seconds."""
     root = app_folder()
     for package in ("osfl", "client_app", "server_app"):
-        shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(root / "pyproject.toml", folder)
     return folder
 
 
 def default_config() -> dict[str, Scalar]:
     """Every run-config key with its default, from pyproject.toml."""
-    return flatten_dict(tomllib.loads((app_folder() / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    return flatten_dict(
+        tomllib.loads((app_folder() / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
+            "config"
+        ]
+    )
 
 
 def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scalar]]:
@@ -133,13 +143,21 @@ def _flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
 
 def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
     """The overrides as a TOML file for `flwr run --run-config`; a JSON scalar is a TOML scalar."""
-    file.write_text("".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items()))
+    file.write_text(
+        "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items())
+    )
 
 
 def flower_environment() -> dict[str, str]:
     """This process's environment, with Flower's switches set and its commands on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**KEEP_MEMORY, **os.environ, **_FLOWER_SWITCHES, "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **KEEP_MEMORY,
+        **os.environ,
+        **_FLOWER_SWITCHES,
+        "PATH": path,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 @contextmanager
@@ -150,16 +168,32 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         the environment in which `flwr` finds it as the connection `osfl`.
     """
     with tempfile.TemporaryDirectory(prefix="osfl-flower-") as scratch:
-        home, empty = Path(scratch) / "home", Path(scratch) / "empty"  # simulated clients import from the SuperLink's folder
+        home, empty = (
+            Path(scratch) / "home",
+            Path(scratch) / "empty",
+        )  # simulated clients import from the SuperLink's folder
         home.mkdir()
         empty.mkdir()
         port, fleet = _free_ports(2)
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "osfl"\n\n[superlink.osfl]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        environment = {**flower_environment(), "FLWR_HOME": str(home), "OSFL_RUNS": str(runs), "OSFL_CACHE": str(cache)}
+        environment = {
+            **flower_environment(),
+            "FLWR_HOME": str(home),
+            "OSFL_RUNS": str(runs),
+            "OSFL_CACHE": str(cache),
+        }
         log = open(Path(scratch) / "superlink.log", "wb")  # noqa: SIM115  (lives as long as the process)
-        command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1"]
+        command = [
+            "flower-superlink",
+            "--insecure",
+            "--simulation",
+            "--isolation",
+            "subprocess",
+            "--host",
+            "127.0.0.1",
+        ]
         command += [
             "--port",
             str(port),
@@ -167,7 +201,9 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
             f"127.0.0.1:{fleet}",
             "--disable-runtime-dependency-installation",
         ]
-        process = subprocess.Popen(command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             _wait_until_healthy(process, port, Path(log.name))
             yield environment
@@ -184,7 +220,9 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _wait_until_healthy(process: subprocess.Popen, port: int, log: Path, seconds: float = 180) -> None:
+def _wait_until_healthy(
+    process: subprocess.Popen, port: int, log: Path, seconds: float = 180
+) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -216,7 +254,10 @@ def _signal(send: Callable[[], None]) -> None:
 
 
 def submit(
-    overrides: dict[str, Scalar], connection: str, environment: dict[str, str], federation: dict[str, Scalar] | None = None
+    overrides: dict[str, Scalar],
+    connection: str,
+    environment: dict[str, str],
+    federation: dict[str, Scalar] | None = None,
 ) -> int:
     """`flwr run`; returns Flower's run id.
 
@@ -224,13 +265,23 @@ def submit(
         LaunchError: the app was refused.
     """
     with tempfile.TemporaryDirectory(prefix="osfl-submit-") as scratch:
-        command = ["flwr", "run", str(copy_app(Path(scratch) / "app")), connection, "--format", "json"]
+        command = [
+            "flwr",
+            "run",
+            str(copy_app(Path(scratch) / "app")),
+            connection,
+            "--format",
+            "json",
+        ]
         if overrides:
             file = Path(scratch) / "overrides.toml"
             write_overrides(overrides, file)
             command += ["--run-config", str(file)]
         if federation:
-            command += ["--federation-config", " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items())]
+            command += [
+                "--federation-config",
+                " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items()),
+            ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     try:
         answer = json.loads(done.stdout[done.stdout.index("{") :])
@@ -242,7 +293,9 @@ def submit(
     raise LaunchError(f"Flower did not start the run: {reason}")
 
 
-def outcome(run_id: int, connection: str, environment: dict[str, str], seconds: float = 60) -> tuple[str, str]:
+def outcome(
+    run_id: int, connection: str, environment: dict[str, str], seconds: float = 60
+) -> tuple[str, str]:
     """(status, details) of a run, as the SuperLink has it; `flwr run` itself exits with 0 even when the run fails.
 
     Waits up to `seconds` for a run whose log has ended to be booked as finished.
@@ -253,7 +306,10 @@ def outcome(run_id: int, connection: str, environment: dict[str, str], seconds: 
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         try:
             run = json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]
-            status, details = str(run["status"]), str(run.get("status-details") or run.get("details") or "")
+            status, details = (
+                str(run["status"]),
+                str(run.get("status-details") or run.get("details") or ""),
+            )
         except (ValueError, KeyError, IndexError):
             status, details = "unknown", (done.stdout + done.stderr).strip()[-2000:]
         if status.startswith("finished") or time.monotonic() > end:

@@ -35,13 +35,22 @@ class Method:
 METHODS: dict[str, Method] = {
     "prompts-only": Method(client=None, server="prompts_only", payload=None),
     "prompts-domain": Method(client="domain", server="prompts_domain", payload="Domain"),
-    "feddeo": Method(client="feddeo", server="feddeo", payload="Descriptions", client_parts=DIFFUSION_PARTS),
+    "feddeo": Method(
+        client="feddeo", server="feddeo", payload="Descriptions", client_parts=DIFFUSION_PARTS
+    ),
     "fedlmg": Method(client="classifier", server="fedlmg", payload="Classifier"),
     "fedcado": Method(client="classifier", server="fedcado", payload="Classifier"),
-    "oscar": Method(client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)),
-    "oscar-pooled": Method(client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)),
+    "oscar": Method(
+        client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)
+    ),
+    "oscar-pooled": Method(
+        client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)
+    ),
     "espresso": Method(
-        client="espresso", server="espresso", payload="Mixtures", client_parts=(*DIFFUSION_PARTS, *IMAGE_ENCODER_PARTS)
+        client="espresso",
+        server="espresso",
+        payload="Mixtures",
+        client_parts=(*DIFFUSION_PARTS, *IMAGE_ENCODER_PARTS),
     ),
     "fgl": Method(client="fgl", server="fgl", payload="Captions", client_parts=("captioner",)),
     "feddisc": Method(
@@ -50,7 +59,9 @@ METHODS: dict[str, Method] = {
         payload="Embeddings",
         client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
     ),
-    "fedbip": Method(client="fedbip", server="fedbip", payload="Concepts", client_parts=DIFFUSION_PARTS),
+    "fedbip": Method(
+        client="fedbip", server="fedbip", payload="Concepts", client_parts=DIFFUSION_PARTS
+    ),
     "fedavg": Method(client=None, server="fedavg", payload=None, rounds=True, samples=False),
     "fedprox": Method(client=None, server="fedprox", payload=None, rounds=True, samples=False),
     "feddyn": Method(client=None, server="feddyn", payload=None, rounds=True, samples=False),
@@ -67,11 +78,17 @@ def kit_parts(config: RunConfig) -> tuple[str, ...]:
     """
     method = METHODS[config.method]
     elsewhere: tuple[str, ...] = ("captioner",) if config.captioner else ()
-    if config.image_encoder and config.method != "feddisc":  # whose UNet knows the embeddings of its own kit's encoder alone
+    if (
+        config.image_encoder and config.method != "feddisc"
+    ):  # whose UNet knows the embeddings of its own kit's encoder alone
         elsewhere += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in elsewhere)
     if method.payload == "Classifier" and config.classifier.init == "kit":
-        parts += tuple(dict.fromkeys(initialisation_part(a) for a in split_names(config.classifier.architecture)))
+        parts += tuple(
+            dict.fromkeys(
+                initialisation_part(a) for a in split_names(config.classifier.architecture)
+            )
+        )
     return parts
 
 

@@ -78,4 +78,6 @@ class Domain:
     name: str
 
 
-Payload = Descriptions | Classifier | Encodings | Mixtures | Captions | Embeddings | Concepts | Domain
+Payload = (
+    Descriptions | Classifier | Encodings | Mixtures | Captions | Embeddings | Concepts | Domain
+)

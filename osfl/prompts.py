@@ -25,10 +25,17 @@ def concept_positions(text: "TextEncoder", names: Sequence[str]) -> list[tuple[i
 
 
 def with_concepts(
-    base: torch.Tensor, places: Sequence[tuple[int, int]], domain: torch.Tensor, vectors: torch.Tensor
+    base: torch.Tensor,
+    places: Sequence[tuple[int, int]],
+    domain: torch.Tensor,
+    vectors: torch.Tensor,
 ) -> torch.Tensor:
     """The prompts' encodings [B, L, d] with S [B, d] and V [B, d] at their places; differentiable in both."""
-    rows, s, v = torch.arange(len(base)), torch.tensor([p[0] for p in places]), torch.tensor([p[1] for p in places])
+    rows, s, v = (
+        torch.arange(len(base)),
+        torch.tensor([p[0] for p in places]),
+        torch.tensor([p[1] for p in places]),
+    )
     condition = base.clone()
     condition[rows, s] = domain.to(base.dtype)
     condition[rows, v] = vectors.to(base.dtype)

@@ -31,10 +31,18 @@ COST_KEYS = ("seconds", "flops", "peak_memory_mb", "images", "resent")
 def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
     """The reply to `train`. The payload goes as arrays: Flower sends those in chunks of 5 MB, a config as one piece."""
     header = ConfigRecord({"version": wire.VERSION, "sha256": wire.digest(blob)})
-    return RecordDict({"payload": pack_bytes(blob, "osfl.payload.v1"), "header": header, "costs": MetricRecord({**costs})})
+    return RecordDict(
+        {
+            "payload": pack_bytes(blob, "osfl.payload.v1"),
+            "header": header,
+            "costs": MetricRecord({**costs}),
+        }
+    )
 
 
-def unpack_payload(content: RecordDict, expected: wire.Expected) -> tuple[bytes, str, dict[str, float]]:
+def unpack_payload(
+    content: RecordDict, expected: wire.Expected
+) -> tuple[bytes, str, dict[str, float]]:
     """(payload, sha256 of the header, costs); the payload is not decoded yet. It is taken out of `content`: a large one is held once.
 
     Raises:
@@ -51,7 +59,9 @@ def unpack_payload(content: RecordDict, expected: wire.Expected) -> tuple[bytes,
     except wire.PayloadError:
         raise
     except (KeyError, TypeError, ValueError) as error:
-        raise wire.PayloadError(client, "reply", f"{error} is missing or of the wrong type") from None
+        raise wire.PayloadError(
+            client, "reply", f"{error} is missing or of the wrong type"
+        ) from None
     if not isinstance(sha256, str):
         raise wire.PayloadError(client, "reply", "sha256 has the wrong type")
     if not all(np.isfinite(value) and value >= 0 for value in costs.values()):
@@ -68,7 +78,11 @@ def pack_model(state: dict[str, torch.Tensor], architecture: str, small_stem: bo
 def unpack_model(content: RecordDict) -> tuple[dict[str, torch.Tensor], str, bool]:
     """(state dict, architecture, small stem) of `pack_model`."""
     header = content.config_records["header"]
-    return unpack_state(content.array_records["model"]), str(header["architecture"]), bool(header["small-stem"])
+    return (
+        unpack_state(content.array_records["model"]),
+        str(header["architecture"]),
+        bool(header["small-stem"]),
+    )
 
 
 def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
@@ -76,7 +90,10 @@ def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
 
     Flower sends, stores and fetches every array of a record by itself, and each costs it some ten milliseconds on every hop: a ResNet-18 has 122.
     """
-    return pack_bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}), "safetensors")
+    return pack_bytes(
+        save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}),
+        "safetensors",
+    )
 
 
 def unpack_state(record: ArrayRecord) -> dict[str, torch.Tensor]:
@@ -94,7 +111,12 @@ def unpack_state(record: ArrayRecord) -> dict[str, torch.Tensor]:
 def pack_bytes(blob: bytes, stype: str) -> ArrayRecord:
     """Bytes as arrays of at most 64 MB, named 0000, 0001, ...: while Flower puts an array together it holds it twice more."""
     parts = [blob[start : start + PART_BYTES] for start in range(0, max(len(blob), 1), PART_BYTES)]
-    return ArrayRecord({f"{n:04d}": Array(dtype="uint8", shape=(len(p),), stype=stype, data=p) for n, p in enumerate(parts)})
+    return ArrayRecord(
+        {
+            f"{n:04d}": Array(dtype="uint8", shape=(len(p),), stype=stype, data=p)
+            for n, p in enumerate(parts)
+        }
+    )
 
 
 def unpack_bytes(record: ArrayRecord) -> bytes:

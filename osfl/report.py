@@ -17,11 +17,22 @@ import numpy as np
 from osfl.files import write_atomically
 
 MOST_PICTURED = 12  # classes
-PACKAGES = ("osfl", "flwr", "torch", "torchvision", "diffusers", "transformers", "datasets", "protobuf")
+PACKAGES = (
+    "osfl",
+    "flwr",
+    "torch",
+    "torchvision",
+    "diffusers",
+    "transformers",
+    "datasets",
+    "protobuf",
+)
 
 
 def write_report(
-    folder: Path, classes: tuple[str, ...], kit_download_bytes: Mapping[str, int | None] | None = None
+    folder: Path,
+    classes: tuple[str, ...],
+    kit_download_bytes: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
     """Gather a run's folder into `metrics.json` and `report.html`.
 
@@ -40,12 +51,17 @@ def write_report(
     return metrics
 
 
-def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = None) -> dict[str, Any]:
+def gather(
+    folder: Path, kit_download_bytes: Mapping[str, int | None] | None = None
+) -> dict[str, Any]:
     """The figures of a run."""
     fetched = kit_download_bytes or {}
     config = _json(folder / "config.json")
     tests = {f.stem: _json(f) for f in sorted((folder / "tests").glob("*.json"))}
-    accuracy = {name: {client: _accuracy(matrix) for client, matrix in by_client.items()} for name, by_client in tests.items()}
+    accuracy = {
+        name: {client: _accuracy(matrix) for client, matrix in by_client.items()}
+        for name, by_client in tests.items()
+    }
     everywhere = (
         set.intersection(*map(set, accuracy.values())) if accuracy else set()
     )  # models are compared where all were tested
@@ -57,7 +73,9 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
         models = list((folder / "models").glob("*.safetensors")) or (folder / "payloads").glob(
             "*.pb"
         )  # Local's are the payloads
-        clients[client]["download_bytes"] = (fetched.get(client) or 0) + sum(file.stat().st_size for file in models)
+        clients[client]["download_bytes"] = (fetched.get(client) or 0) + sum(
+            file.stat().st_size for file in models
+        )
         clients[client]["upload_bytes"] = 0
     known = _json(folder / "status.json")["clients"] if (folder / "status.json").is_file() else {}
     for client in known:  # one that tested nothing is in the tables too, as not tested
@@ -67,7 +85,9 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
         clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])
     any_payload = any((folder / "payloads").glob("*.pb"))
     rounds: dict[str, Any] = (
-        _json(done) if (done := folder / "rounds" / "done.json").is_file() else {"round": int(any_payload), "costs": {}}
+        _json(done)
+        if (done := folder / "rounds" / "done.json").is_file()
+        else {"round": int(any_payload), "costs": {}}
     )
     for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
         both = clients[client].get("download_bytes", 0) + about["download_bytes"]
@@ -80,9 +100,13 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
         "job_id": folder.name,
         "method": config["method"],
         "seed": config["seed"],
-        "accuracy": {name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()},
+        "accuracy": {
+            name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()
+        },
         "shown": shown,
-        "average": _mean(accuracy[shown]) if shown else _mean({name: _mean(row) for name, row in accuracy.items()}),
+        "average": _mean(accuracy[shown])
+        if shown
+        else _mean({name: _mean(row) for name, row in accuracy.items()}),
         "rounds": rounds["round"],
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
@@ -94,12 +118,20 @@ def gather(folder: Path, kit_download_bytes: Mapping[str, int | None] | None = N
             "synthesis_seconds": seconds,
             "training_seconds": {name: about["seconds"] for name, about in trained.items()},
         },
-        "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
+        "versions": {
+            "python": platform.python_version(),
+            **{p: v for p in PACKAGES if (v := _version(p))},
+        },
         "platform": platform.platform(),
         "approximations": _approximations(config),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "kits": [
-            name for name in (config.get("kit"), config.get("feddisc.kit") if config["method"] == "feddisc" else "") if name
+            name
+            for name in (
+                config.get("kit"),
+                config.get("feddisc.kit") if config["method"] == "feddisc" else "",
+            )
+            if name
         ],
         "kit_sha256": config.pop("kit-sha256", ""),
         "config": config,
@@ -207,7 +239,9 @@ def _total(metrics: dict[str, Any], key: str) -> float:
     return sum(about.get(key, 0) for about in metrics["clients"].values())
 
 
-def _pictures(folder: Path, classes: tuple[str, ...]) -> tuple[dict[str, dict[str, str]], list[str]]:
+def _pictures(
+    folder: Path, classes: tuple[str, ...]
+) -> tuple[dict[str, dict[str, str]], list[str]]:
     """The first image of every client and class, by client, then class, as a data URL of at most 128 px a side; and which classes these are."""
     from PIL import Image
 
@@ -215,7 +249,9 @@ def _pictures(folder: Path, classes: tuple[str, ...]) -> tuple[dict[str, dict[st
     for line in _lines(folder / "manifest.jsonl"):
         row = json.loads(line)
         first[row["client"]].setdefault(row["class"], row["file"])
-    shown = [name for name in classes if any(name in files for files in first.values())][:MOST_PICTURED]
+    shown = [name for name in classes if any(name in files for files in first.values())][
+        :MOST_PICTURED
+    ]
     pictures: dict[str, dict[str, str]] = {client: {} for client in sorted(first)}
     for client, files in first.items():
         for name in files.keys() & shown:
@@ -223,7 +259,9 @@ def _pictures(folder: Path, classes: tuple[str, ...]) -> tuple[dict[str, dict[st
             with Image.open(folder / files[name]) as image:
                 image.thumbnail((128, 128))
                 image.save(buffer, format="png")
-            pictures[client][name] = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+            pictures[client][name] = (
+                f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+            )
     return pictures, shown
 
 
@@ -231,6 +269,10 @@ def _confusion(metrics: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """The shown model's confusion matrix over all clients: rows of (images, percent of the row's); [] where no model is shown."""
     if not metrics["shown"]:
         return []
-    cells = np.sum([np.array(matrix) for matrix in metrics["confusion"][metrics["shown"]].values()], axis=0)
+    cells = np.sum(
+        [np.array(matrix) for matrix in metrics["confusion"][metrics["shown"]].values()], axis=0
+    )
     shares = (100 * cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)).round().astype(int)
-    return [list(zip(*rows, strict=True)) for rows in zip(cells.tolist(), shares.tolist(), strict=True)]
+    return [
+        list(zip(*rows, strict=True)) for rows in zip(cells.tolist(), shares.tolist(), strict=True)
+    ]

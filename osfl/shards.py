@@ -34,12 +34,19 @@ def write_shards(
     """
     manifest = run / "manifest.jsonl"
     if not manifest.is_file():
-        raise ConfigError(f"{manifest} does not exist; the run has not finished its synthesis, or its method draws no images")
+        raise ConfigError(
+            f"{manifest} does not exist; the run has not finished its synthesis, or its method draws no images"
+        )
     rows = [json.loads(line) for line in manifest.read_text().splitlines()]
-    of, about = out / "shards.json", {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size}
+    of, about = (
+        out / "shards.json",
+        {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size},
+    )
     known = json.loads(of.read_text()) if of.is_file() else None
     if known != about and (known or any(out.glob("*.tar"))):
-        raise ConfigError(f"{out} has shards of another run, or of another size; name an empty folder")
+        raise ConfigError(
+            f"{out} has shards of another run, or of another size; name an empty folder"
+        )
     random.Random(0).shuffle(rows)
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
     files = [out / f"{number:05d}.tar" for number in range(len(groups))]

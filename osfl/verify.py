@@ -36,7 +36,9 @@ def picture_digest(picture: torch.Tensor) -> str:
     return hashlib.sha256(picture.contiguous().numpy().tobytes()).hexdigest()
 
 
-def verify_run(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Finding]:
+def verify_run(
+    folder: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Finding]:
     """Read everything that a run has stored.
 
     Args:
@@ -51,7 +53,9 @@ def verify_run(folder: Path, progress: Callable[[int, int], None] = lambda done,
             wrong.append(f"units/{unit.name} is not as it was written")
     pictures.sort(key=lambda row: row["file"])
     with ThreadPoolExecutor() as readers:
-        for done, problem in enumerate(readers.map(lambda row: picture_problem(folder, row), pictures), start=1):
+        for done, problem in enumerate(
+            readers.map(lambda row: picture_problem(folder, row), pictures), start=1
+        ):
             wrong += [problem] if problem else []
             good += not problem
             progress(done, len(pictures))
@@ -71,7 +75,11 @@ def picture_problem(folder: Path, row: dict[str, Any]) -> str:
     picture = read_picture(folder / row["file"])
     if picture is None:
         return f"{row['file']} cannot be read"
-    return "" if picture_digest(picture) == row["sha256"] else f"{row['file']} is another image than the one that was made"
+    return (
+        ""
+        if picture_digest(picture) == row["sha256"]
+        else f"{row['file']} is another image than the one that was made"
+    )
 
 
 def _of_manifest(folder: Path, pictures: list[dict[str, Any]]) -> Finding:
@@ -80,7 +88,9 @@ def _of_manifest(folder: Path, pictures: list[dict[str, Any]]) -> Finding:
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     known = {row["file"]: row for row in pictures}
     wrong = tuple(
-        f"manifest.jsonl: {row['file']} is in no unit as it is there" for row in rows if known.get(row["file"]) != row
+        f"manifest.jsonl: {row['file']} is in no unit as it is there"
+        for row in rows
+        if known.get(row["file"]) != row
     )
     return Finding("manifest rows", len(rows) - len(wrong), wrong)
 
@@ -93,7 +103,10 @@ def _of_files(kind: str, folder: Path, ending: str) -> Finding:
             file = about.with_suffix(ending)
             if not file.is_file():
                 yield f"{kind}/{file.name} is missing"
-            elif hashlib.sha256(file.read_bytes()).hexdigest() != json.loads(about.read_text())["sha256"]:
+            elif (
+                hashlib.sha256(file.read_bytes()).hexdigest()
+                != json.loads(about.read_text())["sha256"]
+            ):
                 yield f"{kind}/{file.name} is not as it was written"
             else:
                 yield ""

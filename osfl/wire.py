@@ -26,7 +26,9 @@ VERSION = 1
 MAX_MAGNITUDE = 1e6
 MAX_TEXT = 300  # characters of a caption or a name
 
-Shape = tuple[int | str, ...]  # a dimension may be "classes", those the client holds, or "images", as many as it says
+Shape = tuple[
+    int | str, ...
+]  # a dimension may be "classes", those the client holds, or "images", as many as it says
 Tensors = Mapping[str, tuple[Shape, torch.dtype]]
 Bytes = bytes | memoryview
 
@@ -37,7 +39,9 @@ class PayloadError(ValueError):
     """A payload that is refused. Names the client and the field."""
 
     def __init__(self, client: str, field: str, problem: str):
-        super().__init__(client, field, problem)  # all of them, so that a worker's error crosses to this process
+        super().__init__(
+            client, field, problem
+        )  # all of them, so that a worker's error crosses to this process
         self.client, self.field, self.problem = client, field, problem
 
     def __str__(self) -> str:
@@ -76,7 +80,9 @@ def encode(payload: Payload, method: str, job: str, client: str) -> bytes:
     What protobuf's own serialiser gives, without its copies, for it needs four times a large payload's memory: a tensor's
     numbers go from where they are into the result.
     """
-    head = pb.Payload(version=VERSION, method=method, job=job, client=client, classes=payload.classes)
+    head = pb.Payload(
+        version=VERSION, method=method, job=job, client=client, classes=payload.classes
+    )
     kind, body = pb.Payload.DESCRIPTOR.fields_by_name[type(payload).__name__.lower()], list[Bytes]()
     for item in fields(payload)[1:]:
         number = cast(Descriptor, kind.message_type).fields_by_name[item.name].number
@@ -104,9 +110,15 @@ def check_size(size: int, expected: Expected) -> None:
         PayloadError: it is larger than the run allows, or than its largest valid payload.
     """
     if size > expected.max_bytes:
-        raise PayloadError(expected.client, "size", f"{size:,} bytes; the limit is {expected.max_bytes:,} (max-payload-mb)")
+        raise PayloadError(
+            expected.client,
+            "size",
+            f"{size:,} bytes; the limit is {expected.max_bytes:,} (max-payload-mb)",
+        )
     if size > (most := _most_bytes(expected)):
-        raise PayloadError(expected.client, "size", f"{size:,} bytes; a payload of this run has at most {most:,}")
+        raise PayloadError(
+            expected.client, "size", f"{size:,} bytes; a payload of this run has at most {most:,}"
+        )
 
 
 def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Payload:
@@ -135,12 +147,19 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     del blob  # if nobody else holds it, there is room for the tensors
     if _has_unknown_fields(message):
         raise refuse("message", "has fields this version does not know")
-    for name, want in (("version", VERSION), ("method", expected.method), ("job", expected.job), ("client", expected.client)):
+    for name, want in (
+        ("version", VERSION),
+        ("method", expected.method),
+        ("job", expected.job),
+        ("client", expected.client),
+    ):
         if getattr(message, name) != want:
             raise refuse(name, f"{getattr(message, name)!r}; expected {want!r}")
     classes = tuple(message.classes[: len(expected.classes) + 1])
     if not classes or classes != tuple(c for c in expected.classes if c in classes):
-        raise refuse("classes", f"{list(classes)[:20]} must be a part of the run's classes, in their order")
+        raise refuse(
+            "classes", f"{list(classes)[:20]} must be a part of the run's classes, in their order"
+        )
     body, kind = message.WhichOneof("body"), METHODS[expected.method].payload or "nothing"
     if body != kind.lower():
         raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
@@ -151,7 +170,11 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
 
 def _has_unknown_fields(message: Message) -> bool:
     parts = [f for f in message.DESCRIPTOR.fields if f.message_type]
-    found = [part for f in parts for part in (getattr(message, f.name) if f.is_repeated else _present(message, f.name))]
+    found = [
+        part
+        for f in parts
+        for part in (getattr(message, f.name) if f.is_repeated else _present(message, f.name))
+    ]
     return len(UnknownFieldSet(message)) > 0 or any(map(_has_unknown_fields, found))
 
 
@@ -159,17 +182,28 @@ def _present(message: Message, name: str) -> list[Message]:
     return [getattr(message, name)] if message.HasField(name) else []
 
 
-def _read_body(kind: type, body: Any, classes: tuple[str, ...], expected: Expected, refuse: "Refuse") -> Payload:
+def _read_body(
+    kind: type, body: Any, classes: tuple[str, ...], expected: Expected, refuse: "Refuse"
+) -> Payload:
     """The dataclass `kind` from the message of the same fields."""
     if kind is Classifier:
         architecture = body.architecture
         if architecture not in expected.architectures:
-            raise refuse("architecture", f"{architecture[:100]!r}; this run allows {', '.join(expected.architectures)}")
-        return Classifier(classes, architecture, _read(body.state, expected.architectures[architecture], refuse))
-    if kind is Captions:
-        if len(body.texts) != len(classes) or sum(len(texts.text) for texts in body.texts) > expected.max_images:
             raise refuse(
-                "texts", f"not one list for each of {len(classes)} classes, or more than {expected.max_images:,} texts"
+                "architecture",
+                f"{architecture[:100]!r}; this run allows {', '.join(expected.architectures)}",
+            )
+        return Classifier(
+            classes, architecture, _read(body.state, expected.architectures[architecture], refuse)
+        )
+    if kind is Captions:
+        if (
+            len(body.texts) != len(classes)
+            or sum(len(texts.text) for texts in body.texts) > expected.max_images
+        ):
+            raise refuse(
+                "texts",
+                f"not one list for each of {len(classes)} classes, or more than {expected.max_images:,} texts",
             )
         return Captions(classes, tuple(tuple(texts.text) for texts in body.texts))
     if kind is Domain:
@@ -183,8 +217,16 @@ def _read_body(kind: type, body: Any, classes: tuple[str, ...], expected: Expect
     if images > expected.max_images:
         raise refuse("labels", f"{images:,} images; at most {expected.max_images:,}")
     size = {"classes": len(classes), "images": images}
-    wanted = {name: (_resolve(shape, size), dtype) for name, (shape, dtype) in expected.tensors.items()}
-    return kind(classes, **{name: _read([getattr(body, name)], {name: want}, refuse)[name] for name, want in wanted.items()})
+    wanted = {
+        name: (_resolve(shape, size), dtype) for name, (shape, dtype) in expected.tensors.items()
+    }
+    return kind(
+        classes,
+        **{
+            name: _read([getattr(body, name)], {name: want}, refuse)[name]
+            for name, want in wanted.items()
+        },
+    )
 
 
 def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> None:
@@ -197,14 +239,20 @@ def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> Non
         case Mixtures():
             for name in ("weights", "component_weights"):
                 shares = getattr(payload, name)
-                if shares is not None and (bool((shares < 0).any()) or bool(((shares.sum(dim=1) - 1).abs() > 1e-3).any())):
+                if shares is not None and (
+                    bool((shares < 0).any()) or bool(((shares.sum(dim=1) - 1).abs() > 1e-3).any())
+                ):
                     raise refuse(name, "must not be negative, and sum to 1 in every class")
-            if payload.component_variances is not None and bool((payload.component_variances < 0).any()):
+            if payload.component_variances is not None and bool(
+                (payload.component_variances < 0).any()
+            ):
                 raise refuse("component_variances", "a variance below zero")
         case Concepts():
             held = [expected.classes.index(name) for name in payload.classes]
             if sorted(set(payload.labels.tolist())) != held:
-                raise refuse("labels", "must be the labels of the payload's classes, each at least once")
+                raise refuse(
+                    "labels", "must be the labels of the payload's classes, each at least once"
+                )
             if bool((payload.deviations < 0).any()):
                 raise refuse("deviations", "a standard deviation below zero")
         case Captions():
@@ -218,7 +266,9 @@ def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> Non
 def _check_texts(name: str, texts: Iterable[str], refuse: "Refuse") -> None:
     for text in texts:
         if len(text) > MAX_TEXT or not text.isprintable():
-            raise refuse(name, f"{text[:40]!r}: must be printable and have at most {MAX_TEXT} characters")
+            raise refuse(
+                name, f"{text[:40]!r}: must be printable and have at most {MAX_TEXT} characters"
+            )
 
 
 def _resolve(shape: Shape, size: Mapping[str, int]) -> tuple[int, ...]:
@@ -233,7 +283,10 @@ def _most_bytes(expected: Expected) -> int:
     size = {"classes": len(expected.classes), "images": expected.max_images}
 
     def most(tensors: Tensors) -> int:
-        return sum(math.prod(_resolve(s, size)) * dtype.itemsize + len(name) for name, (s, dtype) in tensors.items())
+        return sum(
+            math.prod(_resolve(s, size)) * dtype.itemsize + len(name)
+            for name, (s, dtype) in tensors.items()
+        )
 
     largest = max([most(expected.tensors), *map(most, expected.architectures.values())])
     return largest + sum(len(c.encode()) + 8 for c in expected.classes) + 65_536
@@ -252,8 +305,15 @@ def _varint(number: int) -> bytes:
 def _tensor(number: int, name: str, value: torch.Tensor) -> list[Bytes]:
     """A field of type Tensor. Its data come last, as their number says; of none there is no field."""
     code, numpy = _DTYPES[value.dtype]
-    about = pb.Tensor(name=name, shape=value.shape, dtype=code, codec=pb.CODEC_RAW).SerializeToString()
-    data = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy).reshape(-1).view(np.uint8).data
+    about = pb.Tensor(
+        name=name, shape=value.shape, dtype=code, codec=pb.CODEC_RAW
+    ).SerializeToString()
+    data = (
+        np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy)
+        .reshape(-1)
+        .view(np.uint8)
+        .data
+    )
     return _field(number, about, *(_field(pb.Tensor.DATA_FIELD_NUMBER, data) if len(data) else []))
 
 
@@ -266,7 +326,9 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict
     for tensor in tensors:
         name = tensor.name
         if name not in wanted or name in found:
-            raise refuse("tensors", f"{name[:100]!r} is not expected" + (" twice" if name in found else ""))
+            raise refuse(
+                "tensors", f"{name[:100]!r} is not expected" + (" twice" if name in found else "")
+            )
         shape, dtype = _resolve(wanted[name][0], {}), wanted[name][1]
         code, numpy = _DTYPES[dtype]
         if len(tensor.shape) != len(shape) or tuple(tensor.shape) != shape:
@@ -280,12 +342,22 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict
             raise refuse(name, f"{len(tensor.data):,} bytes; its shape needs {length:,}")
         array = np.frombuffer(tensor.data, dtype=numpy).reshape(shape)
         if dtype.is_floating_point and array.size:
-            low, high = float(array.min()), float(array.max())  # both NaN if one number is; nothing of the array's size is made
+            low, high = (
+                float(array.min()),
+                float(array.max()),
+            )  # both NaN if one number is; nothing of the array's size is made
             if not math.isfinite(low) or not math.isfinite(high):
                 raise refuse(name, "contains NaN or infinity")
             if max(-low, high) > MAX_MAGNITUDE:
-                raise refuse(name, f"contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large")
+                raise refuse(
+                    name,
+                    f"contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large",
+                )
         found[name] = torch.from_numpy(array.copy())
     if missing := [name for name in wanted if name not in found]:
-        raise refuse("tensors", f"{missing[0]!r} is missing" + (f", and {len(missing) - 1} more" if missing[1:] else ""))
+        raise refuse(
+            "tensors",
+            f"{missing[0]!r} is missing"
+            + (f", and {len(missing) - 1} more" if missing[1:] else ""),
+        )
     return {name: found[name] for name in wanted}

@@ -59,25 +59,46 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
     try:
         method = METHODS[config.method]
         stored = folder.stored_clients() if method.client else []
-        nodes = join(grid, config, status, stored, meanwhile=lambda: check_server(config), kit=kit_of_clients(config))
+        nodes = join(
+            grid,
+            config,
+            status,
+            stored,
+            meanwhile=lambda: check_server(config),
+            kit=kit_of_clients(config),
+        )
         payloads: dict[str, Payload] = {}
         if method.client:
-            payloads = collect(grid, config, job_id, nodes, folder, status, expected_payload(config, job_id))
+            payloads = collect(
+                grid, config, job_id, nodes, folder, status, expected_payload(config, job_id)
+            )
         while True:
-            job = ServerJob(config, folder, status, tuple(payloads) if method.client else tuple(nodes))
+            job = ServerJob(
+                config, folder, status, tuple(payloads) if method.client else tuple(nodes)
+            )
             try:
                 if method.rounds:
-                    models = run_rounds(job, grid, nodes, server_half(config.method).strategy(job), job_id)
+                    models = run_rounds(
+                        job, grid, nodes, server_half(config.method).strategy(job), job_id
+                    )
                 else:
                     models = server_half(config.method).run(job, payloads)
                 break
-            except PayloadError as error:  # passed every check, and led the sampling or a teacher astray
+            except (
+                PayloadError
+            ) as error:  # passed every check, and led the sampling or a teacher astray
                 payloads = leave_out(error, payloads, config, folder, status)
         evaluate_on_clients(grid, config, nodes, models, folder, status)
-        fetched = {client: kit_bytes(config, payloads.get(client)) for client in (*nodes, *payloads)}
+        fetched = {
+            client: kit_bytes(config, payloads.get(client)) for client in (*nodes, *payloads)
+        }
         metrics = write_report(folder.path, class_names(config.data), fetched)
         for name, accuracy in metrics["accuracy"].items():  # for who follows the log from elsewhere
-            log.info("accuracy (%%) of %s: %s", name, ", ".join(f"{client} {value:.1f}" for client, value in accuracy.items()))
+            log.info(
+                "accuracy (%%) of %s: %s",
+                name,
+                ", ".join(f"{client} {value:.1f}" for client, value in accuracy.items()),
+            )
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")
     except BaseException as error:
@@ -104,7 +125,9 @@ def check_server(config: RunConfig) -> None:
             check_kit(*((kit, (SMALL_DECODER,)) if small == "kit" else (small, ("config.json",))))
     trained = config.classifier if method.rounds else config.global_model
     if config.method != "local":
-        new_classifier(trained, classes, find_kit(config.kit) if trained.init == "kit" else "", config.seed)
+        new_classifier(
+            trained, classes, find_kit(config.kit) if trained.init == "kit" else "", config.seed
+        )
     expected_tensors(config)
 
 
@@ -118,7 +141,9 @@ def kit_of_clients(config: RunConfig) -> dict[str, str]:
 def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
     """What a client had to fetch of the kit before it could begin; None where a part is a hub id, or is named apart from the kit."""
     if isinstance(payload, Classifier):  # one architecture of those that the run allows
-        config = replace(config, classifier=replace(config.classifier, architecture=payload.architecture))
+        config = replace(
+            config, classifier=replace(config.classifier, architecture=payload.architecture)
+        )
     parts = kit_parts(config)
     if set(METHODS[config.method].client_parts) - set(parts):
         return None

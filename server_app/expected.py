@@ -24,10 +24,14 @@ def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
     if METHODS[config.method].payload == "Classifier":
         for architecture in split_names(settings.architecture):
             state = blank_classifier(architecture, len(classes), settings.small_stem).state_dict()
-            architectures[architecture] = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+            architectures[architecture] = {
+                name: (tuple(t.shape), t.dtype) for name, t in state.items()
+            }
     limit = int(config.max_payload_mb * 1e6)
     tensors = expected_tensors(config)
-    return lambda client: wire.Expected(config.method, job_id, client, classes, limit, tensors, architectures)
+    return lambda client: wire.Expected(
+        config.method, job_id, client, classes, limit, tensors, architectures
+    )
 
 
 def expected_tensors(config: RunConfig) -> wire.Tensors:
@@ -40,7 +44,12 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
         case "Descriptions":
             return {"vectors": (("classes", *text), real)}
         case "Encodings":
-            return {"vectors": (("classes", *(text[1:] if config.method == "oscar-pooled" else text)), real)}
+            return {
+                "vectors": (
+                    ("classes", *(text[1:] if config.method == "oscar-pooled" else text)),
+                    real,
+                )
+            }
         case "Embeddings":
             return {"vectors": (("classes", config.feddisc.clusters + 1, image), real)}
         case "Concepts":
@@ -81,7 +90,9 @@ def probe(payload: Payload, client: str, config: RunConfig) -> None:
         classes, small_stem = len(class_names(config.data)), config.classifier.small_stem
         model = rebuild(payload.state, payload.architecture, classes, small_stem)
         size = config.data.image_size
-        noise = torch.randint(256, (6, 3, size, size), generator=generator_of(0, "probe"), dtype=torch.uint8)
+        noise = torch.randint(
+            256, (6, 3, size, size), generator=generator_of(0, "probe"), dtype=torch.uint8
+        )
         pictures = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
         if not torch.isfinite(logits_of(model, pictures, torch.device("cpu"))).all():
             raise wire.PayloadError(client, "state", "its logits are not finite")

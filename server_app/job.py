@@ -51,7 +51,10 @@ class ServerJob:
 
     def held(self, payloads: Mapping[str, Payload]) -> dict[str, list[int]]:
         """The labels that every client holds."""
-        return {client: [self.classes.index(name) for name in p.classes] for client, p in payloads.items()}
+        return {
+            client: [self.classes.index(name) for name in p.classes]
+            for client, p in payloads.items()
+        }
 
     @cached_property
     def device(self) -> torch.device:

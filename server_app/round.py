@@ -33,10 +33,21 @@ RETRY_SECONDS = 10.0
 TRIES = 2  # of a node whose app died; an exception of the app would only happen again
 # A node whose SuperLink failed while it fetched a message drops it and tells nobody: who does not answer is asked once more, and again after twice as long.
 PATIENCE_SECONDS = 120.0
-WORK_PATIENCE_SECONDS = 600.0  # with what takes long; a client that is asked twice sends what it made, or waits for it
+WORK_PATIENCE_SECONDS = (
+    600.0  # with what takes long; a client that is asked twice sends what it made, or waits for it
+)
 THANKS_SECONDS = 30.0  # for acknowledgements, at most
 # What Flower raises, and what reading raises, where a reply's body is not what its sender should have sent.
-_UNREADABLE = (AttributeError, DecodeError, IndexError, KeyError, MemoryError, RuntimeError, TypeError, ValueError)
+_UNREADABLE = (
+    AttributeError,
+    DecodeError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class RoundError(RuntimeError):
@@ -62,16 +73,27 @@ class Exchange:
     ttl: float
     patience: float | None = None  # seconds; else PATIENCE_SECONDS
     _open: dict[str, _Request] = field(default_factory=dict)  # by message id
-    _later: list[tuple[float, _Request]] = field(default_factory=list)  # to be pushed again, not before
+    _later: list[tuple[float, _Request]] = field(
+        default_factory=list
+    )  # to be pushed again, not before
     _heard: float = field(default_factory=time.monotonic)  # when something last came
 
     def rest(self) -> None:
         """Until the next look: a second, or a twentieth of the time in which nothing has come, at most ten. A look costs the SuperLink a request for each open message."""
         time.sleep(min(max(POLL_SECONDS, (time.monotonic() - self._heard) / 20), 10 * POLL_SECONDS))
 
-    def push(self, node: int, message_type: str, content: RecordDict, attempt: int = 1, patience: float = 0.0) -> None:
+    def push(
+        self,
+        node: int,
+        message_type: str,
+        content: RecordDict,
+        attempt: int = 1,
+        patience: float = 0.0,
+    ) -> None:
         """Send one message to one node, which owes no other reply."""
-        message = Message(content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl)
+        message = Message(
+            content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl
+        )
         patience = patience or self.patience or PATIENCE_SECONDS
         activated, again_at = online_nodes(self.grid).get(node, ""), time.monotonic() + patience
         request = _Request(node, message_type, content, attempt, activated, patience, again_at)
@@ -85,7 +107,9 @@ class Exchange:
         else:  # which is also what the SuperLink answers when it no longer knows the node
             self._put_off(request)
 
-    def pull(self, on_reply: Callable[[int, RecordDict], None], on_failure: Callable[[int, str], None]) -> int:
+    def pull(
+        self, on_reply: Callable[[int, RecordDict], None], on_failure: Callable[[int, str], None]
+    ) -> int:
         """Look once for every open message; returns how many replies are still owed.
 
         A node whose app raised has failed. One that is or was offline is asked again when it is back, for nothing is delivered to it twice;
@@ -96,7 +120,9 @@ class Exchange:
             return 0
         online = online_nodes(self.grid)
         for message_id, request in list(self._open.items()):
-            if message_id not in self._open:  # its node answered the same question, asked at another time
+            if (
+                message_id not in self._open
+            ):  # its node answered the same question, asked at another time
                 continue
             try:
                 for reply in self.grid.pull_messages([message_id]):
@@ -107,26 +133,48 @@ class Exchange:
                         on_reply(request.node, reply.content)
             except httpx.HTTPStatusError as error:
                 _bear(error)
-                if not error.request.url.path.endswith("/pull-messages"):  # it came half, and will not be given out again
+                if not error.request.url.path.endswith(
+                    "/pull-messages"
+                ):  # it came half, and will not be given out again
                     self._put_off(self._open.pop(message_id))
             except _UNREADABLE as error:
                 self._forget(request.node)
-                on_failure(request.node, f"its reply to {request.message_type} cannot be read: {type(error).__name__}: {error}")
+                on_failure(
+                    request.node,
+                    f"its reply to {request.message_type} cannot be read: {type(error).__name__}: {error}",
+                )
             came = online.get(request.node, "")
-            if message_id in self._open and request.activated and came and came != request.activated:
+            if (
+                message_id in self._open
+                and request.activated
+                and came
+                and came != request.activated
+            ):
                 log.warning("node %s was away; it will be asked again", request.node)
                 self._put_off(self._open.pop(message_id))
             elif message_id in self._open and time.monotonic() >= request.again_at:
-                log.warning("node %s has not answered %s; it is asked once more", request.node, request.message_type)
+                log.warning(
+                    "node %s has not answered %s; it is asked once more",
+                    request.node,
+                    request.message_type,
+                )
                 self._open[message_id] = replace(request, again_at=math.inf)
-                self.push(request.node, request.message_type, request.content, request.attempt, 2 * request.patience)
+                self.push(
+                    request.node,
+                    request.message_type,
+                    request.content,
+                    request.attempt,
+                    2 * request.patience,
+                )
         for due, request in list(self._later):
             if time.monotonic() >= due and request.node in online:
                 self._later.remove((due, request))
                 self.push(request.node, request.message_type, request.content, request.attempt)
         return len(self._open) + len(self._later)
 
-    def _failed(self, request: _Request, error: Error, on_failure: Callable[[int, str], None]) -> None:
+    def _failed(
+        self, request: _Request, error: Error, on_failure: Callable[[int, str], None]
+    ) -> None:
         if error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION or request.attempt >= TRIES:
             return on_failure(request.node, _reason(error.reason, error.code))
         log.warning("node %s failed (code %s); it will be asked again", request.node, error.code)
@@ -136,14 +184,20 @@ class Exchange:
     def _put_off(self, request: _Request) -> None:
         again_at = time.monotonic() + RETRY_SECONDS
         for message_id, other in self._open.items():
-            if other.node == request.node:  # asked at another time, and it may be that one which the node lost
+            if (
+                other.node == request.node
+            ):  # asked at another time, and it may be that one which the node lost
                 self._open[message_id] = replace(other, again_at=min(other.again_at, again_at))
         if request.node not in self.waiting():
             self._later.append((again_at, request))
 
     def _forget(self, node: int) -> None:
         self._heard = time.monotonic()
-        self._open = {message_id: request for message_id, request in self._open.items() if request.node != node}
+        self._open = {
+            message_id: request
+            for message_id, request in self._open.items()
+            if request.node != node
+        }
         self._later = [(due, request) for due, request in self._later if request.node != node]
 
     def unsent(self) -> int:
@@ -152,7 +206,9 @@ class Exchange:
 
     def waiting(self) -> list[int]:
         """Nodes that still owe a reply."""
-        return list(dict.fromkeys(r.node for r in (*self._open.values(), *(r for _, r in self._later))))
+        return list(
+            dict.fromkeys(r.node for r in (*self._open.values(), *(r for _, r in self._later)))
+        )
 
 
 def online_nodes(grid: Grid) -> dict[int, str]:
@@ -168,7 +224,11 @@ def _bear(error: httpx.HTTPStatusError) -> None:
     """Go on after a SuperLink's own failure, such as a database that was locked for too long (Flower itself tries again only at 503 and 504)."""
     if not error.response.is_server_error:
         raise error
-    log.warning("the SuperLink answered %s with %s; it will be asked again", error.request.url.path, error.response.status_code)
+    log.warning(
+        "the SuperLink answered %s with %s; it will be asked again",
+        error.request.url.path,
+        error.response.status_code,
+    )
 
 
 def join(
@@ -191,17 +251,27 @@ def join(
     """
     status.phase("joining", config.num_clients)
     run = RecordDict({"kit": ConfigRecord(dict(kit or {}))})
-    exchange, asked, joined, failed = Exchange(grid, config.join_timeout), set[int](), dict[str, int](), dict[int, str]()
+    exchange, asked, joined, failed = (
+        Exchange(grid, config.join_timeout),
+        set[int](),
+        dict[str, int](),
+        dict[int, str](),
+    )
 
     def on_reply(node: int, content: RecordDict) -> None:
         record = content.config_records["join"]
         client, version = str(record["client"]), str(record["version"])
         if not is_identifier(client):
-            on_failure(node, f"its client id {client[:80]!r} is not 1 to 64 letters, digits, '-' or '_'")
+            on_failure(
+                node, f"its client id {client[:80]!r} is not 1 to 64 letters, digits, '-' or '_'"
+            )
         elif client in joined:
             on_failure(node, f"its client id {client!r} is already taken by another node")
         elif version != osfl.__version__:
-            on_failure(node, f"{client} has osfl {version} installed, the run is of {osfl.__version__}; install the same")
+            on_failure(
+                node,
+                f"{client} has osfl {version} installed, the run is of {osfl.__version__}; install the same",
+            )
         else:
             joined[client] = node
             status.client(client, "joined")
@@ -225,7 +295,9 @@ def join(
         status.advance(len(joined), config.num_clients)
         if len(joined) == config.num_clients:
             break
-        if failed and not open_count and len(asked) >= config.num_clients:  # the rest said no; waiting would not help
+        if (
+            failed and not open_count and len(asked) >= config.num_clients
+        ):  # the rest said no; waiting would not help
             break
         time.sleep(POLL_SECONDS)
     needed, there = config.needed_clients, len(joined.keys() | stored)
@@ -241,7 +313,13 @@ def join(
 
 
 def collect(
-    grid: Grid, config: RunConfig, job_id: str, nodes: dict[str, int], folder: RunFolder, status: Status, expected: ExpectedOf
+    grid: Grid,
+    config: RunConfig,
+    job_id: str,
+    nodes: dict[str, int],
+    folder: RunFolder,
+    status: Status,
+    expected: ExpectedOf,
 ) -> dict[str, Payload]:
     """Every client's payload: from the store if it came before, else by asking for it.
 
@@ -252,7 +330,10 @@ def collect(
     payloads: dict[str, Payload] = {}
     client_of = {node: client for client, node in nodes.items()}
     problems: dict[str, str] = {}
-    exchange, thanks = Exchange(grid, config.deadline, WORK_PATIENCE_SECONDS), Exchange(grid, config.join_timeout)
+    exchange, thanks = (
+        Exchange(grid, config.deadline, WORK_PATIENCE_SECONDS),
+        Exchange(grid, config.join_timeout),
+    )
     job = RecordDict({"job": ConfigRecord({"job": job_id})})
 
     def accept(client: str, sha256: str, limits: wire.Expected) -> bool:
@@ -280,7 +361,9 @@ def collect(
         except wire.PayloadError as error:
             return refuse(client, error)
         # Before anything else: from here on nobody is asked twice
-        folder.store_payload(client, blob, {"sha256": wire.digest(blob), "bytes": len(blob), "costs": costs})
+        folder.store_payload(
+            client, blob, {"sha256": wire.digest(blob), "bytes": len(blob), "costs": costs}
+        )
         del blob
         release_memory()  # `accept` needs the payload's size three times
         if accept(client, sha256, limits):
@@ -295,7 +378,10 @@ def collect(
         own_limit = replace(
             expected(client), max_bytes=folder.payload_size(client)
         )  # what was accepted once is not refused for a lower one
-        if accept(client, folder.read_json(f"payloads/{client}.json")["sha256"], own_limit) and client in nodes:
+        if (
+            accept(client, folder.read_json(f"payloads/{client}.json")["sha256"], own_limit)
+            and client in nodes
+        ):
             thanks.push(nodes[client], ACKNOWLEDGE, job)
     for client, node in nodes.items():
         if client not in payloads:
@@ -326,7 +412,11 @@ def collect(
 
 
 def leave_out(
-    error: wire.PayloadError, payloads: dict[str, Payload], config: RunConfig, folder: RunFolder, status: Status
+    error: wire.PayloadError,
+    payloads: dict[str, Payload],
+    config: RunConfig,
+    folder: RunFolder,
+    status: Status,
 ) -> dict[str, Payload]:
     """The payloads without one that passed every check and still cannot be used.
 
@@ -346,7 +436,12 @@ def leave_out(
 
 
 def evaluate_on_clients(
-    grid: Grid, config: RunConfig, nodes: dict[str, int], models: dict[str, GlobalModel], folder: RunFolder, status: Status
+    grid: Grid,
+    config: RunConfig,
+    nodes: dict[str, int],
+    models: dict[str, GlobalModel],
+    folder: RunFolder,
+    status: Status,
 ) -> None:
     """Send every global model to every client and store the confusion matrices in `tests/<name>.json`.
 
@@ -364,9 +459,15 @@ def evaluate_on_clients(
 
         def on_reply(node: int, content: RecordDict, matrices: dict = matrices) -> None:
             cells = cast(list[int], content.metric_records["metrics"]["confusion"])
-            if len(cells) != size * size or not all(isinstance(c, int) and 0 <= c < 2**40 for c in cells):
-                return on_failure(node, "its confusion matrix has the wrong size, or cells that are not counts")
-            matrices[client_of[node]] = [cells[row * size : (row + 1) * size] for row in range(size)]
+            if len(cells) != size * size or not all(
+                isinstance(c, int) and 0 <= c < 2**40 for c in cells
+            ):
+                return on_failure(
+                    node, "its confusion matrix has the wrong size, or cells that are not counts"
+                )
+            matrices[client_of[node]] = [
+                cells[row * size : (row + 1) * size] for row in range(size)
+            ]
 
         def on_failure(node: int, reason: str, name: str = name) -> None:
             log.error("%s could not test %s: %s", client_of[node], name, reason)

@@ -65,20 +65,33 @@ class RunFolder:
 
     def refuse_payload(self, client: str) -> None:
         """Set an invalid payload aside, as `<client>.pb.refused`."""
-        for file in (self.path / "payloads" / f"{client}.pb", self.path / "payloads" / f"{client}.json"):
+        for file in (
+            self.path / "payloads" / f"{client}.pb",
+            self.path / "payloads" / f"{client}.json",
+        ):
             if file.is_file():
                 file.replace(file.with_name(file.name + ".refused"))
 
-    def store_model(self, name: str, state: Mapping[str, torch.Tensor], about: dict[str, Any]) -> None:
+    def store_model(
+        self, name: str, state: Mapping[str, torch.Tensor], about: dict[str, Any]
+    ) -> None:
         """Put a global model on the disk, then what vouches for it."""
-        file, weights = self.path / "models" / f"{name}.safetensors", save({n: t.contiguous() for n, t in state.items()})
+        file, weights = (
+            self.path / "models" / f"{name}.safetensors",
+            save({n: t.contiguous() for n, t in state.items()}),
+        )
         file.with_suffix(".json").unlink(missing_ok=True)
         write_atomically(file, weights)
-        self.write_json(f"models/{name}.json", {**about, "sha256": hashlib.sha256(weights).hexdigest()})
+        self.write_json(
+            f"models/{name}.json", {**about, "sha256": hashlib.sha256(weights).hexdigest()}
+        )
 
     def stored_model(self, name: str, inputs: str) -> dict[str, torch.Tensor] | None:
         """The model that was trained on just these inputs, if it is there as it was written."""
-        file, about = self.path / "models" / f"{name}.safetensors", self.read_json(f"models/{name}.json") or {}
+        file, about = (
+            self.path / "models" / f"{name}.safetensors",
+            self.read_json(f"models/{name}.json") or {},
+        )
         if about.get("inputs") != inputs or not file.is_file():
             return None
         weights = file.read_bytes()
@@ -109,7 +122,9 @@ def runs_root(config: RunConfig) -> Path:
     return Path(config.runs_dir or os.environ.get("OSFL_RUNS", "~/.osfl/runs")).expanduser()
 
 
-def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int, kit_sha256: str = "") -> RunFolder:
+def open_run_folder(
+    config: RunConfig, job_id: str, needed_bytes: int, kit_sha256: str = ""
+) -> RunFolder:
     """Make or reopen the folder of a job.
 
     Raises:

@@ -30,7 +30,11 @@ def train_global(
         labels: [N].
         teacher: [N, C] probabilities of `fit`.
     """
-    settings, classes, inputs = job.config.global_model, len(job.classes), _digest(pixels, labels, teacher)
+    settings, classes, inputs = (
+        job.config.global_model,
+        len(job.classes),
+        _digest(pixels, labels, teacher),
+    )
     model = classifiers.new_classifier(settings, classes, job.initialisation, job.config.seed)
     job.status.phase(f"training {name}")
     if state := job.folder.stored_model(name, inputs):
@@ -62,14 +66,20 @@ def _digest(*tensors: torch.Tensor | None) -> str:
 
 
 def mean_teacher(
-    teachers: Mapping[str, nn.Module], held: Mapping[str, list[int]], pixels: torch.Tensor, device: torch.device, plain: bool
+    teachers: Mapping[str, nn.Module],
+    held: Mapping[str, list[int]],
+    pixels: torch.Tensor,
+    device: torch.device,
+    plain: bool,
 ) -> torch.Tensor:
     """The mean of the clients' softmax outputs for every image [N, C]: multi-teacher distillation (FedLMG, eq. 12).
 
     Under label skew a teacher knows nothing of the classes its client lacks; unless `plain`, each class is averaged over the
     teachers that know it, and the rows are brought back to a sum of one.
     """
-    probabilities = {client: _softmax(client, model, pixels, device) for client, model in teachers.items()}
+    probabilities = {
+        client: _softmax(client, model, pixels, device) for client, model in teachers.items()
+    }
     if plain:
         return torch.stack(list(probabilities.values())).mean(dim=0)
     total, count = (
@@ -83,7 +93,9 @@ def mean_teacher(
     return mean / mean.sum(dim=1, keepdim=True)
 
 
-def _softmax(client: str, model: nn.Module, pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _softmax(
+    client: str, model: nn.Module, pixels: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     p = F.softmax(logits_of(model, pixels, device), dim=1)
     if not torch.isfinite(p).all():
         raise PayloadError(client, "state", "its outputs on the synthetic images are not finite")
@@ -91,12 +103,17 @@ def _softmax(client: str, model: nn.Module, pixels: torch.Tensor, device: torch.
 
 
 def own_teacher(
-    teachers: Mapping[str, nn.Module], clients: tuple[str, ...], pixels: torch.Tensor, device: torch.device
+    teachers: Mapping[str, nn.Module],
+    clients: tuple[str, ...],
+    pixels: torch.Tensor,
+    device: torch.device,
 ) -> torch.Tensor:
     """For every image the softmax output of its own client's classifier [N, C]: specific-teacher distillation (FedLMG, eq. 13)."""
     result = None
     for client, model in teachers.items():
-        rows = torch.tensor([index for index, owner in enumerate(clients) if owner == client], dtype=torch.long)
+        rows = torch.tensor(
+            [index for index, owner in enumerate(clients) if owner == client], dtype=torch.long
+        )
         if len(rows):
             p = _softmax(client, model, pixels[rows], device)
             result = torch.zeros(len(pixels), p.shape[1]) if result is None else result

@@ -3,7 +3,9 @@
 import itertools
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of one process would only wait for those of another
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # a process for each core: threads of one process would only wait for those of another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import subprocess
@@ -24,7 +26,9 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import settings
 
-settings.register_profile("busy", deadline=None)  # an example's seconds say more about the machine than about the code
+settings.register_profile(
+    "busy", deadline=None
+)  # an example's seconds say more about the machine than about the code
 settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +37,9 @@ def defaults() -> dict[str, Any]:
     """The run-config of pyproject.toml, flat."""
     from flwr.common.config import flatten_dict
 
-    return flatten_dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    return flatten_dict(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    )
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -43,11 +49,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """System tests between the others of the first half, the longest first, and a group that shares a cluster: nothing should wait for them at last."""
-    system = sorted((i for i in items if i.get_closest_marker("system")), key=lambda i: "test_faults" not in i.nodeid)
+    system = sorted(
+        (i for i in items if i.get_closest_marker("system")),
+        key=lambda i: "test_faults" not in i.nodeid,
+    )
     others = [item for item in items if not item.get_closest_marker("system")]
     others.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     step = len(others) // (2 * len(system)) if system else 0
-    items[:] = [item for start, one in enumerate(system) for item in (one, *others[start * step : (start + 1) * step])]
+    items[:] = [
+        item
+        for start, one in enumerate(system)
+        for item in (one, *others[start * step : (start + 1) * step])
+    ]
     items += others[len(system) * step :]
 
 
@@ -123,7 +136,9 @@ def few_digits(load_split: Callable[[str], Any], split: str) -> Any:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
+def home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Path]:
     """Runs and caches of a test go below its own folder; clients have 30 images to train on and 20 to test on.
 
     FLOPs are counted where a test is marked `flops`: counting takes a quarter of a small run's time.
@@ -174,12 +189,16 @@ def _make_tiny_kit(folder: Path) -> None:
     from osfl.data.digits import CLASSES
 
     torch.manual_seed(0)
-    text = encoders.new_text_encoder([f"an image of {name}" for name in CLASSES], length=8, width=32)
+    text = encoders.new_text_encoder(
+        [f"an image of {name}" for name in CLASSES], length=8, width=32
+    )
     diffusion.pipeline(diffusion.new_vae(), diffusion.new_unet(32), text).save_pretrained(folder)
     (folder / "classifiers").mkdir()
     for architecture in ("resnet18", "shufflenet_v2_x1_0"):
         model = classifiers.build_classifier(architecture, 24, small_stem=True)
-        classifiers.save_initialisation(model, folder / "classifiers" / f"{architecture}.safetensors")
+        classifiers.save_initialisation(
+            model, folder / "classifiers" / f"{architecture}.safetensors"
+        )
     captioner = encoders.new_captioner([f"a neon of a {name}" for name in CLASSES], 32, 16)
     captioner.model.save_pretrained(folder / "captioner")
     captioner.processor.save_pretrained(folder / "captioner")
@@ -204,10 +223,17 @@ def _make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
     from osfl import diffusion, encoders
 
     torch.manual_seed(1)
-    kit, encoder = diffusion.load_kit(tiny_kit), encoders.load_image_encoder(str(tiny_kit), torch.device("cpu"))
+    kit, encoder = (
+        diffusion.load_kit(tiny_kit),
+        encoders.load_image_encoder(str(tiny_kit), torch.device("cpu")),
+    )
     unet = diffusion.new_unclip_unet(kit.unet, encoder.width)
-    torch.nn.init.normal_(unet.class_embedding.linear_2.weight, std=0.1)  # else embeddings would do nothing
-    noise = diffusion.new_embedding_noise(torch.linspace(-1, 1, encoder.width), torch.linspace(0.5, 2, encoder.width))
+    torch.nn.init.normal_(
+        unet.class_embedding.linear_2.weight, std=0.1
+    )  # else embeddings would do nothing
+    noise = diffusion.new_embedding_noise(
+        torch.linspace(-1, 1, encoder.width), torch.linspace(0.5, 2, encoder.width)
+    )
     diffusion.unclip_pipeline(kit, unet, encoder, noise).save_pretrained(folder)
 
 
@@ -248,7 +274,9 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "rounds.proxy-images": 8,
         "rounds.distillation-steps": 1,
     }
-    config.update({key.replace("__", ".").replace("_", "-"): value for key, value in overrides.items()})
+    config.update(
+        {key.replace("__", ".").replace("_", "-"): value for key, value in overrides.items()}
+    )
     unknown = set(config) - set(defaults())
     assert not unknown, unknown
     return config
@@ -261,7 +289,9 @@ def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     def call(*arguments: str, timeout: float = 600) -> subprocess.CompletedProcess:
         environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
         command = [str(Path(sys.executable).parent / "osfl"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout
+        )
 
     return call
 

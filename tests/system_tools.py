@@ -27,9 +27,15 @@ ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     """`conftest.quick` as arguments of `osfl run`."""
-    patience = {"join_timeout": 600.0, "deadline": 600.0, "test_timeout": 1200.0}  # six containers on two busy cores
+    patience = {
+        "join_timeout": 600.0,
+        "deadline": 600.0,
+        "test_timeout": 1200.0,
+    }  # six containers on two busy cores
     usual, wanted = defaults(), quick(kit=str(kit), **(patience | overrides))
-    shown = {k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items() if v != usual[k]}
+    shown = {
+        k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items() if v != usual[k]
+    }
     return [f"{key}={value}" for key, value in shown.items()]
 
 
@@ -47,7 +53,9 @@ def make_images(folder: Path) -> None:
             Image.fromarray((scan * 15.9).astype("uint8")).save(file)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.5) -> None:
+def wait_for(
+    condition: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.5
+) -> None:
     """Fail, saying `what()`, if the condition, looked at `every` so many seconds, does not come true in time."""
     end = time.monotonic() + seconds
     while not condition():
@@ -121,7 +129,14 @@ class Federation:
             f"--ssl-certfile={self.keys}/server.pem",
             f"--ssl-keyfile={self.keys}/server.key",
         ]
-        where = ["--host", "127.0.0.1", "--port", str(self.control), "--fleet-api-address", f"127.0.0.1:{self.fleet}"]
+        where = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.control),
+            "--fleet-api-address",
+            f"127.0.0.1:{self.fleet}",
+        ]
         self.begin(
             "superlink",
             "flower-superlink",
@@ -133,11 +148,16 @@ class Federation:
             "--disable-runtime-dependency-installation",
         )
         unchecked = ssl.create_default_context()
-        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE  # its certificate may be one that nodes refuse
+        unchecked.check_hostname, unchecked.verify_mode = (
+            False,
+            ssl.CERT_NONE,
+        )  # its certificate may be one that nodes refuse
 
         def healthy() -> bool:
             with suppress(OSError):
-                urllib.request.urlopen(f"https://127.0.0.1:{self.control}/health", timeout=1, context=unchecked)
+                urllib.request.urlopen(
+                    f"https://127.0.0.1:{self.control}/health", timeout=1, context=unchecked
+                )
                 return True
             return False
 
@@ -145,37 +165,77 @@ class Federation:
 
     def begin_server(self) -> None:
         """Where the SuperLink's isolation is `process`: what runs the ServerApps."""
-        where = ["--runtime-api-address", f"127.0.0.1:{self.control}", "--root-certificates", str(self.keys / "ca.crt")]
+        where = [
+            "--runtime-api-address",
+            f"127.0.0.1:{self.control}",
+            "--root-certificates",
+            str(self.keys / "ca.crt"),
+        ]
         self.begin("server", "flower-superexec", *where)
 
     def begin_run(self, *arguments: str) -> subprocess.Popen:
         """`osfl run` in the background; its output is in run.log."""
         with open(self.folder / "run.log", "ab") as log:
             command = [str(BIN / "osfl"), "run", "--connection", "test", *arguments]
-            return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=log, stderr=log)
+            return subprocess.Popen(
+                command, cwd=self.folder, env=self.environment, stdout=log, stderr=log
+            )
 
     def flwr(self, *arguments: str) -> str:
         """The output of a `flwr` command."""
         command = [str(BIN / "flwr"), *arguments]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def register(self, name: str) -> str:
         """A key pair for a node, and its public key registered; returns the node id."""
         key = certs.make_node(self.keys, name)
-        answer = json.loads(self.flwr("supernode", "register", f"{key}.pub", "test", "--format", "json"))
+        answer = json.loads(
+            self.flwr("supernode", "register", f"{key}.pub", "test", "--format", "json")
+        )
         return str(answer["node-id"])
 
     def statuses(self) -> list[str]:
         """Of all nodes that are registered."""
-        return [node["status"] for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))["nodes"]]
+        return [
+            node["status"]
+            for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))[
+                "nodes"
+            ]
+        ]
 
-    def begin_node(self, name: str, *security: str, config: str = "", isolation: str = "subprocess", **settings: str) -> None:
+    def begin_node(
+        self,
+        name: str,
+        *security: str,
+        config: str = "",
+        isolation: str = "subprocess",
+        **settings: str,
+    ) -> None:
         """A SuperNode; where its isolation is `process`, it does not start what would run its ClientApps."""
         (port,) = _free_ports(1)
-        where = ["--isolation", isolation, "--superlink", f"127.0.0.1:{self.fleet}", "--host", "127.0.0.1", "--port", str(port)]
-        self.begin(name, "flower-supernode", *where, *security, "--node-config", config or f"client-id='{name}'", **settings)
+        where = [
+            "--isolation",
+            isolation,
+            "--superlink",
+            f"127.0.0.1:{self.fleet}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        self.begin(
+            name,
+            "flower-supernode",
+            *where,
+            *security,
+            "--node-config",
+            config or f"client-id='{name}'",
+            **settings,
+        )
 
     def trusting(self, name: str, authority: Path | None = None) -> list[str]:
         """What a node is started with that does as the README says, or trusts another authority."""

@@ -61,7 +61,10 @@ def test_rotation_never_leaves_a_node_out(tmp_path: Path) -> None:
     (old / "ca.crt").write_bytes((tmp_path / "ca.crt").read_bytes())
     for missing in ("ca.key", "ca.crt"):  # it may be kept elsewhere: the other is not replaced
         kept = (tmp_path / missing).rename(tmp_path / "kept")
-        with pytest.raises(ConfigError, match=r"exists. Use this authority, or make a new one beside it with --rotate"):
+        with pytest.raises(
+            ConfigError,
+            match=r"exists. Use this authority, or make a new one beside it with --rotate",
+        ):
             certs.make_ca(tmp_path)
         kept.rename(tmp_path / missing)
     certs.make_ca(tmp_path, rotate=True)
@@ -102,13 +105,21 @@ def test_private_keys_are_their_owners_alone(tmp_path: Path) -> None:
     certs.make_ca(tmp_path)
     certs.make_server(tmp_path, [])
     certs.make_node(tmp_path, "a")
-    modes = {str(f.relative_to(tmp_path)): f.stat().st_mode & 0o777 for f in tmp_path.rglob("*") if f.is_file()}
+    modes = {
+        str(f.relative_to(tmp_path)): f.stat().st_mode & 0o777
+        for f in tmp_path.rglob("*")
+        if f.is_file()
+    }
     private = {name for name, mode in modes.items() if mode == 0o600}
     assert {"ca.key", "server.key", "nodes/a"} <= private
-    assert not any(b"PRIVATE" in (tmp_path / name).read_bytes() for name in modes if name not in private)
+    assert not any(
+        b"PRIVATE" in (tmp_path / name).read_bytes() for name in modes if name not in private
+    )
 
 
-@pytest.mark.parametrize("host", ["", "fl.example.org:9092", "https://fl.example.org", "a b", "10.0.0.300", "ümlaut.de"])
+@pytest.mark.parametrize(
+    "host", ["", "fl.example.org:9092", "https://fl.example.org", "a b", "10.0.0.300", "ümlaut.de"]
+)
 def test_a_wrong_host_is_named(tmp_path: Path, host: str) -> None:
     certs.make_ca(tmp_path)
     with pytest.raises(ConfigError, match="must be a host name or an IP address"):
@@ -133,7 +144,9 @@ def test_a_missing_or_strange_ca_is_named(tmp_path: Path) -> None:
 
 def test_the_commands(tmp_path: Path) -> None:
     def command(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["certs", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+        result = CliRunner().invoke(
+            app, ["certs", *arguments], env={"COLUMNS": "200", "TERM": "dumb"}
+        )
         return result.exit_code, result.stdout
 
     folder = str(tmp_path / "keys")

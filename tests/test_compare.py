@@ -35,16 +35,36 @@ def write(folder: Path, text: str = TABLE, name: str = "table.toml") -> Path:
 
 def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> None:
     table = compare.read_table(write(tmp_path), ["synthesis.steps=3"])
-    assert (table.title, table.seeds, list(table.rows)) == ("Two methods", (0, 1), ["ceiling", "Espresso C+G"])
+    assert (table.title, table.seeds, list(table.rows)) == (
+        "Two methods",
+        (0, 1),
+        ["ceiling", "Espresso C+G"],
+    )
     cells = table.cells()
-    assert [(c.row, c.seed) for c in cells] == [("ceiling", 0), ("Espresso C+G", 0), ("ceiling", 1), ("Espresso C+G", 1)]
+    assert [(c.row, c.seed) for c in cells] == [
+        ("ceiling", 0),
+        ("Espresso C+G", 0),
+        ("ceiling", 1),
+        ("Espresso C+G", 1),
+    ]
     assert re.fullmatch("table-Espresso-C-G-s1-[0-9a-f]{8}", cells[3].job_id)
     assert len({c.job_id for c in cells}) == 4
-    same, other = (compare.read_table(write(tmp_path), [f"synthesis.steps={n}"]).cells()[3].job_id for n in (3, 4))
+    same, other = (
+        compare.read_table(write(tmp_path), [f"synthesis.steps={n}"]).cells()[3].job_id
+        for n in (3, 4)
+    )
     assert (same == cells[3].job_id, other == cells[3].job_id) == (True, False)
-    expected = {"num-clients=2", "method=espresso", "espresso.z-sampling=false", "synthesis.steps=3", "seed=1"}
+    expected = {
+        "num-clients=2",
+        "method=espresso",
+        "espresso.z-sampling=false",
+        "synthesis.steps=3",
+        "seed=1",
+    }
     assert set(cells[3].settings) == expected
-    assert [c.row for c in compare.read_table(write(tmp_path), seeds="5", rows="ceiling").cells()] == ["ceiling"]
+    assert [
+        c.row for c in compare.read_table(write(tmp_path), seeds="5", rows="ceiling").cells()
+    ] == ["ceiling"]
     assert compare.read_table(write(tmp_path), seeds="5").seeds == (5,)
 
 
@@ -66,7 +86,10 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
         ("seeds = [0]", r"has no \[rows.NAME\]"),
         ("row = 1", "'row' is unknown"),
         ("[rows.a]\nmethod = 'magic'", "row 'a': bad run-config:\n  method = 'magic'"),
-        ("[rows.a]\nfeddeo.epoch = 1", r"row 'a'.*feddeo.epoch: unknown key \(did you mean feddeo.epochs\?\)"),
+        (
+            "[rows.a]\nfeddeo.epoch = 1",
+            r"row 'a'.*feddeo.epoch: unknown key \(did you mean feddeo.epochs\?\)",
+        ),
         ("[rows.'a, b']", "name may have no comma"),
         ("seeds = ['x']\n[rows.a]", "must be whole numbers"),
         ("[rows.a]\nruns-dir = '/tmp'", "row 'a': runs-dir = '/tmp': is the table's to set"),
@@ -74,14 +97,18 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
         ("[rows.a]\n[grid]\nseed = 3", r"\[grid\] seed: must be a list"),
     ],
 )
-def test_a_wrong_table_is_named_before_anything_runs(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_table_is_named_before_anything_runs(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         compare.read_table(write(tmp_path, text)).cells()
     with pytest.raises(ConfigError, match="'nobody': .* has no such row; it has ceiling"):
         compare.read_table(write(tmp_path), rows="nobody")
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
+)
 def test_the_shipped_tables_are_sound(file: Path) -> None:
     assert compare.read_table(file).cells()
 
@@ -100,7 +127,13 @@ def test_the_digits_table_has_every_method() -> None:
 
 
 def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object) -> dict:
-    about = {"upload_bytes": 1000, "download_bytes": 2e6, "flops": 3e12, "seconds": 4.4, "peak_memory_mb": 512.0}
+    about = {
+        "upload_bytes": 1000,
+        "download_bytes": 2e6,
+        "flops": 3e12,
+        "seconds": 4.4,
+        "peak_memory_mb": 512.0,
+    }
     return {
         "method": method,
         "accuracy": accuracy,
@@ -119,21 +152,32 @@ def outcome(row: str, seed: int, **kwargs) -> compare.Outcome:  # type: ignore[n
 def test_figures_by_hand(tmp_path: Path) -> None:
     """FedX: averages 50 and 54 give 52.0 ± 2.8; Local's models become their mean; the largest client's costs; an error stands below."""
     outcomes = [
-        outcome("FedX", 0, metrics=metrics("fedx", {"FT": {"a": 40.0, "b": 60.0, "average": 50.0}})),
+        outcome(
+            "FedX", 0, metrics=metrics("fedx", {"FT": {"a": 40.0, "b": 60.0, "average": 50.0}})
+        ),
         outcome(
             "local",
             0,
             metrics=metrics(
-                "local", {"a": {"a": 90.0, "b": 10.0, "average": 50.0}, "b": {"a": 0.0, "b": 80.0, "average": 40.0}}
+                "local",
+                {
+                    "a": {"a": 90.0, "b": 10.0, "average": 50.0},
+                    "b": {"a": 0.0, "b": 80.0, "average": 40.0},
+                },
             ),
         ),
-        outcome("FedX", 1, metrics=metrics("fedx", {"FT": {"a": 44.0, "b": 64.0, "average": 54.0}})),
+        outcome(
+            "FedX", 1, metrics=metrics("fedx", {"FT": {"a": 44.0, "b": 64.0, "average": 54.0}})
+        ),
         outcome("local", 1, error="no disk"),
     ]
     table = compare.TableFile("t", "A title", (0, 1), {"FedX": {}, "local": {}})
     records = compare.write_table(table, outcomes, tmp_path, "osfl compare t.toml", 2)
     page = (tmp_path / "t.md").read_text()
-    assert "| FedX | 42.0 | 62.0 | **52.0** ± 2.8 | 1 kB | 2 MB | 3 TFLOP | 4 | 512 | 0.250 | 1 |" in page
+    assert (
+        "| FedX | 42.0 | 62.0 | **52.0** ± 2.8 | 1 kB | 2 MB | 3 TFLOP | 4 | 512 | 0.250 | 1 |"
+        in page
+    )
     assert "| local | 45.0 | 45.0 | **45.0** |" in page
     assert page.startswith("**A title**")
     assert "- local, seed 1: no disk" in page
@@ -146,7 +190,11 @@ def test_figures_by_hand(tmp_path: Path) -> None:
         ("local", "0", "45.0", ""),
         ("local", "1", "", "no disk"),
     ]
-    assert (lines[0]["a"], lines[0]["upload_bytes"], lines[0]["client_memory_mb"]) == ("40.0", "1000", "512.0")
+    assert (lines[0]["a"], lines[0]["upload_bytes"], lines[0]["client_memory_mb"]) == (
+        "40.0",
+        "1000",
+        "512.0",
+    )
     assert (tmp_path / "t.png").stat().st_size > 10_000
     assert len(records) == 4
 
@@ -156,10 +204,17 @@ def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.Monkey
     from matplotlib.figure import Figure
 
     spans = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **named: spans.extend(axes.get_xlim() for axes in self.axes))
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda self, *args, **named: spans.extend(axes.get_xlim() for axes in self.axes),
+    )
     about = {"average": 50.0, "download_bytes": 1e8}
     compare.plot(
-        [{"row": name, "upload_bytes": size, **about} for name, size in (("A", 44_739_300), ("B", 44_739_311))],
+        [
+            {"row": name, "upload_bytes": size, **about}
+            for name, size in (("A", 44_739_300), ("B", 44_739_311))
+        ],
         tmp_path / "x.png",
     )
     assert len(spans) == 2
@@ -170,13 +225,17 @@ def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
     """b did not test Local's second model: the mean is over a, and the table names b; a hub's model has no size."""
-    local = metrics("local", {"a": {"a": 90.0, "b": 10.0, "average": 50.0}, "b": {"a": 30.0, "average": 30.0}})
+    local = metrics(
+        "local", {"a": {"a": 90.0, "b": 10.0, "average": 50.0}, "b": {"a": 30.0, "average": 30.0}}
+    )
     hub = metrics("fedx", {"FT": {"a": 40.0, "average": 40.0}})
     outcomes = [
         outcome("local", 0, metrics={**local, "not_tested": ["b"]}),
         outcome("hub", 0, metrics={**hub, "kit_not_counted": True}),
     ]
-    compare.write_table(compare.TableFile("t", "", (0,), {"local": {}, "hub": {}}), outcomes, tmp_path, "", 1)
+    compare.write_table(
+        compare.TableFile("t", "", (0,), {"local": {}, "hub": {}}), outcomes, tmp_path, "", 1
+    )
     page = (tmp_path / "t.md").read_text()
     assert "| local | 60.0 | **60.0** | 1 kB | 2 MB |" in page
     assert "Not tested everywhere; the averages are over the others:\n\n- local, seed 0: b" in page
@@ -194,7 +253,10 @@ def settings_of(**overrides: object) -> list[str]:
     """What `quick` changes, as key=value."""
     base = defaults()
     changed = {key: value for key, value in quick(**overrides).items() if base[key] != value}
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changed.items()]
+    return [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in changed.items()
+    ]
 
 
 @pytest.mark.system
@@ -206,7 +268,15 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
         "[rows.bad]\nmethod = 'ceiling'\nglobal-model.init = '/nowhere/weights.safetensors'\n",
     )
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
-    command = ["compare", str(file), *settings, "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    command = [
+        "compare",
+        str(file),
+        *settings,
+        "--runs",
+        str(tmp_path / "runs"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = osfl(*command)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "good, seed 0: done" in done.stdout, done.stdout
@@ -220,7 +290,9 @@ def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # 
     assert "good, seed 0: done before" in again.stdout, again.stdout
 
 
-def test_a_failure_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_before_an_interruption_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cell that failed has its error; one that the interruption ended has none of its own."""
     runner = compare.Runner(tmp_path, 1)
     bad, good, slow = (outcome(name, 0).cell for name in ("bad", "good", "slow"))
@@ -235,23 +307,33 @@ def test_a_failure_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(runner, "run", run)
     runner.run_all([slow, good, bad])  # the last begins
-    assert {cell.row: about.error for cell, about in runner.outcomes.items()} == {"bad": "OSError: no disk", "good": ""}
+    assert {cell.row: about.error for cell, about in runner.outcomes.items()} == {
+        "bad": "OSError: no disk",
+        "good": "",
+    }
 
 
 def test_quick_references_are_run_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed by seed, each from its last row to its first; the outcomes are in the table's order."""
     runner, ran = compare.Runner(tmp_path, 1), []
     cells = [outcome(row, seed).cell for seed in (3, 1) for row in ("ceiling", "local", "slow")]
-    monkeypatch.setattr(runner, "run", lambda cell: ran.append(cell.job_id) or compare.Outcome(cell))
+    monkeypatch.setattr(
+        runner, "run", lambda cell: ran.append(cell.job_id) or compare.Outcome(cell)
+    )
     assert [o.cell for o in runner.run_all(cells)] == cells
     assert ran == ["slow-3", "local-3", "ceiling-3", "slow-1", "local-1", "ceiling-1"]
 
 
 @pytest.mark.system
-def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(tmp_path: Path, tiny_kit: Path) -> None:
+def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
+    tmp_path: Path, tiny_kit: Path
+) -> None:
     import psutil
 
-    file = write(tmp_path, "[common]\nnum-clients = 2\n[rows.done]\nmethod = 'ceiling'\n[rows.one]\nmethod = 'prompts-only'\n")
+    file = write(
+        tmp_path,
+        "[common]\nnum-clients = 2\n[rows.done]\nmethod = 'ceiling'\n[rows.one]\nmethod = 'prompts-only'\n",
+    )
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
     done, cell = compare.read_table(file, settings).cells()
     finished = {
@@ -262,7 +344,16 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(tmp_path:
         (tmp_path / "runs" / done.job_id).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / done.job_id / name).write_text(json.dumps(content))
     process = subprocess.Popen(
-        [str(Path(sys.executable).parent / "osfl"), "compare", str(file), *settings, "--runs", "runs", "--out", "out"],
+        [
+            str(Path(sys.executable).parent / "osfl"),
+            "compare",
+            str(file),
+            *settings,
+            "--runs",
+            "runs",
+            "--out",
+            "out",
+        ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
@@ -274,7 +365,9 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(tmp_path:
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
-    process.send_signal(signal.SIGTERM)  # as Ctrl-C, which a test runner in the background may have to ignore
+    process.send_signal(
+        signal.SIGTERM
+    )  # as Ctrl-C, which a test runner in the background may have to ignore
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "the same command goes on where it was" in output

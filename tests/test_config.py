@@ -21,7 +21,11 @@ def test_parsing_and_flattening_are_inverse() -> None:
     ("key", "value", "message"),
     [
         ("seeed", 1, "seeed: unknown key (did you mean seed?)"),
-        ("method", "magic", "method = 'magic': must be one of prompts-only, prompts-domain, feddeo"),
+        (
+            "method",
+            "magic",
+            "method = 'magic': must be one of prompts-only, prompts-domain, feddeo",
+        ),
         ("seed", -1, "seed = -1: must be from 0"),
         ("seed", 1.5, "seed = 1.5: must be a whole number"),
         ("seed", "one", "seed = 'one': must be a whole number"),
@@ -30,27 +34,63 @@ def test_parsing_and_flattening_are_inverse() -> None:
         ("feddeo.lr", 0.0, "feddeo.lr = 0.0: must be from 1e-08"),
         ("feddeo.lr", float("nan"), "feddeo.lr = nan: must be from"),
         ("classifier.small-stem", "yes", "classifier.small-stem = 'yes': must be true or false"),
-        ("data.partition", "magic", "data.partition = 'magic': must be one of domain, label, dirichlet, iid"),
+        (
+            "data.partition",
+            "magic",
+            "data.partition = 'magic': must be one of domain, label, dirichlet, iid",
+        ),
         ("synthesis.prompt", "an image", "synthesis.prompt = 'an image': must contain {class}"),
         ("fedlmg.strategies", "ft,xx", "fedlmg.strategies = 'ft,xx': must name some of ft, md, sd"),
         ("min-clients", 9, "min-clients = 9: must be at most num-clients = 2"),
         ("job-id", "../etc", "job-id = '../etc': must be 1 to 64 letters"),
         ("job-id", "..", "job-id = '..': must be 1 to 64 letters"),
-        ("data.classes", "cat,dog", "data.classes = 'cat,dog': must be empty with data.name = 'digits'"),
+        (
+            "data.classes",
+            "cat,dog",
+            "data.classes = 'cat,dog': must be empty with data.name = 'digits'",
+        ),
         ("runs-dir", "runs", "runs-dir = 'runs': must be an absolute path"),
         ("synthesis.steps", 1000, "synthesis.steps = 1000: must be from 2 to 999"),
         ("fedcado.strategies", "", "fedcado.strategies = '': must name some of ft, md, sd"),
         ("data.root", "sites", "data.root = 'sites': must be an absolute path"),
         ("rounds.proxy", "web", "rounds.proxy = 'web': must be an absolute path"),
-        ("classifier.init", "w.pth", "classifier.init = 'w.pth': must be kit, none, or the absolute path"),
-        ("global-model.init", "w.pth", "global-model.init = 'w.pth': must be kit, none, or the absolute path"),
-        ("kit", "./kit", "kit = './kit': must be a shipped kit's name, an absolute path or a hub id"),
-        ("prompts-domain.prompt", "a {class}", "prompts-domain.prompt = 'a {class}': must contain {class} and {domain}"),
+        (
+            "classifier.init",
+            "w.pth",
+            "classifier.init = 'w.pth': must be kit, none, or the absolute path",
+        ),
+        (
+            "global-model.init",
+            "w.pth",
+            "global-model.init = 'w.pth': must be kit, none, or the absolute path",
+        ),
+        (
+            "kit",
+            "./kit",
+            "kit = './kit': must be a shipped kit's name, an absolute path or a hub id",
+        ),
+        (
+            "prompts-domain.prompt",
+            "a {class}",
+            "prompts-domain.prompt = 'a {class}': must contain {class} and {domain}",
+        ),
         ("fgl.prompt", "a {class}", "fgl.prompt = 'a {class}': must contain {caption}"),
-        ("espresso.inversion-guidance", 6.0, "espresso.inversion-guidance = 6: must be below espresso.guidance = 2"),
+        (
+            "espresso.inversion-guidance",
+            6.0,
+            "espresso.inversion-guidance = 6: must be below espresso.guidance = 2",
+        ),
         ("classifier.architecture", " , ", "classifier.architecture: must name at least one"),
-        ("global-model.architecture", "resnet18,vgg16", "global-model.architecture = 'resnet18,vgg16': must name one"),
-        ("data.name", "folder", "data.classes: data.name = 'folder' needs at least two class names"),
+        (
+            "global-model.architecture",
+            "resnet18,vgg16",
+            "global-model.architecture = 'resnet18,vgg16': must name one",
+        ),
+        (
+            "data.name",
+            "folder",
+            "data.classes: data.name = 'folder' needs at least two class names",
+        ),
     ],
 )
 def test_bad_values_are_named(key: str, value: object, message: str) -> None:
@@ -63,7 +103,10 @@ def test_feddf_does_not_distil_photographs_on_digits() -> None:
     folders = {"data.name": "folder", "data.classes": "cat,dog", "method": "feddf"}
     with pytest.raises(ConfigError, match="rounds.proxy = 'public': those are digits"):
         parse_run_config({**defaults(), **folders})
-    assert parse_run_config({**defaults(), **folders, "rounds.proxy": "/data/web"}).rounds.proxy == "/data/web"
+    assert (
+        parse_run_config({**defaults(), **folders, "rounds.proxy": "/data/web"}).rounds.proxy
+        == "/data/web"
+    )
 
 
 @pytest.mark.parametrize(("method", "key"), [("oscar", "kit"), ("feddisc", "feddisc.kit")])
@@ -72,7 +115,9 @@ def test_digits_are_not_drawn_for_other_images(method: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} = 'digits.*': it draws digits"):
         parse_run_config(folders)
     assert parse_run_config({**folders, key: "/models/mine"}).method == method
-    assert parse_run_config({**folders, "method": "local"}).kit == "digits"  # for its classifiers' first weights
+    assert (
+        parse_run_config({**folders, "method": "local"}).kit == "digits"
+    )  # for its classifiers' first weights
 
 
 def test_a_class_named_twice_is_refused() -> None:
@@ -105,9 +150,22 @@ def test_node_config() -> None:
 def test_files_and_arguments_merge_from_left_to_right(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "a.toml"
     file.write_text('method = "fedlmg"\nseed = 1\n[feddeo]\nlr = 0.5\n')
-    config, overrides = resolve_config([str(file), "seed=2", "classifier.small-stem=false", "runs-dir=/tmp/x"])
-    assert (config.method, config.seed, config.feddeo.lr, config.classifier.small_stem) == ("fedlmg", 2, 0.5, False)
-    assert overrides == {"method": "fedlmg", "seed": 2, "feddeo.lr": 0.5, "classifier.small-stem": False, "runs-dir": "/tmp/x"}
+    config, overrides = resolve_config(
+        [str(file), "seed=2", "classifier.small-stem=false", "runs-dir=/tmp/x"]
+    )
+    assert (config.method, config.seed, config.feddeo.lr, config.classifier.small_stem) == (
+        "fedlmg",
+        2,
+        0.5,
+        False,
+    )
+    assert overrides == {
+        "method": "fedlmg",
+        "seed": 2,
+        "feddeo.lr": 0.5,
+        "classifier.small-stem": False,
+        "runs-dir": "/tmp/x",
+    }
 
 
 def test_lists_and_other_values_of_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -135,7 +193,9 @@ def test_bad_files_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    "file", sorted({*(ROOT / "configs").glob("*.toml"), *(ROOT / "configs" / "methods").glob("*.toml")}), ids=lambda f: f.name
+    "file",
+    sorted({*(ROOT / "configs").glob("*.toml"), *(ROOT / "configs" / "methods").glob("*.toml")}),
+    ids=lambda f: f.name,
 )
 def test_every_shipped_config_is_valid(file) -> None:  # type: ignore[no-untyped-def]
     assert tomllib.loads(file.read_text())

@@ -21,7 +21,10 @@ def test_no_scan_is_in_two_splits() -> None:
     parts = split_sources()
     every = np.concatenate(list(parts.values()))
     assert len(every) == len(set(every.tolist())) == 1797
-    assert {name: len(p) for name, p in parts.items() if name != "public"} == {"private": 600, "test": 300}
+    assert {name: len(p) for name, p in parts.items() if name != "public"} == {
+        "private": 600,
+        "test": 300,
+    }
 
 
 def test_splits_hold_what_the_table_says() -> None:
@@ -64,7 +67,12 @@ def test_a_domain_is_a_narrow_slice_of_its_style() -> None:
 @pytest.mark.parametrize("partition", ["domain", "label", "dirichlet", "iid"])
 def test_partitions_are_disjoint_and_complete(partition: str) -> None:
     parts = [
-        load_images(replace(DIGITS, partition=partition), NodeConfig(partition_id=k, num_partitions=6), "train", 0)
+        load_images(
+            replace(DIGITS, partition=partition),
+            NodeConfig(partition_id=k, num_partitions=6),
+            "train",
+            0,
+        )
         for k in range(6)
     ]
     assert sum(len(p) for p in parts) == 600
@@ -74,13 +82,18 @@ def test_partitions_are_disjoint_and_complete(partition: str) -> None:
 
 def test_skews_are_what_they_are_called() -> None:
     def part(k: int, **changes: object) -> list[int]:
-        return load_images(replace(DIGITS, **changes), NodeConfig(partition_id=k, num_partitions=5), "train", 0).held()  # type: ignore[arg-type]
+        return load_images(
+            replace(DIGITS, **changes), NodeConfig(partition_id=k, num_partitions=5), "train", 0
+        ).held()  # type: ignore[arg-type]
 
     assert part(0, partition="domain") == list(range(10))
     assert all(len(part(k, partition="label", shards_per_client=2)) <= 4 for k in range(5))
     counts = torch.bincount(
         load_images(
-            replace(DIGITS, partition="dirichlet", alpha=0.1), NodeConfig(partition_id=0, num_partitions=5), "train", 0
+            replace(DIGITS, partition="dirichlet", alpha=0.1),
+            NodeConfig(partition_id=0, num_partitions=5),
+            "train",
+            0,
         ).labels,
         minlength=10,
     )
@@ -106,18 +119,26 @@ def make_folder(root, **classes: list[Image.Image]):  # type: ignore[no-untyped-
     return NodeConfig(client_id="site", data_dir=str(root))
 
 
-@pytest.mark.parametrize(("partition", "split"), [("iid", "train"), ("iid", "test"), ("label", "test")])
+@pytest.mark.parametrize(
+    ("partition", "split"), [("iid", "train"), ("iid", "test"), ("label", "test")]
+)
 def test_an_equal_share_has_every_class_and_domain(partition: str, split: str) -> None:
-    part = _digits_partition(replace(DIGITS, partition=partition), NodeConfig(partition_id=0, num_partitions=6), split, 0)
+    part = _digits_partition(
+        replace(DIGITS, partition=partition), NodeConfig(partition_id=0, num_partitions=6), split, 0
+    )
     assert (set(part["domain"]), set(part["label"])) == (set(STYLES), set(range(10)))
 
 
-@pytest.mark.parametrize(("partition", "alpha"), [("label", 0.5), ("dirichlet", 1.0), ("dirichlet", 1e6)])
+@pytest.mark.parametrize(
+    ("partition", "alpha"), [("label", 0.5), ("dirichlet", 1.0), ("dirichlet", 1e6)]
+)
 def test_label_skew_is_of_labels_alone(partition: str, alpha: float) -> None:
     """A client has all domains in about equal parts, of whatever classes it has; an endless alpha is iid."""
     for client in range(6):
         data = replace(DIGITS, partition=partition, alpha=alpha, shards_per_client=2)
-        part = _digits_partition(data, NodeConfig(partition_id=client, num_partitions=6), "train", 0)
+        part = _digits_partition(
+            data, NodeConfig(partition_id=client, num_partitions=6), "train", 0
+        )
         shares = np.array([part["domain"].count(style) for style in STYLES]) / len(part)
         assert all((shares > 0.03) & (shares < 0.35)), (client, shares)
         if alpha == 1e6:
@@ -161,7 +182,9 @@ def test_checking_lists_both_splits_and_opens_nothing(tmp_path) -> None:  # type
 
 
 def test_a_corrupt_image_is_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    node = make_folder(tmp_path, cat=[Image.new("RGB", (16, 16))], dog=[Image.effect_noise((64, 64), 50)])
+    node = make_folder(
+        tmp_path, cat=[Image.new("RGB", (16, 16))], dog=[Image.effect_noise((64, 64), 50)]
+    )
     file = tmp_path / "train" / "dog" / "0.png"
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(DataError, match=r"dog/0\.png: not a readable image"):
@@ -229,7 +252,10 @@ def test_real_photographs(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "train").symlink_to(pacs)
     names = sorted(p.name for p in pacs.iterdir())
     images = load_images(
-        replace(FOLDER, classes=",".join(names), image_size=64), NodeConfig(data_dir=str(tmp_path)), "train", 0
+        replace(FOLDER, classes=",".join(names), image_size=64),
+        NodeConfig(data_dir=str(tmp_path)),
+        "train",
+        0,
     )
     assert images.pixels.shape == (len(list(pacs.glob("*/*.jpg"))), 3, 64, 64)
     assert images.held() == list(range(7))

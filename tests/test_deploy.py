@@ -48,9 +48,13 @@ def flower_commands() -> dict[str, list[str]]:
 @pytest.mark.parametrize("program", ["flower-superlink", "flower-supernode", "flower-superexec"])
 def test_the_installed_flower_knows_every_option(program: str) -> None:
     """Flower renames its options from release to release."""
-    commands = {where: command for where, command in flower_commands().items() if command[0] == program}
+    commands = {
+        where: command for where, command in flower_commands().items() if command[0] == program
+    }
     assert len(commands) >= 2
-    help_text = subprocess.run([BIN / program, "--help"], capture_output=True, text=True, check=True).stdout
+    help_text = subprocess.run(
+        [BIN / program, "--help"], capture_output=True, text=True, check=True
+    ).stdout
     known = set(re.findall(r"--[a-z-]+", help_text))
     for where, command in commands.items():
         assert {word.partition("=")[0] for word in command if word.startswith("--")} <= known, where
@@ -70,16 +74,22 @@ def test_nodes_need_a_key_and_trust_one_authority() -> None:
 def test_units_find_flowers_programs_and_their_settings() -> None:
     """Flower starts its own programs by their names; systemd's PATH has no environment of ours."""
     text = (ROOT / "deploy" / "systemd" / "environment").read_text()
-    settings = dict(line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    settings = dict(
+        line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#")
+    )
     for file in (ROOT / "deploy" / "systemd").glob("*.service"):
         unit = file.read_text()
         (program,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
         assert str(Path(program).parent) in settings["PATH"].split(":"), file.name
         assert set(re.findall(r"\$\{(\w+)\}", unit)) <= set(settings), file.name
-        own = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)[0].split()  # which the file's would override
+        own = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)[
+            0
+        ].split()  # which the file's would override
         assert not {setting.partition("=")[0] for setting in own} & set(settings), file.name
         (state,) = re.findall(r"^StateDirectory=(\S+)$", unit, re.MULTILINE)
-        assert all(setting.partition("=")[2].startswith(f"/var/lib/{state}/") for setting in own), file.name
+        assert all(setting.partition("=")[2].startswith(f"/var/lib/{state}/") for setting in own), (
+            file.name
+        )
 
 
 def test_settings_are_those_of_the_launcher() -> None:
@@ -123,7 +133,9 @@ def test_containers_may_do_no_more_than_they_must(file: Path) -> None:
 
 
 def test_every_client_has_its_own_volume_and_key() -> None:
-    clients = {name: service for name, service in services(COMPOSE).items() if name.startswith("client-")}
+    clients = {
+        name: service for name, service in services(COMPOSE).items() if name.startswith("client-")
+    }
     assert len(clients) == 6
     for name, service in clients.items():
         assert service["volumes"] == [f"{name}:/data", "./kits:/app/kits:ro"]
@@ -133,7 +145,11 @@ def test_every_client_has_its_own_volume_and_key() -> None:
 
 def test_images_hold_no_kit_no_data_and_no_secret() -> None:
     recipe = (ROOT / "deploy" / "Dockerfile").read_text()
-    copied = [word for line in re.findall(r"^COPY (.*)$", recipe, re.MULTILINE) for word in line.split()[:-1]]
+    copied = [
+        word
+        for line in re.findall(r"^COPY (.*)$", recipe, re.MULTILINE)
+        for word in line.split()[:-1]
+    ]
     assert set(copied) == {
         "pyproject.toml",
         "requirements.txt",

@@ -38,15 +38,24 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("solver", ["dpm-solver++", "unipc"])
 @pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
-def test_solvers_sample_as_diffusers_own_pipeline(tiny_kit: Path, tmp_path: Path, solver: str, predicts: str) -> None:
+def test_solvers_sample_as_diffusers_own_pipeline(
+    tiny_kit: Path, tmp_path: Path, solver: str, predicts: str
+) -> None:
     shutil.copytree(tiny_kit, tmp_path / "kit")
     file = tmp_path / "kit" / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": predicts}))
-    kit, pipe = load_engine(str(tmp_path / "kit"), CPU, settings(solver=solver)), load_pipeline(tmp_path / "kit")
-    pipe.scheduler = type(new_solver(kit)).from_config(pipe.scheduler.config, timestep_spacing="trailing")
+    kit, pipe = (
+        load_engine(str(tmp_path / "kit"), CPU, settings(solver=solver)),
+        load_pipeline(tmp_path / "kit"),
+    )
+    pipe.scheduler = type(new_solver(kit)).from_config(
+        pipe.scheduler.config, timestep_spacing="trailing"
+    )
     assert pipe.scheduler.config.prediction_type == predicts
     z, texts = random(2, 4, 8, 8), ["an image of one", "an image of two"]
-    theirs = pipe(texts, latents=z, num_inference_steps=8, guidance_scale=3.0, output_type="latent").images
+    theirs = pipe(
+        texts, latents=z, num_inference_steps=8, guidance_scale=3.0, output_type="latent"
+    ).images
     with torch.no_grad():
         condition = Condition(kit.text(texts), 3.0)
         ours = denoise(kit, z, 8, lambda z, t: compose(kit, z, t, kit.text([""]), [condition]))
@@ -66,7 +75,9 @@ def test_a_solver_on_a_known_distribution(tiny_kit: Path, solver: str) -> None:
 def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guided at 200 to 800, both included. Outside: the one condition's prediction, or two weighted 3 to 1; and no pass for the empty prompt."""
     kit, rows, eps = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), [], Kit.eps
-    monkeypatch.setattr(Kit, "eps", lambda self, z, *rest: (rows.append(len(z)), eps(self, z, *rest))[1])
+    monkeypatch.setattr(
+        Kit, "eps", lambda self, z, *rest: (rows.append(len(z)), eps(self, z, *rest))[1]
+    )
     z, c0 = random(2, 4, 8, 8), kit.text([""])
     one, two = random(2, *kit.text.shape, seed=1), random(2, *kit.text.shape, seed=2)
     for t, guided in ((801, False), (800, True), (500, True), (200, True), (199, False)):
@@ -77,13 +88,26 @@ def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.Monke
         both = compose(kit, z, at, c0, [Condition(one, 3.0), Condition(two, 1.0)])
         assert rows == ([4, 6] if guided else [2, 4])
         assert torch.allclose(single, e0 + 3 * (e1 - e0) if guided else e1, atol=1e-5)
-        assert torch.allclose(both, e0 + 3 * (e1 - e0) + (e2 - e0) if guided else 0.75 * e1 + 0.25 * e2, atol=1e-5)
+        assert torch.allclose(
+            both, e0 + 3 * (e1 - e0) + (e2 - e0) if guided else 0.75 * e1 + 0.25 * e2, atol=1e-5
+        )
 
 
 def test_outside_the_interval_an_image_still_conditions(tiny_unclip: Path) -> None:
-    kit, z, t = replace(load_kit(tiny_unclip), sampling=Sampling("ddim", 200, 800)), random(2, 4, 8, 8), torch.tensor(900)
-    c, image = random(2, *kit.text.shape, seed=1), random(2, kit.unet.config.projection_class_embeddings_input_dim, seed=2)
-    assert torch.allclose(compose(kit, z, t, kit.text([""]), [Condition(c, 3.0, image)]), kit.eps(z, t, c, image), atol=1e-6)
+    kit, z, t = (
+        replace(load_kit(tiny_unclip), sampling=Sampling("ddim", 200, 800)),
+        random(2, 4, 8, 8),
+        torch.tensor(900),
+    )
+    c, image = (
+        random(2, *kit.text.shape, seed=1),
+        random(2, kit.unet.config.projection_class_embeddings_input_dim, seed=2),
+    )
+    assert torch.allclose(
+        compose(kit, z, t, kit.text([""]), [Condition(c, 3.0, image)]),
+        kit.eps(z, t, c, image),
+        atol=1e-6,
+    )
 
 
 def test_without_guidance_an_interval_changes_nothing(tiny_kit: Path) -> None:
@@ -91,27 +115,47 @@ def test_without_guidance_an_interval_changes_nothing(tiny_kit: Path) -> None:
     kit, z = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), random(2, 4, 8, 8)
     c0, nothing = kit.text([""]), [Condition(random(2, *kit.text.shape, seed=1), 0.0)]
     for t in (torch.tensor(900), torch.tensor(500)):
-        assert torch.allclose(compose(kit, z, t, c0, nothing), kit.eps(z, t, c0.expand(2, -1, -1)), atol=1e-6)
+        assert torch.allclose(
+            compose(kit, z, t, c0, nothing), kit.eps(z, t, c0.expand(2, -1, -1)), atol=1e-6
+        )
 
 
-def test_sixteen_bits_are_the_networks_alone(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_bits_are_the_networks_alone(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kit, seen = load_engine(str(tiny_kit), CPU, settings(dtype="bfloat16")), []
     forward = kit.unet.forward
-    monkeypatch.setattr(kit.unet, "forward", lambda z, *rest, **named: (seen.append(z.dtype), forward(z, *rest, **named))[1])
+    monkeypatch.setattr(
+        kit.unet,
+        "forward",
+        lambda z, *rest, **named: (seen.append(z.dtype), forward(z, *rest, **named))[1],
+    )
     z, c = random(2, 4, 8, 8), kit.text(["an image of one"] * 2)
     e = kit.eps(z, torch.tensor(500), c)
-    assert (e.dtype, kit.decode(z).dtype, set(seen)) == (torch.float32, torch.float32, {torch.bfloat16})
+    assert (e.dtype, kit.decode(z).dtype, set(seen)) == (
+        torch.float32,
+        torch.float32,
+        {torch.bfloat16},
+    )
     exact = load_kit(tiny_kit)
-    assert torch.allclose(e, exact.eps(z, torch.tensor(500), exact.text(["an image of one"] * 2)), atol=0.1)
-    gradient = torch.autograd.grad(kit.decode(kit.eps(leaf := z.clone().requires_grad_(), torch.tensor(500), c)).sum(), leaf)[0]
+    assert torch.allclose(
+        e, exact.eps(z, torch.tensor(500), exact.text(["an image of one"] * 2)), atol=0.1
+    )
+    gradient = torch.autograd.grad(
+        kit.decode(kit.eps(leaf := z.clone().requires_grad_(), torch.tensor(500), c)).sum(), leaf
+    )[0]
     assert gradient.dtype == torch.float32
     assert torch.isfinite(gradient).all()
 
 
-def test_the_faster_is_taken_and_remembered(tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_is_taken_and_remembered(
+    tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a real measurement first; then by seconds that are given, of another batch, so that it is measured again."""
     wanted, measured, seconds = settings(memory_format="auto", unit_size=1), [], engine._seconds
-    monkeypatch.setattr(engine, "_seconds", lambda kit, batch: measured.append(batch) or seconds(kit, batch))
+    monkeypatch.setattr(
+        engine, "_seconds", lambda kit, batch: measured.append(batch) or seconds(kit, batch)
+    )
     load_engine(str(tiny_kit), CPU, wanted)
     load_engine(str(tiny_kit), CPU, wanted)
     assert measured == [2, 2]  # both formats, once
@@ -131,7 +175,9 @@ def test_the_faster_is_taken_and_remembered(tiny_kit: Path, home: Path, monkeypa
     assert len(json.loads((home / "cache" / "calibration.json").read_text())) == 4
 
 
-def test_what_does_not_fit_into_memory_is_not_taken(tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_into_memory_is_not_taken(
+    tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def seconds(kit: Kit, batch: int) -> float:
         if kit.dtype == torch.float32:
             raise torch.OutOfMemoryError
@@ -147,8 +193,14 @@ def test_what_a_gpu_lets_choose() -> None:
     options = engine._options(torch.device("cuda"), auto)
     assert options["attention"] == ("default", "flash", "cudnn", "efficient")
     assert options["compile"] == ("off", "on")
-    assert all(saves_memory(how, torch.device(device)) for how, device in (("auto", "cuda"), ("on", "cpu"), ("on", "cuda")))
-    assert not any(saves_memory(how, torch.device(device)) for how, device in (("auto", "cpu"), ("off", "cuda")))
+    assert all(
+        saves_memory(how, torch.device(device))
+        for how, device in (("auto", "cuda"), ("on", "cpu"), ("on", "cuda"))
+    )
+    assert not any(
+        saves_memory(how, torch.device(device))
+        for how, device in (("auto", "cpu"), ("off", "cuda"))
+    )
 
 
 def test_float32_is_not_tf32(tiny_kit: Path) -> None:
@@ -159,11 +211,21 @@ def test_float32_is_not_tf32(tiny_kit: Path) -> None:
 
 def test_images_are_rounded_not_cut(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """127.5 (x + 1): -1 and below is 0, 0.0008 is 127.6, 1 and above 255."""
-    monkeypatch.setattr(Kit, "decode", lambda self, z: torch.tensor([-1.5, -1.0, 0.0008, 1.0, 1.5]).view(1, 1, 1, 5))
-    assert to_images(load_kit(tiny_kit), torch.zeros(1, 4, 8, 8)).flatten().tolist() == [0, 0, 128, 255, 255]
+    monkeypatch.setattr(
+        Kit, "decode", lambda self, z: torch.tensor([-1.5, -1.0, 0.0008, 1.0, 1.5]).view(1, 1, 1, 5)
+    )
+    assert to_images(load_kit(tiny_kit), torch.zeros(1, 4, 8, 8)).flatten().tolist() == [
+        0,
+        0,
+        128,
+        255,
+        255,
+    ]
 
 
-def test_other_weights_of_a_small_decoder_are_other_images(tiny_kit: Path, home: Path, tmp_path: Path) -> None:
+def test_other_weights_of_a_small_decoder_are_other_images(
+    tiny_kit: Path, home: Path, tmp_path: Path
+) -> None:
     """In the same folder: a run that goes on makes them anew."""
     units = []
     for seed in (1, 2):
@@ -180,7 +242,9 @@ def test_every_setting_is_measured_with_what_was_chosen_before(
     seen: list[tuple[torch.dtype, bool, bool]] = []
 
     def seconds(kit: Kit, batch: int) -> float:
-        by_hand = [isinstance(processor, Attention) for processor in kit.unet.attn_processors.values()]
+        by_hand = [
+            isinstance(processor, Attention) for processor in kit.unet.attn_processors.values()
+        ]
         channels_last = kit.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
         seen.append((kit.dtype, all(by_hand), channels_last))
         return [2.0, 1.0, 1.0, 2.0, 2.0, 1.0][len(seen) - 1]
@@ -215,7 +279,9 @@ def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, wh
         text = kit.text(["an image of zero", "an image of three"])
         with torch.profiler.profile() as seen:
             kit.eps(random(2, 4, 8, 8), torch.tensor(500), text)
-        assert (flash in {event.key for event in seen.key_averages()}) == (attention in ("default", "flash"))
+        assert (flash in {event.key for event in seen.key_averages()}) == (
+            attention in ("default", "flash")
+        )
         with torch.profiler.profile() as seen:
             kit.decode(random(2, 4, 8, 8))
         assert flash in {event.key for event in seen.key_averages()}
@@ -224,9 +290,15 @@ def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, wh
 
 
 @pytest.mark.parametrize("which", ["flash", "efficient", "cudnn", "math"])
-def test_the_named_implementation_is_asked_first(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+def test_the_named_implementation_is_asked_first(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
     """Of several that a GPU has, torch would take those first that it prefers."""
-    kit, orders, attend = load_engine(str(tiny_kit), CPU, settings(attention=which)), [], F.scaled_dot_product_attention
+    kit, orders, attend = (
+        load_engine(str(tiny_kit), CPU, settings(attention=which)),
+        [],
+        F.scaled_dot_product_attention,
+    )
     text = kit.text(["x"])
     monkeypatch.setattr(
         F,
@@ -241,9 +313,15 @@ def test_attention_and_checkpointing_go_together(tiny_kit: Path) -> None:
     """What is computed again is computed by the same implementation: the same gradient to the bit."""
     gradients = []
     for checkpointing in ("off", "on"):
-        kit = load_engine(str(tiny_kit), CPU, settings(attention="math", checkpointing=checkpointing))
+        kit = load_engine(
+            str(tiny_kit), CPU, settings(attention="math", checkpointing=checkpointing)
+        )
         z = random(2, 4, 8, 8).requires_grad_()
-        gradients.append(torch.autograd.grad(kit.eps(z, torch.tensor(500), kit.text(["x"] * 2)).square().sum(), z)[0])
+        gradients.append(
+            torch.autograd.grad(
+                kit.eps(z, torch.tensor(500), kit.text(["x"] * 2)).square().sum(), z
+            )[0]
+        )
     assert torch.equal(*gradients)
 
 
@@ -252,7 +330,11 @@ def test_a_memory_format_changes_no_image(tiny_kit: Path) -> None:
     made = []
     for layout in ("contiguous", "channels-last"):
         kit = load_engine(str(tiny_kit), CPU, settings(memory_format=layout))
-        made.append(prompts_only.sample(kit, plan, kit.text(["an image of zero", "an image of three"]), 3.0, 3).int())
+        made.append(
+            prompts_only.sample(
+                kit, plan, kit.text(["an image of zero", "an image of three"]), 3.0, 3
+            ).int()
+        )
     assert (made[0] - made[1]).abs().max() <= 1
 
 
@@ -272,19 +354,33 @@ def called(module: torch.nn.Module, calls: list) -> None:
 
 def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> None:
     """The first and third pass are exact; the second takes the inner blocks' outputs from the first. A sampling begins anew, and so does another batch."""
-    exact, kit, calls = load_kit(tiny_kit), load_engine(str(tiny_kit), CPU, settings(cache_interval=2)), []
+    exact, kit, calls = (
+        load_kit(tiny_kit),
+        load_engine(str(tiny_kit), CPU, settings(cache_interval=2)),
+        [],
+    )
     called(kit.unet.mid_block.resnets[0], calls)
     z, c = random(2, 4, 8, 8), random(2, *kit.text.shape, seed=1)
 
     # t, rows of the batch, whether all is computed
-    for t, rows, whole in ((900, 2, True), (850, 2, False), (800, 2, True), (750, 1, True), (900, 2, True), (850, 2, False)):
+    for t, rows, whole in (
+        (900, 2, True),
+        (850, 2, False),
+        (800, 2, True),
+        (750, 1, True),
+        (900, 2, True),
+        (850, 2, False),
+    ):
         calls.clear()
         ours, theirs = (k.eps(z[:rows], torch.tensor(t), c[:rows]) for k in (kit, exact))
         assert (len(calls) == 1) == torch.equal(ours, theirs) == whole, t
     # by hand: the exact UNet with its inner blocks' outputs of t = 900 gives what the second pass gave
     inner = [*exact.unet.down_blocks[1:], exact.unet.mid_block, *exact.unet.up_blocks[:-1]]
     kept: dict[int, object] = {}
-    hooks = [block.register_forward_hook(lambda _, args, out, i=i: kept.update({i: out})) for i, block in enumerate(inner)]
+    hooks = [
+        block.register_forward_hook(lambda _, args, out, i=i: kept.update({i: out}))
+        for i, block in enumerate(inner)
+    ]
     exact.eps(z, torch.tensor(900), c)
     for hook in hooks:
         hook.remove()
@@ -295,8 +391,13 @@ def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> Non
 
 def test_cached_features_do_not_go_from_unit_to_unit(tiny_kit: Path) -> None:
     kit = load_engine(str(tiny_kit), CPU, settings(cache_interval=3))
-    prompts, plan = kit.text(["an image of zero", "an image of three"]), plan_images("m", 0, {"a": [0, 3], "b": [0, 3]}, 1)
-    made = [prompts_only.sample(kit, jobs, prompts, 3.0, 5) for jobs in (plan[2:], plan[:2], plan[2:])]
+    prompts, plan = (
+        kit.text(["an image of zero", "an image of three"]),
+        plan_images("m", 0, {"a": [0, 3], "b": [0, 3]}, 1),
+    )
+    made = [
+        prompts_only.sample(kit, jobs, prompts, 3.0, 5) for jobs in (plan[2:], plan[:2], plan[2:])
+    ]
     assert torch.equal(made[0], made[2])
 
 
@@ -322,7 +423,10 @@ def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path
     """The classifier sees what the small decoder makes, once a step; D makes the images, once."""
     file = small_decoder(tmp_path / "small")
     config = parse_run_config(quick(method="fedlmg"))
-    teachers, plan = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}, plan_images("m", 0, {"a": [0, 3]}, 1)
+    teachers, plan = (
+        {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))},
+        plan_images("m", 0, {"a": [0, 3]}, 1),
+    )
     made = []
     for source in ("", file):
         kit, small, large = load_engine(str(tiny_kit), CPU, settings(small_decoder=source)), [], []
@@ -334,7 +438,10 @@ def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path
     assert not torch.equal(*made)
     shutil.copytree(tiny_kit, tmp_path / "kit")
     shutil.copytree(file, tmp_path / "kit" / "small_decoder")
-    assert load_engine(str(tmp_path / "kit"), CPU, settings(small_decoder="kit")).small_decoder is not None
+    assert (
+        load_engine(str(tmp_path / "kit"), CPU, settings(small_decoder="kit")).small_decoder
+        is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,24 +452,38 @@ def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path
         ({}, "cannot be loaded"),
     ],
 )
-def test_a_small_decoder_of_another_kit_is_refused(tiny_kit: Path, tmp_path: Path, wrong: dict, message: str) -> None:
+def test_a_small_decoder_of_another_kit_is_refused(
+    tiny_kit: Path, tmp_path: Path, wrong: dict, message: str
+) -> None:
     source = small_decoder(tmp_path / "small", **wrong) if wrong else str(tmp_path)
     with pytest.raises(KitError, match=message):
         load_engine(str(tiny_kit), CPU, settings(small_decoder=source))
 
 
-def test_who_asks_for_a_small_decoder_that_is_not_there_hears_it_before_the_clients_work(tiny_kit: Path) -> None:
+def test_who_asks_for_a_small_decoder_that_is_not_there_hears_it_before_the_clients_work(
+    tiny_kit: Path,
+) -> None:
     for source, message in (("kit", "lacks small_decoder"), ("/nowhere", "no such folder")):
         with pytest.raises(KitError, match=message):
-            check_server(parse_run_config(quick(kit=str(tiny_kit), method="fedlmg", synthesis__small_decoder=source)))
+            check_server(
+                parse_run_config(
+                    quick(kit=str(tiny_kit), method="fedlmg", synthesis__small_decoder=source)
+                )
+            )
 
 
 def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> None:
     config, made, passes = parse_run_config(quick(method="fedlmg")), [], []
-    teachers, plan = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}, plan_images("m", 0, {"a": [0, 3]}, 1)
+    teachers, plan = (
+        {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))},
+        plan_images("m", 0, {"a": [0, 3]}, 1),
+    )
     for how in ("off", "on", "auto"):
         kit, unet, vae = load_engine(str(tiny_kit), CPU, settings(checkpointing=how)), [], []
-        called(kit.unet.down_blocks[1].resnets[0], unet), called(kit.vae.decoder.mid_block.resnets[0], vae)
+        (
+            called(kit.unet.down_blocks[1].resnets[0], unet),
+            called(kit.vae.decoder.mid_block.resnets[0], vae),
+        )
         made.append(fedlmg.sample(kit, plan, kit.text(["x"] * 10), teachers, config.fedlmg, 3, 32))
         passes.append((len(unet), len(vae)))
     assert torch.equal(made[0], made[1])
@@ -373,15 +494,30 @@ def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"synthesis__cache_interval": 2, "synthesis__compile": "on"}, "cache-interval: must be 1 with synthesis.compile"),
-        ({"method": "fedlmg", "synthesis__cache_interval": 2}, "must be 1 with fedlmg.gradient = 'full'"),
-        ({"method": "fedcado", "fedcado__gradient": "x0", "synthesis__cache_interval": 2}, "fedcado.noise-edits = 0"),
-        ({"method": "espresso", "synthesis__cache_interval": 2}, "must be 1 with espresso.z-sampling"),
+        (
+            {"synthesis__cache_interval": 2, "synthesis__compile": "on"},
+            "cache-interval: must be 1 with synthesis.compile",
+        ),
+        (
+            {"method": "fedlmg", "synthesis__cache_interval": 2},
+            "must be 1 with fedlmg.gradient = 'full'",
+        ),
+        (
+            {"method": "fedcado", "fedcado__gradient": "x0", "synthesis__cache_interval": 2},
+            "fedcado.noise-edits = 0",
+        ),
+        (
+            {"method": "espresso", "synthesis__cache_interval": 2},
+            "must be 1 with espresso.z-sampling",
+        ),
         (
             {"synthesis__guided_from": 800, "synthesis__guided_to": 200},
             "synthesis.guided-from = 800: must be at most guided-to = 200",
         ),
-        ({"method": "espresso", "synthesis__solver": "unipc"}, "synthesis.solver = 'unipc': Espresso needs 'ddim'"),
+        (
+            {"method": "espresso", "synthesis__solver": "unipc"},
+            "synthesis.solver = 'unipc': Espresso needs 'ddim'",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(given: dict, message: str) -> None:
@@ -394,7 +530,15 @@ def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
     (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 4]]}))
     base = {"method": "fedlmg", "seed": 0}
     for more, said in (
-        ({"synthesis.solver": "ddim", "synthesis.guided-from": 0, "synthesis.guided-to": 1000, "fedlmg.gradient": "full"}, []),
+        (
+            {
+                "synthesis.solver": "ddim",
+                "synthesis.guided-from": 0,
+                "synthesis.guided-to": 1000,
+                "fedlmg.gradient": "full",
+            },
+            [],
+        ),
         ({"synthesis.solver": "unipc"}, ["solver unipc"]),
         ({"synthesis.guided-to": 800}, ["guidance at timesteps 0 to 800 alone"]),
         ({"fedlmg.gradient": "x0"}, ["the classifier's gradient at x0"]),

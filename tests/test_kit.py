@@ -34,18 +34,30 @@ def grey(pixels: torch.Tensor) -> np.ndarray:
     return ((flat - flat.mean(1, keepdim=True)) / (flat.std(1, keepdim=True) + 1)).numpy()
 
 
-def samples(kit_folder: Path, template: str, per_class: int, steps: int) -> tuple[torch.Tensor, np.ndarray]:
+def samples(
+    kit_folder: Path, template: str, per_class: int, steps: int
+) -> tuple[torch.Tensor, np.ndarray]:
     kit = load_kit(kit_folder)
     jobs = plan_images("test", 0, {"a": range(10)}, per_class)
     prompts = kit.text([template.format(name) for name in digits.CLASSES])
-    return sample(kit, jobs, prompts[[job.label for job in jobs]], 3.0, steps), np.array([job.label for job in jobs])
+    return sample(kit, jobs, prompts[[job.label for job in jobs]], 3.0, steps), np.array(
+        [job.label for job in jobs]
+    )
 
 
 def test_the_kit_is_found_small_and_stable_diffusion_shaped(shipped_kit: Path) -> None:
     assert Path(find_kit("digits")) == shipped_kit
     unclip = Path(find_kit("digits-unclip"))
-    assert sum(f.stat().st_size for kit in (shipped_kit, unclip) for f in kit.rglob("*") if f.is_file()) < 60e6
-    assert json.loads((unclip / "model_index.json").read_text())["_class_name"] == "StableUnCLIPImg2ImgPipeline"
+    assert (
+        sum(
+            f.stat().st_size for kit in (shipped_kit, unclip) for f in kit.rglob("*") if f.is_file()
+        )
+        < 60e6
+    )
+    assert (
+        json.loads((unclip / "model_index.json").read_text())["_class_name"]
+        == "StableUnCLIPImg2ImgPipeline"
+    )
     index = json.loads((shipped_kit / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
     assert {"vae", "unet", "text_encoder", "tokenizer", "scheduler"} <= set(index)
@@ -59,7 +71,9 @@ def test_class_prompts_give_legible_photographs(shipped_kit: Path) -> None:
     public = public_digits(digits.load_split)
     rows = [i for i, domain in enumerate(public["domain"]) if domain == "photo"][:1500]
     real = public.select(rows).with_format("numpy")
-    reader = SVC(C=10).fit(grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"])
+    reader = SVC(C=10).fit(
+        grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"]
+    )
     pixels, labels = samples(shipped_kit, "an image of {}", 4, 20)
     assert reader.score(grey(pixels), labels) > 0.85
 
@@ -78,7 +92,9 @@ def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
     assert by_style["infograph"][2] > 0.8
 
 
-@pytest.mark.parametrize("table", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "table", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
+)
 def test_the_shipped_kits_hold_what_every_row_of_the_tables_needs(table: Path) -> None:
     for cell in compare.read_table(table, []).cells():
         config, _ = resolve_config(cell.settings)
@@ -94,18 +110,27 @@ def seen() -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
 
 
 def test_captions_are_judged_word_by_word() -> None:
-    said = ["an image of a one, neon", "a neon of a seven", "a neon photo of a two", "an image of seventeen"]
+    said = [
+        "an image of a one, neon",
+        "a neon of a seven",
+        "a neon photo of a two",
+        "an image of seventeen",
+    ]
     others = [number for number, style in enumerate(STYLES) if style != "neon"]
     labels = np.array([1, 7, 3, 7, *(0 for _ in others)])
     styles = np.array([*(STYLES.index("neon") for _ in said), *others])
     said += ["an image" for _ in others]
-    shares = card._check_captions(lambda pixels: said, torch.zeros(len(said), 3, 32, 32), labels, styles)  # type: ignore[arg-type]
+    shares = card._check_captions(
+        lambda pixels: said, torch.zeros(len(said), 3, 32, 32), labels, styles
+    )  # type: ignore[arg-type]
     assert shares["neon"] == {"digit": 0.5, "style": 0.75, "wrong style": 0.25}
 
 
 def test_captions_name_the_digit_and_the_style(shipped_kit: Path, seen) -> None:  # type: ignore[no-untyped-def]
     """Photographs are captioned by class alone, as in the corpus; every other style is named."""
-    shares = card._check_captions(encoders.load_captioner(str(shipped_kit), torch.device("cpu")), *seen)
+    shares = card._check_captions(
+        encoders.load_captioner(str(shipped_kit), torch.device("cpu")), *seen
+    )
     assert np.mean([about["digit"] for about in shares.values()]) > 0.7
     assert min(about["style"] for style, about in shares.items() if style != "photo") > 0.9
     assert max(about["wrong style"] for about in shares.values()) < 0.1
@@ -115,14 +140,19 @@ def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, s
     """An image drawn from an embedding is nearer to it than to the mean embedding of any other style."""
     pixels, _, styles = seen
     folder = find_kit("digits-unclip")
-    encoder, pipe = encoders.load_image_encoder(folder, torch.device("cpu")), load_unclip_pipeline(folder)
+    encoder, pipe = (
+        encoders.load_image_encoder(folder, torch.device("cpu")),
+        load_unclip_pipeline(folder),
+    )
     own = encoder(pixels)
     means = torch.stack([own[styles == number].mean(0) for number in range(len(STYLES))])
     nearest = torch.cosine_similarity(own[:, None], means, dim=-1).argmax(1)
     assert (nearest.numpy() == styles).mean() > 0.95
     drawn = pipe(
         prompt=[""] * len(STYLES),
-        image_embeds=own[[int(np.flatnonzero(styles == number)[0]) for number in range(len(STYLES))]],
+        image_embeds=own[
+            [int(np.flatnonzero(styles == number)[0]) for number in range(len(STYLES))]
+        ],
         noise_level=0,
         num_inference_steps=10,
         guidance_scale=2.0,
@@ -130,7 +160,9 @@ def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, s
         output_type="np",
     ).images
     again = encoder(torch.from_numpy(drawn * 255).round().to(torch.uint8).permute(0, 3, 1, 2))
-    assert torch.cosine_similarity(again[:, None], means, dim=-1).argmax(1).tolist() == list(range(len(STYLES)))
+    assert torch.cosine_similarity(again[:, None], means, dim=-1).argmax(1).tolist() == list(
+        range(len(STYLES))
+    )
 
 
 def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, seen) -> None:  # type: ignore[no-untyped-def]
@@ -152,7 +184,9 @@ def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, see
 
 
 @pytest.mark.parametrize(
-    "file", sorted((ROOT / "kits" / "digits" / "classifiers").glob("*.safetensors")), ids=lambda file: file.stem
+    "file",
+    sorted((ROOT / "kits" / "digits" / "classifiers").glob("*.safetensors")),
+    ids=lambda file: file.stem,
 )
 def test_initialisations_know_turns_and_styles(file: Path, seen) -> None:  # type: ignore[no-untyped-def]
     """The pretext task: which of four turns (here none), and which of six styles."""
@@ -160,7 +194,9 @@ def test_initialisations_know_turns_and_styles(file: Path, seen) -> None:  # typ
     classifiers.load_initialisation(model, file)
     guess = classifiers.logits_of(model, seen[0], torch.device("cpu")).argmax(1).numpy()
     assert (guess % len(STYLES) == seen[2]).mean() > 0.95
-    assert (guess // len(STYLES) == 0).mean() > 0.45  # of other digits than it learned from; chance is 1/4
+    assert (
+        guess // len(STYLES) == 0
+    ).mean() > 0.45  # of other digits than it learned from; chance is 1/4
 
 
 def test_a_kits_digest_changes_with_its_weights(tiny_kit: Path, tmp_path: Path) -> None:
@@ -181,10 +217,22 @@ def test_weights_are_known_by_their_bytes_wherever_they_lie(tmp_path: Path) -> N
         (tmp_path / kit / "unet" / "model.bin").write_bytes(b"456")
         (tmp_path / kit / "unet" / "config.json").write_text(kit)
         (tmp_path / kit / "vae.safetensors").write_text(kit)
-    here, there = (weights_digests(str(tmp_path / kit), ["start.safetensors", "unet", "nothing"]) for kit in ("here", "there"))
-    assert here == there == {"start.safetensors": sha256(b"123").hexdigest(), "unet/model.bin": sha256(b"456").hexdigest()}
+    here, there = (
+        weights_digests(str(tmp_path / kit), ["start.safetensors", "unet", "nothing"])
+        for kit in ("here", "there")
+    )
+    assert (
+        here
+        == there
+        == {
+            "start.safetensors": sha256(b"123").hexdigest(),
+            "unet/model.bin": sha256(b"456").hexdigest(),
+        }
+    )
     (tmp_path / "there" / "unet" / "model.bin").write_bytes(b"789")
-    assert weights_digests(str(tmp_path / "there"), ["unet"]) == {"unet/model.bin": sha256(b"789").hexdigest()}
+    assert weights_digests(str(tmp_path / "there"), ["unet"]) == {
+        "unet/model.bin": sha256(b"789").hexdigest()
+    }
 
 
 def test_tokens_are_numbered_the_same_every_time() -> None:
@@ -194,14 +242,23 @@ def test_tokens_are_numbered_the_same_every_time() -> None:
     one, two = (new_text_encoder(captions, 16, 16).tokenizer for _ in range(2))
     assert one.get_vocab() == two.get_vocab()
     tokens = one.convert_ids_to_tokens(one("an image of seven")["input_ids"])
-    assert tokens == ["<|startoftext|>", "an</w>", "image</w>", "of</w>", "seven</w>", "<|endoftext|>"]
+    assert tokens == [
+        "<|startoftext|>",
+        "an</w>",
+        "image</w>",
+        "of</w>",
+        "seven</w>",
+        "<|endoftext|>",
+    ]
 
 
 class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_kit_training_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checkpoints after every step; broken off in the denoiser and again in the first classifier; resumed."""
     few = {
         "public": public_digits(digits.load_split).select(range(200)),
@@ -216,7 +273,15 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
         return checks[0]  # of equal weights, as is shown below
 
     monkeypatch.setattr(card, "check_kit", check_once)
-    stages = ("vae", "denoiser", "classifier", "image_encoder", "captioner", "unclip", "small_decoder")
+    stages = (
+        "vae",
+        "denoiser",
+        "classifier",
+        "image_encoder",
+        "captioner",
+        "unclip",
+        "small_decoder",
+    )
     short = {f"{name}_steps": 1 for name in stages} | {f"{name}_batch": 4 for name in stages}
     recipe = replace(kit_recipe.Recipe(), classifiers=("resnet18", "shufflenet_v2_x1_0"), **short)  # type: ignore[arg-type]
 
@@ -241,18 +306,33 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     train(rough, tmp_path / "work-2")
     # vae, denoiser twice, image encoder, captioner, unclip, small decoder, the first classifier twice, the second
     assert len(calls) == 10
-    for part in ("unet", "vae", "text_encoder", "classifiers", "image_encoder", "captioner", "small_decoder"):
+    for part in (
+        "unet",
+        "vae",
+        "text_encoder",
+        "classifiers",
+        "image_encoder",
+        "captioner",
+        "small_decoder",
+    ):
         assert kit_digest(rough / part) == kit_digest(quiet / part), part
     assert kit_digest(tmp_path / "rough-unclip") == kit_digest(tmp_path / "quiet-unclip")
     with pytest.raises(ConfigError, match="its checkpoints are of another recipe"):
-        kit_recipe.train_kit(tmp_path / "other", tmp_path / "work-2", replace(recipe, vae_steps=2), "cpu", Progress())
+        kit_recipe.train_kit(
+            tmp_path / "other", tmp_path / "work-2", replace(recipe, vae_steps=2), "cpu", Progress()
+        )
     for kit in (quiet, tmp_path / "quiet-unclip"):
         assert (kit / "samples.png").is_file()
         assert load_kit(kit).image_size == 32
     page = (rough / "README.md").read_text()
-    assert all(f"| {name} | 1 of 4 | " in page for name in (*stages[:2], "classifier-shufflenet_v2_x1_0", *stages[3:]))
+    assert all(
+        f"| {name} | 1 of 4 | " in page
+        for name in (*stages[:2], "classifier-shufflenet_v2_x1_0", *stages[3:])
+    )
     assert "| infograph | " in page
-    assert load_small_decoder(str(quiet), load_kit(quiet), SMALL_DECODER).config.latent_channels == 4
+    assert (
+        load_small_decoder(str(quiet), load_kit(quiet), SMALL_DECODER).config.latent_channels == 4
+    )
 
     # On a finished kit only what it lacks is trained
     base = tmp_path / "base"
@@ -266,10 +346,16 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(tmp_path: Path, 
     train(tmp_path / "grown", tmp_path / "work-3", base)
     assert len(calls) == 10 + 1
     for name in ("grown", "grown-unclip"):
-        parts = {file.relative_to(tmp_path / name) for file in (tmp_path / name).rglob("*.safetensors")}
+        parts = {
+            file.relative_to(tmp_path / name) for file in (tmp_path / name).rglob("*.safetensors")
+        }
         assert all(
-            kit_digest(tmp_path / name / p.parent) == kit_digest(tmp_path / name.replace("grown", "quiet") / p.parent)
+            kit_digest(tmp_path / name / p.parent)
+            == kit_digest(tmp_path / name.replace("grown", "quiet") / p.parent)
             for p in parts
         )
     page = (tmp_path / "grown" / "README.md").read_text()
-    assert all(f"| {name} | 1 of 4 | " in page for name in ("captioner", "unclip", "classifier-shufflenet_v2_x1_0"))
+    assert all(
+        f"| {name} | 1 of 4 | " in page
+        for name in ("captioner", "unclip", "classifier-shufflenet_v2_x1_0")
+    )

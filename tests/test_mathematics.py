@@ -45,7 +45,9 @@ class FakeKit:
 
     sampling = Sampling()
 
-    def eps(self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+    def eps(
+        self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return c.mean(dim=(1, 2)).view(-1, 1, 1, 1).expand_as(z)
 
 
@@ -55,14 +57,22 @@ def branch(values: list[float], scale: float) -> Condition:
 
 def test_classifier_free_guidance_by_hand() -> None:
     # e0 = 1, e_text = 3, g = 2: 1 + 2 * (3 - 1) = 5; the second row has its own condition: 1 + 2 * (2 - 1) = 3
-    e = compose(FakeKit(), torch.zeros(2, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), [branch([3.0, 2.0], 2.0)])  # type: ignore[arg-type]
+    e = compose(
+        FakeKit(),
+        torch.zeros(2, 1, 1, 1),
+        torch.tensor(0),
+        torch.ones(1, 3, 4),
+        [branch([3.0, 2.0], 2.0)],
+    )  # type: ignore[arg-type]
     assert torch.allclose(e.flatten(), torch.tensor([5.0, 3.0]))
 
 
 def test_compositional_guidance_by_hand() -> None:
     # 1 + 3 * (3 - 1) + 3 * (0 - 1) = 4
     conditions = [branch([3.0], 3.0), branch([0.0], 3.0)]
-    e = compose(FakeKit(), torch.zeros(1, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), conditions)  # type: ignore[arg-type]
+    e = compose(
+        FakeKit(), torch.zeros(1, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), conditions
+    )  # type: ignore[arg-type]
     assert torch.allclose(e.flatten(), torch.tensor([4.0]))
 
 
@@ -86,7 +96,13 @@ def test_bn_loss_by_hand() -> None:
     # pixels 0 and 2 in all three channels: mu = 1, var = 1 (biased). Against mean 0 and variance 3:
     # ||(1,1,1)|| + ||(-2,-2,-2)|| = sqrt(3) + 2 sqrt(3) = 3 sqrt(3). Logits are equal, so CE = ln 4.
     teacher = as_teacher(bn_model(0.0, 3.0))
-    loss = classifier_loss(teacher, image_with_normalised_pixels(0, 2), torch.tensor([1]), classifier_weight=0.5, bn_weight=0.1)
+    loss = classifier_loss(
+        teacher,
+        image_with_normalised_pixels(0, 2),
+        torch.tensor([1]),
+        classifier_weight=0.5,
+        bn_weight=0.1,
+    )
     assert loss.item() == pytest.approx(0.5 * math.log(4) + 0.1 * 3 * math.sqrt(3), rel=1e-5)
 
 
@@ -102,7 +118,14 @@ def test_bn_loss_of_a_unit_by_hand() -> None:
     # pixels 0, 2, 1, -1 of both images together: mu = 0.5, var = 1.25. Against mean -0.5 and variance 1:
     # ||(1,1,1)|| + ||(0.25,0.25,0.25)|| = 1.25 sqrt(3), the same for both images.
     images = torch.cat([image_with_normalised_pixels(0, 2), image_with_normalised_pixels(1, -1)])
-    loss = classifier_loss(as_teacher(bn_model(-0.5, 1.0)), images, torch.tensor([0, 3]), 0.0, 1.0, bn_statistics="unit")
+    loss = classifier_loss(
+        as_teacher(bn_model(-0.5, 1.0)),
+        images,
+        torch.tensor([0, 3]),
+        0.0,
+        1.0,
+        bn_statistics="unit",
+    )
     assert torch.allclose(loss, torch.full((2,), 1.25 * math.sqrt(3)), rtol=1e-5)
 
 
@@ -117,7 +140,8 @@ def test_a_model_without_batchnorm_has_no_bn_loss() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4))
     images, labels = image_with_normalised_pixels(0, 2), torch.tensor([1])
     assert torch.equal(
-        classifier_loss(as_teacher(model), images, labels, 1, 0), classifier_loss(as_teacher(model), images, labels, 1, 9)
+        classifier_loss(as_teacher(model), images, labels, 1, 0),
+        classifier_loss(as_teacher(model), images, labels, 1, 9),
     )
 
 
@@ -159,7 +183,9 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
             direction = torch.zeros_like(z)
             direction[row] = torch.randn_like(z[row])
             h = 1e-8  # smaller than the distance to most kinks of the ReLUs
-            numeric = (loss(z + h * direction)[1].sum() - loss(z - h * direction)[1].sum()) / (2 * h)
+            numeric = (loss(z + h * direction)[1].sum() - loss(z - h * direction)[1].sum()) / (
+                2 * h
+            )
             assert (gradient * direction).sum().item() == pytest.approx(numeric.item(), rel=1e-4)
 
 
@@ -201,10 +227,14 @@ PIXELS = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
 
 
 def test_mean_teacher_by_hand() -> None:
-    plain = mean_teacher(TEACHERS, {"a": [0, 1, 2], "b": [0, 1, 2]}, PIXELS, torch.device("cpu"), plain=True)
+    plain = mean_teacher(
+        TEACHERS, {"a": [0, 1, 2], "b": [0, 1, 2]}, PIXELS, torch.device("cpu"), plain=True
+    )
     assert torch.allclose(plain[0], torch.tensor([0.4, 0.25, 0.35]))
     # a holds classes 0 and 1, b holds 1 and 2: class 0 is 0.6 (a), class 1 is (0.3 + 0.2) / 2, class 2 is 0.6 (b); sum 1.45
-    known = mean_teacher(TEACHERS, {"a": [0, 1], "b": [1, 2]}, PIXELS, torch.device("cpu"), plain=False)
+    known = mean_teacher(
+        TEACHERS, {"a": [0, 1], "b": [1, 2]}, PIXELS, torch.device("cpu"), plain=False
+    )
     assert torch.allclose(known[1], torch.tensor([0.6, 0.25, 0.6]) / 1.45)
 
 
@@ -221,10 +251,27 @@ def test_distillation_term_by_hand() -> None:
     model = Constant(0.5, 0.25, 0.25)
     before = model.logits.detach().clone()
     settings = ClassifierConfig(
-        "resnet18", True, "none", epochs=1, batch_size=2, lr=1.0, momentum=0.0, weight_decay=0.0, precision="float32"
+        "resnet18",
+        True,
+        "none",
+        epochs=1,
+        batch_size=2,
+        lr=1.0,
+        momentum=0.0,
+        weight_decay=0.0,
+        precision="float32",
     )
     teacher = torch.tensor([[0.1, 0.8, 0.1]] * 2)
-    fit(model, PIXELS, torch.tensor([0, 0]), settings, 0, torch.device("cpu"), teacher=teacher, distillation_weight=2.0)
+    fit(
+        model,
+        PIXELS,
+        torch.tensor([0, 0]),
+        settings,
+        0,
+        torch.device("cpu"),
+        teacher=teacher,
+        distillation_weight=2.0,
+    )
     p = torch.tensor([0.5, 0.25, 0.25])
     expected = (p - torch.tensor([1.0, 0, 0])) + 2.0 * (p - teacher[0])
     assert torch.allclose(before - model.logits.detach(), expected, atol=1e-6)
@@ -251,7 +298,9 @@ def test_ddim_on_a_known_distribution() -> None:
         config=SimpleNamespace(num_train_timesteps=1000),
         final_alpha_cumprod=torch.tensor(1.0),
     )
-    kit = SimpleNamespace(scheduler=scheduler, alphas_cumprod=alphas_cumprod, device=torch.device("cpu"))
+    kit = SimpleNamespace(
+        scheduler=scheduler, alphas_cumprod=alphas_cumprod, device=torch.device("cpu")
+    )
     z = ddim(
         kit,
         torch.randn(3, 1, 2, 2, dtype=torch.float64),

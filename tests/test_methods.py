@@ -28,12 +28,20 @@ CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 def images(*labels: int) -> Images:
     generator = torch.Generator().manual_seed(5)
-    return Images(torch.randint(256, (len(labels), 3, 32, 32), generator=generator, dtype=torch.uint8), torch.tensor(labels))
+    return Images(
+        torch.randint(256, (len(labels), 3, 32, 32), generator=generator, dtype=torch.uint8),
+        torch.tensor(labels),
+    )
 
 
 def job_of(kit, data: Images, **overrides: object) -> ClientJob:  # type: ignore[no-untyped-def]
     return ClientJob(
-        parse_run_config(quick(**overrides)), "client-0", CLASSES, lambda size: data, str(kit), torch.device("cpu")
+        parse_run_config(quick(**overrides)),
+        "client-0",
+        CLASSES,
+        lambda size: data,
+        str(kit),
+        torch.device("cpu"),
     )
 
 
@@ -45,8 +53,12 @@ def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignor
     assert together.classes == ("two", "seven")
     for index, label in enumerate((2, 7)):
         rows = both.labels == label
-        alone = feddeo_half.make_payload(job_of(tiny_kit, Images(both.pixels[rows], both.labels[rows]), **settings))
-        similarity = torch.cosine_similarity(alone.vectors[0].flatten(), together.vectors[index].flatten(), dim=0)
+        alone = feddeo_half.make_payload(
+            job_of(tiny_kit, Images(both.pixels[rows], both.labels[rows]), **settings)
+        )
+        similarity = torch.cosine_similarity(
+            alone.vectors[0].flatten(), together.vectors[index].flatten(), dim=0
+        )
         assert similarity >= 0.9999
         assert torch.allclose(alone.vectors[0], together.vectors[index], atol=1e-3)
 
@@ -57,8 +69,12 @@ def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: 
 
     calls, forward = [], ResnetBlock2D.forward
     job = job_of(tiny_kit, images(0, 4), feddeo__epochs=3)
-    monkeypatch.setattr(FlopMeter, "_count", lambda meter, kind, step: (meter._of.update({kind: 0}), step())[1])
-    monkeypatch.setattr(ResnetBlock2D, "forward", lambda *a, **k: (calls.append(1), forward(*a, **k))[1])
+    monkeypatch.setattr(
+        FlopMeter, "_count", lambda meter, kind, step: (meter._of.update({kind: 0}), step())[1]
+    )
+    monkeypatch.setattr(
+        ResnetBlock2D, "forward", lambda *a, **k: (calls.append(1), forward(*a, **k))[1]
+    )
     plain, once = feddeo_half.make_payload(job), len(calls)
     frugal = feddeo_half.make_payload(replace(job, saves_memory=True))
     assert torch.equal(plain.vectors, frugal.vectors)
@@ -68,7 +84,10 @@ def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: 
 def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data, done = images(0, 0, 4, 4, 9), []
     together = feddeo_half.make_payload(job_of(tiny_kit, data, feddeo__epochs=3))
-    job = replace(job_of(tiny_kit, data, feddeo__epochs=3, feddeo__at_once=2), progress=lambda *step: done.append(step))
+    job = replace(
+        job_of(tiny_kit, data, feddeo__epochs=3, feddeo__at_once=2),
+        progress=lambda *step: done.append(step),
+    )
     grouped = feddeo_half.make_payload(job)
     assert grouped.classes == together.classes == ("zero", "four", "nine")
     assert torch.allclose(grouped.vectors, together.vectors, atol=1e-3)
@@ -91,12 +110,16 @@ def test_descriptions_start_at_the_prompt_and_lower_the_denoising_loss(tiny_kit)
         return (eps - kit.eps(z, t, d.expand(len(t), -1, -1))).square().mean().item()
 
     assert loss(learned) < loss(start) - 0.01
-    one_step = feddeo_half.make_payload(replace(job, config=parse_run_config(quick(feddeo__epochs=1, feddeo__lr=1e-8)))).vectors
+    one_step = feddeo_half.make_payload(
+        replace(job, config=parse_run_config(quick(feddeo__epochs=1, feddeo__lr=1e-8)))
+    ).vectors
     assert torch.allclose(one_step, start, atol=1e-6)
 
 
 def test_description_flops_are_counted(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    short, long = (job_of(tiny_kit, images(1, 1, 1, 1), feddeo__epochs=n, feddeo__batch_size=4) for n in (1, 3))
+    short, long = (
+        job_of(tiny_kit, images(1, 1, 1, 1), feddeo__epochs=n, feddeo__batch_size=4) for n in (1, 3)
+    )
     for job in (short, long):
         feddeo_half.make_payload(job)
     from torch.utils.flop_counter import FlopCounterMode
@@ -118,12 +141,17 @@ def test_flop_meter_knows_a_matrix_product() -> None:
 
 def test_classifier_payload_is_the_trained_model(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(0, 0, 0, 4, 4, 4)
-    payload = classifier_half.make_payload(job_of(tiny_kit, data, classifier__epochs=60, classifier__lr=0.01))
+    payload = classifier_half.make_payload(
+        job_of(tiny_kit, data, classifier__epochs=60, classifier__lr=0.01)
+    )
     assert payload.classes == ("zero", "four")
     model = classifiers.build_classifier(payload.architecture, 10, small_stem=True)
     model.load_state_dict(payload.state)
     assert payload.state["conv1.1.num_batches_tracked"] == 60
-    assert classifiers.logits_of(model, data.pixels, torch.device("cpu")).argmax(1).tolist() == data.labels.tolist()
+    assert (
+        classifiers.logits_of(model, data.pixels, torch.device("cpu")).argmax(1).tolist()
+        == data.labels.tolist()
+    )
 
 
 def test_one_image_is_too_few_for_a_classifier(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -139,21 +167,30 @@ def test_one_image_in_a_class_is_enough_for_both(tiny_kit) -> None:  # type: ign
 
 def test_training_that_diverges_says_so(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ClassifierError, match=r"diverged at step \d+ .*lower lr = 100"):
-        classifier_half.make_payload(job_of(tiny_kit, images(*[0, 1] * 20), classifier__lr=100.0, classifier__epochs=100))
+        classifier_half.make_payload(
+            job_of(tiny_kit, images(*[0, 1] * 20), classifier__lr=100.0, classifier__epochs=100)
+        )
 
 
 def test_unknown_architectures_and_initialisations_are_named(tmp_path, tiny_kit) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ClassifierError, match="'resnet19' is not a torchvision model"):
         classifiers.build_classifier("resnet19", 10)
-    with pytest.raises(ClassifierError, match="'mnasnet1_0' cannot be rebuilt from its tensors alone"):
+    with pytest.raises(
+        ClassifierError, match="'mnasnet1_0' cannot be rebuilt from its tensors alone"
+    ):
         classifiers.build_classifier("mnasnet1_0", 10)
-    with pytest.raises(ClassifierError, match="small-stem is for ResNet, ShuffleNet, MobileNet and VGG"):
+    with pytest.raises(
+        ClassifierError, match="small-stem is for ResNet, ShuffleNet, MobileNet and VGG"
+    ):
         classifiers.build_classifier("densenet121", 10, small_stem=True)
     with pytest.raises(ClassifierError, match=r"nothing\.safetensors.*cannot be read"):
         classifiers.load_initialisation(torch.nn.Linear(2, 2), tmp_path / "nothing.safetensors")
-    with pytest.raises(ClassifierError, match="does not fit this architecture or stem: 'conv1.weight'"):
+    with pytest.raises(
+        ClassifierError, match="does not fit this architecture or stem: 'conv1.weight'"
+    ):
         classifiers.load_initialisation(
-            classifiers.build_classifier("resnet18", 10), tiny_kit / "classifiers" / "resnet18.safetensors"
+            classifiers.build_classifier("resnet18", 10),
+            tiny_kit / "classifiers" / "resnet18.safetensors",
         )
 
 
@@ -175,11 +212,17 @@ def test_a_missing_or_damaged_kit_is_named(tmp_path, tiny_kit) -> None:  # type:
 def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """1000 classes, a .pth, and without the counters that the first versions did not have."""
     weights = classifiers.build_classifier("resnet18", 1000).state_dict()
-    torch.save({name: value for name, value in weights.items() if "num_batches" not in name}, tmp_path / "resnet18.pth")
+    torch.save(
+        {name: value for name, value in weights.items() if "num_batches" not in name},
+        tmp_path / "resnet18.pth",
+    )
     model = classifiers.build_classifier("resnet18", 10)
     classifiers.load_initialisation(model, tmp_path / "resnet18.pth")
     assert torch.equal(model.conv1.weight, weights["conv1.weight"])
-    for name, content in (("empty", b""), ("short", (tmp_path / "resnet18.pth").read_bytes()[:5000])):
+    for name, content in (
+        ("empty", b""),
+        ("short", (tmp_path / "resnet18.pth").read_bytes()[:5000]),
+    ):
         (tmp_path / f"{name}.pth").write_bytes(content)
         with pytest.raises(ClassifierError, match=rf"{name}\.pth' cannot be read"):
             classifiers.load_initialisation(model, tmp_path / f"{name}.pth")
@@ -191,7 +234,9 @@ def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignor
 def test_training_does_not_depend_on_memory_layout() -> None:
     """The same images, channels-last as a decoder makes them and contiguous as a file is loaded: the same weights, bit for bit."""
     pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
-    settings = ClassifierConfig("resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0, precision="float32")
+    settings = ClassifierConfig(
+        "resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0, precision="float32"
+    )
     states = []
     for images in (pixels, pixels.contiguous(memory_format=torch.channels_last)):
         model = classifiers.new_classifier(settings, 10, "", 0)
@@ -206,18 +251,34 @@ def test_mixed_precision_is_of_the_products() -> None:
     pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     settings, made = parse_run_config(quick()).classifier, {}
     for precision in ("float32", "auto", "bfloat16"):
-        model, seen = classifiers.new_classifier(replace(settings, init="none", architecture="resnet18"), 10, "", 0), []
+        model, seen = (
+            classifiers.new_classifier(
+                replace(settings, init="none", architecture="resnet18"), 10, "", 0
+            ),
+            [],
+        )
         model.conv1.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
-        classifiers.fit(model, pixels, labels, replace(settings, precision=precision, lr=1e-3), 0, torch.device("cpu"))
+        classifiers.fit(
+            model,
+            pixels,
+            labels,
+            replace(settings, precision=precision, lr=1e-3),
+            0,
+            torch.device("cpu"),
+        )
         assert set(seen) == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
         made[precision] = model.state_dict()
     assert all(torch.equal(value, made["auto"][name]) for name, value in made["float32"].items())
     assert {value.dtype for value in made["bfloat16"].values()} == {torch.float32, torch.int64}
     way = (
         made["float32"]["fc.weight"]
-        - classifiers.new_classifier(replace(settings, init="none", architecture="resnet18"), 10, "", 0).fc.weight
+        - classifiers.new_classifier(
+            replace(settings, init="none", architecture="resnet18"), 10, "", 0
+        ).fc.weight
     )
-    assert 0 < (made["bfloat16"]["fc.weight"] - made["float32"]["fc.weight"]).norm() < 0.2 * way.norm()
+    assert (
+        0 < (made["bfloat16"]["fc.weight"] - made["float32"]["fc.weight"]).norm() < 0.2 * way.norm()
+    )
 
 
 def test_dropout_is_seeded() -> None:
@@ -225,9 +286,13 @@ def test_dropout_is_seeded() -> None:
     settings, weights = parse_run_config(quick()).classifier, []
     for _ in range(2):
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2))
+        model = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2)
+        )
         torch.manual_seed(len(weights))
-        weights.append(classifiers.fit(model, pixels, labels, settings, 0, torch.device("cpu"))[1].weight)
+        weights.append(
+            classifiers.fit(model, pixels, labels, settings, 0, torch.device("cpu"))[1].weight
+        )
     assert torch.equal(*weights)
 
 
@@ -245,10 +310,21 @@ def test_seeds_are_fixed_for_ever() -> None:
     """A change here changes every image and figure."""
     assert seed_of(0, "feddeo", "client-1", 3, 7) == 7304840197337381941
     assert (
-        len({seed_of(0, "ab", "c"), seed_of(0, "a", "bc"), seed_of(0, "abc"), seed_of(1, "ab", "c"), seed_of("ab", "c", 0)})
+        len(
+            {
+                seed_of(0, "ab", "c"),
+                seed_of(0, "a", "bc"),
+                seed_of(0, "abc"),
+                seed_of(1, "ab", "c"),
+                seed_of("ab", "c", 0),
+            }
+        )
         == 5
     )
-    assert torch.equal(torch.randn(2, generator=generator_of(1, "x")), torch.randn(2, generator=generator_of(1, "x")))
+    assert torch.equal(
+        torch.randn(2, generator=generator_of(1, "x")),
+        torch.randn(2, generator=generator_of(1, "x")),
+    )
 
 
 def test_a_plan_is_every_client_class_and_index() -> None:
@@ -281,12 +357,21 @@ def test_rows_do_not_depend_on_their_batch(tiny_kit) -> None:  # type: ignore[no
     held = {"a": [0, 3], "b": [3]}
     plan = plan_images("m", 0, held, 1)
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
-    learned = {(j.client, j.label): torch.randn(prompts.shape[1:], generator=generator_of(j.client, j.label)) for j in plan}
+    learned = {
+        (j.client, j.label): torch.randn(
+            prompts.shape[1:], generator=generator_of(j.client, j.label)
+        )
+        for j in plan
+    }
     torch.manual_seed(0)
-    teachers = {c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in held}
+    teachers = {
+        c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in held
+    }
     settings = parse_run_config(quick()).fedlmg
     samplers = {
-        "prompts-only": lambda jobs: prompts_only.sample(kit, jobs, prompts[[j.label for j in jobs]], 3.0, 4),
+        "prompts-only": lambda jobs: prompts_only.sample(
+            kit, jobs, prompts[[j.label for j in jobs]], 3.0, 4
+        ),
         "feddeo": lambda jobs: feddeo.sample(kit, jobs, prompts, learned, (3.0, 3.0), 4),
         "fedlmg": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, settings, 4),
     }
@@ -313,20 +398,30 @@ def test_a_branch_of_scale_zero_costs_nothing(tiny_kit, monkeypatch) -> None:  #
     plan = plan_images("m", 0, {"a": [0]}, 2)
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     forward = kit.unet.forward
-    monkeypatch.setattr(kit.unet, "forward", lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1])
+    monkeypatch.setattr(
+        kit.unet,
+        "forward",
+        lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1],
+    )
     for scales, branches in (((0.0, 3.0), 2), ((3.0, 3.0), 3)):
         rows.clear()
         feddeo.sample(kit, plan, prompts, {("a", 0): prompts[0]}, scales, 5)
         assert rows == [2 * branches] * 5
 
 
-@pytest.mark.parametrize(("steps", "predicts"), [(2, "epsilon"), (20, "epsilon"), (50, "epsilon"), (20, "v_prediction")])
-def test_sampling_equals_diffusers_own_pipeline(tiny_kit, tmp_path, steps: int, predicts: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("steps", "predicts"), [(2, "epsilon"), (20, "epsilon"), (50, "epsilon"), (20, "v_prediction")]
+)
+def test_sampling_equals_diffusers_own_pipeline(
+    tiny_kit, tmp_path, steps: int, predicts: str
+) -> None:  # type: ignore[no-untyped-def]
     """Same noise, same prompt, fp32: the decoded latents agree to 1e-4; also for a UNet that predicts v, as Stable Diffusion 2.1's."""
     shutil.copytree(tiny_kit, tmp_path / "kit")
     tiny_kit = tmp_path / "kit"
     scheduler = tiny_kit / "scheduler" / "scheduler_config.json"
-    scheduler.write_text(json.dumps({**json.loads(scheduler.read_text()), "prediction_type": predicts}))
+    scheduler.write_text(
+        json.dumps({**json.loads(scheduler.read_text()), "prediction_type": predicts})
+    )
     from diffusers import DDIMScheduler
 
     from osfl.diffusion import load_pipeline
@@ -338,7 +433,9 @@ def test_sampling_equals_diffusers_own_pipeline(tiny_kit, tmp_path, steps: int, 
     pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
     z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     texts = ["an image of one", "an image of two"]
-    theirs = pipeline(texts, latents=z, num_inference_steps=steps, guidance_scale=3.0, output_type="latent").images
+    theirs = pipeline(
+        texts, latents=z, num_inference_steps=steps, guidance_scale=3.0, output_type="latent"
+    ).images
     with torch.no_grad():
         condition = Condition(kit.text(texts), 3.0)
         ours = ddim(kit, z, steps, lambda z, t: compose(kit, z, t, kit.text([""]), [condition]))
@@ -359,8 +456,17 @@ def test_guidance_sees_the_classifiers_own_size(tiny_kit) -> None:  # type: igno
 
     from server_app.synthesis.guidance import classifier_loss
 
-    teacher, labels = as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)), torch.tensor([1, 2])
+    teacher, labels = (
+        as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)),
+        torch.tensor([1, 2]),
+    )
     pictures = torch.rand(2, 3, 32, 32) * 2 - 1
     small = interpolate(pictures, size=(16, 16), mode="bilinear", antialias=True)
-    assert torch.allclose(classifier_loss(teacher, pictures, labels, 1, 1, 16), classifier_loss(teacher, small, labels, 1, 1))
-    assert not torch.allclose(classifier_loss(teacher, pictures, labels, 1, 1), classifier_loss(teacher, small, labels, 1, 1))
+    assert torch.allclose(
+        classifier_loss(teacher, pictures, labels, 1, 1, 16),
+        classifier_loss(teacher, small, labels, 1, 1),
+    )
+    assert not torch.allclose(
+        classifier_loss(teacher, pictures, labels, 1, 1),
+        classifier_loss(teacher, small, labels, 1, 1),
+    )

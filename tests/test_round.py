@@ -48,7 +48,9 @@ def nodes(count: int) -> list[dict]:
 
 
 def start(config: dict, job: str = "job", count: int | None = None, tamper=None) -> LoopGrid:  # type: ignore[no-untyped-def]
-    grid = LoopGrid(app, config, nodes(count if count is not None else config["num-clients"]), tamper)
+    grid = LoopGrid(
+        app, config, nodes(count if count is not None else config["num-clients"]), tamper
+    )
     run_job(grid, parse_run_config(config), job)
     return grid
 
@@ -59,8 +61,14 @@ def metrics(home: Path, job: str = "job") -> dict:
 
 @pytest.mark.flops
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_unclip: Path, method: str) -> None:
-    models = {"fedlmg": ["FT", "MD", "SD"], "local": ["client-0", "client-1"], "ceiling": ["real"]}.get(method, ["FT"])
+def test_every_method_makes_its_round_trip(
+    home: Path, tiny_kit: Path, tiny_unclip: Path, method: str
+) -> None:
+    models = {
+        "fedlmg": ["FT", "MD", "SD"],
+        "local": ["client-0", "client-1"],
+        "ceiling": ["real"],
+    }.get(method, ["FT"])
     rounds, samples = METHODS[method].rounds, METHODS[method].samples
     models = {"fedcado": ["FT", "MD", "SD"]}.get(method, [method] if rounds else models)
     grid = start(quick(method=method, kit=str(tiny_kit), feddisc__kit=str(tiny_unclip)))
@@ -69,9 +77,17 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_uncl
     for row in result["accuracy"].values():
         assert set(row) == {"client-0", "client-1", "average"}
         assert row["average"] == pytest.approx((row["client-0"] + row["client-1"]) / 2)
-    assert all(sum(map(sum, matrix)) == 20 for by_client in result["confusion"].values() for matrix in by_client.values())
+    assert all(
+        sum(map(sum, matrix)) == 20
+        for by_client in result["confusion"].values()
+        for matrix in by_client.values()
+    )
     folder = home / "runs" / "job"
-    manifest = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()] if samples else []
+    manifest = (
+        [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
+        if samples
+        else []
+    )
     assert len(manifest) == result["server"]["synthetic_images"] == (20 if samples else 0)
     assert all((folder / row["file"]).is_file() for row in manifest)
     sends = METHODS[method].client is not None or rounds
@@ -83,11 +99,17 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_uncl
         assert not sends or method == "prompts-domain" or about["flops"] > 0
         assert about["download_bytes"] > 0
     if len(models) == 3:  # what taught them makes them three different models
-        assert len({(folder / "models" / f"{name}.safetensors").read_bytes() for name in models}) == 3
+        assert (
+            len({(folder / "models" / f"{name}.safetensors").read_bytes() for name in models}) == 3
+        )
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")  # opens offline
     assert json.loads((folder / "status.json").read_text())["phase"] == "finished"
-    if method in ("fedlmg", "fedavg", "ceiling"):  # a finished job asks nobody to train again, whatever it has sent or drawn
+    if method in (
+        "fedlmg",
+        "fedavg",
+        "ceiling",
+    ):  # a finished job asks nobody to train again, whatever it has sent or drawn
         again = start(grid.run_config)
         assert "train" not in [t for _, t in again.sent]
         assert metrics(home)["accuracy"] == result["accuracy"]
@@ -95,7 +117,9 @@ def test_every_method_makes_its_round_trip(home: Path, tiny_kit: Path, tiny_uncl
 
 def test_a_runs_results_can_be_shown_again(home: Path, tiny_kit: Path) -> None:
     start(quick(method="local", kit=str(tiny_kit)))
-    shown = CliRunner().invoke(cli, ["show", str(home / "runs" / "job")], env={"COLUMNS": "200", "TERM": "dumb"})
+    shown = CliRunner().invoke(
+        cli, ["show", str(home / "runs" / "job")], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
     assert shown.exit_code == 0
     average = metrics(home)["accuracy"]["client-1"]["average"]
     assert re.search(rf"average.* {average:.1f} ", shown.output)
@@ -110,16 +134,25 @@ def test_payload_sizes_are_those_on_the_wire(home: Path, tiny_kit: Path) -> None
     for client, about in metrics(home)["clients"].items():
         stored = home / "runs" / "job" / "payloads" / f"{client}.pb"
         assert stored.stat().st_size == about["upload_bytes"]
-        assert 10 * 8 * 32 * 4 < about["upload_bytes"] < 10 * 8 * 32 * 4 + 256 + 100  # ten descriptions [8, 32] in fp32
-        assert wire.digest(stored.read_bytes()) == json.loads(stored.with_suffix(".json").read_text())["sha256"]
+        assert (
+            10 * 8 * 32 * 4 < about["upload_bytes"] < 10 * 8 * 32 * 4 + 256 + 100
+        )  # ten descriptions [8, 32] in fp32
+        assert (
+            wire.digest(stored.read_bytes())
+            == json.loads(stored.with_suffix(".json").read_text())["sha256"]
+        )
 
 
-def test_a_finished_job_asks_nobody_and_renders_nothing(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_job_asks_nobody_and_renders_nothing(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config)
     before = metrics(home)
     monkeypatch.setattr(
-        feddeo_server, "load_engine", lambda *args: pytest.fail("the kit was loaded to render images that were there")
+        feddeo_server,
+        "load_engine",
+        lambda *args: pytest.fail("the kit was loaded to render images that were there"),
     )
     grid = start(config)
     assert "train" not in [t for _, t in grid.sent]
@@ -131,11 +164,17 @@ class Killed(BaseException):
 
 
 def files(folder: Path, *names: str) -> dict[str, bytes]:
-    found = [p for name in names for p in ([folder / name] if (folder / name).is_file() else (folder / name).rglob("*"))]
+    found = [
+        p
+        for name in names
+        for p in ([folder / name] if (folder / name).is_file() else (folder / name).rglob("*"))
+    ]
     return {str(p.relative_to(folder)): p.read_bytes() for p in found if p.is_file()}
 
 
-def test_an_interrupted_server_makes_the_same_images(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_server_makes_the_same_images(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed in every unit in turn, with an image half written; resumed: byte for byte what the quiet run makes, one unit lost a kill."""
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config, "quiet")
@@ -157,7 +196,9 @@ def test_an_interrupted_server_makes_the_same_images(home: Path, tiny_kit: Path,
             start(config, "rough")
         assert len(list((home / "runs" / "rough" / "units").glob("*.jsonl"))) == finished
         assert not (home / "runs" / "rough" / "manifest.jsonl").exists()
-    monkeypatch.setattr(synthesis_images, "_commit", lambda *args: (rendered.append(args[1].name), commit(*args)))
+    monkeypatch.setattr(
+        synthesis_images, "_commit", lambda *args: (rendered.append(args[1].name), commit(*args))
+    )
     start(config, "rough")
     assert len(rendered) == 4 + 3
     assert files(home / "runs" / "quiet", "images", "manifest.jsonl") == files(
@@ -177,9 +218,15 @@ def small_disk(home: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(runs)], check=True)
 
 
-def test_a_disk_that_fills_loses_nothing(small_disk: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_loses_nothing(
+    small_disk: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Full when the second payload comes, then after the first unit of images; each time the error says so, and the same command goes on."""
-    config, ballast, commit = quick(method="feddeo", kit=str(tiny_kit)), small_disk / "ballast", synthesis_images._commit
+    config, ballast, commit = (
+        quick(method="feddeo", kit=str(tiny_kit)),
+        small_disk / "ballast",
+        synthesis_images._commit,
+    )
 
     def fill() -> None:
         ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
@@ -220,14 +267,27 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     good = files(folder, "images", "models", "manifest.jsonl")
 
     def verified() -> tuple[int, list[str]]:
-        done = CliRunner().invoke(cli, ["verify", str(folder)], env={"COLUMNS": "300", "TERM": "dumb"})
-        return done.exit_code, [line for line in done.output.splitlines() if "reading images" not in line]
+        done = CliRunner().invoke(
+            cli, ["verify", str(folder)], env={"COLUMNS": "300", "TERM": "dumb"}
+        )
+        return done.exit_code, [
+            line for line in done.output.splitlines() if "reading images" not in line
+        ]
 
-    assert verified() == (0, ["2 payloads as written, 20 images as written, 20 manifest rows as written, 1 models as written"])
+    assert verified() == (
+        0,
+        [
+            "2 payloads as written, 20 images as written, 20 manifest rows as written, 1 models as written"
+        ],
+    )
     manifest = folder / "manifest.jsonl"
     manifest.write_text(manifest.read_text().replace('"seed": ', '"seed": 1', 1))
     pictures = sorted((folder / "images").rglob("*.png"))
-    gone, short, changed = pictures[1], pictures[9], pictures[12]  # of three units: a client's eight and two, the other's eight
+    gone, short, changed = (
+        pictures[1],
+        pictures[9],
+        pictures[12],
+    )  # of three units: a client's eight and two, the other's eight
     gone.unlink()
     short.write_bytes(short.read_bytes()[:60])
     with Image.open(changed) as picture:
@@ -247,7 +307,10 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
         f"manifest.jsonl: {json.loads(manifest.read_text().splitlines()[0])['file']} is in no unit as it is there",
         "models/FT.safetensors is not as it was written",
     ]
-    assert lines[-2] == "1 payloads as written, 17 images as written, 19 manifest rows as written, 0 models as written"
+    assert (
+        lines[-2]
+        == "1 payloads as written, 17 images as written, 19 manifest rows as written, 0 models as written"
+    )
     blob[-1] ^= 1
     (folder / "payloads" / "client-1.pb").write_bytes(blob)
     start(config)
@@ -258,7 +321,9 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     }
 
 
-def test_units_that_are_cut_or_of_another_payload_are_found_and_go(home: Path, tiny_kit: Path) -> None:
+def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
+    home: Path, tiny_kit: Path
+) -> None:
     """The first unit's list of images is cut off; another, of the same image with other pixels, is as a replaced payload leaves it."""
     config, folder = quick(method="feddeo", kit=str(tiny_kit)), home / "runs" / "job"
     start(config)
@@ -282,7 +347,9 @@ def test_a_disk_that_never_gives_back_an_image_ends_the_run(
 ) -> None:
     made, commit = [], synthesis_images._commit
     monkeypatch.setattr(
-        synthesis_images, "_commit", lambda job, unit, pixels: (made.append(unit.name), commit(job, unit, pixels))
+        synthesis_images,
+        "_commit",
+        lambda job, unit, pixels: (made.append(unit.name), commit(job, unit, pixels)),
     )
     monkeypatch.setattr(synthesis_images, "read_picture", lambda file: None)
     with pytest.raises(OSError, match="images cannot be read that were written 3 times"):
@@ -309,7 +376,9 @@ def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_ki
     assert not list((home / "cache").rglob("payload.pb"))
 
 
-def test_a_client_that_is_asked_twice_at_once_works_once(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_is_asked_twice_at_once_works_once(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that lost sight of a node asks again while it still works: the second request waits, and has the first one's payload."""
     config, made = quick(method="prompts-domain", kit=str(tiny_kit)), []
     make_payload = domain_client.make_payload
@@ -323,7 +392,9 @@ def test_a_client_that_is_asked_twice_at_once_works_once(home: Path, tiny_kit: P
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
     def ask(number: int) -> float:
-        message = Message(RecordDict({"job": ConfigRecord({"job": "job"})}), dst_node_id=100, message_type="train")
+        message = Message(
+            RecordDict({"job": ConfigRecord({"job": "job"})}), dst_node_id=100, message_type="train"
+        )
         message.metadata.__dict__["_message_id"] = str(number)
         reply = app(message, Context(1, 100, nodes(2)[0], RecordDict(), config))
         return float(reply.content.metric_records["costs"]["resent"])  # type: ignore[arg-type]
@@ -335,7 +406,11 @@ def test_a_client_that_is_asked_twice_at_once_works_once(home: Path, tiny_kit: P
 
 def test_a_cached_payload_of_other_settings_is_not_sent(home: Path, tiny_kit: Path) -> None:
     def refuse(index: int, kind: str, reply: Message) -> Message | None:
-        return Message(Error(2, "the server never saw it"), reply_to=reply) if kind == "train" else reply
+        return (
+            Message(Error(2, "the server never saw it"), reply_to=reply)
+            if kind == "train"
+            else reply
+        )
 
     with pytest.raises(RoundError):
         start(quick(method="feddeo", kit=str(tiny_kit)), "a", tamper=refuse)
@@ -363,26 +438,42 @@ def test_one_bad_payload_does_not_harm_the_others(home: Path, tiny_kit: Path) ->
     start(config, tamper=swap_payload(lambda b: b[:-1] + bytes([b[-1] ^ 1])))
     result = metrics(home)
     assert result["server"]["synthetic_images"] == 10
-    assert {row["client"] for row in map(json.loads, (home / "runs" / "job" / "manifest.jsonl").read_text().splitlines())} == {
-        "client-0"
-    }
-    assert set(result["accuracy"]["FT"]) == {"client-0", "client-1", "average"}  # the model is still tested there
+    assert {
+        row["client"]
+        for row in map(
+            json.loads, (home / "runs" / "job" / "manifest.jsonl").read_text().splitlines()
+        )
+    } == {"client-0"}
+    assert set(result["accuracy"]["FT"]) == {
+        "client-0",
+        "client-1",
+        "average",
+    }  # the model is still tested there
     assert not (home / "runs" / "job" / "payloads" / "client-1.pb").exists()
-    assert set(result["clients"]["client-1"]) == {"download_bytes", "upload_bytes"}  # no costs of what was refused
+    assert set(result["clients"]["client-1"]) == {
+        "download_bytes",
+        "upload_bytes",
+    }  # no costs of what was refused
 
 
-def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(home: Path, tiny_kit: Path) -> None:
+def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(
+    home: Path, tiny_kit: Path
+) -> None:
     with pytest.raises(RoundError, match=r"1 of 2 clients.*\n.*payload of client-1: sha256"):
         start(quick(method="feddeo", kit=str(tiny_kit)), tamper=swap_payload(lambda b: b[:-1]))
     status = json.loads((home / "runs" / "job" / "status.json").read_text())
     assert status["phase"] == "failed"
     assert "client-1" in status["error"]
     assert not (home / "runs" / "job" / "report.html").exists()
-    grid = start(quick(method="feddeo", kit=str(tiny_kit)))  # the good payload was kept, the bad one is asked for again
+    grid = start(
+        quick(method="feddeo", kit=str(tiny_kit))
+    )  # the good payload was kept, the bad one is asked for again
     assert [index for index, kind in grid.sent if kind == "train"] == [1]
 
 
-def test_a_payload_that_leads_sampling_astray_is_left_out(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_leads_sampling_astray_is_left_out(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It passed every check; the rows that are not finite say whose it is."""
     sample = feddeo_server.sample
 
@@ -392,12 +483,18 @@ def test_a_payload_that_leads_sampling_astray_is_left_out(home: Path, tiny_kit: 
         return sample(kit, jobs, *rest)
 
     monkeypatch.setattr(feddeo_server, "sample", astray)
-    with pytest.raises(RoundError, match=r"1 of 2 clients .* can be used; 2 are needed.*\n  client-1: .*NaN or infinity"):
+    with pytest.raises(
+        RoundError,
+        match=r"1 of 2 clients .* can be used; 2 are needed.*\n  client-1: .*NaN or infinity",
+    ):
         start(quick(method="feddeo", kit=str(tiny_kit)))
     grid = start(quick(method="feddeo", kit=str(tiny_kit), min_clients=1))
-    assert {row["client"] for row in map(json.loads, (home / "runs" / "job" / "manifest.jsonl").read_text().splitlines())} == {
-        "client-0"
-    }
+    assert {
+        row["client"]
+        for row in map(
+            json.loads, (home / "runs" / "job" / "manifest.jsonl").read_text().splitlines()
+        )
+    } == {"client-0"}
     assert [k for k, t in grid.sent if t == "train"] == [1]  # it may send a better one
 
 
@@ -405,7 +502,10 @@ def test_outputs_that_are_not_finite_are_their_clients_fault() -> None:
     broken = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 3))
     torch.nn.init.constant_(broken[1].bias, float("nan"))
     pixels, cpu = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.device("cpu")
-    with pytest.raises(wire.PayloadError, match="payload of b: state: its outputs on the synthetic images are not finite"):
+    with pytest.raises(
+        wire.PayloadError,
+        match="payload of b: state: its outputs on the synthetic images are not finite",
+    ):
         mean_teacher({"b": broken}, {"b": [0]}, pixels, cpu, plain=True)
     with pytest.raises(wire.PayloadError, match="payload of b"):
         own_teacher({"b": broken}, ("a", "b"), pixels, cpu)
@@ -463,20 +563,27 @@ def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit
 def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005)
     with pytest.raises(
-        RoundError, match=r"payload has 1\d,\d+ bytes, more than max-payload-mb = 0.005 allows; it was not sent"
+        RoundError,
+        match=r"payload has 1\d,\d+ bytes, more than max-payload-mb = 0.005 allows; it was not sent",
     ):
         start(config)
     with pytest.raises(RoundError, match="it was not sent"):  # the kept one neither
         start(config)
     start({**config, "max-payload-mb": 1.0})
-    assert all(about["resent"] for about in metrics(home)["clients"].values())  # nobody learned again
+    assert all(
+        about["resent"] for about in metrics(home)["clients"].values()
+    )  # nobody learned again
 
 
 def test_an_oversized_payload_is_refused_before_it_is_stored(home: Path, tiny_kit: Path) -> None:
     """From clients that sent it all the same."""
     config = quick(method="feddeo", kit=str(tiny_kit))
     with pytest.raises(RoundError, match=r"size: 1\d,\d+ bytes; the limit is 5,000"):
-        run_job(LoopGrid(app, config, nodes(2)), parse_run_config({**config, "max-payload-mb": 0.005}), "job")
+        run_job(
+            LoopGrid(app, config, nodes(2)),
+            parse_run_config({**config, "max-payload-mb": 0.005}),
+            "job",
+        )
     assert not list((home / "runs" / "job").rglob("*.pb"))
 
 
@@ -490,7 +597,9 @@ def test_no_clients_and_too_few_clients_end_the_run(home: Path, tiny_kit: Path) 
 
 
 def test_a_client_without_data_says_so(home: Path, tiny_kit: Path) -> None:
-    with pytest.raises(RoundError, match=r"6 of 7 clients joined.*\n.*partition-id = 6: the data has 6 parts"):
+    with pytest.raises(
+        RoundError, match=r"6 of 7 clients joined.*\n.*partition-id = 6: the data has 6 parts"
+    ):
         start(quick(method="prompts-only", kit=str(tiny_kit), num_clients=7))
 
 
@@ -508,7 +617,12 @@ def test_a_job_id_stands_for_one_configuration(home: Path, tiny_kit: Path) -> No
 
 
 def test_a_full_disk_is_noticed_before_anything_is_done(home: Path, tiny_kit: Path) -> None:
-    config = quick(method="prompts-only", kit=str(tiny_kit), synthesis__images_per_class=1_000_000, num_clients=100_000)
+    config = quick(
+        method="prompts-only",
+        kit=str(tiny_kit),
+        synthesis__images_per_class=1_000_000,
+        num_clients=100_000,
+    )
     with pytest.raises(ConfigError, match=r"MB free, this run needs about [\d,]+ MB"):
         run_job(LoopGrid(app, config, []), parse_run_config(config), "job")
     assert not (home / "runs" / "job").exists()
@@ -517,8 +631,13 @@ def test_a_full_disk_is_noticed_before_anything_is_done(home: Path, tiny_kit: Pa
 def test_a_missing_kit_is_named(home: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"kit = 'nothing': no such kit"):
         start(quick(method="prompts-only", kit="nothing", classifier__init="none"))
-    for method in ("prompts-only", "fedlmg"):  # where nothing but the server's own sampling needs it
-        config = quick(method=method, kit="/nowhere/kit", classifier__init="none", global_model__init="none")
+    for method in (
+        "prompts-only",
+        "fedlmg",
+    ):  # where nothing but the server's own sampling needs it
+        config = quick(
+            method=method, kit="/nowhere/kit", classifier__init="none", global_model__init="none"
+        )
         grid = LoopGrid(app, config, nodes(2))
         with pytest.raises(KitError, match="'/nowhere/kit': no such folder"):
             run_job(grid, parse_run_config(config), f"absent-{method}")
@@ -526,7 +645,9 @@ def test_a_missing_kit_is_named(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "needed"), [("prompts-only", False), ("feddeo", True)])
-def test_only_a_client_that_needs_the_kit_must_have_it(home: Path, tiny_kit: Path, method: str, needed: bool) -> None:
+def test_only_a_client_that_needs_the_kit_must_have_it(
+    home: Path, tiny_kit: Path, method: str, needed: bool
+) -> None:
     config = quick(method=method, kit=str(tiny_kit))
     grid = LoopGrid(app, config, [{**node, "kit": "absent"} for node in nodes(2)])
     if needed:
@@ -539,12 +660,18 @@ def test_only_a_client_that_needs_the_kit_must_have_it(home: Path, tiny_kit: Pat
         assert {kind for _, kind in grid.sent} == {"query.join"}
     else:
         run_job(grid, parse_run_config(config), "job")
-        assert all(about["download_bytes"] < 50e6 for about in metrics(home)["clients"].values())  # the global model
+        assert all(
+            about["download_bytes"] < 50e6 for about in metrics(home)["clients"].values()
+        )  # the global model
 
 
 def test_the_ceiling_needs_no_numbers_in_the_clients_names(home: Path, tiny_kit: Path) -> None:
     config = quick(method="ceiling", kit=str(tiny_kit))
-    grid = LoopGrid(app, config, [{**node, "client-id": f"site-{name}"} for node, name in zip(nodes(2), "ab", strict=True)])
+    grid = LoopGrid(
+        app,
+        config,
+        [{**node, "client-id": f"site-{name}"} for node, name in zip(nodes(2), "ab", strict=True)],
+    )
     run_job(grid, parse_run_config(config), "job")
     assert json.loads((home / "runs" / "job" / "models" / "real.json").read_text())["images"] == 60
 
@@ -566,7 +693,9 @@ def test_a_node_with_another_kit_is_named(home: Path, tiny_kit: Path, tmp_path: 
     weights = other / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     config = quick(method="feddeo", kit=str(tiny_kit))
-    said = r"other': its unet/diffusion_pytorch_model.safetensors \([0-9a-f]{8}\) is not the server's"
+    said = (
+        r"other': its unet/diffusion_pytorch_model.safetensors \([0-9a-f]{8}\) is not the server's"
+    )
     for kit, reason in ((other, said), (tmp_path / "none", "no such folder")):
         grid = LoopGrid(app, config, [nodes(2)[0], {**nodes(2)[1], "kit": str(kit)}])
         with pytest.raises(RoundError, match=reason):
@@ -580,14 +709,19 @@ def test_only_weights_that_both_have_and_need_are_compared(tiny_kit: Path, tmp_p
     weights = other / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     (other / "text_encoder" / "model.fp16.safetensors").write_bytes(b"half")
-    (other / "text_encoder" / "config.json").write_text((other / "text_encoder" / "config.json").read_text() + "\n")
+    (other / "text_encoder" / "config.json").write_text(
+        (other / "text_encoder" / "config.json").read_text() + "\n"
+    )
 
     def join(method: str, there: dict[str, str]) -> None:
         message = SimpleNamespace(content=RecordDict({"kit": ConfigRecord(dict(there))}))
-        client_app.app._same_kit(message, parse_run_config(quick(method=method, kit=str(tiny_kit))), str(other))  # type: ignore[arg-type]
+        client_app.app._same_kit(
+            message, parse_run_config(quick(method=method, kit=str(tiny_kit))), str(other)
+        )  # type: ignore[arg-type]
 
     server = {
-        method: kit_of_clients(parse_run_config(quick(method=method, kit=str(tiny_kit)))) for method in ("oscar", "feddeo")
+        method: kit_of_clients(parse_run_config(quick(method=method, kit=str(tiny_kit))))
+        for method in ("oscar", "feddeo")
     }
     assert any(name.startswith("unet/") for name in server["feddeo"])
     join("oscar", server["oscar"])
@@ -600,10 +734,14 @@ def test_a_kit_that_no_client_needs_may_be_missing() -> None:
     assert kit_of_clients(parse_run_config(quick(method="fedavg", kit="nowhere"))) == {}
 
 
-def test_an_old_installation_may_not_join(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_installation_may_not_join(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The code comes with the run; an old installation has other kits and dependencies."""
     monkeypatch.setattr(client_app.app, "version", lambda name: "0.0.1")
-    with pytest.raises(RoundError, match=f"client-0 has osfl 0.0.1 installed, the run is of {osfl.__version__}"):
+    with pytest.raises(
+        RoundError, match=f"client-0 has osfl 0.0.1 installed, the run is of {osfl.__version__}"
+    ):
         start(quick(method="feddeo", kit=str(tiny_kit)))
 
 
@@ -615,10 +753,14 @@ def test_an_old_installation_may_not_join(home: Path, tiny_kit: Path, monkeypatc
         ("client-1", "0.0.0", "has osfl 0.0.0 installed"),
     ],
 )
-def test_a_node_that_may_not_join_is_named(home: Path, tiny_kit: Path, client: str, version: str, said: str) -> None:
+def test_a_node_that_may_not_join_is_named(
+    home: Path, tiny_kit: Path, client: str, version: str, said: str
+) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "query.join" and index == 1:
-            reply.content = RecordDict({"join": ConfigRecord({"client": client, "version": version})})
+            reply.content = RecordDict(
+                {"join": ConfigRecord({"client": client, "version": version})}
+            )
         return reply
 
     with pytest.raises(RoundError, match=re.escape(said)):
@@ -635,7 +777,9 @@ def test_a_silent_client_is_given_up_at_the_deadline(home: Path, tiny_kit: Path)
 
 
 @pytest.mark.parametrize("cells", [[1] * 99, [-1] * 100])
-def test_what_is_no_confusion_matrix_is_refused(home: Path, tiny_kit: Path, cells: list[int]) -> None:
+def test_what_is_no_confusion_matrix_is_refused(
+    home: Path, tiny_kit: Path, cells: list[int]
+) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "evaluate" and index == 1:
             reply.content = RecordDict({"metrics": MetricRecord({"confusion": cells})})
@@ -647,7 +791,11 @@ def test_what_is_no_confusion_matrix_is_refused(home: Path, tiny_kit: Path, cell
 
 def only_client_0(index: int, kind: str, reply: Message) -> Message:
     """Client 1's app raises when it is asked to train."""
-    return Message(Error(2, "ValueError: no"), reply_to=reply) if kind == "train" and index == 1 else reply
+    return (
+        Message(Error(2, "ValueError: no"), reply_to=reply)
+        if kind == "train" and index == 1
+        else reply
+    )
 
 
 def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_kit: Path) -> None:
@@ -708,17 +856,23 @@ class Faltering(LoopGrid):
             if path != call:  # a later request of the same call
                 act()
             request = httpx.Request("POST", f"https://superlink/v1/runtime/{path}")
-            raise httpx.HTTPStatusError(f"{code}", request=request, response=httpx.Response(code, request=request))
+            raise httpx.HTTPStatusError(
+                f"{code}", request=request, response=httpx.Response(code, request=request)
+            )
         return act()
 
     def get_nodes(self) -> list[NodeInfo]:
         return self._answer("get-nodes", lambda: list(super(Faltering, self).get_nodes()))
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        return self._answer("push-messages", lambda: list(super(Faltering, self).push_messages(messages)))
+        return self._answer(
+            "push-messages", lambda: list(super(Faltering, self).push_messages(messages))
+        )
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return self._answer("pull-messages", lambda: list(super(Faltering, self).pull_messages(message_ids)))
+        return self._answer(
+            "pull-messages", lambda: list(super(Faltering, self).pull_messages(message_ids))
+        )
 
 
 def falter(tiny_kit: Path, failing: dict[tuple[str, int], tuple[str, int]]) -> Faltering:
@@ -732,16 +886,24 @@ def falter(tiny_kit: Path, failing: dict[tuple[str, int], tuple[str, int]]) -> F
 def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: Path) -> None:
     """Its database is locked for long at times. What may have been done is asked for again, and nothing is counted twice."""
     pushed, pulled, nodes_asked = "push-messages", "pull-messages", "get-nodes"
-    failing = {(nodes_asked, 1): (nodes_asked, 500), (pushed, 1): (pushed, 500), (pulled, 1): (pulled, 502)}
+    failing = {
+        (nodes_asked, 1): (nodes_asked, 500),
+        (pushed, 1): (pushed, 500),
+        (pulled, 1): (pulled, 502),
+    }
     failing |= {(pulled, 4): ("pull-object", 500)}  # a reply that was given out, and came half
     grid = falter(tiny_kit, failing)
     assert metrics(home)["accuracy"]["FT"].keys() == {"client-0", "client-1", "average"}
     asked = Counter(grid.sent)
-    assert sorted(asked.values()) == [1] * 7 + [2]  # join, train, acknowledge, evaluate of two clients; one of them again
+    assert sorted(asked.values()) == [1] * 7 + [
+        2
+    ]  # join, train, acknowledge, evaluate of two clients; one of them again
     assert len(metrics(home)["clients"]) == 2
 
 
-def test_a_message_that_a_node_lost_is_asked_again(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_a_node_lost_is_asked_again(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each kind of message is lost once by client-1, whose SuperLink failed while it fetched it: the node stays online, and nobody is told."""
     lost: set[str] = set()
 
@@ -756,7 +918,10 @@ def test_a_message_that_a_node_lost_is_asked_again(home: Path, tiny_kit: Path, m
     grid = start(quick(method="feddeo", kit=str(tiny_kit)), tamper=lose)
     assert metrics(home)["accuracy"]["FT"].keys() == {"client-0", "client-1", "average"}
     assert lost == {"query.join", "train", "query.acknowledge", "evaluate"}
-    assert {kind: grid.sent.count((0, kind)) for kind in ("train", "evaluate")} == {"train": 1, "evaluate": 1}
+    assert {kind: grid.sent.count((0, kind)) for kind in ("train", "evaluate")} == {
+        "train": 1,
+        "evaluate": 1,
+    }
     assert grid.sent.count((1, "train")) >= 2
     assert grid.sent.count((1, "evaluate")) >= 2
 
@@ -764,7 +929,9 @@ def test_a_message_that_a_node_lost_is_asked_again(home: Path, tiny_kit: Path, m
 def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look each second at first, then after a twentieth of the silence, and after ten seconds at the latest; whatever comes ends the silence."""
     now, slept = [0.0], []
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: slept.append(round(seconds, 6)))
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: slept.append(round(seconds, 6))
+    )
     monkeypatch.setattr("server_app.round.time", clock)
     monkeypatch.setattr("server_app.round.POLL_SECONDS", 1.0)
     exchange = Exchange(None, 10.0, _heard=0.0)  # type: ignore[arg-type]
@@ -787,7 +954,9 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
             (message,) = messages
             name = str(len(replies))
             message.metadata.__dict__["_message_id"] = name
-            replies[name] = [Message(RecordDict({"n": ConfigRecord({"n": len(replies)})}), reply_to=message)]
+            replies[name] = [
+                Message(RecordDict({"n": ConfigRecord({"n": len(replies)})}), reply_to=message)
+            ]
             return [name]
 
         def pull_messages(self, ids: list[str]) -> list[Message]:
@@ -798,12 +967,17 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     exchange.push(7, "evaluate", RecordDict())
     for _ in range(3):
         time.sleep(0.02)
-        exchange.pull(lambda node, content: seen.append(content["n"]["n"]), lambda node, reason: pytest.fail(reason))
+        exchange.pull(
+            lambda node, content: seen.append(content["n"]["n"]),
+            lambda node, reason: pytest.fail(reason),
+        )
     assert seen == [0]
     assert (len(replies), exchange.waiting()) == (2, [])
 
 
-def test_a_question_that_could_not_be_asked_again_is_asked_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_could_not_be_asked_again_is_asked_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first one was lost, and the SuperLink did not take the second: there must be a third."""
     monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
     ids, replies = iter(["m1", "", "m3"]), []
@@ -821,10 +995,16 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(monkeypatch: py
     assert (replies, exchange.waiting()) == ([(5, "content")], [])
 
 
-def test_the_last_acknowledgement_is_sent_though_nothing_else_is_owed(home: Path, tiny_kit: Path) -> None:
+def test_the_last_acknowledgement_is_sent_though_nothing_else_is_owed(
+    home: Path, tiny_kit: Path
+) -> None:
     """Two joined and were asked; the sixth push is the last client's acknowledgement, and the SuperLink does not take it."""
     grid = falter(tiny_kit, {("push-messages", 6): ("push-messages", 500)})
-    assert Counter(grid.sent)[1, "query.acknowledge"] == Counter(grid.sent)[0, "query.acknowledge"] == 1
+    assert (
+        Counter(grid.sent)[1, "query.acknowledge"]
+        == Counter(grid.sent)[0, "query.acknowledge"]
+        == 1
+    )
 
 
 def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Path) -> None:
@@ -834,7 +1014,11 @@ def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Pat
 
 def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: Path) -> None:
     def dying(index: int, kind: str, reply: Message) -> Message:
-        return Message(Error(8, "the app died"), reply_to=reply) if kind == "train" and index == 1 else reply
+        return (
+            Message(Error(8, "the app died"), reply_to=reply)
+            if kind == "train" and index == 1
+            else reply
+        )
 
     with pytest.raises(RoundError, match="the app died .code 8."):
         start(quick(method="feddeo", kit=str(tiny_kit)), tamper=dying)
@@ -842,10 +1026,14 @@ def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: P
 
 @pytest.mark.parametrize("kind", ["query.join", "train", "evaluate"])
 @pytest.mark.parametrize("content", ["empty", "nan"])
-def test_a_reply_that_makes_no_sense_harms_only_its_sender(home: Path, tiny_kit: Path, kind: str, content: str) -> None:
+def test_a_reply_that_makes_no_sense_harms_only_its_sender(
+    home: Path, tiny_kit: Path, kind: str, content: str
+) -> None:
     record = MetricRecord({"confusion": [float("nan")] * 100, "seconds": float("inf")})
     nonsense = (
-        RecordDict() if content == "empty" else RecordDict({"metrics": record, "costs": MetricRecord({"flops": float("nan")})})
+        RecordDict()
+        if content == "empty"
+        else RecordDict({"metrics": record, "costs": MetricRecord({"flops": float("nan")})})
     )
 
     def tamper(index: int, message_type: str, reply: Message) -> Message:
@@ -853,7 +1041,10 @@ def test_a_reply_that_makes_no_sense_harms_only_its_sender(home: Path, tiny_kit:
             reply.content = nonsense
         return reply
 
-    start(quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1, join_timeout=1.0), tamper=tamper)
+    start(
+        quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1, join_timeout=1.0),
+        tamper=tamper,
+    )
     assert "client-0" in metrics(home)["accuracy"]["FT"]
     assert ("client-1" in metrics(home)["accuracy"]["FT"]) == (kind == "train")
 
@@ -863,9 +1054,13 @@ def test_a_reply_that_makes_no_sense_harms_only_its_sender(home: Path, tiny_kit:
     [lambda: MetricRecord.inflate(b"MetricRecord  16\0" + 16 * b"\xff"), lambda: bytearray(2**62)],
     ids=["broken", "huge"],
 )
-def test_a_reply_that_flower_cannot_put_together_is_its_nodes_failure(read: Callable[[], object]) -> None:
+def test_a_reply_that_flower_cannot_put_together_is_its_nodes_failure(
+    read: Callable[[], object],
+) -> None:
     """It reads what a node wrote into its records while the reply is pulled."""
-    grid = SimpleNamespace(push_messages=lambda _: ["m1"], get_nodes=lambda: [], pull_messages=lambda wanted: [read()])
+    grid = SimpleNamespace(
+        push_messages=lambda _: ["m1"], get_nodes=lambda: [], pull_messages=lambda wanted: [read()]
+    )
     exchange, failures = Exchange(grid, 10.0), []
     exchange.push(5, "train", RecordDict())
     assert exchange.pull(lambda *it: pytest.fail(str(it)), lambda *it: failures.append(it)) == 0
@@ -884,10 +1079,13 @@ def test_a_classifier_whose_logits_are_not_finite_is_refused(home: Path, tiny_ki
         good = wire.decode(blob, expected_payload(parse_run_config(config), "job")("client-1"))
         assert isinstance(good, Classifier)
         state = {
-            n: torch.full_like(t, 9e5) if t.is_floating_point() and "running" not in n else t for n, t in good.state.items()
+            n: torch.full_like(t, 9e5) if t.is_floating_point() and "running" not in n else t
+            for n, t in good.state.items()
         }
         state = {n: torch.zeros_like(t) if "running_var" in n else t for n, t in state.items()}
-        return wire.encode(Classifier(good.classes, good.architecture, state), "fedlmg", "job", "client-1")
+        return wire.encode(
+            Classifier(good.classes, good.architecture, state), "fedlmg", "job", "client-1"
+        )
 
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
@@ -916,12 +1114,17 @@ def test_what_the_server_lacks_is_said_before_the_clients_work(home: Path, tiny_
         shutil.rmtree(home / "runs" / "job", ignore_errors=True)
 
 
-def test_an_architecture_that_the_run_does_not_allow_is_refused_at_joining(home: Path, tiny_kit: Path) -> None:
+def test_an_architecture_that_the_run_does_not_allow_is_refused_at_joining(
+    home: Path, tiny_kit: Path
+) -> None:
     config = quick(method="fedlmg", kit=str(tiny_kit), join_timeout=1.0)
     own = nodes(2)
     own[1] |= {"architecture": "resnet50"}
     grid = LoopGrid(app, config, own)
-    with pytest.raises(RoundError, match="node-config architecture = 'resnet50': this run allows shufflenet_v2_x1_0"):
+    with pytest.raises(
+        RoundError,
+        match="node-config architecture = 'resnet50': this run allows shufflenet_v2_x1_0",
+    ):
         run_job(grid, parse_run_config(config), "job")
     assert {kind for _, kind in grid.sent} == {"query.join"}
 
@@ -931,11 +1134,16 @@ def test_domains_that_nobody_names_are_asked_for(home: Path, tiny_kit: Path) -> 
     config = quick(method="prompts-domain", kit=str(tiny_kit), data__partition="iid")
     with pytest.raises(RoundError, match="prompts-domain needs node-config domain"):
         start(config)
-    own = [{**node, "domain": domain} for node, domain in zip(nodes(2), ("etching", "fresco"), strict=True)]
+    own = [
+        {**node, "domain": domain}
+        for node, domain in zip(nodes(2), ("etching", "fresco"), strict=True)
+    ]
     run_job(LoopGrid(app, config, own), parse_run_config(config), "told")
     from osfl.v1 import payload_pb2 as pb
 
-    blobs = [(home / "runs" / "told" / "payloads" / f"client-{k}.pb").read_bytes() for k in range(2)]
+    blobs = [
+        (home / "runs" / "told" / "payloads" / f"client-{k}.pb").read_bytes() for k in range(2)
+    ]
     assert [pb.Payload.FromString(blob).domain.name for blob in blobs] == ["etching", "fresco"]
 
 

@@ -57,7 +57,9 @@ def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
         if kind == "train":
             replies[index] = unpack_state(reply.content.array_records["model"])
             said = dict(reply.content.metric_records["metrics"])
-            reply.content["metrics"] = MetricRecord({**said, "num-examples": 90 if index == 1 else 30})
+            reply.content["metrics"] = MetricRecord(
+                {**said, "num-examples": 90 if index == 1 else 30}
+            )
         return reply
 
     start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
@@ -65,7 +67,9 @@ def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
     assert torch.allclose(model(home, "fedavg")["fc.weight"], expected, atol=1e-6)
 
 
-def test_feddf_distils_the_mean_from_the_clients_models(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feddf_distils_the_mean_from_the_clients_models(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every round the student begins at the mean, the teachers are what the clients sent, and what is learned is what goes on."""
     replies, calls = [], []
 
@@ -75,7 +79,14 @@ def test_feddf_distils_the_mean_from_the_clients_models(home: Path, tiny_kit: Pa
         return reply
 
     def distil(student, teachers, proxy, job, number) -> None:  # type: ignore[no-untyped-def]
-        calls.append((student.fc.bias.detach().clone(), [t.fc.bias.detach().clone() for t in teachers], len(proxy), number))
+        calls.append(
+            (
+                student.fc.bias.detach().clone(),
+                [t.fc.bias.detach().clone() for t in teachers],
+                len(proxy),
+                number,
+            )
+        )
         student.fc.bias.data += 1
 
     monkeypatch.setattr(feddf, "distil", distil)
@@ -96,7 +107,11 @@ def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -
         ("prox", "fedprox", {"rounds__proximal_mu": 50.0}),
     ):
         start(quick(method=method, **common, **settings), job)
-    plain, zero, near = model(home, "fedavg", "avg"), model(home, "fedprox", "prox-0"), model(home, "fedprox", "prox")
+    plain, zero, near = (
+        model(home, "fedavg", "avg"),
+        model(home, "fedprox", "prox-0"),
+        model(home, "fedprox", "prox"),
+    )
     begin = new_classifier(parse_run_config(quick()).classifier, 10, str(tiny_kit), 0).state_dict()
     way = (plain["fc.weight"] - begin["fc.weight"]).norm()
     assert (near["fc.weight"] - begin["fc.weight"]).norm() < 0.7 * way
@@ -104,7 +119,9 @@ def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -
     assert (zero["fc.weight"] - begin["fc.weight"]).norm() == pytest.approx(way.item(), rel=0.2)
 
 
-def test_a_rounds_model_is_packed_once_for_all_clients(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rounds_model_is_packed_once_for_all_clients(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And held once until they have answered, however many they are."""
     packed, pack = [], rounds_run.pack_state
     monkeypatch.setattr(rounds_run, "pack_state", lambda state: packed.append(1) or pack(state))
@@ -154,14 +171,21 @@ def test_a_killed_server_goes_on_after_the_last_round(
     assert one["upload_bytes"] == other["upload_bytes"]
 
 
-def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feddyn_remembers_each_clients_gradient(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After round 1 it is -alpha (theta_k - theta), and round 2 uses it; what an earlier run of the job left does not count; at the end it goes."""
     config = quick(method="feddyn", kit=str(tiny_kit), rounds__count=3, rounds__dyn_alpha=0.5)
     begin = new_classifier(parse_run_config(config).classifier, 10, str(tiny_kit), 0)
     replies: list[dict[str, torch.Tensor]] = []
     kept: list[dict[str, dict[str, torch.Tensor]]] = []
     context = SimpleNamespace(run_config=config, node_config=nodes(2)[0], node_id=100)
-    folder = home / "cache" / "job" / f"client-0-{client_app._cache_key(*client_app._settings(context)[:2], '')}"  # type: ignore[arg-type]
+    folder = (
+        home
+        / "cache"
+        / "job"
+        / f"client-0-{client_app._cache_key(*client_app._settings(context)[:2], '')}"
+    )  # type: ignore[arg-type]
     folder.mkdir(parents=True)
     for number in (19, 20):
         ones = {name: torch.ones_like(p) for name, p in begin.named_parameters()}
@@ -170,7 +194,9 @@ def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path, monk
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 0:
             replies.append(unpack_state(reply.content.array_records["model"]))
-            kept.append({file.stem: load_file(file) for file in folder.glob("feddyn-*.safetensors")})
+            kept.append(
+                {file.stem: load_file(file) for file in folder.glob("feddyn-*.safetensors")}
+            )
         return reply
 
     start(config, tamper=tamper)
@@ -180,15 +206,23 @@ def test_feddyn_remembers_each_clients_gradient(home: Path, tiny_kit: Path, monk
         ["feddyn-000002", "feddyn-000003"],
     ]
     first = kept[0]["feddyn-000001"]
-    assert torch.allclose(first["fc.weight"], -0.5 * (replies[0]["fc.weight"] - begin.state_dict()["fc.weight"]), atol=1e-6)
+    assert torch.allclose(
+        first["fc.weight"],
+        -0.5 * (replies[0]["fc.weight"] - begin.state_dict()["fc.weight"]),
+        atol=1e-6,
+    )
     assert "conv1.1.running_mean" not in first
     assert not folder.exists()  # released
     remembering = model(home, "feddyn")
     monkeypatch.setattr(
-        client_rounds, "_load_correction", lambda folder, like: {n: torch.zeros_like(p) for n, p in like.items()}
+        client_rounds,
+        "_load_correction",
+        lambda folder, like: {n: torch.zeros_like(p) for n, p in like.items()},
     )
     start(config, "forgetful")
-    assert not torch.allclose(remembering["fc.weight"], model(home, "feddyn", "forgetful")["fc.weight"], atol=1e-5)
+    assert not torch.allclose(
+        remembering["fc.weight"], model(home, "feddyn", "forgetful")["fc.weight"], atol=1e-5
+    )
 
 
 def test_a_model_in_another_memory_format_arrives_with_its_numbers() -> None:
@@ -213,11 +247,23 @@ UNKNOWN = safetensors(dtype="PICKLE", shape=[1], data_offsets=[0, 4])
         ({"fc.bias": torch.full((10,), float("nan"))}, "fc.bias contains NaN or infinity"),
         ({"fc.bias": torch.zeros(11)}, r"fc.bias has shape \[11\]"),
         ({"extra": torch.zeros(1)}, "other arrays than the run's"),
-        ({"fc.bias": torch.zeros(10, dtype=torch.float64)}, "fc.bias has shape .* and type torch.float64"),
+        (
+            {"fc.bias": torch.zeros(10, dtype=torch.float64)},
+            "fc.bias has shape .* and type torch.float64",
+        ),
         ({"fc.bias": torch.full((10,), 3e38)}, "fc.bias contains a number beyond"),
-        ({"conv1.1.running_var": torch.full((24,), -1.0)}, "conv1.1.running_var contains a variance below zero"),
-        *(({"model": wrong}, "not in safetensors' format") for wrong in (b"", b"PK\x03\x04 a zip file", HUGE, BEYOND, UNKNOWN)),
-        ({"model": ArrayRecord({"fc.bias": Array(np.zeros(10))})}, "not in safetensors' format: '0000'"),
+        (
+            {"conv1.1.running_var": torch.full((24,), -1.0)},
+            "conv1.1.running_var contains a variance below zero",
+        ),
+        *(
+            ({"model": wrong}, "not in safetensors' format")
+            for wrong in (b"", b"PK\x03\x04 a zip file", HUGE, BEYOND, UNKNOWN)
+        ),
+        (
+            {"model": ArrayRecord({"fc.bias": Array(np.zeros(10))})},
+            "not in safetensors' format: '0000'",
+        ),
         ({"num-examples": -5}, "figures are not plausible"),
         ({"num-examples": float("nan")}, "figures are not plausible"),
         ({"seconds": float("inf")}, "figures are not plausible"),
@@ -249,24 +295,36 @@ def spoil(reply: RecordDict, wrong: dict) -> None:
             reply["metrics"] = MetricRecord(dict(reply.metric_records["metrics"]) | {name: value})
 
 
-@pytest.mark.parametrize("wrong", [{"fc.bias": torch.full((10,), float("nan"))}, {"num-examples": -5}])
-def test_who_sent_a_wrong_reply_is_left_out_by_name(home: Path, tiny_kit: Path, wrong: dict) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"fc.bias": torch.full((10,), float("nan"))}, {"num-examples": -5}]
+)
+def test_who_sent_a_wrong_reply_is_left_out_by_name(
+    home: Path, tiny_kit: Path, wrong: dict
+) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
             spoil(reply.content, wrong)
         return reply
 
-    with pytest.raises(RoundError, match="(?s)1 of 2 clients sent a model.*client-1: .*(NaN|not plausible)") as caught:
+    with pytest.raises(
+        RoundError, match="(?s)1 of 2 clients sent a model.*client-1: .*(NaN|not plausible)"
+    ) as caught:
         start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
     assert "client-0:" not in str(caught.value)
-    start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1, min_clients=1), "fewer", tamper=tamper)
+    start(
+        quick(method="fedavg", kit=str(tiny_kit), rounds__count=1, min_clients=1),
+        "fewer",
+        tamper=tamper,
+    )
     assert torch.isfinite(model(home, "fedavg", "fewer")["fc.bias"]).all()
 
 
 def test_figures_that_nobody_asked_for_are_ignored(home: Path, tiny_kit: Path) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train" and index == 1:
-            reply.content["metrics"] = MetricRecord(dict(reply.content.metric_records["metrics"]) | {"extra": [1.0, 2.0]})
+            reply.content["metrics"] = MetricRecord(
+                dict(reply.content.metric_records["metrics"]) | {"extra": [1.0, 2.0]}
+            )
             reply.content["more"] = MetricRecord({"x": 1})
         return reply
 
@@ -274,7 +332,9 @@ def test_figures_that_nobody_asked_for_are_ignored(home: Path, tiny_kit: Path) -
     assert torch.isfinite(model(home, "fedavg")["fc.bias"]).all()
 
 
-def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(home: Path, tiny_kit: Path) -> None:
+def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(
+    home: Path, tiny_kit: Path
+) -> None:
     """client-1's first two replies are lost: round 1 waits for the deadline, round 2 for test-timeout, round 3 has both again."""
     lost: list[int] = []
 
@@ -284,7 +344,14 @@ def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(home: Path, 
             return None
         return reply
 
-    config = quick(method="fedavg", kit=str(tiny_kit), rounds__count=3, min_clients=1, deadline=15.0, test_timeout=1.0)
+    config = quick(
+        method="fedavg",
+        kit=str(tiny_kit),
+        rounds__count=3,
+        min_clients=1,
+        deadline=15.0,
+        test_timeout=1.0,
+    )
     began = time.monotonic()
     grid = start(config, tamper=tamper)
     assert 15 < time.monotonic() - began < 28  # not twice the deadline
@@ -293,7 +360,9 @@ def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(home: Path, 
     assert about["client-0"]["upload_bytes"] == pytest.approx(3 * about["client-1"]["upload_bytes"])
 
 
-def test_a_mean_that_is_not_finite_is_not_kept(home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_that_is_not_finite_is_not_kept(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from server_app.rounds.feddyn import FedDyn
 
     aggregate = FedDyn.aggregate_train
@@ -315,19 +384,31 @@ def test_a_mean_that_is_not_finite_is_not_kept(home: Path, tiny_kit: Path, monke
 
 
 def test_a_client_that_fails_in_a_round_is_named(home: Path, tiny_kit: Path) -> None:
-    config = quick(method="fedavg", kit=str(tiny_kit), classifier__lr=100.0, classifier__batch_size=5, rounds__local_epochs=20)
-    with pytest.raises(RoundError, match=r"(?s)0 of 2 clients sent a model.*\n  client-0: .*diverged"):
+    config = quick(
+        method="fedavg",
+        kit=str(tiny_kit),
+        classifier__lr=100.0,
+        classifier__batch_size=5,
+        rounds__local_epochs=20,
+    )
+    with pytest.raises(
+        RoundError, match=r"(?s)0 of 2 clients sent a model.*\n  client-0: .*diverged"
+    ):
         start(config)
 
 
-def test_rounds_need_one_architecture_and_a_proxy_set_that_is_there(home: Path, tiny_kit: Path) -> None:
+def test_rounds_need_one_architecture_and_a_proxy_set_that_is_there(
+    home: Path, tiny_kit: Path
+) -> None:
     with pytest.raises(ConfigError, match="fedavg averages models of one architecture"):
         parse_run_config(quick(method="fedavg", classifier__architecture="resnet18,resnet34"))
     with pytest.raises(ConfigError, match="must be 'public' or a folder with at least two images"):
         start(quick(method="feddf", kit=str(tiny_kit), rounds__proxy="/nowhere"))
 
 
-def test_a_folder_of_images_can_be_the_proxy_set(home: Path, tiny_kit: Path, tmp_path: Path) -> None:
+def test_a_folder_of_images_can_be_the_proxy_set(
+    home: Path, tiny_kit: Path, tmp_path: Path
+) -> None:
     from PIL import Image
 
     web = tmp_path / "web"
@@ -344,7 +425,9 @@ def test_a_folder_of_images_can_be_the_proxy_set(home: Path, tiny_kit: Path, tmp
 # ---- Clients of different architectures ----
 
 
-def test_clients_of_different_architectures_make_one_global_model(home: Path, tiny_kit: Path) -> None:
+def test_clients_of_different_architectures_make_one_global_model(
+    home: Path, tiny_kit: Path
+) -> None:
     """FedCADO: a ResNet-18, a ShuffleNet and, by its node-config, a VGG without BatchNorm; the global model is a ShuffleNet."""
     config = quick(
         method="fedcado",

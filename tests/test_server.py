@@ -43,7 +43,9 @@ def resnet() -> nn.Module:
 def test_a_classifier_is_rebuilt_from_its_state(architecture: str) -> None:
     model = classifiers.build_classifier(architecture, 10).eval()
     images = torch.rand(2, 3, 32, 32)
-    assert torch.equal(classifiers.rebuild(model.state_dict(), architecture, 10, False)(images), model(images))
+    assert torch.equal(
+        classifiers.rebuild(model.state_dict(), architecture, 10, False)(images), model(images)
+    )
 
 
 def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) -> None:
@@ -53,7 +55,9 @@ def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) 
     job = ServerJob(config, folder, Status(folder.path), ("a", "b"))
 
     def paint(jobs):  # type: ignore[no-untyped-def]
-        return torch.stack([torch.full((3, 32, 32), 20 * j.label + 10, dtype=torch.uint8) for j in jobs])
+        return torch.stack(
+            [torch.full((3, 32, 32), 20 * j.label + 10, dtype=torch.uint8) for j in jobs]
+        )
 
     for make in (lambda device: paint, lambda device: pytest.fail("everything was made before")):
         made = render(job, plan_images("m", 0, {"a": [1, 4], "b": [7]}, 2), make, {})  # type: ignore[arg-type]
@@ -71,16 +75,25 @@ def test_a_unit_that_does_not_fit_is_sampled_in_parts(home: Path, tiny_kit: Path
         tried.append(len(jobs))
         if len(jobs) > room:
             raise torch.OutOfMemoryError
-        return torch.stack([torch.full((3, 32, 32), 20 * j.index + 10, dtype=torch.uint8) for j in jobs])
+        return torch.stack(
+            [torch.full((3, 32, 32), 20 * j.index + 10, dtype=torch.uint8) for j in jobs]
+        )
 
     def made(name: str, sample, divisible: bool = True) -> list[int]:  # type: ignore[no-untyped-def]
-        job = ServerJob(config, open_run_folder(config, name, 0), Status(home / "runs" / name), ("a",))
+        job = ServerJob(
+            config, open_run_folder(config, name, 0), Status(home / "runs" / name), ("a",)
+        )
         plan = plan_images("m", 0, {"a": [1]}, 11)
-        return (render(job, plan, lambda device: sample, {}, divisible).pixels[:, 0, 8, 8] // 20).tolist()
+        return (
+            render(job, plan, lambda device: sample, {}, divisible).pixels[:, 0, 8, 8] // 20
+        ).tolist()
 
     assert made("some", paint) == list(range(11))
     assert tried == [8, 4, 2, 2, 2, 2, 2, 1]
-    for name, sample, divisible in (("none", partial(paint, room=0), True), ("whole", paint, False)):
+    for name, sample, divisible in (
+        ("none", partial(paint, room=0), True),
+        ("whole", paint, False),
+    ):
         with pytest.raises(torch.OutOfMemoryError):
             made(name, sample, divisible)
 
@@ -98,12 +111,20 @@ def test_each_scale_belongs_to_its_branch(tiny_kit: Path) -> None:
 
 def test_the_server_uses_the_classifier_that_was_sent() -> None:
     state = resnet().state_dict()
-    payload, job = Classifier(CLASSES, "resnet18", state), SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES)
-    for model in (fedlmg._rebuild(payload, 10, True).model, local.run(job, {"a": payload})["a"].model):  # type: ignore[arg-type]
+    payload, job = (
+        Classifier(CLASSES, "resnet18", state),
+        SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES),
+    )
+    for model in (
+        fedlmg._rebuild(payload, 10, True).model,
+        local.run(job, {"a": payload})["a"].model,
+    ):  # type: ignore[arg-type]
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 
 
-def test_each_row_is_guided_by_its_own_classifier(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_is_guided_by_its_own_classifier(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What reaches the loss and the guidance in every step: teacher, labels, weights, size, statistics; the scale."""
     kit, plan, calls = load_kit(tiny_kit), plan_images("m", 0, {"a": [0, 3], "b": [5]}, 1), []
     teachers = {client: as_teacher(resnet()) for client in "ab"}
@@ -120,7 +141,9 @@ def test_each_row_is_guided_by_its_own_classifier(tiny_kit: Path, monkeypatch: p
 
     monkeypatch.setattr(fedlmg, "classifier_loss", watched_loss)
     monkeypatch.setattr(fedlmg, "guide", watched_guide)
-    fedlmg.sample(kit, plan, kit.text([f"an image of {name}" for name in CLASSES]), teachers, settings, 2, 16)
+    fedlmg.sample(
+        kit, plan, kit.text([f"an image of {name}" for name in CLASSES]), teachers, settings, 2, 16
+    )
     step = [("a", [0, 3], 1.0, 0.3, 16, "image"), ("b", [5], 1.0, 0.3, 16, "image"), 7.0]
     assert sorted(map(str, calls)) == sorted(map(str, step * 2))
 
@@ -134,7 +157,9 @@ def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.Monke
     ):
         config = parse_run_config(quick(seed=5, method=name))
         job = ServerJob(config, SimpleNamespace(), SimpleNamespace(), ("a",))  # type: ignore[arg-type]
-        monkeypatch.setattr(method, "render", lambda job, plan, *rest, **more: plans.append(plan) or 1 / 0)
+        monkeypatch.setattr(
+            method, "render", lambda job, plan, *rest, **more: plans.append(plan) or 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             method.run(job, {"a": payload})  # type: ignore[attr-defined]
         assert plans.pop() == plan_images(name, 5, {"a": [2, 7]}, 1)
@@ -142,7 +167,9 @@ def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.Monke
 
 def test_each_image_is_taught_by_its_own_row() -> None:
     """KL to a one-hot teacher is cross-entropy: the same as twice the learning rate."""
-    pixels = torch.randint(256, (6, 3, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pixels = torch.randint(
+        256, (6, 3, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     labels = torch.tensor([0, 1, 2] * 2)
 
     def trained(lr: float, teacher: torch.Tensor | None) -> torch.Tensor:
@@ -151,7 +178,9 @@ def test_each_image_is_taught_by_its_own_row() -> None:
         settings = ClassifierConfig("resnet18", True, "none", 2, 2, lr, 0.0, 0.0, "float32")
         return fit(model, pixels, labels, settings, 0, CPU, teacher=teacher)[1].weight  # type: ignore[index]
 
-    assert torch.allclose(trained(0.02, nn.functional.one_hot(labels).float()), trained(0.04, None), atol=1e-5)
+    assert torch.allclose(
+        trained(0.02, nn.functional.one_hot(labels).float()), trained(0.04, None), atol=1e-5
+    )
     assert not torch.allclose(trained(0.02, None), trained(0.04, None), atol=1e-5)
 
 
@@ -163,7 +192,12 @@ def test_rows_of_the_confusion_matrix_are_true_classes() -> None:
             return nn.functional.one_hot(torch.full((len(x),), 3), 4).float()
 
     pixels, labels = torch.zeros(3, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 0, 3])
-    assert classifiers.confusion(Threes(), pixels, labels, 4, CPU) == [[0, 0, 0, 2], [0] * 4, [0] * 4, [0, 0, 0, 1]]
+    assert classifiers.confusion(Threes(), pixels, labels, 4, CPU) == [
+        [0, 0, 0, 2],
+        [0] * 4,
+        [0] * 4,
+        [0, 0, 0, 1],
+    ]
 
 
 def test_rows_that_are_not_finite_are_named(tiny_kit: Path) -> None:
@@ -180,11 +214,19 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     # FT: 7 of 8 and 2 of 4 right, 68.75 on average. MD is better, and who would choose it for that had looked at the test images
     (tmp_path / "tests").mkdir()
     (tmp_path / "config.json").write_text('{"method": "fedlmg", "seed": 0}')
-    (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 4]], "b": [[1, 1], [1, 1]]}))
-    (tmp_path / "tests" / "MD.json").write_text(json.dumps({"a": [[4, 0], [0, 4]], "b": [[2, 0], [0, 2]]}))
+    (tmp_path / "tests" / "FT.json").write_text(
+        json.dumps({"a": [[3, 1], [0, 4]], "b": [[1, 1], [1, 1]]})
+    )
+    (tmp_path / "tests" / "MD.json").write_text(
+        json.dumps({"a": [[4, 0], [0, 4]], "b": [[2, 0], [0, 2]]})
+    )
     result = gather(tmp_path, dict.fromkeys(("a", "b"), 1000))
     assert result["accuracy"]["FT"] == {"a": 87.5, "b": 50.0, "average": 68.75}
-    assert (result["shown"], result["average"], result["clients"]["a"]["download_bytes"]) == ("FT", 68.75, 1000)
+    assert (result["shown"], result["average"], result["clients"]["a"]["download_bytes"]) == (
+        "FT",
+        68.75,
+        1000,
+    )
     assert not result["kit_not_counted"]
     assert gather(tmp_path, {"a": 1000, "b": None})["kit_not_counted"]
 
@@ -192,11 +234,16 @@ def test_figures_by_hand(tmp_path: Path) -> None:
 def test_the_page_shows_each_clients_first_image_and_the_shares_of_each_row(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "config.json").write_text('{"method": "feddeo", "seed": 0}')
-    (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 0]], "b": [[0, 0], [1, 7]]}))
+    (tmp_path / "tests" / "FT.json").write_text(
+        json.dumps({"a": [[3, 1], [0, 0]], "b": [[0, 0], [1, 7]]})
+    )
     for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
         Image.new("RGB", (200, 200), colour).save(tmp_path / f"{name}.png")
     drawn = [("b", "dog", "red"), ("b", "dog", "blue"), ("a", "cat", "blue")]
-    rows = [json.dumps({"client": client, "class": name, "file": f"{file}.png"}) for client, name, file in drawn]
+    rows = [
+        json.dumps({"client": client, "class": name, "file": f"{file}.png"})
+        for client, name, file in drawn
+    ]
     (tmp_path / "manifest.jsonl").write_text("\n".join(rows) + "\n")
     write_report(tmp_path, ("cat", "cow", "dog"))
     page = (tmp_path / "report.html").read_text()
@@ -218,13 +265,21 @@ def test_locals_figure_is_the_mean_of_its_models(tmp_path: Path) -> None:
         (tmp_path / "tests" / f"{client}.json").write_text(json.dumps({"a": matrix, "b": matrix}))
         (tmp_path / "payloads" / f"{client}.pb").write_bytes(b"x" * 100)
     result = gather(tmp_path)
-    assert (result["shown"], result["average"], result["clients"]["a"]["download_bytes"]) == ("", 50.0, 200)
+    assert (result["shown"], result["average"], result["clients"]["a"]["download_bytes"]) == (
+        "",
+        50.0,
+        200,
+    )
 
 
 def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     folder = open_run_folder(parse_run_config(quick()), "job", 0)
-    with folder.alone(), pytest.raises(ConfigError, match="'job': another server is at work on it"), folder.alone():
+    with (
+        folder.alone(),
+        pytest.raises(ConfigError, match="'job': another server is at work on it"),
+        folder.alone(),
+    ):
         pass
     with folder.alone():
         pass
@@ -234,14 +289,22 @@ def test_a_job_id_stands_for_one_kit(home: Path) -> None:
     config = parse_run_config(quick())
     open_run_folder(config, "job", 0, "0123")
     open_run_folder(config, "job", 10**18, "0123")  # what is there already needs no space
-    with pytest.raises(ConfigError, match="was started with kit-sha256 = '0123'; this run has '4567'"):
+    with pytest.raises(
+        ConfigError, match="was started with kit-sha256 = '0123'; this run has '4567'"
+    ):
         open_run_folder(config, "job", 0, "4567")
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [("unknown", "lost sight of run 7, which may go on: why"), ("finished:failed", "the run failed: why")]
+    ("status", "said"),
+    [
+        ("unknown", "lost sight of run 7, which may go on: why"),
+        ("finished:failed", "the run failed: why"),
+    ],
 )
-def test_a_federation_that_fails_or_is_out_of_sight_is_told(monkeypatch: pytest.MonkeyPatch, status: str, said: str) -> None:
+def test_a_federation_that_fails_or_is_out_of_sight_is_told(
+    monkeypatch: pytest.MonkeyPatch, status: str, said: str
+) -> None:
     """Its log breaks off first, and the run goes on: that alone is no failure."""
     answers = iter([("running", ""), (status, "why")])
     monkeypatch.setattr(launch, "submit", lambda *_: 7)
@@ -251,10 +314,16 @@ def test_a_federation_that_fails_or_is_out_of_sight_is_told(monkeypatch: pytest.
         cli._run_on("there", {}, "job")
 
 
-def test_the_local_superlink_listens_on_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_superlink_listens_on_loopback_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes any app that it is sent, so nobody else may reach it."""
     seen: list[str] = []
-    monkeypatch.setattr(launch.subprocess, "Popen", lambda command, **_: seen.extend(command) or SimpleNamespace(pid=0))
+    monkeypatch.setattr(
+        launch.subprocess,
+        "Popen",
+        lambda command, **_: seen.extend(command) or SimpleNamespace(pid=0),
+    )
     for name in ("_wait_until_healthy", "end_process_tree"):
         monkeypatch.setattr(launch, name, lambda *_: None)
     with launch.local_superlink(tmp_path, tmp_path):

@@ -29,7 +29,13 @@ def run(tmp_path: Path) -> Path:
         file = f"images/{client}/{label:03d}-{NAMES[label]}/{number:05d}.png"
         (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(tmp_path / "run" / file)
-        row = {"file": file, "client": client, "class": NAMES[label], "seed": number, "sha256": picture_digest(picture)}
+        row = {
+            "file": file,
+            "client": client,
+            "class": NAMES[label],
+            "seed": number,
+            "sha256": picture_digest(picture),
+        }
         rows.append(json.dumps(row) + "\n")
     (tmp_path / "run" / "manifest.jsonl").write_text("".join(rows))
     return tmp_path / "run"
@@ -39,7 +45,12 @@ def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
     """By Hugging Face's own reader: every image once, with its label and where it is from, in another order than the run's."""
     files = write_shards(run, tmp_path / "out", 4)
     assert [file.name for file in files] == ["00000.tar", "00001.tar", "00002.tar"]
-    rows = load_dataset("webdataset", data_files=[str(f) for f in files], split="train", cache_dir=str(tmp_path / "hf"))
+    rows = load_dataset(
+        "webdataset",
+        data_files=[str(f) for f in files],
+        split="train",
+        cache_dir=str(tmp_path / "hf"),
+    )
     seeds = [row["json"]["seed"] for row in rows]
     assert sorted(seeds) == list(range(10)) != seeds
     for row in rows:
@@ -53,9 +64,13 @@ def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
-    one, other = ([f.read_bytes() for f in write_shards(run, tmp_path / name, 4)] for name in ("one", "other"))
+    one, other = (
+        [f.read_bytes() for f in write_shards(run, tmp_path / name, 4)] for name in ("one", "other")
+    )
     assert one == other
-    assert [f.read_bytes() for f in write_shards(run, tmp_path / "one", 4)] == one  # over those that are there
+    assert [
+        f.read_bytes() for f in write_shards(run, tmp_path / "one", 4)
+    ] == one  # over those that are there
 
 
 def test_what_is_damaged_or_missing_is_not_written(run: Path, tmp_path: Path) -> None:
@@ -71,7 +86,9 @@ def test_what_is_damaged_or_missing_is_not_written(run: Path, tmp_path: Path) ->
 def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> None:
     """Of another size, of another run, and of who knows what."""
     before = [file.read_bytes() for file in write_shards(run, tmp_path / "out", 5)]
-    with pytest.raises(ConfigError, match="has shards of another run, or of another size; name an empty folder"):
+    with pytest.raises(
+        ConfigError, match="has shards of another run, or of another size; name an empty folder"
+    ):
         write_shards(run, tmp_path / "out", 6)
     manifest = (run / "manifest.jsonl").read_text().splitlines(keepends=True)
     (run / "manifest.jsonl").write_text("".join(reversed(manifest)))

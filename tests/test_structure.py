@@ -21,7 +21,12 @@ PACKAGES = ("osfl", "client_app", "server_app")
 
 
 def sources() -> list[Path]:
-    return [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py")) if "v1" not in p.parts]
+    return [
+        p
+        for package in PACKAGES
+        for p in sorted((ROOT / package).rglob("*.py"))
+        if "v1" not in p.parts
+    ]
 
 
 def imports(file: Path) -> set[str]:
@@ -38,7 +43,11 @@ def imports(file: Path) -> set[str]:
 def test_the_halves_do_not_import_each_other() -> None:
     for file in sources():
         package = file.relative_to(ROOT).parts[0]
-        forbidden = {"osfl": {"client_app", "server_app"}, "client_app": {"server_app"}, "server_app": {"client_app"}}[package]
+        forbidden = {
+            "osfl": {"client_app", "server_app"},
+            "client_app": {"server_app"},
+            "server_app": {"client_app"},
+        }[package]
         assert not imports(file) & forbidden, file
 
 
@@ -70,8 +79,14 @@ def test_the_flower_apps_are_plain_assignments() -> None:
 def test_the_bundle_is_the_checkouts(tmp_path: Path) -> None:
     """`osfl run` submits a copy; Flower makes of it what it would make of the checkout by `fab-include`."""
     bundle = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(launch.copy_app(tmp_path / "app"))))
-    included = {p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
-    assert {name for name in bundle.namelist() if not name.startswith(".info")} == included | {"pyproject.toml"}
+    included = {
+        p.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for p in (ROOT / package).rglob("*.py")
+    }
+    assert {name for name in bundle.namelist() if not name.startswith(".info")} == included | {
+        "pyproject.toml"
+    }
     assert bundle.read("osfl/wire.py") == (ROOT / "osfl" / "wire.py").read_bytes()
 
 
@@ -99,7 +114,9 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
 def test_a_phone_needs_no_more_than_its_work(modules: str, unneeded: set[str]) -> None:
     """The client half of FedLMG loads neither diffusers nor transformers, nor what only the digits need."""
     code = f"import sys, {modules}; print(sorted({unneeded} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -109,7 +126,10 @@ def test_no_registry_and_no_machine_path_is_committed() -> None:
         pytest.skip("not a git checkout")
     for name in tracked.stdout.splitlines():
         file = ROOT / name
-        if file.suffix in {".py", ".toml", ".md", ".txt", ".yml", ".yaml", ".json", ".sh"} or file.name == "Makefile":
+        if (
+            file.suffix in {".py", ".toml", ".md", ".txt", ".yml", ".yaml", ".json", ".sh"}
+            or file.name == "Makefile"
+        ):
             assert not re.search(r"index-url[ =]+\S*:|/" + "root/", file.read_text()), name
 
 
@@ -130,8 +150,12 @@ def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> Non
     table = tmp_path / "osfl" / "methods.py"
     row = '    "toy": Method(client="toy", server="toy", payload="Descriptions", client_parts=DIFFUSION_PARTS),\n}'
     table.write_text(table.read_text().replace("\n}\n", f"\n{row}\n", 1))  # edit 1
-    (tmp_path / "client_app" / "methods" / "toy.py").write_text(TOY.replace("SHAPE", "(8, 32)"))  # edit 2
-    server = (ROOT / "server_app" / "methods" / "feddeo.py").read_text().replace('"feddeo"', '"toy"')
+    (tmp_path / "client_app" / "methods" / "toy.py").write_text(
+        TOY.replace("SHAPE", "(8, 32)")
+    )  # edit 2
+    server = (
+        (ROOT / "server_app" / "methods" / "feddeo.py").read_text().replace('"feddeo"', '"toy"')
+    )
     (tmp_path / "server_app" / "methods" / "toy.py").write_text(server)  # edit 3
     (tmp_path / "go.py").write_text(
         "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"
@@ -147,7 +171,11 @@ def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> Non
         "grid = LoopGrid(app, config, [{'partition-id': k, 'num-partitions': 2} for k in range(2)])\n"
         "run_job(grid, parse_run_config(config), 'job')\n"
     )
-    environment = {**os.environ, "OSFL_RUNS": str(tmp_path / "runs"), "OSFL_CACHE": str(tmp_path / "cache")}
+    environment = {
+        **os.environ,
+        "OSFL_RUNS": str(tmp_path / "runs"),
+        "OSFL_CACHE": str(tmp_path / "cache"),
+    }
     command = [sys.executable, "go.py", str(tmp_path), str(ROOT / "tests"), str(tiny_kit)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

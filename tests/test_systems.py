@@ -35,7 +35,17 @@ from osfl.prompts import concept_positions, concept_prompts, with_concepts
 from osfl.seeds import generator_of
 from server_app import expected
 from server_app.app import kit_bytes
-from server_app.methods import espresso, fedbip, fedcado, feddeo, feddisc, fedlmg, fgl, oscar, prompts_only
+from server_app.methods import (
+    espresso,
+    fedbip,
+    fedcado,
+    feddeo,
+    feddisc,
+    fedlmg,
+    fgl,
+    oscar,
+    prompts_only,
+)
 from server_app.rounds import feddf
 from server_app.synthesis.guidance import Condition, as_teacher, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
@@ -55,7 +65,9 @@ def test_a_ddim_step_is_undone_exactly_when_the_prediction_is_fixed() -> None:
     z, e = random(2, 4, 8, 8).double(), random(2, 4, 8, 8, seed=1).double()
     for a_t, a_prev in ((0.05, 0.2), (0.5, 0.9), (0.9, 0.999)):
         a_t, a_prev = torch.tensor(a_t).double(), torch.tensor(a_prev).double()
-        assert torch.allclose(ddim_step(ddim_step(z, e, a_t, a_prev), e, a_prev, a_t), z, atol=1e-12)
+        assert torch.allclose(
+            ddim_step(ddim_step(z, e, a_t, a_prev), e, a_prev, a_t), z, atol=1e-12
+        )
 
 
 def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -70,17 +82,26 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
 
     a1, p1, a2, p2 = (float(v) for v in (a1, p1, a2, p2))
     zig = down(2.0, 1.0, a1, p1)  # 1. strong: e = 2 / 2
-    zag = down(zig, 1.0, p1, a1)  # 2. weak, backwards: e = 1, as it happens the same; so z is back at 2
+    zag = down(
+        zig, 1.0, p1, a1
+    )  # 2. weak, backwards: e = 1, as it happens the same; so z is back at 2
     assert zag == pytest.approx(2.0)
     kept = down(zag, zag / 2, a1, p1)  # 3. strong again
     end = down(kept, kept / 2, a2, p2)  # below the threshold: one plain step
-    assert torch.allclose(z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4)
-    strong, weak = (lambda z, t: z / 2 + t / 1000), (lambda z, t: z / 3 + t / 500)  # where each prediction is taken
+    assert torch.allclose(
+        z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4
+    )
+    strong, weak = (
+        (lambda z, t: z / 2 + t / 1000),
+        (lambda z, t: z / 3 + t / 500),
+    )  # where each prediction is taken
     zig = down(2.0, 1.0 + t1 / 1000, a1, p1)
     zag = down(zig, zig / 3 + t1 / 500, p1, a1)  # at the lower latent, and at the upper timestep
     kept = down(zag, zag / 2 + t1 / 1000, a1, p1)
     end = down(kept, kept / 2 + t2 / 1000, a2, p2)
-    assert torch.allclose(z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4)
+    assert torch.allclose(
+        z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4
+    )
 
 
 def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -89,7 +110,11 @@ def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type:
     settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=800)).espresso
     payload = Mixtures(CLASSES, random(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
     forward = kit.unet.forward
-    monkeypatch.setattr(kit.unet, "forward", lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1])
+    monkeypatch.setattr(
+        kit.unet,
+        "forward",
+        lambda z, *args, **kwargs: (rows.append(len(z)), forward(z, *args, **kwargs))[1],
+    )
     plan = plan_images("m", 0, {"a": [3]}, 1)
     above = [t > 800 for t, *_ in ddim_schedule(kit, 10)]
     assert sum(above) == 2
@@ -108,11 +133,16 @@ def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type:
 def test_noise_from_a_mixture_has_its_moments() -> None:
     """Weights 1/4 and 3/4, means -4 and 4 / variances 1 and 0.25: mean 2, variance 0.25 + 0.1875 + 12 = 12.4375."""
     weights = torch.tensor([[0.25, 0.75]])
-    means, variances = torch.tensor([-4.0, 4.0]).view(1, 2, 1, 1, 1), torch.tensor([1.0, 0.25]).view(1, 2, 1, 1, 1)
+    means, variances = (
+        torch.tensor([-4.0, 4.0]).view(1, 2, 1, 1, 1),
+        torch.tensor([1.0, 0.25]).view(1, 2, 1, 1, 1),
+    )
     payload = Mixtures(("a",), torch.zeros(1, 1, 2, 2), torch.ones(1, 1), weights, means, variances)
     drawn = torch.cat(
         [
-            espresso.from_mixture(payload, 0, random(1, 1, 1, seed=i), generator_of(i, "espresso")).flatten()
+            espresso.from_mixture(
+                payload, 0, random(1, 1, 1, seed=i), generator_of(i, "espresso")
+            ).flatten()
             for i in range(20_000)
         ]
     )
@@ -126,8 +156,12 @@ def test_a_fitted_mixture_finds_two_clouds() -> None:
     weights, means, variances = espresso_half.fit_mixture(clouds, 2, seed=0)
     order = weights.argsort()
     assert torch.allclose(weights[order], torch.tensor([0.25, 0.75]), atol=0.01)
-    assert torch.allclose(means[order], torch.tensor([3.0, -3.0]).view(2, 1, 1, 1).expand_as(means), atol=0.3)
-    assert torch.allclose(variances[order], torch.tensor([1.0, 0.25]).view(2, 1, 1, 1).expand_as(variances), rtol=0.4)
+    assert torch.allclose(
+        means[order], torch.tensor([3.0, -3.0]).view(2, 1, 1, 1).expand_as(means), atol=0.3
+    )
+    assert torch.allclose(
+        variances[order], torch.tensor([1.0, 0.25]).view(2, 1, 1, 1).expand_as(variances), rtol=0.4
+    )
 
 
 def test_clusters_are_wards() -> None:
@@ -137,7 +171,9 @@ def test_clusters_are_wards() -> None:
         ours = espresso_half.cluster(features, count)
         assert sorted(torch.cat(ours).tolist()) == list(range(30))
         theirs = fcluster(ward(features.numpy()), count, criterion="maxclust")
-        assert {frozenset(c.tolist()) for c in ours} == {frozenset(np.flatnonzero(theirs == n).tolist()) for n in set(theirs)}
+        assert {frozenset(c.tolist()) for c in ours} == {
+            frozenset(np.flatnonzero(theirs == n).tolist()) for n in set(theirs)
+        }
     assert [c.tolist() for c in espresso_half.cluster(features[:1], 4)] == [[0]]
     assert len(espresso_half.cluster(features[:3], 4)) == 3
 
@@ -146,7 +182,11 @@ def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
     """Variance of a noised mixture: a E[s^2 + (1-s)^2] var(x0) + (1 - a) = 0.5 * 2/3 * (4 + 3) + 0.5, where an image is not mixed with itself."""
     a_t = torch.tensor(0.5)
     latents = espresso_half.noised_latents(
-        2 * random(4000, 1, 1, 1), torch.full((4000, 1, 1, 1), math.log(3)), a_t, 3, torch.Generator().manual_seed(1)
+        2 * random(4000, 1, 1, 1),
+        torch.full((4000, 1, 1, 1), math.log(3)),
+        a_t,
+        3,
+        torch.Generator().manual_seed(1),
     )
     assert latents.shape == (12_000, 1, 1, 1)
     assert latents.mean().item() == pytest.approx(0, abs=0.05)
@@ -157,7 +197,9 @@ def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignor
     """Two classes, of five images and of one: 2 clusters and 1; weights are shares of the images; G alone brings the mixture."""
     data = images(0, 0, 0, 0, 0, 4)
     for gmm in (True, False):
-        payload = espresso_half.make_payload(job_of(tiny_kit, data, method="espresso", espresso__gmm=gmm))
+        payload = espresso_half.make_payload(
+            job_of(tiny_kit, data, method="espresso", espresso__gmm=gmm)
+        )
         assert payload.classes == ("zero", "four")
         assert payload.conditions.shape == (2, 2, 8, 32)
         assert torch.allclose(payload.weights.sum(dim=1), torch.ones(2))
@@ -167,7 +209,9 @@ def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignor
         assert (payload.component_means is not None) == gmm
     start = load_kit(tiny_kit).text(["an image of zero"])[0]
     assert not torch.allclose(payload.conditions[0, 0], payload.conditions[0, 1])
-    assert (payload.conditions[0, 0] - start).abs().max() < 1  # ten images' steps away from the prompt
+    assert (
+        payload.conditions[0, 0] - start
+    ).abs().max() < 1  # ten images' steps away from the prompt
 
 
 def test_a_condition_is_drawn_by_its_clusters_share(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -194,7 +238,13 @@ def test_a_condition_is_drawn_by_its_clusters_share(tiny_kit) -> None:  # type: 
 
 def test_noise_editing_by_hand() -> None:
     # L = z^2 / 2: z <- z - 0.1 z, three times: 2 * 0.9^3
-    z = fedcado.edit_noise(torch.full((1, 1, 2, 2), 2.0), torch.tensor(0), lambda z, t: (z, (z**2 / 2).sum((1, 2, 3))), 3, 0.1)
+    z = fedcado.edit_noise(
+        torch.full((1, 1, 2, 2), 2.0),
+        torch.tensor(0),
+        lambda z, t: (z, (z**2 / 2).sum((1, 2, 3))),
+        3,
+        0.1,
+    )
     assert torch.allclose(z, torch.full_like(z, 2 * 0.9**3))
     assert not z.requires_grad
 
@@ -210,7 +260,9 @@ def test_edited_noise_has_a_lower_loss_and_other_images(tiny_kit) -> None:  # ty
     edited = fedcado.edit_noise(z, t, loss_at, 10, 0.3)
     assert loss_at(edited, t)[1].mean() < loss_at(z, t)[1].mean()
     plain = fedlmg.sample(kit, plan, prompts, teachers, settings, 2)
-    assert torch.equal(fedcado.sample(kit, plan, prompts, teachers, replace(settings, noise_edits=0), 2), plain)
+    assert torch.equal(
+        fedcado.sample(kit, plan, prompts, teachers, replace(settings, noise_edits=0), 2), plain
+    )
     assert not torch.equal(fedcado.sample(kit, plan, prompts, teachers, settings, 2), plain)
 
 
@@ -230,7 +282,10 @@ def test_a_teacher_without_batchnorm_warns_and_guides() -> None:
 
 def test_oscars_mean_is_a_loops(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(3, 3, 3, 8)
-    captioner, text = encoders.load_captioner(str(tiny_kit), CPU), encoders.load_text_encoder(str(tiny_kit), CPU, torch.float32)
+    captioner, text = (
+        encoders.load_captioner(str(tiny_kit), CPU),
+        encoders.load_text_encoder(str(tiny_kit), CPU, torch.float32),
+    )
     captions = [captioner(data.pixels[i : i + 1])[0] for i in range(4)]
     payload = oscar_half.make_payload(job_of(tiny_kit, data, method="oscar"))
     total = torch.zeros(8, 32)
@@ -284,7 +339,10 @@ def test_fgl_sends_every_caption_and_uses_them_in_turn(tiny_kit) -> None:  # typ
     data = images(3, 5, 3)
     payload = fgl_half.make_payload(job_of(tiny_kit, data, method="fgl"))
     captioner = encoders.load_captioner(str(tiny_kit), CPU)
-    assert payload == Captions(("three", "five"), (tuple(captioner(data.pixels[[0, 2]])), tuple(captioner(data.pixels[[1]]))))
+    assert payload == Captions(
+        ("three", "five"),
+        (tuple(captioner(data.pixels[[0, 2]])), tuple(captioner(data.pixels[[1]]))),
+    )
     job = SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES)
     texts = {("a", 3): ("red", "blue")}
     prompts = [fgl.prompt_of(job, texts, image) for image in plan_images("fgl", 0, {"a": [3]}, 3)]  # type: ignore[arg-type]
@@ -298,8 +356,13 @@ def test_a_negative_prompt_is_the_other_end_of_the_guidance(tiny_kit) -> None:  
     z = initial_noise(plan, kit.latent_shape, CPU)
     t = torch.tensor(501)
     away, towards = kit.eps(z, t, bad), kit.eps(z, t, c)
-    assert torch.allclose(compose(kit, z, t, bad, [Condition(c, 2.0)]), away + 2 * (towards - away), atol=1e-5)
-    assert not torch.equal(prompts_only.sample(kit, plan, c, 2.0, 2, bad), prompts_only.sample(kit, plan, c, 2.0, 2, nothing))
+    assert torch.allclose(
+        compose(kit, z, t, bad, [Condition(c, 2.0)]), away + 2 * (towards - away), atol=1e-5
+    )
+    assert not torch.equal(
+        prompts_only.sample(kit, plan, c, 2.0, 2, bad),
+        prompts_only.sample(kit, plan, c, 2.0, 2, nothing),
+    )
 
 
 # ---- FedDISC ----
@@ -317,7 +380,9 @@ def test_centres_and_mean_of_two_clouds() -> None:
     assert sorted(vectors[:2, 0].tolist()) == [1, 5]
     assert torch.equal(vectors[2], torch.full((4,), 2.0))
     few = feddisc_half.class_vectors(cloud[:1], clusters=3, seed=0)
-    assert torch.equal(few, torch.full((4, 4), 1.0))  # one image: its vector three times, and as the mean
+    assert torch.equal(
+        few, torch.full((4, 4), 1.0)
+    )  # one image: its vector three times, and as the mean
 
 
 def test_embedding_noise_is_diffusers_own(tiny_unclip) -> None:  # type: ignore[no-untyped-def]
@@ -332,9 +397,17 @@ def test_unclip_sampling_equals_diffusers_own_pipeline(tiny_unclip) -> None:  # 
     """One image condition, guidance 3: the latents agree to 1e-4."""
     from diffusers import DDIMScheduler
 
-    kit, pipe, noise = load_kit(tiny_unclip), load_unclip_pipeline(tiny_unclip), load_embedding_noise(str(tiny_unclip))
+    kit, pipe, noise = (
+        load_kit(tiny_unclip),
+        load_unclip_pipeline(tiny_unclip),
+        load_embedding_noise(str(tiny_unclip)),
+    )
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
-    embeddings, z, texts = random(2, 12), random(2, 4, 8, 8, seed=2), ["an image of one", "an image of two"]
+    embeddings, z, texts = (
+        random(2, 12),
+        random(2, 4, 8, 8, seed=2),
+        ["an image of one", "an image of two"],
+    )
     theirs = pipe(
         prompt=texts,
         image_embeds=embeddings,
@@ -345,7 +418,9 @@ def test_unclip_sampling_equals_diffusers_own_pipeline(tiny_unclip) -> None:  # 
         output_type="latent",
         generator=torch.Generator().manual_seed(7),
     ).images
-    drawn = torch.randn(2, 12, generator=torch.Generator().manual_seed(7))  # what the pipeline drew first
+    drawn = torch.randn(
+        2, 12, generator=torch.Generator().manual_seed(7)
+    )  # what the pipeline drew first
     image = noise(embeddings, torch.full((2,), 500), drawn)
     with torch.no_grad():
         condition = Condition(kit.text(texts), 3.0, image)
@@ -373,10 +448,15 @@ def test_feddisc_uses_the_centres_in_turn_and_the_mean_for_all(tiny_unclip, monk
 
 def test_concepts_take_their_words_places(shipped_kit, tiny_kit) -> None:  # type: ignore[no-untyped-def]
     text = encoders.load_text_encoder(str(shipped_kit), CPU, torch.float32)
-    tokens = [text.tokenizer.convert_ids_to_tokens(row) for row in text.tokens(concept_prompts(CLASSES)).tolist()]
+    tokens = [
+        text.tokenizer.convert_ids_to_tokens(row)
+        for row in text.tokens(concept_prompts(CLASSES)).tolist()
+    ]
     for name, (s, v), row in zip(CLASSES, concept_positions(text, CLASSES), tokens, strict=True):
         assert (row[s], row[v], row[v + 1]) == ("x</w>", f"{name}</w>", "<|endoftext|>")
-    short = load_kit(tiny_kit).text  # eight tokens, too few for the prompt: V takes the last before the end of text
+    short = load_kit(
+        tiny_kit
+    ).text  # eight tokens, too few for the prompt: V takes the last before the end of text
     assert concept_positions(short, ["seven"]) == [(2, 6)]
     base, domain, vectors = random(2, 8, 32), random(2, 32, seed=1), random(2, 32, seed=2)
     made = with_concepts(base, [(2, 5), (2, 6)], domain, vectors)
@@ -412,23 +492,33 @@ def test_words_learn_to_lower_the_denoising_loss(tiny_kit) -> None:  # type: ign
 def test_latents_are_drawn_between_two_images_of_the_class() -> None:
     labels = torch.tensor([0, 0, 1])
     means = torch.tensor([1.0, 3.0, 50.0]).view(3, 1, 1, 1)
-    payload = Concepts(("zero", "one"), torch.zeros(2), torch.zeros(2, 2), labels, means, torch.zeros(3, 1, 1, 1))
+    payload = Concepts(
+        ("zero", "one"), torch.zeros(2), torch.zeros(2, 2), labels, means, torch.zeros(3, 1, 1, 1)
+    )
     drawn = [fedbip.interpolated(payload, 0, generator_of(i)).item() for i in range(500)]
     assert min(drawn) >= 1
     assert max(drawn) <= 3
     assert np.mean(drawn) == pytest.approx(2, abs=0.1)
     assert np.std(drawn) == pytest.approx(2 / 12**0.5, abs=0.05)  # uniform on [1, 3]
     assert fedbip.interpolated(payload, 1, generator_of(0)).item() == 50
-    wide = replace(payload, means=torch.zeros(3, 1, 1, 1), deviations=torch.tensor([1.0, 3.0, 0.0]).view(3, 1, 1, 1))
+    wide = replace(
+        payload,
+        means=torch.zeros(3, 1, 1, 1),
+        deviations=torch.tensor([1.0, 3.0, 0.0]).view(3, 1, 1, 1),
+    )
     drawn = [fedbip.interpolated(wide, 0, generator_of(i)).item() for i in range(2000)]
-    assert np.std(drawn) == pytest.approx((13 / 3) ** 0.5, rel=0.05)  # E (1 + 2u)^2 of u uniform on [0, 1]
+    assert np.std(drawn) == pytest.approx(
+        (13 / 3) ** 0.5, rel=0.05
+    )  # E (1 + 2u)^2 of u uniform on [0, 1]
 
 
 def test_every_posterior_stays_with_its_image_and_its_word(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Two classes in turn, the later one's images first."""
     data, kit, seen = images(8, 3, 8, 3, 8), load_kit(tiny_kit), []
     monkeypatch.setattr(
-        fedbip_half, "learn_words", lambda *args: (seen.append(args[1:5]), torch.zeros(32), torch.zeros(2, 32))[1:]
+        fedbip_half,
+        "learn_words",
+        lambda *args: (seen.append(args[1:5]), torch.zeros(32), torch.zeros(2, 32))[1:],
     )
     payload = fedbip_half.make_payload(job_of(tiny_kit, data, method="fedbip"))
     ((names, owner, means, _),) = seen
@@ -455,11 +545,15 @@ def test_latents_are_scaled_as_diffusers_pipelines_scale_them(tiny_kit) -> None:
 def test_conditions_learn_from_draws_of_the_posterior(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Of mean 5 and variance 4."""
     kit, drawn = load_kit(tiny_kit), []
-    monkeypatch.setattr(conditions, "forward_noise", lambda z, noise, a: (drawn.append(z), noise)[1])
+    monkeypatch.setattr(
+        conditions, "forward_noise", lambda z, noise, a: (drawn.append(z), noise)[1]
+    )
     mean, logvar = torch.full((64, 4, 8, 8), 5.0), torch.full((64, 4, 8, 8), math.log(4))
     job = job_of(tiny_kit, images(3), feddeo__epochs=1, feddeo__batch_size=64)
     start = kit.text(["an image of three"])
-    conditions.learn_conditions(kit, start, mean, logvar, [torch.arange(64)], ["three"], job.config.feddeo, job)
+    conditions.learn_conditions(
+        kit, start, mean, logvar, [torch.arange(64)], ["three"], job.config.feddeo, job
+    )
     (latents,) = drawn
     assert latents.mean().item() == pytest.approx(5, abs=0.05)
     assert latents.std().item() == pytest.approx(2, rel=0.03)
@@ -468,12 +562,20 @@ def test_conditions_learn_from_draws_of_the_posterior(tiny_kit, monkeypatch) -> 
 # ---- Every sampler ----
 
 
-def every_sampler(kit, unclip, plan: list[ImageJob], steps: int, **settings: Any) -> dict[str, Callable[..., torch.Tensor]]:  # type: ignore[no-untyped-def]
+def every_sampler(
+    kit, unclip, plan: list[ImageJob], steps: int, **settings: Any
+) -> dict[str, Callable[..., torch.Tensor]]:  # type: ignore[no-untyped-def]
     """For whatever images of a plan, with payloads of random numbers."""
-    config, clients = parse_run_config(quick(espresso__clusters=2, **settings)), sorted({job.client for job in plan})
+    config, clients = (
+        parse_run_config(quick(espresso__clusters=2, **settings)),
+        sorted({job.client for job in plan}),
+    )
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     torch.manual_seed(0)
-    teachers = {c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)) for c in clients}
+    teachers = {
+        c: as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True))
+        for c in clients
+    }
     mixtures = {
         c: Mixtures(
             CLASSES,
@@ -486,21 +588,32 @@ def every_sampler(kit, unclip, plan: list[ImageJob], steps: int, **settings: Any
         for n, c in enumerate(clients)
     }
     concepts = {
-        c: Concepts(CLASSES, random(32, seed=n), random(10, 32), torch.arange(10), random(10, 4, 8, 8), torch.ones(10, 4, 8, 8))
+        c: Concepts(
+            CLASSES,
+            random(32, seed=n),
+            random(10, 32),
+            torch.arange(10),
+            random(10, 4, 8, 8),
+            torch.ones(10, 4, 8, 8),
+        )
         for n, c in enumerate(clients)
     }
     vectors = {(j.client, j.label): random(3, 24, seed=j.label) for j in plan}
     learned = {(j.client, j.label): random(8, 32, seed=j.label) for j in plan}
     scales = (config.feddeo.guidance_text, config.feddeo.guidance_description)
     return {
-        "prompts-only": lambda jobs: prompts_only.sample(kit, jobs, prompts[[j.label for j in jobs]], 3.0, steps),
+        "prompts-only": lambda jobs: prompts_only.sample(
+            kit, jobs, prompts[[j.label for j in jobs]], 3.0, steps
+        ),
         "feddeo": lambda jobs: feddeo.sample(kit, jobs, prompts, learned, scales, steps),
         "fedlmg": lambda jobs: fedlmg.sample(kit, jobs, prompts, teachers, config.fedlmg, steps),
         "fedcado": lambda jobs: fedcado.sample(kit, jobs, prompts, teachers, config.fedcado, steps),
         "espresso": lambda jobs: espresso.sample(
             kit, jobs, [(mixtures[j.client], j.label) for j in jobs], config.espresso, steps
         ),
-        "feddisc": lambda jobs: feddisc.sample(unclip, jobs, prompts, vectors, config.feddisc, steps),
+        "feddisc": lambda jobs: feddisc.sample(
+            unclip, jobs, prompts, vectors, config.feddisc, steps
+        ),
         "fedbip": lambda jobs: fedbip.sample(kit, jobs, CLASSES, concepts, config.fedbip, steps),
     }
 
@@ -529,12 +642,22 @@ def test_no_sampler_does_more_than_its_formula(tiny_kit, tiny_unclip) -> None:  
     """
     kit, unclip, steps, edits, above = load_kit(tiny_kit), load_kit(tiny_unclip), 3, 2, 1
     plan = plan_images("m", 0, {"a": [0], "b": [3]}, 1)
-    z, t, c = random(1, *kit.latent_shape).requires_grad_(), torch.tensor(500), random(1, *kit.text.shape)
-    F, V, T = flops(lambda: kit.eps(z.detach(), t, c)), flops(lambda: kit.decode(z.detach())), flops(lambda: kit.text([""]))
+    z, t, c = (
+        random(1, *kit.latent_shape).requires_grad_(),
+        torch.tensor(500),
+        random(1, *kit.text.shape),
+    )
+    F, V, T = (
+        flops(lambda: kit.eps(z.detach(), t, c)),
+        flops(lambda: kit.decode(z.detach())),
+        flops(lambda: kit.text([""])),
+    )
     F_unclip = flops(lambda: unclip.eps(z.detach(), t, c, random(1, 24)))
     classifier = as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)).model
     x = random(1, 3, 32, 32).requires_grad_()
-    G_F = flops(lambda: torch.autograd.grad(kit.eps(z * 1, t, c).sum(), z))  # the counter cannot hook on to a leaf
+    G_F = flops(
+        lambda: torch.autograd.grad(kit.eps(z * 1, t, c).sum(), z)
+    )  # the counter cannot hook on to a leaf
     G_V = flops(lambda: torch.autograd.grad(kit.decode(z).sum(), z))
     G_C = flops(lambda: torch.autograd.grad(classifier(x * 1).sum(), x))
     guided = 2 * G_F + G_V + G_C
@@ -563,7 +686,9 @@ def test_no_sampler_does_more_than_its_formula(tiny_kit, tiny_unclip) -> None:  
             espresso__inversion_guidance=0.0,
         )
         for name, formula in formulas.items():
-            counted = flops(partial(samplers[name], plan)) - T * (1 + len(plan) * (name == "fedbip"))
+            counted = flops(partial(samplers[name], plan)) - T * (
+                1 + len(plan) * (name == "fedbip")
+            )
             assert len(plan) * formula == pytest.approx(counted, rel=0.02), name
 
 
@@ -596,23 +721,37 @@ def test_the_penalties_gradients_are_their_objectives() -> None:
     gradient = {n: torch.randn_like(p) for n, p in model.named_parameters()}
 
     def objective(kind: str) -> torch.Tensor:
-        quadratic = 0.3 / 2 * sum((p - start[n]).square().sum() for n, p in model.named_parameters())
-        linear = sum((gradient[n] * p).sum() for n, p in model.named_parameters()) if kind == "dynamic" else 0
+        quadratic = (
+            0.3 / 2 * sum((p - start[n]).square().sum() for n, p in model.named_parameters())
+        )
+        linear = (
+            sum((gradient[n] * p).sum() for n, p in model.named_parameters())
+            if kind == "dynamic"
+            else 0
+        )
         return quadratic - linear  # type: ignore[return-value]
 
-    for kind, penalty in (("proximal", proximal(start, 0.3)), ("dynamic", dynamic(start, gradient, 0.3))):
+    for kind, penalty in (
+        ("proximal", proximal(start, 0.3)),
+        ("dynamic", dynamic(start, gradient, 0.3)),
+    ):
         expected = torch.autograd.grad(objective(kind), list(model.parameters()))
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         penalty(model)
-        assert all(torch.allclose(p.grad, e, atol=1e-6) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+        assert all(
+            torch.allclose(p.grad, e, atol=1e-6)
+            for p, e in zip(model.parameters(), expected, strict=True)
+        )  # type: ignore[arg-type]
 
 
 def test_a_penalty_enters_every_step() -> None:
     """One SGD step with lr 1 on a model whose cross-entropy has no gradient: the weight moves by minus the penalty's gradient."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1, bias=False))
     before = model[1].weight.detach().clone()  # type: ignore[union-attr]
-    settings = ClassifierConfig("resnet18", True, "none", 1, 2, lr=1.0, momentum=0.0, weight_decay=0.0, precision="float32")
+    settings = ClassifierConfig(
+        "resnet18", True, "none", 1, 2, lr=1.0, momentum=0.0, weight_decay=0.0, precision="float32"
+    )
     start = {"1.weight": torch.zeros_like(before)}
     pixels, labels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
     classifiers.fit(model, pixels, labels, settings, 0, CPU, penalty=proximal(start, 0.25))
@@ -627,15 +766,26 @@ def test_feddyns_server_step_by_hand() -> None:
     from server_app.rounds.feddyn import FedDyn
 
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    strategy = FedDyn(0.5, clients=2, parameters=frozenset({"w"}), min_train_nodes=2, min_available_nodes=2)
+    strategy = FedDyn(
+        0.5, clients=2, parameters=frozenset({"w"}), min_train_nodes=2, min_available_nodes=2
+    )
     grid = SimpleNamespace(get_node_ids=lambda: [1, 2])
 
     def arrays(w: float, mean: float) -> ArrayRecord:
-        return ArrayRecord({"w": Array(np.array([w], np.float32)), "bn.running_mean": Array(np.array([mean], np.float32))})
+        return ArrayRecord(
+            {
+                "w": Array(np.array([w], np.float32)),
+                "bn.running_mean": Array(np.array([mean], np.float32)),
+            }
+        )
 
     def reply(w: float, mean: float) -> Message:
         metrics = MetricRecord({"num-examples": int(w), "clients": 1})
-        return Message(RecordDict({"arrays": arrays(w, mean), "metrics": metrics}), dst_node_id=1, message_type="train")
+        return Message(
+            RecordDict({"arrays": arrays(w, mean), "metrics": metrics}),
+            dst_node_id=1,
+            message_type="train",
+        )
 
     said = ConfigRecord()
     list(strategy.configure_train(1, arrays(1, 0), said, grid))  # type: ignore[arg-type]
@@ -643,7 +793,9 @@ def test_feddyns_server_step_by_hand() -> None:
     after, _ = strategy.aggregate_train(1, [reply(2, 10), reply(4, 20)])
     assert after is not None
     assert after["w"].numpy().tolist() == [5.0]
-    assert after["bn.running_mean"].numpy().tolist() == [15.0]  # statistics are averaged and not corrected
+    assert after["bn.running_mean"].numpy().tolist() == [
+        15.0
+    ]  # statistics are averaged and not corrected
     list(strategy.configure_train(2, after, said, grid))  # type: ignore[arg-type]
     after, _ = strategy.aggregate_train(2, [reply(5, 0), reply(7, 0)])
     assert after is not None
@@ -657,10 +809,16 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
     proxy = torch.randint(256, (32, 3, 16, 16), dtype=torch.uint8)
     student, *teachers = (nn.Sequential(nn.Flatten(), nn.Linear(768, 10)) for _ in range(3))
     config = parse_run_config(
-        quick(rounds__distillation_steps=40, rounds__distillation_batch_size=12, rounds__distillation_lr=1e-3)
+        quick(
+            rounds__distillation_steps=40,
+            rounds__distillation_batch_size=12,
+            rounds__distillation_lr=1e-3,
+        )
     )
     job = SimpleNamespace(config=config, device=CPU)
-    target = torch.stack([classifiers.logits_of(t, proxy, CPU) for t in teachers]).mean(0).softmax(1)
+    target = (
+        torch.stack([classifiers.logits_of(t, proxy, CPU) for t in teachers]).mean(0).softmax(1)
+    )
 
     def distance() -> float:
         return nn.functional.kl_div(
@@ -683,10 +841,18 @@ def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def numbers(method: str, classes: int = 1, images: int = 1) -> int:
         config = parse_run_config(
-            {**defaults(), "method": method, "kit": "stable-diffusion/v1-5", "feddisc.kit": "stable/unclip"}
+            {
+                **defaults(),
+                "method": method,
+                "kit": "stable-diffusion/v1-5",
+                "feddisc.kit": "stable/unclip",
+            }
         )
         size = {"classes": classes, "images": images}
-        return sum(math.prod(wire._resolve(shape, size)) for shape, _ in expected.expected_tensors(config).values())
+        return sum(
+            math.prod(wire._resolve(shape, size))
+            for shape, _ in expected.expected_tensors(config).values()
+        )
 
     assert numbers("feddeo", classes=60) == 3_548_160  # the paper's 3.54 M
     assert numbers("oscar") == 59_136
@@ -696,12 +862,15 @@ def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert numbers("fedbip") == 768 + 768 + 1 + 2 * 16_384
     with torch.device("meta"):
         resnet = classifiers.build_classifier("resnet18", 1000)
-    assert sum(p.numel() for p in resnet.parameters()) == 11_689_512  # FedCADO's and FedLMG's 11.69 M
+    assert (
+        sum(p.numel() for p in resnet.parameters()) == 11_689_512
+    )  # FedCADO's and FedLMG's 11.69 M
     assert sum(b.numel() for name, b in resnet.named_buffers() if "running" in name) == 9_600
 
 
 @pytest.mark.parametrize(
-    "architecture", ["mobilenet_v3_small", "mobilenet_v2", "shufflenet_v2_x1_0", "resnet34", "resnet50", "vgg16"]
+    "architecture",
+    ["mobilenet_v3_small", "mobilenet_v2", "shufflenet_v2_x1_0", "resnet34", "resnet50", "vgg16"],
 )
 def test_small_stems_take_small_images(architecture: str) -> None:
     """At 32 px a small stem leaves more positions to the last stage than the ImageNet stem does, and training reaches every parameter."""
@@ -716,7 +885,9 @@ def test_small_stems_take_small_images(architecture: str) -> None:
     for stem in (True, False):
         model = classifiers.build_classifier(architecture, 10, small_stem=stem).eval()
         last = [m for m in model.modules() if isinstance(m, nn.Conv2d)][-1]
-        last.register_forward_hook(lambda m, a, out, stem=stem: inputs.__setitem__(stem, out.shape[-1]))
+        last.register_forward_hook(
+            lambda m, a, out, stem=stem: inputs.__setitem__(stem, out.shape[-1])
+        )
         model(x)
     assert inputs[True] == 2 * inputs[False]
 
@@ -724,15 +895,25 @@ def test_small_stems_take_small_images(architecture: str) -> None:
 def test_a_resnet34_begins_as_the_kits_resnet18(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     config = replace(parse_run_config(quick()).classifier, architecture="resnet34")
     deep = classifiers.new_classifier(config, 10, str(tiny_kit), 0).eval()
-    shallow = classifiers.new_classifier(replace(config, architecture="resnet18"), 10, str(tiny_kit), 0).eval()
+    shallow = classifiers.new_classifier(
+        replace(config, architecture="resnet18"), 10, str(tiny_kit), 0
+    ).eval()
     deep.fc, shallow.fc = nn.Identity(), nn.Identity()
     x = random(2, 3, 32, 32)
     assert torch.equal(deep(x), shallow(x))
-    assert sum(p.numel() for p in deep.parameters()) > 1.8 * sum(p.numel() for p in shallow.parameters())
+    assert sum(p.numel() for p in deep.parameters()) > 1.8 * sum(
+        p.numel() for p in shallow.parameters()
+    )
 
 
 def test_a_client_is_charged_with_its_own_architectures_file(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    config = parse_run_config(quick(method="fedlmg", kit=str(tiny_kit), classifier__architecture="resnet18,shufflenet_v2_x1_0"))
+    config = parse_run_config(
+        quick(
+            method="fedlmg",
+            kit=str(tiny_kit),
+            classifier__architecture="resnet18,shufflenet_v2_x1_0",
+        )
+    )
     for architecture in ("resnet18", "shufflenet_v2_x1_0"):
         file = tiny_kit / "classifiers" / f"{architecture}.safetensors"
         assert kit_bytes(config, Classifier(CLASSES, architecture, {})) == file.stat().st_size
@@ -742,22 +923,47 @@ def test_a_client_is_charged_with_its_own_architectures_file(tiny_kit) -> None: 
 def test_what_a_hub_model_weighs_is_not_known(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     hub = parse_run_config(quick(method="feddeo", kit="owner/model"))
     named = parse_run_config(quick(method="oscar", kit=str(tiny_kit), captioner="owner/blip"))
-    classifier = parse_run_config(quick(method="fedlmg", kit="owner/model", classifier__init="none"))
+    classifier = parse_run_config(
+        quick(method="fedlmg", kit="owner/model", classifier__init="none")
+    )
     unneeded = parse_run_config(quick(method="fedavg", kit="nowhere", classifier__init="none"))
-    assert [kit_bytes(config, None) for config in (hub, named, classifier, unneeded)] == [None, None, 0, 0]
+    assert [kit_bytes(config, None) for config in (hub, named, classifier, unneeded)] == [
+        None,
+        None,
+        0,
+        0,
+    ]
 
 
 def test_a_simulated_client_knows_its_domain() -> None:
     config = parse_run_config(quick()).data
-    assert [domain_name(config, NodeConfig(partition_id=k)) for k in (0, 2, 5)] == ["clipart", "neon", "sketch"]
-    assert domain_name(replace(config, partition="iid"), NodeConfig(partition_id=0, num_partitions=2)) == ""
+    assert [domain_name(config, NodeConfig(partition_id=k)) for k in (0, 2, 5)] == [
+        "clipart",
+        "neon",
+        "sketch",
+    ]
+    assert (
+        domain_name(replace(config, partition="iid"), NodeConfig(partition_id=0, num_partitions=2))
+        == ""
+    )
 
 
 def test_two_kits_have_a_digest_together(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
     one, other = str(tiny_kit), str(tiny_unclip)
     assert kits_digest([one]) == kit_digest(one)
-    assert len({kits_digest(names) for names in ([one], [other], [one, other], [other, one], ["nobody"])}) == 5
-    assert parse_run_config(quick(method="feddisc", kit=one, feddisc__kit=other)).kits == (other, one)
+    assert (
+        len(
+            {
+                kits_digest(names)
+                for names in ([one], [other], [one, other], [other, one], ["nobody"])
+            }
+        )
+        == 5
+    )
+    assert parse_run_config(quick(method="feddisc", kit=one, feddisc__kit=other)).kits == (
+        other,
+        one,
+    )
     assert parse_run_config(quick(method="feddeo", kit=one, feddisc__kit=other)).kits == (one,)
 
 
@@ -765,9 +971,13 @@ def test_dinov2_is_taken_as_image_encoder(tmp_path) -> None:  # type: ignore[no-
     from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
     folder = tmp_path / "dinov2"
-    config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    config = Dinov2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
     Dinov2Model(config).save_pretrained(folder)
-    BitImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}).save_pretrained(folder)
+    BitImageProcessor(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    ).save_pretrained(folder)
     encoder = encoders.load_image_encoder(str(folder), CPU)
     assert (encoder.width, encoder.image_size) == (16, 28)
     assert encoder(torch.randint(256, (3, 3, 28, 28), dtype=torch.uint8)).shape == (3, 16)

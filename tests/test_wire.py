@@ -19,13 +19,28 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from osfl import wire
-from osfl.payloads import Captions, Classifier, Concepts, Descriptions, Domain, Embeddings, Encodings, Mixtures, Payload
+from osfl.payloads import (
+    Captions,
+    Classifier,
+    Concepts,
+    Descriptions,
+    Domain,
+    Embeddings,
+    Encodings,
+    Mixtures,
+    Payload,
+)
 from osfl.protocol import COST_KEYS, pack_payload, unpack_payload
 from osfl.v1 import payload_pb2 as pb
 
 CLASSES = ("cat", "dog", "emu")
 DESCRIPTIONS = wire.Expected(
-    "feddeo", "job-1", "client-0", CLASSES, max_bytes=10_000, tensors={"vectors": (("classes", 2, 3), torch.float32)}
+    "feddeo",
+    "job-1",
+    "client-0",
+    CLASSES,
+    max_bytes=10_000,
+    tensors={"vectors": (("classes", 2, 3), torch.float32)},
 )
 STATE = {
     "conv.weight": torch.arange(4.0).view(2, 2),
@@ -47,7 +62,9 @@ def descriptions(classes: tuple[str, ...] = ("cat", "emu")) -> Descriptions:
     return Descriptions(classes, torch.arange(len(classes) * 6.0).view(-1, 2, 3))
 
 
-def blob(payload: Descriptions | Classifier | None = None, expected: wire.Expected = DESCRIPTIONS) -> bytes:
+def blob(
+    payload: Descriptions | Classifier | None = None, expected: wire.Expected = DESCRIPTIONS
+) -> bytes:
     return wire.encode(payload or descriptions(), expected.method, expected.job, expected.client)
 
 
@@ -60,7 +77,9 @@ finite = st.floats(-(2.0**19), 2.0**19, width=32, allow_subnormal=False)
 )
 def test_descriptions_round_trip(held: set[str], data: st.DataObject) -> None:
     classes = tuple(c for c in CLASSES if c in held)
-    vectors = torch.from_numpy(data.draw(npst.arrays("float32", (len(classes), 2, 3), elements=finite)))
+    vectors = torch.from_numpy(
+        data.draw(npst.arrays("float32", (len(classes), 2, 3), elements=finite))
+    )
     encoded = wire.encode(Descriptions(classes, vectors), "feddeo", "job-1", "client-0")
     back = wire.decode(encoded, DESCRIPTIONS, wire.digest(encoded))
     assert isinstance(back, Descriptions)
@@ -71,7 +90,11 @@ def test_descriptions_round_trip(held: set[str], data: st.DataObject) -> None:
 
 @given(npst.arrays("float32", (2, 2), elements=finite), st.integers(0, 2**62))
 def test_classifier_round_trip(weight, batches: int) -> None:  # type: ignore[no-untyped-def]
-    state = {**STATE, "conv.weight": torch.from_numpy(weight), "bn.num_batches_tracked": torch.tensor(batches)}
+    state = {
+        **STATE,
+        "conv.weight": torch.from_numpy(weight),
+        "bn.num_batches_tracked": torch.tensor(batches),
+    }
     back = wire.decode(blob(Classifier(("dog",), "resnet18", state), CLASSIFIER), CLASSIFIER)
     assert isinstance(back, Classifier)
     assert list(back.state) == list(STATE)
@@ -85,7 +108,10 @@ def test_mutated_bytes_are_refused_or_still_valid(data: st.DataObject) -> None:
     original = blob(Classifier(("dog",), "resnet18", STATE), CLASSIFIER)
     mutated = bytearray(original)
     for _ in range(data.draw(st.integers(1, 4))):
-        kind, at = data.draw(st.sampled_from(["flip", "cut", "insert"])), data.draw(st.integers(0, max(len(mutated) - 1, 0)))
+        kind, at = (
+            data.draw(st.sampled_from(["flip", "cut", "insert"])),
+            data.draw(st.integers(0, max(len(mutated) - 1, 0))),
+        )
         if kind == "flip" and mutated:
             mutated[at] ^= data.draw(st.integers(1, 255))
         elif kind == "cut":
@@ -123,7 +149,9 @@ def message(**changes) -> pb.Payload:  # type: ignore[no-untyped-def]
     return made
 
 
-def refused(made: pb.Payload | bytes, expected: wire.Expected = DESCRIPTIONS, **kwargs) -> wire.PayloadError:  # type: ignore[no-untyped-def]
+def refused(
+    made: pb.Payload | bytes, expected: wire.Expected = DESCRIPTIONS, **kwargs
+) -> wire.PayloadError:  # type: ignore[no-untyped-def]
     data = made if isinstance(made, bytes) else made.SerializeToString()
     with pytest.raises(wire.PayloadError) as caught:
         wire.decode(data, expected, **kwargs)
@@ -158,7 +186,9 @@ def test_wrong_size_digest_and_truncation_are_named() -> None:
 
 
 def test_wrong_body_is_named() -> None:
-    other = pb.Payload.FromString(blob(Classifier(("cat",), "resnet18", STATE), replace(CLASSIFIER, method="feddeo")))
+    other = pb.Payload.FromString(
+        blob(Classifier(("cat",), "resnet18", STATE), replace(CLASSIFIER, method="feddeo"))
+    )
     assert refused(other).field == "body"
 
 
@@ -205,7 +235,9 @@ def test_absurd_numbers_are_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 10, 11, 30])
-def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts of ten bytes. What was read is gone from the message: a payload of 500 MB would stay as long as its reply."""
     monkeypatch.setattr("osfl.protocol.PART_BYTES", 10)
     payload = bytes(range(size))
@@ -216,7 +248,9 @@ def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(size: int, monkeyp
     assert record() is None
 
 
-def test_a_payload_that_is_too_large_is_not_even_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_is_too_large_is_not_even_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("osfl.protocol.unpack_bytes", lambda record: pytest.fail("it was copied"))
     content = pack_payload(bytes(10**6), dict.fromkeys(COST_KEYS, 1.0))
     with pytest.raises(wire.PayloadError, match="client-0: size: 1,000,000 bytes"):
@@ -248,9 +282,14 @@ def test_a_state_dict_must_be_exactly_the_architectures() -> None:
         return blob(Classifier(("cat",), architecture, state), CLASSIFIER)
 
     assert refused(of(STATE, "vit_h_14"), CLASSIFIER).field == "architecture"
-    assert "missing" in str(refused(of({k: v for k, v in STATE.items() if k != "conv.weight"}), CLASSIFIER))
+    assert "missing" in str(
+        refused(of({k: v for k, v in STATE.items() if k != "conv.weight"}), CLASSIFIER)
+    )
     assert "not expected" in str(refused(of({**STATE, "extra": torch.zeros(1)}), CLASSIFIER))
-    assert refused(of({**STATE, "bn.running_var": torch.tensor([-1.0, 1.0])}), CLASSIFIER).field == "bn.running_var"
+    assert (
+        refused(of({**STATE, "bn.running_var": torch.tensor([-1.0, 1.0])}), CLASSIFIER).field
+        == "bn.running_var"
+    )
     made = pb.Payload.FromString(of(STATE))
     made.classifier.state.append(made.classifier.state[0])
     assert "twice" in str(refused(made, CLASSIFIER))
@@ -266,7 +305,9 @@ def test_sizes_on_the_wire() -> None:
 
 
 def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    protoc = pytest.importorskip("grpc_tools", reason="grpcio-tools is not installed (pip install -e '.[dev]')")
+    protoc = pytest.importorskip(
+        "grpc_tools", reason="grpcio-tools is not installed (pip install -e '.[dev]')"
+    )
     assert protoc
     command = [
         sys.executable,
@@ -277,18 +318,24 @@ def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-unty
         "osfl/v1/payload.proto",
     ]
     subprocess.run(command, check=True)
-    assert (tmp_path / "osfl/v1/payload_pb2.py").read_text() == (ROOT / "osfl/v1/payload_pb2.py").read_text(), (
-        "run `make proto`"
-    )
+    assert (tmp_path / "osfl/v1/payload_pb2.py").read_text() == (
+        ROOT / "osfl/v1/payload_pb2.py"
+    ).read_text(), "run `make proto`"
 
 
 # ---- Every other kind of payload ----
 
 REAL, WHOLE = torch.float32, torch.int64
 KINDS: dict[str, tuple[Payload, dict]] = {
-    "oscar": (Encodings(("cat", "emu"), torch.arange(12.0).view(2, 2, 3)), {"vectors": (("classes", 2, 3), REAL)}),
+    "oscar": (
+        Encodings(("cat", "emu"), torch.arange(12.0).view(2, 2, 3)),
+        {"vectors": (("classes", 2, 3), REAL)},
+    ),
     "oscar-pooled": (Encodings(("dog",), torch.ones(1, 3)), {"vectors": (("classes", 3), REAL)}),
-    "feddisc": (Embeddings(("cat", "dog"), torch.ones(2, 6, 4)), {"vectors": (("classes", 6, 4), REAL)}),
+    "feddisc": (
+        Embeddings(("cat", "dog"), torch.ones(2, 6, 4)),
+        {"vectors": (("classes", 6, 4), REAL)},
+    ),
     "fgl": (Captions(("cat", "emu"), (("a cat", "a black cat"), ("",))), {}),
     "prompts-domain": (Domain(CLASSES, "sketch"), {}),
     "espresso": (
@@ -309,7 +356,13 @@ KINDS: dict[str, tuple[Payload, dict]] = {
         },
     ),
     "fedbip": (
-        Concepts(("cat", "emu"), torch.ones(3), torch.ones(2, 3), torch.tensor([0, 2, 2]), *torch.ones(2, 3, 1, 2, 2)),
+        Concepts(
+            ("cat", "emu"),
+            torch.ones(3),
+            torch.ones(2, 3),
+            torch.tensor([0, 2, 2]),
+            *torch.ones(2, 3, 1, 2, 2),
+        ),
         {
             "domain": ((3,), REAL),
             "vectors": (("classes", 3), REAL),
@@ -322,7 +375,10 @@ KINDS: dict[str, tuple[Payload, dict]] = {
 
 
 def expected_of(method: str, **changes) -> wire.Expected:  # type: ignore[no-untyped-def]
-    return replace(wire.Expected(method, "job-1", "client-0", CLASSES, 10_000, KINDS[method][1], max_images=5), **changes)
+    return replace(
+        wire.Expected(method, "job-1", "client-0", CLASSES, 10_000, KINDS[method][1], max_images=5),
+        **changes,
+    )
 
 
 def same(one: Payload, other: Payload) -> bool:
@@ -339,7 +395,9 @@ def test_every_kind_round_trips(method: str) -> None:
     back = wire.decode(encoded, expected_of(method), wire.digest(encoded))
     assert same(back, payload)
     assert blob(back, expected_of(method)) == encoded
-    assert pb.Payload.FromString(encoded).SerializeToString(deterministic=True) == encoded  # as protobuf itself would write it
+    assert (
+        pb.Payload.FromString(encoded).SerializeToString(deterministic=True) == encoded
+    )  # as protobuf itself would write it
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -351,22 +409,32 @@ def peak_of(work: Callable[[], object]) -> int:
     return int(peak) * 1024 - before
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
+)
 def test_a_large_payload_is_held_no_more_than_three_times(tmp_path: Path) -> None:
     """As in a VGG-16, one tensor is three quarters of it. On a client the payload itself is one copy, on the server the serialised bytes."""
-    state = {"fc.weight": torch.ones(150 * 250_000), **{f"conv{k}.weight": torch.ones(10 * 250_000) for k in range(5)}}
+    state = {
+        "fc.weight": torch.ones(150 * 250_000),
+        **{f"conv{k}.weight": torch.ones(10 * 250_000) for k in range(5)},
+    }
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
     expected = replace(CLASSIFIER, architectures={"resnet18": shapes}, max_bytes=300_000_000)
     payload, file = Classifier(("dog",), "resnet18", state), tmp_path / "payload.pb"
     size = sum(value.nbytes for value in state.values())
     assert peak_of(lambda: file.write_bytes(blob(payload, expected))) < 1.2 * size
-    assert peak_of(lambda: wire.decode(file.read_bytes(), expected, wire.digest(file.read_bytes()))) < 3 * size
+    assert (
+        peak_of(lambda: wire.decode(file.read_bytes(), expected, wire.digest(file.read_bytes())))
+        < 3 * size
+    )
 
 
 @pytest.mark.parametrize("method", KINDS)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_mutations_of_every_kind_are_refused_or_still_valid(method: str, data: st.DataObject) -> None:
+def test_mutations_of_every_kind_are_refused_or_still_valid(
+    method: str, data: st.DataObject
+) -> None:
     mutated = bytearray(blob(KINDS[method][0], expected_of(method)))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(mutated) - 1))
@@ -377,7 +445,9 @@ def test_mutations_of_every_kind_are_refused_or_still_valid(method: str, data: s
         assert error.client == "client-0"
     else:
         assert type(payload) is type(KINDS[method][0])
-        assert all(torch.isfinite(v).all() for v in vars(payload).values() if isinstance(v, torch.Tensor))
+        assert all(
+            torch.isfinite(v).all() for v in vars(payload).values() if isinstance(v, torch.Tensor)
+        )
 
 
 def with_field(method: str, **changes) -> bytes:  # type: ignore[no-untyped-def]
@@ -391,7 +461,11 @@ def with_field(method: str, **changes) -> bytes:  # type: ignore[no-untyped-def]
         ("espresso", {"weights": torch.tensor([[-0.5, 1.5]])}, "weights"),
         ("espresso", {"component_weights": torch.tensor([[0.0, 0.0]])}, "component_weights"),
         ("espresso", {"component_variances": -torch.ones(1, 2, 1, 2, 2)}, "component_variances"),
-        ("espresso", {"component_means": torch.full((1, 2, 1, 2, 2), float("nan"))}, "component_means"),
+        (
+            "espresso",
+            {"component_means": torch.full((1, 2, 1, 2, 2), float("nan"))},
+            "component_means",
+        ),
         ("espresso", {"component_means": None}, "component_means"),
         ("espresso", {"conditions": torch.ones(1, 3, 2, 3)}, "conditions"),
         ("fedbip", {"labels": torch.tensor([0, 1, 2])}, "labels"),
@@ -415,11 +489,20 @@ def test_what_a_kind_cannot_be_is_named(method: str, changes: dict, field: str) 
 
 
 def test_a_mixture_that_was_not_asked_for_is_refused() -> None:
-    only = {name: want for name, want in KINDS["espresso"][1].items() if not name.startswith("component")}
+    only = {
+        name: want
+        for name, want in KINDS["espresso"][1].items()
+        if not name.startswith("component")
+    }
     data = blob(KINDS["espresso"][0], expected_of("espresso"))
     assert refused(data, expected_of("espresso", tensors=only)).field == "component_weights"
-    without = replace(KINDS["espresso"][0], component_weights=None, component_means=None, component_variances=None)
-    assert same(wire.decode(blob(without, expected_of("espresso")), expected_of("espresso", tensors=only)), without)
+    without = replace(
+        KINDS["espresso"][0], component_weights=None, component_means=None, component_variances=None
+    )
+    assert same(
+        wire.decode(blob(without, expected_of("espresso")), expected_of("espresso", tensors=only)),
+        without,
+    )
 
 
 def test_a_body_of_another_kind_is_refused() -> None:

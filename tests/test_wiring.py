@@ -15,7 +15,16 @@ from osfl import classifiers
 from osfl.config import RunConfig, parse_run_config
 from osfl.diffusion import load_embedding_noise, load_kit
 from osfl.encoders import load_image_encoder
-from osfl.payloads import Captions, Classifier, Concepts, Descriptions, Domain, Embeddings, Encodings, Mixtures
+from osfl.payloads import (
+    Captions,
+    Classifier,
+    Concepts,
+    Descriptions,
+    Domain,
+    Embeddings,
+    Encodings,
+    Mixtures,
+)
 from osfl.prompts import concept_positions, concept_prompts
 from server_app.methods import (
     espresso,
@@ -34,7 +43,10 @@ from server_app.synthesis.plan import initial_noise, plan_images
 from server_app.synthesis.samplers import ddim_schedule
 
 CPU = torch.device("cpu")
-HELD = {"a": [3, 8], "b": [8]}  # b's only class is a's second: a row number is no label, and no client's row is another's
+HELD = {
+    "a": [3, 8],
+    "b": [8],
+}  # b's only class is a's second: a row number is no label, and no client's row is another's
 NAMES = {client: tuple(CLASSES[label] for label in labels) for client, labels in HELD.items()}
 PLAN = plan_images("m", 0, HELD, 1)  # a 3, a 8, b 8
 OWN = [103.0, 108.0, 208.0]  # what `marked` says of the three
@@ -70,11 +82,15 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, list[C
     return seen
 
 
-def run_to_the_images(method: Any, job: Any, payloads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_to_the_images(
+    method: Any, job: Any, payloads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server half up to its images, all of one batch; no global model is trained."""
     job.held = lambda payloads: HELD
     monkeypatch.setattr(
-        method, "render", lambda job, plan, make, sampling: SimpleNamespace(pixels=make(CPU)(plan), labels=None)
+        method,
+        "render",
+        lambda job, plan, make, sampling: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
     )
     monkeypatch.setattr(method, "train_global", lambda *args: None)
     method.run(job, payloads)
@@ -88,7 +104,9 @@ CLASS_PROMPTS = ("an image of three", "an image of eight", "an image of eight")
 
 
 def test_prompts_only(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
-    prompts_only._sampler(server(tiny_kit, config_of(tiny_kit, prompts_only__guidance=4.0)), CPU)(PLAN)
+    prompts_only._sampler(server(tiny_kit, config_of(tiny_kit, prompts_only__guidance=4.0)), CPU)(
+        PLAN
+    )
     c0, (only,) = composed[0]
     assert torch.equal(only.c, prompts_of(tiny_kit, *CLASS_PROMPTS))
     assert torch.equal(c0, prompts_of(tiny_kit, ""))
@@ -96,7 +114,9 @@ def test_prompts_only(tiny_kit, composed) -> None:  # type: ignore[no-untyped-de
 
 
 def test_prompts_domain(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    config = config_of(tiny_kit, prompts_domain__guidance=4.0, prompts_domain__prompt="{domain} {class}")
+    config = config_of(
+        tiny_kit, prompts_domain__guidance=4.0, prompts_domain__prompt="{domain} {class}"
+    )
     payloads = {"a": Domain(NAMES["a"], "neon"), "b": Domain(NAMES["b"], "photo")}
     run_to_the_images(prompts_domain, server(tiny_kit, config), payloads, monkeypatch)
     (only,) = composed[0][1]
@@ -117,7 +137,9 @@ def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
 def test_oscar(tiny_kit, composed, method: str) -> None:  # type: ignore[no-untyped-def]
     shape = (8, 32) if method == "oscar" else (32,)
     payloads = {client: Encodings(NAMES[client], rows(client, *shape)) for client in HELD}
-    oscar._sampler(server(tiny_kit, config_of(tiny_kit, method=method, oscar__guidance=4.5)), CPU, payloads)(PLAN)
+    oscar._sampler(
+        server(tiny_kit, config_of(tiny_kit, method=method, oscar__guidance=4.5)), CPU, payloads
+    )(PLAN)
     (only,) = composed[0][1]
     assert only.c[:, 3, 3].tolist() == OWN
     assert only.scale == 4.5
@@ -126,7 +148,15 @@ def test_oscar(tiny_kit, composed, method: str) -> None:  # type: ignore[no-unty
 def test_fgl(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     said = {("a", 3): "neon", ("a", 8): "photo", ("b", 8): "sketch"}
     payloads = {c: Captions(NAMES[c], tuple((said[c, label],) for label in HELD[c])) for c in HELD}
-    job = server(tiny_kit, config_of(tiny_kit, fgl__guidance=4.5, fgl__prompt="{class} {caption}", fgl__negative_prompt="nine"))
+    job = server(
+        tiny_kit,
+        config_of(
+            tiny_kit,
+            fgl__guidance=4.5,
+            fgl__prompt="{class} {caption}",
+            fgl__negative_prompt="nine",
+        ),
+    )
     run_to_the_images(fgl, job, payloads, monkeypatch)
     c0, (only,) = composed[0]
     assert torch.equal(only.c, prompts_of(tiny_kit, "three neon", "eight photo", "eight sketch"))
@@ -137,10 +167,17 @@ def test_fgl(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-untype
 def test_feddisc(tiny_unclip, composed) -> None:  # type: ignore[no-untyped-def]
     """Three rows a class: two centres, then the mean, marked 1000 higher."""
     payloads = {
-        client: Embeddings(NAMES[client], rows(client, 3, 24) + torch.tensor([0.0, 0.0, 1000.0])[:, None]) for client in HELD
+        client: Embeddings(
+            NAMES[client], rows(client, 3, 24) + torch.tensor([0.0, 0.0, 1000.0])[:, None]
+        )
+        for client in HELD
     }
     config = config_of(
-        tiny_unclip, method="feddisc", feddisc__kit="", feddisc__guidance_cluster=1.5, feddisc__guidance_domain=2.5
+        tiny_unclip,
+        method="feddisc",
+        feddisc__kit="",
+        feddisc__guidance_cluster=1.5,
+        feddisc__guidance_domain=2.5,
     )
     feddisc._sampler(server(tiny_unclip, config), CPU, payloads)(PLAN)
     cluster, domain = composed[0][1]
@@ -157,7 +194,11 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
     """S is the client's, V the class's, and the latent begins at the first timestep, where hardly anything of it is left."""
     started = []
     forward = fedbip.forward_noise
-    monkeypatch.setattr(fedbip, "forward_noise", lambda z, noise, a: (started.append((z, noise, a)), forward(z, noise, a))[1])
+    monkeypatch.setattr(
+        fedbip,
+        "forward_noise",
+        lambda z, noise, a: (started.append((z, noise, a)), forward(z, noise, a))[1],
+    )
     payloads = {
         client: Concepts(
             NAMES[client],
@@ -204,9 +245,13 @@ def mixtures(deviation: float = 0.0) -> dict[str, Mixtures]:
 def test_espresso(tiny_kit, composed, monkeypatch, gmm: bool) -> None:  # type: ignore[no-untyped-def]
     starts = []
     monkeypatch.setattr(
-        espresso, "denoise", lambda kit, z, steps, predict: (starts.append(z), predict(z, torch.tensor(1)))[0] or z
+        espresso,
+        "denoise",
+        lambda kit, z, steps, predict: (starts.append(z), predict(z, torch.tensor(1)))[0] or z,
     )
-    config = config_of(tiny_kit, espresso__z_sampling=False, espresso__guidance=4.5, espresso__gmm=gmm)
+    config = config_of(
+        tiny_kit, espresso__z_sampling=False, espresso__guidance=4.5, espresso__gmm=gmm
+    )
     espresso._sampler(server(tiny_kit, config), CPU, mixtures(deviation=0.5))(PLAN)
     (only,) = composed[0][1]
     assert only.c[:, 3, 3].tolist() == OWN
@@ -218,7 +263,12 @@ def test_espresso(tiny_kit, composed, monkeypatch, gmm: bool) -> None:  # type: 
 
 def test_espressos_two_guidances(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
     """Zig with gamma_1, zag with gamma_2, and the step that stays with gamma_1."""
-    config = config_of(tiny_kit, espresso__guidance=4.5, espresso__inversion_guidance=1.5, espresso__z_threshold=400)
+    config = config_of(
+        tiny_kit,
+        espresso__guidance=4.5,
+        espresso__inversion_guidance=1.5,
+        espresso__z_threshold=400,
+    )
     espresso._sampler(server(tiny_kit, config), CPU, mixtures())(PLAN)
     assert [condition.scale for _, (condition,) in composed] == [4.5, 1.5, 4.5, 4.5]
     assert all(condition.c[:, 3, 3].tolist() == OWN for _, (condition,) in composed)
@@ -242,7 +292,10 @@ def test_what_guides_a_classifiers_images(tiny_kit, monkeypatch, gradient: str) 
 
     monkeypatch.setattr(fedlmg, "compose", record)
     settings = config_of(tiny_kit, fedlmg__guidance=4.5, fedlmg__gradient=gradient).fedlmg
-    kit, teachers = load_kit(tiny_kit), {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)}
+    kit, teachers = (
+        load_kit(tiny_kit),
+        {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)},
+    )
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     loss_at = fedlmg.guidance_loss(kit, PLAN, prompts, teachers, settings, None)
     loss_at(initial_noise(PLAN, kit.latent_shape, CPU).requires_grad_(), torch.tensor(501))
@@ -254,8 +307,13 @@ def test_what_guides_a_classifiers_images(tiny_kit, monkeypatch, gradient: str) 
 
 def test_the_gradient_at_x0_takes_the_latents_as_standard_normal(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Where e does not depend on z, x0hat = z / sqrt(a_t) + ..., whose own derivative is 1 / sqrt(a_t); in place of it stands sqrt(a_t)."""
-    monkeypatch.setattr(fedlmg, "compose", lambda kit, z, t, c0, conditions: torch.full_like(z, 0.1))
-    kit, teachers = load_kit(tiny_kit), {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)}
+    monkeypatch.setattr(
+        fedlmg, "compose", lambda kit, z, t, c0, conditions: torch.full_like(z, 0.1)
+    )
+    kit, teachers = (
+        load_kit(tiny_kit),
+        {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)},
+    )
     prompts, t = kit.text([f"an image of {name}" for name in CLASSES]), torch.tensor(501)
     losses, gradients = [], []
     for gradient in ("full", "x0"):
@@ -266,15 +324,24 @@ def test_the_gradient_at_x0_takes_the_latents_as_standard_normal(tiny_kit, monke
         gradients.append(torch.autograd.grad(loss.sum(), z)[0])
     assert torch.equal(*losses)
     assert gradients[0].abs().max() > 0
-    assert torch.allclose(gradients[1], kit.alphas_cumprod[501] * gradients[0], rtol=1e-4, atol=1e-7)
+    assert torch.allclose(
+        gradients[1], kit.alphas_cumprod[501] * gradients[0], rtol=1e-4, atol=1e-7
+    )
 
 
 def test_fedcado_edits_at_the_first_timestep(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     edits = []
-    monkeypatch.setattr(fedcado, "edit_noise", lambda z, t, loss_at, *rest: (edits.append((int(t), *rest)), z)[1])
+    monkeypatch.setattr(
+        fedcado, "edit_noise", lambda z, t, loss_at, *rest: (edits.append((int(t), *rest)), z)[1]
+    )
     settings = config_of(tiny_kit, fedcado__noise_edits=3, fedcado__noise_edit_lr=0.7).fedcado
-    kit, teachers = load_kit(tiny_kit), {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)}
-    fedcado.sample(kit, PLAN, kit.text([f"an image of {name}" for name in CLASSES]), teachers, settings, 4)
+    kit, teachers = (
+        load_kit(tiny_kit),
+        {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)},
+    )
+    fedcado.sample(
+        kit, PLAN, kit.text([f"an image of {name}" for name in CLASSES]), teachers, settings, 4
+    )
     assert edits == [(ddim_schedule(kit, 4)[0][0], 3, 0.7)]
     assert edits[0][0] > 700
 
@@ -287,7 +354,11 @@ def test_every_batchnorm_layer_counts() -> None:
     def add(norm: nn.BatchNorm2d, args: tuple[torch.Tensor]) -> None:
         nonlocal expected
         mean, variance = args[0].mean((2, 3)), args[0].var((2, 3), unbiased=False)
-        expected = expected + (mean - norm.running_mean).norm(dim=1) + (variance - norm.running_var).norm(dim=1)
+        expected = (
+            expected
+            + (mean - norm.running_mean).norm(dim=1)
+            + (variance - norm.running_var).norm(dim=1)
+        )
 
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for number, norm in enumerate(norms):
@@ -303,25 +374,46 @@ def test_every_batchnorm_layer_counts() -> None:
     assert torch.allclose(ours, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("teacher_mean", "statistics"), [("known-classes", "image"), ("plain", "unit")])
-def test_each_strategy_has_its_own_teacher(tiny_kit, monkeypatch, teacher_mean: str, statistics: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("teacher_mean", "statistics"), [("known-classes", "image"), ("plain", "unit")]
+)
+def test_each_strategy_has_its_own_teacher(
+    tiny_kit, monkeypatch, teacher_mean: str, statistics: str
+) -> None:  # type: ignore[no-untyped-def]
     """a knows 0 and 1, b knows 1 and 2: FT has no target, MD the mean over those that know a class, SD the image's own client's.
 
     A unit whose images share their statistics may not be sampled in parts.
     """
     held = {"a": [0, 1], "b": [1, 2]}
     states = {client: resnet(n).state_dict() for n, client in enumerate(held)}
-    payloads = {c: Classifier(tuple(CLASSES[k] for k in held[c]), "shufflenet_v2_x1_0", states[c]) for c in held}
+    payloads = {
+        c: Classifier(tuple(CLASSES[k] for k in held[c]), "shufflenet_v2_x1_0", states[c])
+        for c in held
+    }
     job = server(
-        tiny_kit, config_of(tiny_kit, method="fedlmg", fedlmg__teacher_mean=teacher_mean, fedlmg__bn_statistics=statistics)
+        tiny_kit,
+        config_of(
+            tiny_kit,
+            method="fedlmg",
+            fedlmg__teacher_mean=teacher_mean,
+            fedlmg__bn_statistics=statistics,
+        ),
     )
     job.held = lambda payloads: held
     owners = ("a", "a", "b", "b")
-    pixels = torch.randint(256, (4, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pixels = torch.randint(
+        256, (4, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     made = SimpleNamespace(pixels=pixels, labels=torch.tensor([0, 1, 1, 2]), clients=owners)
     targets, parted = {}, []
-    monkeypatch.setattr(fedlmg, "render", lambda *args, divisible: (parted.append(divisible), made)[1])
-    monkeypatch.setattr(fedlmg, "train_global", lambda job, name, x, y, target, weight: targets.__setitem__(name, target))
+    monkeypatch.setattr(
+        fedlmg, "render", lambda *args, divisible: (parted.append(divisible), made)[1]
+    )
+    monkeypatch.setattr(
+        fedlmg,
+        "train_global",
+        lambda job, name, x, y, target, weight: targets.__setitem__(name, target),
+    )
     fedlmg.run(job, payloads)
     assert parted == [statistics == "image"]
     p = {}
@@ -349,7 +441,9 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
     monkeypatch.setattr(
         espresso_half,
         "cluster",
-        lambda x, count: [torch.arange(4), torch.tensor([4])] if len(x) == 5 else [torch.arange(len(x))],
+        lambda x, count: (
+            [torch.arange(4), torch.tensor([4])] if len(x) == 5 else [torch.arange(len(x))]
+        ),
     )
 
     def learn(kit, start, mean, logvar, rows_of, names, settings, job):  # type: ignore[no-untyped-def]
@@ -359,17 +453,28 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
     latents = espresso_half.noised_latents
     monkeypatch.setattr(espresso_half, "learn_conditions", learn)
     monkeypatch.setattr(
-        espresso_half, "noised_latents", lambda mean, *rest: (noised.append((mean, *rest)), latents(mean, *rest))[1]
+        espresso_half,
+        "noised_latents",
+        lambda mean, *rest: (noised.append((mean, *rest)), latents(mean, *rest))[1],
     )
-    payload = espresso_half.make_payload(job_of(tiny_kit, data, method="espresso", espresso__components=1))
+    payload = espresso_half.make_payload(
+        job_of(tiny_kit, data, method="espresso", espresso__components=1)
+    )
     assert learned["rows"] == [[0, 2, 3, 4], [5], [1]]
     assert learned["names"] == ["zero/0", "zero/1", "four/0"]
-    assert torch.equal(learned["start"], prompts_of(tiny_kit, "an image of zero", "an image of zero", "an image of four"))
+    assert torch.equal(
+        learned["start"],
+        prompts_of(tiny_kit, "an image of zero", "an image of zero", "an image of four"),
+    )
     assert torch.allclose(payload.weights, torch.tensor([[0.8, 0.2], [1.0, 0.0]]))
     assert torch.equal(payload.conditions[1, 0], learned["start"][2])
     kit = load_kit(tiny_kit)
-    mean, logvar = (torch.cat(part) for part in zip(*[kit.encode(x) for x in data.batches(8)], strict=True))
-    for (own, deviation, a_first, draws, _), rows_of in zip(noised, ([0, 2, 3, 4, 5], [1]), strict=True):
+    mean, logvar = (
+        torch.cat(part) for part in zip(*[kit.encode(x) for x in data.batches(8)], strict=True)
+    )
+    for (own, deviation, a_first, draws, _), rows_of in zip(
+        noised, ([0, 2, 3, 4, 5], [1]), strict=True
+    ):
         assert torch.equal(own, mean[rows_of])
         assert torch.equal(deviation, logvar[rows_of])
         assert a_first == ddim_schedule(kit, 2)[0][1]
@@ -390,7 +495,13 @@ def test_feddisc_clusters_each_classs_noised_embeddings(tiny_unclip, monkeypatch
 
     monkeypatch.setattr(feddisc_half, "load_embedding_noise", lambda kit: watched)
     payload = feddisc_half.make_payload(
-        job_of(tiny_unclip, data, method="feddisc", feddisc__noise_level=300, feddisc__kit=str(tiny_unclip))
+        job_of(
+            tiny_unclip,
+            data,
+            method="feddisc",
+            feddisc__noise_level=300,
+            feddisc__kit=str(tiny_unclip),
+        )
     )
     assert levels == [[300] * 3]
     assert payload.classes == ("three", "eight")

@@ -18,11 +18,22 @@ from test_round import files, start
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
 from osfl.wire import PayloadError
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
-from server_app.synthesis.workers import MakeSampler, Sample, WorkerError, _hand_out, check_workers, sample_units
+from server_app.synthesis.workers import (
+    MakeSampler,
+    Sample,
+    WorkerError,
+    _hand_out,
+    check_workers,
+    sample_units,
+)
 
-pytestmark = pytest.mark.xdist_group("ray")  # one cluster, not one for every process that runs tests
+pytestmark = pytest.mark.xdist_group(
+    "ray"
+)  # one cluster, not one for every process that runs tests
 CPU = torch.device("cpu")
-UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {})  # twelve units of two
+UNITS = cut_units(
+    plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {}
+)  # twelve units of two
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +55,10 @@ def that(act: Callable[[Sequence[ImageJob]], None]) -> MakeSampler:
         def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
             act(jobs)
             return (
-                torch.tensor([job.index for job in jobs], dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4).contiguous()
+                torch.tensor([job.index for job in jobs], dtype=torch.uint8)
+                .view(-1, 1, 1, 1)
+                .expand(-1, 3, 4, 4)
+                .contiguous()
             )
 
         return sample
@@ -77,20 +91,34 @@ def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) ->
     """With classifier guidance, whose gradients differ in the last bit where another number of threads adds them up."""
     made = {}
     for count in (0, 2, 3):
-        start(quick(method="fedlmg", kit=str(tiny_kit), synthesis__workers=count, synthesis__threads=1), f"by-{count}")
+        start(
+            quick(
+                method="fedlmg", kit=str(tiny_kit), synthesis__workers=count, synthesis__threads=1
+            ),
+            f"by-{count}",
+        )
         made[count] = files(home / "runs" / f"by-{count}", "images", "manifest.jsonl")
     assert made[0] == made[2] == made[3]
     assert len((home / "runs" / "by-3" / "manifest.jsonl").read_text().splitlines()) == 20
     units = files(home / "runs" / "by-0", "units")
     goes_on = {"workers": 5, "threads": 1, "checkpointing": "on"}  # and has all
-    start(quick(method="fedlmg", kit=str(tiny_kit), **{f"synthesis__{key}": value for key, value in goes_on.items()}), "by-0")
+    start(
+        quick(
+            method="fedlmg",
+            kit=str(tiny_kit),
+            **{f"synthesis__{key}": value for key, value in goes_on.items()},
+        ),
+        "by-0",
+    )
     assert files(home / "runs" / "by-0", "units") == units
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_threads_are_those_of_the_config(count: int) -> None:
     def make(device: torch.device) -> Sample:
-        return lambda jobs: torch.full((len(jobs), 3, 4, 4), torch.get_num_threads(), dtype=torch.uint8)
+        return lambda jobs: torch.full(
+            (len(jobs), 3, 4, 4), torch.get_num_threads(), dtype=torch.uint8
+        )
 
     before = torch.get_num_threads()
     sampled = list(sample_units(make, UNITS[:2], CPU, replace(workers(count), threads=before + 2)))
@@ -133,12 +161,16 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory"),
+        ray.exceptions.OutOfMemoryError(
+            "1 worker(s) were killed due to the node running low on memory"
+        ),
         ray.exceptions.ObjectLostError("00" * 28, None, "nowhere"),
     ],
     ids=["out of memory", "result lost with its machine"],
 )
-def test_an_actor_that_ray_ends_or_loses_is_replaced(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_an_actor_that_ray_ends_or_loses_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     get, ended = ray.get, []
 
     def end_once(ref: object) -> object:
@@ -148,7 +180,9 @@ def test_an_actor_that_ray_ends_or_loses_is_replaced(monkeypatch: pytest.MonkeyP
         return get(ref)
 
     monkeypatch.setattr(ray, "get", end_once)
-    assert sorted(names_of_sampled(that(lambda jobs: None), workers(1))) == sorted(unit.name for unit in UNITS)
+    assert sorted(names_of_sampled(that(lambda jobs: None), workers(1))) == sorted(
+        unit.name for unit in UNITS
+    )
 
 
 def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
@@ -179,7 +213,9 @@ def test_an_actors_error_is_its_own_here() -> None:
 
 
 def test_a_cluster_without_enough_devices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"synthesis.workers = 2: 0 GPU\(s\) free in the Ray cluster"):
+    with pytest.raises(
+        ConfigError, match=r"synthesis.workers = 2: 0 GPU\(s\) free in the Ray cluster"
+    ):
         list(sample_units(that(lambda jobs: None), UNITS, torch.device("cuda"), workers(2)))
 
 
@@ -192,28 +228,43 @@ def test_workers_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_gpus_that_are_not_there_are_missed_before_the_clients_work() -> None:
     with pytest.raises(
-        ConfigError, match=r"synthesis.workers = 1000: this machine has \d+ GPU\(s\), and each worker takes one"
+        ConfigError,
+        match=r"synthesis.workers = 1000: this machine has \d+ GPU\(s\), and each worker takes one",
     ):
         check_workers(workers(1000), torch.device("cuda"))
-    with pytest.raises(ConfigError, match="device = 'cuda:1' with synthesis.workers: .*device = 'cuda'"):
+    with pytest.raises(
+        ConfigError, match="device = 'cuda:1' with synthesis.workers: .*device = 'cuda'"
+    ):
         check_workers(workers(2), torch.device("cuda:1"))
 
 
 def test_another_cluster_than_the_simulations_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="synthesis.ray-address = 'ray://host:10001': a simulation has a Ray cluster of its own"
+        ConfigError,
+        match="synthesis.ray-address = 'ray://host:10001': a simulation has a Ray cluster of its own",
     ):
-        list(sample_units(that(lambda jobs: None), UNITS, CPU, replace(workers(1), ray_address="ray://host:10001")))
+        list(
+            sample_units(
+                that(lambda jobs: None),
+                UNITS,
+                CPU,
+                replace(workers(1), ray_address="ray://host:10001"),
+            )
+        )
 
 
 def test_every_worker_has_a_gpu_of_its_own() -> None:
     """Ray believes in two; a worker tells the device that it was given and which of them it has."""
     ray.shutdown()
     try:
-        ray.init(address="local", include_dashboard=False, num_gpus=2, num_cpus=1, log_to_driver=False)
+        ray.init(
+            address="local", include_dashboard=False, num_gpus=2, num_cpus=1, log_to_driver=False
+        )
 
         def make(device: torch.device) -> Sample:
-            told = torch.tensor([device.type == "cuda", *map(int, ray.get_gpu_ids())], dtype=torch.uint8)
+            told = torch.tensor(
+                [device.type == "cuda", *map(int, ray.get_gpu_ids())], dtype=torch.uint8
+            )
 
             def sample(jobs: Sequence[ImageJob]) -> torch.Tensor:
                 time.sleep(1)
@@ -225,7 +276,9 @@ def test_every_worker_has_a_gpu_of_its_own() -> None:
         assert {tuple(told[0].tolist()) for _, told, _ in sampled} == {(1, 0), (1, 1)}
     finally:
         ray.shutdown()
-        ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=1, log_to_driver=False)
+        ray.init(
+            address="local", include_dashboard=False, num_gpus=0, num_cpus=1, log_to_driver=False
+        )
 
 
 def is_worker(process: psutil.Process) -> bool:
@@ -262,7 +315,18 @@ def test_everybody_has_a_unit_before_anybody_has_two() -> None:
 def test_a_cluster_that_is_not_there_is_named() -> None:
     ray.shutdown()
     try:
-        with pytest.raises(ConfigError, match="synthesis.ray-address = '127.0.0.1:1': .*It is ray://HOST:10001"):
-            list(sample_units(that(lambda jobs: None), UNITS, CPU, replace(workers(1), ray_address="127.0.0.1:1")))
+        with pytest.raises(
+            ConfigError, match="synthesis.ray-address = '127.0.0.1:1': .*It is ray://HOST:10001"
+        ):
+            list(
+                sample_units(
+                    that(lambda jobs: None),
+                    UNITS,
+                    CPU,
+                    replace(workers(1), ray_address="127.0.0.1:1"),
+                )
+            )
     finally:
-        ray.init(address="local", include_dashboard=False, num_gpus=0, num_cpus=1, log_to_driver=False)
+        ray.init(
+            address="local", include_dashboard=False, num_gpus=0, num_cpus=1, log_to_driver=False
+        )

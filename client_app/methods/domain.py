@@ -19,6 +19,8 @@ def make_payload(job: ClientJob) -> Domain:
     """
     domain = job.domain()
     if not domain:
-        raise DataError("prompts-domain needs node-config domain: the name of this client's kind of images, such as 'sketch'")
+        raise DataError(
+            "prompts-domain needs node-config domain: the name of this client's kind of images, such as 'sketch'"
+        )
     images = job.load(job.config.data.image_size)
     return Domain(tuple(job.classes[label] for label in images.held()), domain)

@@ -38,9 +38,14 @@ def make_payload(job: ClientJob) -> Mixtures:
         ValueError: a condition diverged.
     """
     settings = job.config.espresso
-    kit, encoder = load_kit_to_learn(job), load_image_encoder(job.config.image_encoder or job.kit, job.device)
+    kit, encoder = (
+        load_kit_to_learn(job),
+        load_image_encoder(job.config.image_encoder or job.kit, job.device),
+    )
     images, seen = job.load(kit.image_size), job.load(encoder.image_size)
-    features = torch.cat([job.meter.run(("embed", len(x)), lambda x=x: encoder(x)) for x in seen.pixels.split(16)])  # type: ignore[misc]
+    features = torch.cat(
+        [job.meter.run(("embed", len(x)), lambda x=x: encoder(x)) for x in seen.pixels.split(16)]
+    )  # type: ignore[misc]
     mean, logvar = posteriors(kit, images, job)
     held = images.held()
     names = [job.classes[label] for label in held]
@@ -55,7 +60,11 @@ def make_payload(job: ClientJob) -> Mixtures:
             cluster_names.append(f"{names[index]}/{number}")
     prompts = kit.text(job.config.synthesis.prompts(names))
     start = prompts[[index for index, _ in owners]]
-    learned = learn_conditions(kit, start, mean, logvar, rows_of, cluster_names, settings, job).float().cpu()
+    learned = (
+        learn_conditions(kit, start, mean, logvar, rows_of, cluster_names, settings, job)
+        .float()
+        .cpu()
+    )
     conditions = torch.zeros(len(held), settings.clusters, *learned.shape[1:])
     weights = torch.zeros(len(held), settings.clusters)
     for (index, number), condition, rows in zip(owners, learned, rows_of, strict=True):
@@ -78,7 +87,11 @@ def make_payload(job: ClientJob) -> Mixtures:
             generator_of(job.config.seed, "espresso mixture", job.client, name),
         )
         mixtures.append(
-            fit_mixture(latents, settings.components, seed_of(job.config.seed, "espresso mixture", job.client, name))
+            fit_mixture(
+                latents,
+                settings.components,
+                seed_of(job.config.seed, "espresso mixture", job.client, name),
+            )
         )
     shares, means, variances = (torch.stack(part) for part in zip(*mixtures, strict=True))
     return Mixtures(tuple(names), conditions, weights, shares, means, variances)
@@ -89,12 +102,18 @@ def cluster(features: torch.Tensor, count: int) -> list[torch.Tensor]:
     count = min(count, len(features))
     if count == 1:
         return [torch.arange(len(features))]
-    labels = torch.from_numpy(AgglomerativeClustering(count, linkage="ward").fit_predict(features.numpy()))
+    labels = torch.from_numpy(
+        AgglomerativeClustering(count, linkage="ward").fit_predict(features.numpy())
+    )
     return [(labels == number).nonzero().flatten() for number in range(count)]
 
 
 def noised_latents(
-    mean: torch.Tensor, logvar: torch.Tensor, a_t: torch.Tensor, draws: int, generator: torch.Generator
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    a_t: torch.Tensor,
+    draws: int,
+    generator: torch.Generator,
 ) -> torch.Tensor:
     """MixUp of a class's latents, diffused forward `draws` times each: [N * draws, c, h, w].
 
@@ -109,10 +128,15 @@ def noised_latents(
     return forward_noise(many, torch.randn(many.shape, generator=generator), a_t.expand(len(many)))
 
 
-def fit_mixture(latents: torch.Tensor, components: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fit_mixture(
+    latents: torch.Tensor, components: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A diagonal Gaussian mixture of latents [N, c, h, w]: weights [M], means and variances [M, c, h, w]."""
     shape = latents.shape[1:]
     mixture = GaussianMixture(components, covariance_type="diag", random_state=seed % 2**32)
     mixture.fit(latents.flatten(1).double().numpy())
-    weights, means, variances = (torch.from_numpy(v).float() for v in (mixture.weights_, mixture.means_, mixture.covariances_))
+    weights, means, variances = (
+        torch.from_numpy(v).float()
+        for v in (mixture.weights_, mixture.means_, mixture.covariances_)
+    )
     return weights, means.view(components, *shape), variances.view(components, *shape)

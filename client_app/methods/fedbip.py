@@ -38,13 +38,22 @@ def make_payload(job: ClientJob) -> Concepts:
     mean, logvar = posteriors(kit, images, job)
     order = images.labels.argsort(stable=True)
     mean, logvar, labels = mean[order], logvar[order], images.labels[order]
-    domain, vectors = learn_words(kit, names, torch.tensor([held.index(y) for y in labels.tolist()]), mean, logvar, job)
+    domain, vectors = learn_words(
+        kit, names, torch.tensor([held.index(y) for y in labels.tolist()]), mean, logvar, job
+    )
     deviations = (0.5 * logvar).exp()
-    return Concepts(tuple(names), domain, vectors, labels, mean.float().cpu(), deviations.float().cpu())
+    return Concepts(
+        tuple(names), domain, vectors, labels, mean.float().cpu(), deviations.float().cpu()
+    )
 
 
 def learn_words(
-    kit: Kit, names: list[str], owner: torch.Tensor, mean: torch.Tensor, logvar: torch.Tensor, job: ClientJob
+    kit: Kit,
+    names: list[str],
+    owner: torch.Tensor,
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    job: ClientJob,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Minimise the denoising loss over S [d] and V [C, d] together.
 
@@ -67,14 +76,17 @@ def learn_words(
     for done, rows in enumerate(schedule, start=1):
         t = torch.randint(len(alphas_cumprod), (len(rows),), generator=generator).to(kit.device)
         eps = torch.randn(len(rows), *mean.shape[1:], generator=generator).to(kit.device)
-        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(len(rows), *mean.shape[1:], generator=generator).to(
-            kit.device
-        )
+        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(
+            len(rows), *mean.shape[1:], generator=generator
+        ).to(kit.device)
         z_t, whose = forward_noise(x0, eps, alphas_cumprod[t]), owner[rows]
 
         def update(z_t=z_t, t=t, eps=eps, whose=whose) -> None:  # type: ignore[no-untyped-def]
             condition = with_concepts(
-                base[whose], [places[c] for c in whose.tolist()], domain.expand(len(whose), -1), vectors[whose]
+                base[whose],
+                [places[c] for c in whose.tolist()],
+                domain.expand(len(whose), -1),
+                vectors[whose],
             )
             loss = (eps - kit.eps(z_t, t, condition)).square().mean()
             optimiser.zero_grad()

@@ -36,11 +36,17 @@ def make_payload(job: ClientJob) -> Embeddings:
         parts.append(job.meter.run(("embed", len(pixels)), lambda pixels=pixels: encoder(pixels)))  # type: ignore[misc]
         job.progress(sum(map(len, parts)), len(images))
     embeddings = torch.cat(parts)
-    noise = torch.randn(embeddings.shape, generator=generator_of(job.config.seed, "feddisc", job.client))
+    noise = torch.randn(
+        embeddings.shape, generator=generator_of(job.config.seed, "feddisc", job.client)
+    )
     noised = add_noise(embeddings, torch.full((len(embeddings),), settings.noise_level), noise)
     held = images.held()
     vectors = [
-        class_vectors(noised[images.labels == label], settings.clusters, seed_of(job.config.seed, "feddisc", job.client, label))
+        class_vectors(
+            noised[images.labels == label],
+            settings.clusters,
+            seed_of(job.config.seed, "feddisc", job.client, label),
+        )
         for label in held
     ]
     return Embeddings(tuple(job.classes[label] for label in held), torch.stack(vectors))
@@ -49,6 +55,8 @@ def make_payload(job: ClientJob) -> Embeddings:
 def class_vectors(noised: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
     """[K + 1, 2e] of a class's noised embeddings [N, 2e]: K-means centres, then the mean of all."""
     count = min(clusters, len(noised))
-    centres = KMeans(count, n_init=10, random_state=seed % 2**32).fit(noised.numpy()).cluster_centers_
+    centres = (
+        KMeans(count, n_init=10, random_state=seed % 2**32).fit(noised.numpy()).cluster_centers_
+    )
     rows = torch.from_numpy(centres).float()[[index % count for index in range(clusters)]]
     return torch.cat([rows, noised.mean(dim=0, keepdim=True)])

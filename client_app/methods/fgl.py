@@ -30,5 +30,8 @@ def make_payload(job: ClientJob) -> Captions:
         job.progress(len(captions), len(images))
     printable = ["".join(c for c in text if c.isprintable())[:MAX_TEXT] for text in captions]
     held = images.held()
-    texts = tuple(tuple(t for t, y in zip(printable, images.labels.tolist(), strict=True) if y == label) for label in held)
+    texts = tuple(
+        tuple(t for t, y in zip(printable, images.labels.tolist(), strict=True) if y == label)
+        for label in held
+    )
     return Captions(tuple(job.classes[label] for label in held), texts)

@@ -33,7 +33,9 @@ def make_payload(job: ClientJob) -> Encodings:
     held, means, total = images.held(), [], len(images)
     for label in held:
         captions = captioner(images.pixels[images.labels == label], job.meter)
-        encodings = job.meter.run(("encode", len(captions)), lambda captions=captions: encode(captions))  # type: ignore[misc]
+        encodings = job.meter.run(
+            ("encode", len(captions)), lambda captions=captions: encode(captions)
+        )  # type: ignore[misc]
         means.append(encodings.float().mean(dim=0).cpu())  # OSCAR, eq. 7
         job.progress(int((images.labels <= label).sum()), total)
     return Encodings(tuple(job.classes[label] for label in held), torch.stack(means))

@@ -70,11 +70,15 @@ def load_split(split: str) -> datasets.Dataset:
         raise ValueError(f"split={split!r}: the digits have the splits {', '.join(SPLITS)}")
     scans = load_digits()
     rng = np.random.default_rng([SEED, SPLITS.index(split)])
-    rows = _public_rows(scans.target, rng) if split == "public" else _domain_rows(split, scans.target)
+    rows = (
+        _public_rows(scans.target, rng) if split == "public" else _domain_rows(split, scans.target)
+    )
     columns: dict[str, list] = {name: [] for name in _FEATURES}
     for source, style, caption in rows:
         ranges = WHOLE_STYLE if split == "public" else DOMAIN_SLICES[style]
-        columns["image"].append(Image.fromarray(render(scans.images[source] / 16, style, ranges, rng)))
+        columns["image"].append(
+            Image.fromarray(render(scans.images[source] / 16, style, ranges, rng))
+        )
         columns["label"].append(int(scans.target[source]))
         columns["domain"].append(style)
         columns["source"].append(int(source))
@@ -90,7 +94,11 @@ def _domain_rows(split: str, labels: np.ndarray) -> list[tuple[int, str, str]]:
     rows = []
     for label in range(len(CLASSES)):
         per_client = np.split(sources[labels[sources] == label], len(STYLES))
-        rows += [(int(s), style, "") for style, part in zip(STYLES, per_client, strict=True) for s in part]
+        rows += [
+            (int(s), style, "")
+            for style, part in zip(STYLES, per_client, strict=True)
+            for s in part
+        ]
     return rows
 
 
@@ -109,5 +117,9 @@ def _public_rows(labels: np.ndarray, rng: np.random.Generator) -> list[tuple[int
 def _caption(name: str, style: str, shares: tuple[float, ...], rng: np.random.Generator) -> str:
     kind = rng.choice(3, p=shares)
     by_class = (f"an image of {name}", f"an image of a {name}", f"a {name}", name)
-    with_style = (f"a {style} of a {name}", f"a {name} in {style} style", f"an image of a {name}, {style}")
+    with_style = (
+        f"a {style} of a {name}",
+        f"a {name} in {style} style",
+        f"an image of a {name}, {style}",
+    )
     return str(rng.choice((by_class, with_style, ("",))[kind]))

@@ -44,7 +44,9 @@ def domain_name(config: DataConfig, node: NodeConfig) -> str:
     return folder.name if folder else ""
 
 
-def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int, size: int | None = None) -> Images:
+def load_images(
+    config: DataConfig, node: NodeConfig, split: str, seed: int, size: int | None = None
+) -> Images:
     """The images of one node.
 
     Args:
@@ -61,10 +63,15 @@ def load_images(config: DataConfig, node: NodeConfig, split: str, seed: int, siz
     if config.name == "folder":
         return _load_folder(config, node, split, size)
     rows = _digits_partition(config, node, split, seed)
-    return Images(torch.stack([to_pixels(image, size) for image in rows["image"]]), torch.tensor(rows["label"]))
+    return Images(
+        torch.stack([to_pixels(image, size) for image in rows["image"]]),
+        torch.tensor(rows["label"]),
+    )
 
 
-@lru_cache(maxsize=16)  # a message needs its partition several times, and cutting takes longer than reading it
+@lru_cache(
+    maxsize=16
+)  # a message needs its partition several times, and cutting takes longer than reading it
 def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
     """Cut the embedded digits with flwr-datasets: by domain is feature skew, by label or Dirichlet is label skew.
 
@@ -82,9 +89,13 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
     elif split == "test" or config.partition == "iid":
         chosen = cut.IidPartitioner(num_partitions=count)
     elif config.partition == "label":
-        chosen = cut.ShardPartitioner(count, "label", num_shards_per_partition=config.shards_per_client, seed=seed)
+        chosen = cut.ShardPartitioner(
+            count, "label", num_shards_per_partition=config.shards_per_client, seed=seed
+        )
     else:
-        chosen = cut.DirichletPartitioner(count, "label", config.alpha, min_partition_size=1, seed=seed)
+        chosen = cut.DirichletPartitioner(
+            count, "label", config.alpha, min_partition_size=1, seed=seed
+        )
     # The split lies class by class and domain by domain: a run of one class's rows would be one domain's.
     chosen.dataset = whole if config.partition == "domain" else whole.shuffle(seed=seed)
     return chosen.load_partition(node.partition_id)
@@ -92,7 +103,11 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
 
 def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> int:
     """How many images this node has; none is opened."""
-    return len(list_folder(config, node, split) if config.name == "folder" else _digits_partition(config, node, split, seed))
+    return len(
+        list_folder(config, node, split)
+        if config.name == "folder"
+        else _digits_partition(config, node, split, seed)
+    )
 
 
 def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) -> Images:
@@ -102,7 +117,9 @@ def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) ->
             with Image.open(file) as image:
                 pixels.append(to_pixels(image, size))
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"{file}: not a readable image ({error}). Remove or replace it") from error
+            raise DataError(
+                f"{file}: not a readable image ({error}). Remove or replace it"
+            ) from error
         labels.append(label)
     return Images(torch.stack(pixels), torch.tensor(labels))
 
@@ -118,8 +135,12 @@ def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
     image = ImageOps.exif_transpose(image)
     if image.mode == "F":
         raise ValueError("floating-point pixels; save it with 8 or 16 bits")
-    if image.mode.startswith("I"):  # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
-        image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).clip(0, 255).round().astype(np.uint8))
+    if image.mode.startswith(
+        "I"
+    ):  # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
+        image = Image.fromarray(
+            (np.asarray(image).astype(np.float64) / 257).clip(0, 255).round().astype(np.uint8)
+        )
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, "white")
@@ -127,6 +148,8 @@ def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
     tensor = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
     if tensor.shape[1:] == (size, size):
         return tensor
-    from torchvision.transforms.v2 import functional  # seconds to import, and the digits need no resizing
+    from torchvision.transforms.v2 import (
+        functional,
+    )  # seconds to import, and the digits need no resizing
 
     return functional.center_crop(functional.resize(tensor, [size], antialias=True), [size, size])

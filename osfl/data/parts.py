@@ -44,12 +44,16 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
     names = class_names(config)
     folders = sorted(p.name for p in root.iterdir() if p.is_dir())
     if unknown := set(folders) - set(names):
-        raise DataError(f"{root}: {sorted(unknown)[0]!r} is not one of the run's classes ({', '.join(names)})")
+        raise DataError(
+            f"{root}: {sorted(unknown)[0]!r} is not one of the run's classes ({', '.join(names)})"
+        )
     listed = []
     for label, name in enumerate(names):
         files = sorted(p for p in (root / name).glob("*") if not p.name.startswith("."))
         if name in folders and not files:
-            raise DataError(f"{root / name}: the class has no images. Remove the empty folder, or add images to it")
+            raise DataError(
+                f"{root / name}: the class has no images. Remove the empty folder, or add images to it"
+            )
         listed += [(file, label) for file in files]
     if not listed:
         raise DataError(f"{root}: no images. This client has no data for {split}")
@@ -72,7 +76,9 @@ def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
         raise DataError(f"data.root = {config.root!r}: no such folder")
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if node.partition_id >= len(folders):
-        raise DataError(f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to at most that")
+        raise DataError(
+            f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to at most that"
+        )
     return folders[node.partition_id]
 
 
@@ -83,7 +89,9 @@ def count_parts(config: DataConfig, node: NodeConfig) -> int:
         DataError: it is not.
     """
     if node.partition_id < 0:
-        raise DataError("data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this node is")
+        raise DataError(
+            "data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this node is"
+        )
     count = len(STYLES) if config.partition == "domain" else node.num_partitions or len(STYLES)
     if node.partition_id >= count:
         raise DataError(

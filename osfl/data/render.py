@@ -32,9 +32,14 @@ Ranges = Mapping[str, tuple[float, float]]  # a (low, high) for each number of `
 WHOLE_STYLE: Ranges = {field.name: (0.0, 1.0) for field in fields(Look)}
 
 
-def _slice(hue: float, ink_hue: float, light: float, stroke: float, texture: float, angle: float) -> Ranges:
+def _slice(
+    hue: float, ink_hue: float, light: float, stroke: float, texture: float, angle: float
+) -> Ranges:
     """A narrow slice of a style: 0.1 wide in each number, around the given middle."""
-    return {k: (v - 0.05, v + 0.05) for k, v in asdict(Look(hue, ink_hue, light, stroke, texture, angle)).items()}
+    return {
+        k: (v - 0.05, v + 0.05)
+        for k, v in asdict(Look(hue, ink_hue, light, stroke, texture, angle)).items()
+    }
 
 
 # One slice per domain. Chosen once, by hand; changing one changes every figure in the README.
@@ -74,7 +79,9 @@ def render(source: Array, style: str, ranges: Ranges, rng: np.random.Generator) 
 
 def _place(source: Array, style: str, rng: np.random.Generator) -> Array:
     """The ink map at 32 px: enlarged, then a small random rotation, scale, shear and shift."""
-    scan = Image.fromarray((np.pad(source, 1) * 255).astype(np.uint8)).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    scan = Image.fromarray((np.pad(source, 1) * 255).astype(np.uint8)).resize(
+        (SIZE, SIZE), Image.Resampling.BICUBIC
+    )
     turn, shear = np.deg2rad(rng.uniform(-10, 10)), rng.uniform(-0.12, 0.12)
     scale = rng.uniform(0.85, 1.05) * (1.15 if style == "infograph" else 1.0)
     shift = rng.uniform(-2, 2, size=2)
@@ -123,7 +130,9 @@ def _photo(ink: Array, look: Look, rng: np.random.Generator) -> Array:
     """Dark ink on paper under uneven light, with camera blur and grain."""
     paper = _hsv(look.hue, 0.18, 0.60 + 0.38 * look.light)
     pen = _hsv(look.ink_hue, 0.45, 0.22)
-    light = 1 + (0.10 + 0.18 * look.texture) * _along(look.angle) + 0.12 * (_cloud(rng, (5, 5)) - 0.5)
+    light = (
+        1 + (0.10 + 0.18 * look.texture) * _along(look.angle) + 0.12 * (_cloud(rng, (5, 5)) - 0.5)
+    )
     mask = _blur(_edge(ink, 0.50 - 0.22 * look.stroke, 9), 0.5 + 0.4 * look.texture)
     return _mix(0.92 * mask, pen, paper) * light[..., None] + rng.normal(0, 0.02, (SIZE, SIZE, 1))
 
@@ -143,10 +152,14 @@ def _clipart(ink: Array, look: Look, rng: np.random.Generator) -> Array:
 def _sketch(ink: Array, look: Look, rng: np.random.Generator) -> Array:
     """Pencil contour with hatching on pale paper."""
     dy, dx = np.gradient(_blur(ink, 0.6))
-    contour = np.clip(np.hypot(dx, dy) * (3.0 + 3.0 * look.stroke), 0, 1) * (0.75 + 0.25 * _cloud(rng, (9, 9)))
+    contour = np.clip(np.hypot(dx, dy) * (3.0 + 3.0 * look.stroke), 0, 1) * (
+        0.75 + 0.25 * _cloud(rng, (9, 9))
+    )
     hatch = 0.5 + 0.5 * np.sin(_along(look.angle) * (16 + 10 * look.texture))
     graphite = np.clip(contour + 0.75 * look.texture * hatch * _edge(ink, 0.4, 12), 0, 1)
-    paper = _hsv(look.hue, 0.10, 0.80 + 0.18 * look.light) * (1 - 0.06 * _cloud(rng, (16, 16))[..., None])
+    paper = _hsv(look.hue, 0.10, 0.80 + 0.18 * look.light) * (
+        1 - 0.06 * _cloud(rng, (16, 16))[..., None]
+    )
     return _mix(0.9 * graphite, np.full(3, 0.25 - 0.15 * look.stroke), paper)
 
 
@@ -167,9 +180,14 @@ def _neon(ink: Array, look: Look, rng: np.random.Generator) -> Array:
     """A glowing tube in the dark: halo, coloured tube, white core."""
     tube = _edge(ink, 0.62 - 0.18 * look.stroke, 14)
     halo = _blur(tube, 3.0) * (0.8 + 0.6 * look.light)
-    wall = _hsv(look.hue, 0.8, 0.10 + 0.14 * look.light) * (0.6 + 0.4 * _cloud(rng, (6, 6))[..., None])
+    wall = _hsv(look.hue, 0.8, 0.10 + 0.14 * look.light) * (
+        0.6 + 0.4 * _cloud(rng, (6, 6))[..., None]
+    )
     if look.texture > 0.5:  # a brick wall behind
-        joints = ((np.arange(SIZE) % 6 == 0)[:, None]) | ((np.arange(SIZE) % 10 == int(look.angle * 10))[None, :])
+        joints = (
+            ((np.arange(SIZE) % 6 == 0)[:, None])
+            | ((np.arange(SIZE) % 10 == int(look.angle * 10))[None, :])
+        )
         wall = wall * (1 - 0.5 * joints[..., None])
     colour = _hsv(look.ink_hue, 0.9, 1.0)
     core = _edge(ink, 0.80 - 0.14 * look.stroke, 18)

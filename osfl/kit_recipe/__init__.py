@@ -46,7 +46,14 @@ class Recipe:
     ema_decay: float = 0.999
     text_length: int = 16
     text_width: int = 64
-    classifiers: tuple[str, ...] = ("resnet18", "resnet50", "vgg16", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x1_0")
+    classifiers: tuple[str, ...] = (
+        "resnet18",
+        "resnet50",
+        "vgg16",
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "shufflenet_v2_x1_0",
+    )
     classifier_steps: int = 800
     classifier_batch: int = 64
     classifier_lr: float = 1e-3
@@ -101,7 +108,12 @@ def train_kit(
     file.write_text(own)
     target = torch.device(device)
     corpus = load_corpus(target)
-    log: dict = {"recipe": asdict(recipe), "device": device, "torch": torch.__version__, "stages": {}}
+    log: dict = {
+        "recipe": asdict(recipe),
+        "device": device,
+        "torch": torch.__version__,
+        "stages": {},
+    }
     unclip = out.with_name(f"{out.name}-unclip")
     if base:
         log["stages"] = json.loads((base / "training.json").read_text())["stages"]

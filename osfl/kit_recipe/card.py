@@ -17,7 +17,12 @@ CPU = torch.device("cpu")
 
 
 def check_kit(
-    kit: Path, unclip: Path, progress: Progress, per_prompt: int = 10, per_domain: int = 20, steps: int = 50
+    kit: Path,
+    unclip: Path,
+    progress: Progress,
+    per_prompt: int = 10,
+    per_domain: int = 20,
+    steps: int = 50,
 ) -> dict[str, dict]:
     """Everything that the cards say of quality, and the pictures beside them.
 
@@ -28,14 +33,20 @@ def check_kit(
     labels, domains = np.array(test["label"]), np.array([STYLES.index(d) for d in test["domain"]])
     checks: dict[str, dict] = {
         "styles": _check_styles(kit, progress, per_prompt, steps=steps),
-        "captions": _check_captions(encoders.load_captioner(str(kit), CPU), pixels, labels, domains),
-        "embeddings": _check_embeddings(encoders.load_image_encoder(str(kit), CPU), pixels, labels, domains),
+        "captions": _check_captions(
+            encoders.load_captioner(str(kit), CPU), pixels, labels, domains
+        ),
+        "embeddings": _check_embeddings(
+            encoders.load_image_encoder(str(kit), CPU), pixels, labels, domains
+        ),
     }
     checks["small_decoder"] = _check_small_decoder(diffusion.load_kit(kit), str(kit), pixels)
     return checks | {"unclip": _check_unclip(unclip, pixels, labels, domains, steps, per_domain)}
 
 
-def _check_styles(kit: Path, progress: Progress, per_prompt: int = 10, columns: int = 2, steps: int = 50) -> dict[str, float]:
+def _check_styles(
+    kit: Path, progress: Progress, per_prompt: int = 10, columns: int = 2, steps: int = 50
+) -> dict[str, float]:
     """Sample every class from class prompts and from each style's prompts with diffusers' own pipeline; draw `samples.png`.
 
     Returns:
@@ -46,7 +57,9 @@ def _check_styles(kit: Path, progress: Progress, per_prompt: int = 10, columns: 
     pipe = diffusion.load_pipeline(kit)
     bar, shares, rows = progress.add_task("samples", total=1 + len(STYLES)), {}, []
     for style in ("", *STYLES):
-        prompts = [f"a {style} of a {name}" if style else f"an image of {name}" for name in digits.CLASSES]
+        prompts = [
+            f"a {style} of a {name}" if style else f"an image of {name}" for name in digits.CLASSES
+        ]
         generator = torch.Generator().manual_seed(0)
         arrays = pipe(
             prompts,
@@ -58,12 +71,16 @@ def _check_styles(kit: Path, progress: Progress, per_prompt: int = 10, columns: 
         ).images
         pictures = torch.from_numpy(arrays).permute(0, 3, 1, 2)
         with torch.no_grad():
-            guess = pretext.eval()(classifiers.normalise(pictures * 2 - 1)).argmax(dim=1) % len(STYLES)
+            guess = pretext.eval()(classifiers.normalise(pictures * 2 - 1)).argmax(dim=1) % len(
+                STYLES
+            )
         wanted = STYLES.index(style or "photo")
         shares[f"{style} prompts" if style else "class prompts, photographs"] = round(
             (guess == wanted).float().mean().item(), 3
         )
-        shown = [arrays[c * per_prompt + i] for c in range(len(digits.CLASSES)) for i in range(columns)]
+        shown = [
+            arrays[c * per_prompt + i] for c in range(len(digits.CLASSES)) for i in range(columns)
+        ]
         rows.append(np.concatenate(shown, axis=1))
         progress.advance(bar)
     _save_sheet(rows, kit / "samples.png")
@@ -75,10 +92,14 @@ def _check_captions(
 ) -> dict[str, dict[str, float]]:
     """For each domain, the share of captions that name the digit, that name the style, and that name another style."""
     captions = [text.replace(",", " ").split() for text in captioner(pixels)]
-    digit = np.array([digits.CLASSES[y] in words for words, y in zip(captions, labels, strict=True)])
+    digit = np.array(
+        [digits.CLASSES[y] in words for words, y in zip(captions, labels, strict=True)]
+    )
     named = [[style for style in STYLES if style in words] for words in captions]
     style = np.array([STYLES[d] in names for names, d in zip(named, domains, strict=True)])
-    other = np.array([any(name != STYLES[d] for name in names) for names, d in zip(named, domains, strict=True)])
+    other = np.array(
+        [any(name != STYLES[d] for name in names) for names, d in zip(named, domains, strict=True)]
+    )
     return {
         name: {
             kind: round(float(hits[domains == d].mean()), 3)
@@ -105,7 +126,12 @@ def _check_embeddings(
 
 
 def _check_unclip(
-    unclip: Path, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray, steps: int, per_domain: int
+    unclip: Path,
+    pixels: torch.Tensor,
+    labels: np.ndarray,
+    domains: np.ndarray,
+    steps: int,
+    per_domain: int,
 ) -> dict[str, dict[str, float]]:
     """Draw test images again from their embeddings with diffusers' own pipeline; draw `samples.png`.
 
@@ -113,14 +139,24 @@ def _check_unclip(
         for each noise level, the mean cosine between the embeddings of image and sample, and of the sample and another image of
         the same digit and domain.
     """
-    encoder, pipe = encoders.load_image_encoder(str(unclip), CPU), diffusion.load_unclip_pipeline(unclip)
+    encoder, pipe = (
+        encoders.load_image_encoder(str(unclip), CPU),
+        diffusion.load_unclip_pipeline(unclip),
+    )
     of_domain = [np.flatnonzero(domains == d) for d in range(len(STYLES))]
-    rows = np.concatenate([group[np.linspace(0, len(group) - 1, per_domain).astype(int)] for group in of_domain])
+    rows = np.concatenate(
+        [group[np.linspace(0, len(group) - 1, per_domain).astype(int)] for group in of_domain]
+    )
     own = encoder(pixels[rows])
     kind = domains * len(digits.CLASSES) + labels
     alike = [np.flatnonzero(kind == kind[row]) for row in rows]
     others = encoder(
-        pixels[[int(group[(group.searchsorted(row) + 1) % len(group)]) for row, group in zip(rows, alike, strict=True)]]
+        pixels[
+            [
+                int(group[(group.searchsorted(row) + 1) % len(group)])
+                for row, group in zip(rows, alike, strict=True)
+            ]
+        ]
     )
     sheet, checks = [pixels[rows].permute(0, 2, 3, 1).numpy() / 255], {}
     for level in (0, 500):
@@ -138,7 +174,9 @@ def _check_unclip(
         again = encoder(torch.from_numpy(drawn * 255).round().to(torch.uint8).permute(0, 3, 1, 2))
         checks[f"level {level}"] = {
             "own image": round(torch.cosine_similarity(own, again).mean().item(), 3),
-            "another of its class and domain": round(torch.cosine_similarity(others, again).mean().item(), 3),
+            "another of its class and domain": round(
+                torch.cosine_similarity(others, again).mean().item(), 3
+            ),
         }
         sheet.append(drawn)
     strips = [

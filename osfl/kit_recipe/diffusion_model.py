@@ -14,7 +14,9 @@ from osfl.kit_recipe.stages import Corpus, Stage, run_stage
 from osfl.seeds import seed_of
 
 
-def train(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+def train(
+    out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
+) -> dict[str, dict]:
     """Train both stages and write the Stable Diffusion folder, in half precision.
 
     Returns:
@@ -32,13 +34,24 @@ def train(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progr
         restored = vae.decode(posterior.mean + posterior.std * noise).sample
         return F.l1_loss(restored, x) + recipe.kl_weight * posterior.kl().mean()
 
-    stage = Stage("vae", nn.ModuleDict({"vae": vae}), recipe.vae_steps, recipe.vae_lr, vae_loss, ema_decay=0.995)
+    stage = Stage(
+        "vae",
+        nn.ModuleDict({"vae": vae}),
+        recipe.vae_steps,
+        recipe.vae_lr,
+        vae_loss,
+        ema_decay=0.995,
+    )
     log = {"vae": run_stage(stage, work, recipe.seed, device, progress)}
 
     with torch.no_grad():  # latents once
-        posteriors = [vae.encode(chunk.float() / 127.5 - 1).latent_dist for chunk in corpus.pixels.split(500)]
+        posteriors = [
+            vae.encode(chunk.float() / 127.5 - 1).latent_dist for chunk in corpus.pixels.split(500)
+        ]
         mean, std = torch.cat([p.mean for p in posteriors]), torch.cat([p.std for p in posteriors])
-        noise = torch.randn(mean.shape, generator=torch.Generator(device).manual_seed(0), device=device)
+        noise = torch.randn(
+            mean.shape, generator=torch.Generator(device).manual_seed(0), device=device
+        )
         scale = float(1 / (mean + std * noise).std())
     vae.register_to_config(scaling_factor=scale)
     tokens, nothing = text.tokens(corpus.captions).to(device), text.tokens([""]).to(device)
@@ -47,16 +60,25 @@ def train(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progr
     weights = 1 + (recipe.style_weight - 1) * named
 
     def denoiser_loss(generator: torch.Generator) -> torch.Tensor:
-        rows = torch.multinomial(weights, recipe.denoiser_batch, replacement=True, generator=generator)
-        x0 = (mean[rows] + std[rows] * torch.randn(mean[rows].shape, generator=generator, device=device)) * scale
+        rows = torch.multinomial(
+            weights, recipe.denoiser_batch, replacement=True, generator=generator
+        )
+        x0 = (
+            mean[rows]
+            + std[rows] * torch.randn(mean[rows].shape, generator=generator, device=device)
+        ) * scale
         dropped = torch.rand(len(rows), generator=generator, device=device) < recipe.caption_dropout
         hidden = text.model(torch.where(dropped[:, None], nothing, tokens[rows])).last_hidden_state
         return noise_prediction_loss(unet, x0, hidden, None, alphas_cumprod, generator)
 
     both = nn.ModuleDict({"unet": unet, "text": text.model})
-    stage = Stage("denoiser", both, recipe.denoiser_steps, recipe.denoiser_lr, denoiser_loss, recipe.ema_decay)
+    stage = Stage(
+        "denoiser", both, recipe.denoiser_steps, recipe.denoiser_lr, denoiser_loss, recipe.ema_decay
+    )
     log["denoiser"] = run_stage(stage, work, recipe.seed, device, progress)
-    diffusion.pipeline(vae.half(), unet.half(), encoders.TextEncoder(text.model.half(), text.tokenizer)).save_pretrained(out)
+    diffusion.pipeline(
+        vae.half(), unet.half(), encoders.TextEncoder(text.model.half(), text.tokenizer)
+    ).save_pretrained(out)
     return log
 
 
@@ -78,6 +100,8 @@ def noise_prediction_loss(
     t = torch.randint(len(alphas_cumprod), (len(x0),), generator=generator, device=x0.device)
     eps = torch.randn(x0.shape, generator=generator, device=x0.device)
     a_t = alphas_cumprod[t]
-    guess = unet(diffusion.forward_noise(x0, eps, a_t), t, encoder_hidden_states=hidden, class_labels=image).sample
+    guess = unet(
+        diffusion.forward_noise(x0, eps, a_t), t, encoder_hidden_states=hidden, class_labels=image
+    ).sample
     snr = a_t / (1 - a_t)
     return ((guess - eps).square().mean(dim=(1, 2, 3)) * snr.clamp(max=5) / snr).mean()

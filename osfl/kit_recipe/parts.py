@@ -21,7 +21,12 @@ BITS = {"resnet18": 8}  # the others are stored with 4
 
 
 def train_classifiers(
-    out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress, kept: frozenset[str] = frozenset()
+    out: Path,
+    work: Path,
+    recipe: Recipe,
+    corpus: Corpus,
+    progress: Progress,
+    kept: frozenset[str] = frozenset(),
 ) -> dict[str, dict]:
     """Initialisations of the recipe's architectures but those that are `kept`; the pretext task has 4 turns x 6 styles."""
     device, log = corpus.pixels.device, {}
@@ -29,7 +34,12 @@ def train_classifiers(
     def pretext(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         rows = corpus.draw(recipe.classifier_batch, generator)
         turns = torch.randint(4, (len(rows),), generator=generator, device=device)
-        turned = torch.stack([torch.rot90(x, int(k), (1, 2)) for x, k in zip(corpus.images(rows), turns, strict=True)])
+        turned = torch.stack(
+            [
+                torch.rot90(x, int(k), (1, 2))
+                for x, k in zip(corpus.images(rows), turns, strict=True)
+            ]
+        )
         return classifiers.normalise(turned), turns * len(STYLES) + corpus.style[rows]
 
     (out / "classifiers").mkdir(exist_ok=True)
@@ -38,35 +48,55 @@ def train_classifiers(
             continue
         name = f"classifier-{architecture}"
         torch.manual_seed(seed_of(recipe.seed, name))
-        model = classifiers.build_classifier(architecture, num_classes=4 * len(STYLES), small_stem=True)
+        model = classifiers.build_classifier(
+            architecture, num_classes=4 * len(STYLES), small_stem=True
+        )
 
         def loss(generator: torch.Generator, model: nn.Module = model) -> torch.Tensor:
             x, target = pretext(generator)
             return F.cross_entropy(model(x), target)
 
-        stage = Stage(name, nn.ModuleDict({"model": model}), recipe.classifier_steps, recipe.classifier_lr, loss)
+        stage = Stage(
+            name,
+            nn.ModuleDict({"model": model}),
+            recipe.classifier_steps,
+            recipe.classifier_lr,
+            loss,
+        )
         log[name] = run_stage(stage, work, recipe.seed, device, progress)
         bits = BITS.get(architecture, 4)
         classifiers.round_weights(model, bits)
         generator = torch.Generator(device).manual_seed(seed_of(recipe.seed, name, "check"))
-        update_bn([pretext(generator)[0] for _ in range(30)], model)  # BatchNorm's statistics of the rounded weights
+        update_bn(
+            [pretext(generator)[0] for _ in range(30)], model
+        )  # BatchNorm's statistics of the rounded weights
         with torch.no_grad():
-            checks = [(model(x).argmax(1) == y).float().mean().item() for x, y in (pretext(generator) for _ in range(20))]
+            checks = [
+                (model(x).argmax(1) == y).float().mean().item()
+                for x, y in (pretext(generator) for _ in range(20))
+            ]
         log[name]["accuracy"] = round(sum(checks) / len(checks), 4)
-        classifiers.save_initialisation(model.cpu(), out / "classifiers" / f"{architecture}.safetensors", bits)
+        classifiers.save_initialisation(
+            model.cpu(), out / "classifiers" / f"{architecture}.safetensors", bits
+        )
     return log
 
 
-def train_image_encoder(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+def train_image_encoder(
+    out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
+) -> dict[str, dict]:
     """SLIP: captions among all captions, and views among the batch's."""
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "image_encoder"))
-    encoder = encoders.new_image_encoder(corpus.pixels.shape[-1], recipe.image_encoder_width, recipe.embedding)
+    encoder = encoders.new_image_encoder(
+        corpus.pixels.shape[-1], recipe.image_encoder_width, recipe.embedding
+    )
     text = encoders.load_text_encoder(str(out), device, torch.float32)
     table, caption_of = _captions(text, corpus)
     captioned, project = caption_of >= 0, nn.Linear(table.shape[1], recipe.embedding)
     mean, std = (
-        torch.tensor(v, device=device).view(3, 1, 1) for v in (encoder.processor.image_mean, encoder.processor.image_std)
+        torch.tensor(v, device=device).view(3, 1, 1)
+        for v in (encoder.processor.image_mean, encoder.processor.image_std)
     )
 
     def embed(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -78,13 +108,22 @@ def train_image_encoder(out: Path, work: Path, recipe: Recipe, corpus: Corpus, p
         x = corpus.images(rows)
         one, other = embed(x, generator), embed(x, generator)
         own = torch.arange(len(rows), device=device)
-        views = F.cross_entropy(one @ other.T / 0.1, own) + F.cross_entropy(other @ one.T / 0.1, own)
+        views = F.cross_entropy(one @ other.T / 0.1, own) + F.cross_entropy(
+            other @ one.T / 0.1, own
+        )
         named = captioned[rows]
         texts = F.normalize(project(table))
         return views + F.cross_entropy(one[named] @ texts.T / 0.1, caption_of[rows][named])
 
     modules = nn.ModuleDict({"encoder": encoder.model, "project": project})
-    stage = Stage("image_encoder", modules, recipe.image_encoder_steps, recipe.image_encoder_lr, loss, ema_decay=0.995)
+    stage = Stage(
+        "image_encoder",
+        modules,
+        recipe.image_encoder_steps,
+        recipe.image_encoder_lr,
+        loss,
+        ema_decay=0.995,
+    )
     log = run_stage(stage, work, recipe.seed, device, progress)
     encoder.model.half().save_pretrained(out / "image_encoder")
     encoder.processor.save_pretrained(out / "feature_extractor")
@@ -95,7 +134,9 @@ def _captions(text: encoders.TextEncoder, corpus: Corpus) -> tuple[torch.Tensor,
     """(the end-of-text state of every distinct caption [U, d], each image's caption's number there [N], -1 for none)."""
     distinct = sorted(set(corpus.captions) - {""})
     number = {caption: index for index, caption in enumerate(distinct)}
-    return text.pooled(distinct), torch.tensor([number.get(c, -1) for c in corpus.captions], device=corpus.pixels.device)
+    return text.pooled(distinct), torch.tensor(
+        [number.get(c, -1) for c in corpus.captions], device=corpus.pixels.device
+    )
 
 
 def _view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> torch.Tensor:
@@ -105,11 +146,16 @@ def _view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> tor
         return low + (high - low) * torch.rand(len(x), generator=generator, device=x.device)
 
     scale, nothing = uniform(0.75, 1.05), torch.zeros(len(x), device=x.device)
-    rows = [torch.stack([scale, nothing, uniform(-0.15, 0.15)], 1), torch.stack([nothing, scale, uniform(-0.15, 0.15)], 1)]
+    rows = [
+        torch.stack([scale, nothing, uniform(-0.15, 0.15)], 1),
+        torch.stack([nothing, scale, uniform(-0.15, 0.15)], 1),
+    ]
     place = torch.stack(rows, 1)
     if turn:
         angle = uniform(-turn, turn)
-        rotation = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(-1, 2, 2)
+        rotation = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(
+            -1, 2, 2
+        )
         place = torch.cat([place[:, :, :2] @ rotation, place[:, :, 2:]], 2)
     grid = F.affine_grid(place, list(x.shape), align_corners=False)
     moved = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
@@ -122,25 +168,40 @@ def _recolour(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return x.gather(1, order[:, :, None, None].expand_as(x))
 
 
-def train_captioner(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+def train_captioner(
+    out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
+) -> dict[str, dict]:
     """BLIP's captioning loss on the images that have a caption."""
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "captioner"))
-    captioner = encoders.new_captioner(corpus.captions, corpus.pixels.shape[-1], recipe.captioner_width)
+    captioner = encoders.new_captioner(
+        corpus.captions, corpus.pixels.shape[-1], recipe.captioner_width
+    )
     captioned = torch.tensor([bool(c) for c in corpus.captions], device=device)
-    batch = captioner.processor.tokenizer(list(corpus.captions), padding=True, return_tensors="pt").to(device)
+    batch = captioner.processor.tokenizer(
+        list(corpus.captions), padding=True, return_tensors="pt"
+    ).to(device)
     images = captioner.processor.image_processor
-    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (images.image_mean, images.image_std))
+    mean, std = (
+        torch.tensor(v, device=device).view(3, 1, 1) for v in (images.image_mean, images.image_std)
+    )
 
     def loss(generator: torch.Generator) -> torch.Tensor:
         rows = corpus.draw_balanced(recipe.captioner_batch, generator, among=captioned)
         view = _view(_recolour(corpus.images(rows), generator), generator, turn=0.2)
         x = ((view + 1) / 2 - mean) / std
         tokens, mask = batch.input_ids[rows], batch.attention_mask[rows]
-        return captioner.model(x, tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
+        return captioner.model(
+            x, tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)
+        ).loss
 
     stage = Stage(
-        "captioner", nn.ModuleDict({"model": captioner.model}), recipe.captioner_steps, recipe.captioner_lr, loss, 0.995
+        "captioner",
+        nn.ModuleDict({"model": captioner.model}),
+        recipe.captioner_steps,
+        recipe.captioner_lr,
+        loss,
+        0.995,
     )
     log = run_stage(stage, work, recipe.seed, device, progress)
     captioner.model.half().save_pretrained(out / "captioner")
@@ -148,7 +209,9 @@ def train_captioner(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progr
     return {"captioner": log}
 
 
-def train_unclip(out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+def train_unclip(
+    out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
+) -> dict[str, dict]:
     """The kit's UNet with an image embedding as one more condition; written as a Stable unCLIP folder of its own."""
     device = corpus.pixels.device
     kit, encoder = diffusion.load_kit(out, device), encoders.load_image_encoder(str(out), device)
@@ -158,36 +221,58 @@ def train_unclip(out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Co
     mean, logvar = (torch.cat(part) for part in zip(*posteriors, strict=True))
     distinct = ["", *sorted(set(corpus.captions) - {""})]
     number = {caption: index for index, caption in enumerate(distinct)}
-    hidden, caption_of = kit.text(distinct), torch.tensor([number[c] for c in corpus.captions], device=device)
+    hidden, caption_of = (
+        kit.text(distinct),
+        torch.tensor([number[c] for c in corpus.captions], device=device),
+    )
     torch.manual_seed(seed_of(recipe.seed, "unclip"))
     unet = diffusion.new_unclip_unet(kit.unet, recipe.embedding).requires_grad_()
     levels_count = noise.scheduler.config.num_train_timesteps
 
     def loss(generator: torch.Generator) -> torch.Tensor:
         rows = corpus.draw_balanced(recipe.unclip_batch, generator)
-        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(mean[rows].shape, generator=generator, device=device)
+        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(
+            mean[rows].shape, generator=generator, device=device
+        )
         levels = torch.randint(levels_count, (len(rows),), generator=generator, device=device)
         own_noise = torch.randn(len(rows), recipe.embedding, generator=generator, device=device)
         image = noise(embeddings[rows], levels, own_noise)
         no_text, no_image = torch.rand(2, len(rows), generator=generator, device=device)
         image = image * (no_image >= recipe.unclip_image_dropout)[:, None]
-        condition = torch.where((no_text < recipe.unclip_caption_dropout)[:, None, None], hidden[0], hidden[caption_of[rows]])
+        condition = torch.where(
+            (no_text < recipe.unclip_caption_dropout)[:, None, None],
+            hidden[0],
+            hidden[caption_of[rows]],
+        )
         return noise_prediction_loss(unet, x0, condition, image, kit.alphas_cumprod, generator)
 
-    stage = Stage("unclip", nn.ModuleDict({"unet": unet}), recipe.unclip_steps, recipe.unclip_lr, loss, recipe.ema_decay)
+    stage = Stage(
+        "unclip",
+        nn.ModuleDict({"unet": unet}),
+        recipe.unclip_steps,
+        recipe.unclip_lr,
+        loss,
+        recipe.ema_decay,
+    )
     log = run_stage(stage, work, recipe.seed, device, progress)
     half = diffusion.load_kit(out, "cpu", torch.float16)
-    pipe = diffusion.unclip_pipeline(half, unet.cpu().half(), encoders.load_image_encoder(str(out), torch.device("cpu")), noise)
+    pipe = diffusion.unclip_pipeline(
+        half, unet.cpu().half(), encoders.load_image_encoder(str(out), torch.device("cpu")), noise
+    )
     pipe.image_encoder.half()
     pipe.save_pretrained(unclip)
-    for file in unclip.rglob("*.json"):  # diffusers notes where a part came from: a path of this machine
+    for file in unclip.rglob(
+        "*.json"
+    ):  # diffusers notes where a part came from: a path of this machine
         content = json.loads(file.read_text())
         if isinstance(content, dict) and content.pop("_name_or_path", None):
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     return {"unclip": log}
 
 
-def train_small_decoder(out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress) -> dict[str, dict]:
+def train_small_decoder(
+    out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
+) -> dict[str, dict]:
     """A decoder in TAESD's format that learns what the kit's own makes of x0hat, at every noise level: there a classifier's guidance uses it."""
     device = corpus.pixels.device
     kit = diffusion.load_kit(out, device)
@@ -199,11 +284,17 @@ def train_small_decoder(out: Path, work: Path, recipe: Recipe, corpus: Corpus, p
         rows = corpus.draw_balanced(recipe.small_decoder_batch, generator)
         with torch.no_grad():
             x0, _ = kit.encode(corpus.images(rows))
-            t = torch.randint(len(kit.alphas_cumprod), (len(rows),), generator=generator, device=device)
+            t = torch.randint(
+                len(kit.alphas_cumprod), (len(rows),), generator=generator, device=device
+            )
             a_t = kit.alphas_cumprod[t]
-            z = diffusion.forward_noise(x0, torch.randn(x0.shape, generator=generator, device=device), a_t)
+            z = diffusion.forward_noise(
+                x0, torch.randn(x0.shape, generator=generator, device=device), a_t
+            )
             e = kit.eps(z, t, hidden.expand(len(rows), -1, -1))
-            clean = (torch.rand(len(rows), generator=generator, device=device) < 0.5)[:, None, None, None]
+            clean = (torch.rand(len(rows), generator=generator, device=device) < 0.5)[
+                :, None, None, None
+            ]
             a_t = a_t.view(-1, 1, 1, 1)
             latents = torch.where(clean, x0, (z - (1 - a_t).sqrt() * e) / a_t.sqrt())
             target = kit.decode(latents)

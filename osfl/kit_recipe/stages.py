@@ -31,9 +31,13 @@ class Corpus:
 
     def draw(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """Rows as the corpus has them, long tail and all."""
-        return torch.randint(len(self.pixels), (batch,), generator=generator, device=self.pixels.device)
+        return torch.randint(
+            len(self.pixels), (batch,), generator=generator, device=self.pixels.device
+        )
 
-    def draw_balanced(self, batch: int, generator: torch.Generator, among: torch.Tensor | None = None) -> torch.Tensor:
+    def draw_balanced(
+        self, batch: int, generator: torch.Generator, among: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rows of every style equally often; `among`, a mask [N], leaves the others out."""
         weights = self._rarity if among is None else self._rarity * among
         return torch.multinomial(weights, batch, replacement=True, generator=generator)
@@ -59,11 +63,15 @@ class Stage:
     modules: nn.ModuleDict
     steps: int
     lr: float
-    loss: Callable[[torch.Generator], torch.Tensor]  # of one step; all its randomness comes from the generator
+    loss: Callable[
+        [torch.Generator], torch.Tensor
+    ]  # of one step; all its randomness comes from the generator
     ema_decay: float = 0.0
 
 
-def run_stage(stage: Stage, folder: Path, seed: int, device: torch.device, progress: Progress) -> dict:
+def run_stage(
+    stage: Stage, folder: Path, seed: int, device: torch.device, progress: Progress
+) -> dict:
     """Train a stage to its end, from its checkpoint if there is one. Leaves `stage.modules` at the (averaged) final weights.
 
     Every step's randomness is seeded by (seed, stage, step), so an interrupted training continues as if it had not been.
@@ -72,7 +80,9 @@ def run_stage(stage: Stage, folder: Path, seed: int, device: torch.device, progr
         seconds spent and the mean loss of every 100 steps.
     """
     modules = stage.modules.to(device).train()
-    optimiser = torch.optim.AdamW(modules.parameters(), lr=stage.lr, weight_decay=1e-2, betas=(0.9, 0.99))
+    optimiser = torch.optim.AdamW(
+        modules.parameters(), lr=stage.lr, weight_decay=1e-2, betas=(0.9, 0.99)
+    )
     average = {k: v.clone() for k, v in modules.state_dict().items()}
     file, step = folder / f"{stage.name}.pt", 0
     log: dict = {"seconds": 0.0, "losses": []}
@@ -85,7 +95,12 @@ def run_stage(stage: Stage, folder: Path, seed: int, device: torch.device, progr
     started, recent = time.perf_counter(), []
     while step < stage.steps:
         for group in optimiser.param_groups:  # 100 steps of warm-up, then a cosine to zero
-            group["lr"] = stage.lr * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / stage.steps))
+            group["lr"] = (
+                stage.lr
+                * min(1, (step + 1) / 100)
+                * 0.5
+                * (1 + math.cos(math.pi * step / stage.steps))
+            )
         generator = torch.Generator(device).manual_seed(seed_of(seed, step, stage.name))
         loss = stage.loss(generator)
         optimiser.zero_grad()
@@ -100,7 +115,9 @@ def run_stage(stage: Stage, folder: Path, seed: int, device: torch.device, progr
                 average[name].copy_(value)
         recent.append(loss.item())
         step += 1
-        progress.update(bar, completed=step, description=f"{stage.name} loss {np.mean(recent[-50:]):.4f}")
+        progress.update(
+            bar, completed=step, description=f"{stage.name} loss {np.mean(recent[-50:]):.4f}"
+        )
         if step % 100 == 0 or step == stage.steps:
             log["seconds"] += time.perf_counter() - started
             log["losses"].append(round(float(np.mean(recent)), 5))

@@ -32,5 +32,7 @@ def _nodes(job: ServerJob) -> list[NodeConfig]:
     if data.name == "digits":
         return [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
     if not data.root:
-        raise ConfigError("method = 'ceiling' with data.name = 'folder' needs data.root: all clients' folders in one place")
+        raise ConfigError(
+            "method = 'ceiling' with data.name = 'folder' needs data.root: all clients' folders in one place"
+        )
     return [NodeConfig(data_dir=str(Path(data.root) / client)) for client in job.clients]

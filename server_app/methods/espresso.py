@@ -33,15 +33,30 @@ from server_app.training import train_global
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every class of every client; one global model, FT."""
     s = job.config.espresso
-    plan = plan_images("espresso", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
-    sampling = {"gamma": [s.guidance, s.inversion_guidance], "threshold": s.z_threshold if s.z_sampling else None, "gmm": s.gmm}
-    images = render(job, plan, lambda device: _sampler(job, device, cast(Mapping[str, Mixtures], payloads)), sampling)
+    plan = plan_images(
+        "espresso", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
+    )
+    sampling = {
+        "gamma": [s.guidance, s.inversion_guidance],
+        "threshold": s.z_threshold if s.z_sampling else None,
+        "gmm": s.gmm,
+    }
+    images = render(
+        job,
+        plan,
+        lambda device: _sampler(job, device, cast(Mapping[str, Mixtures], payloads)),
+        sampling,
+    )
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
 def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtures]) -> Sample:
     kit = load_engine(job.kit, device, job.config.synthesis)
-    place = {(client, job.classes.index(name)): row for client, p in payloads.items() for row, name in enumerate(p.classes)}
+    place = {
+        (client, job.classes.index(name)): row
+        for client, p in payloads.items()
+        for row, name in enumerate(p.classes)
+    }
     return lambda jobs: sample(
         kit,
         jobs,
@@ -53,7 +68,11 @@ def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtur
 
 @torch.no_grad()
 def sample(
-    kit: Kit, jobs: Sequence[ImageJob], sources: Sequence[tuple[Mixtures, int]], settings: EspressoConfig, steps: int
+    kit: Kit,
+    jobs: Sequence[ImageJob],
+    sources: Sequence[tuple[Mixtures, int]],
+    settings: EspressoConfig,
+    steps: int,
 ) -> torch.Tensor:
     """Semantics-preserving sampling.
 
@@ -85,7 +104,9 @@ def sample(
     return to_images(kit, denoise(kit, z, steps, strong))
 
 
-def from_mixture(payload: Mixtures, row: int, noise: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def from_mixture(
+    payload: Mixtures, row: int, noise: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
     """z_T [c, h, w] from a class's Gaussian mixture: mean_m + sqrt(variance_m) * noise, m drawn by the components' weights."""
     assert payload.component_weights is not None
     assert payload.component_means is not None

@@ -32,15 +32,24 @@ from server_app.training import train_global
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every class of every client; one global model, FT."""
     settings = job.config.fedbip
-    plan = plan_images("fedbip", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
+    plan = plan_images(
+        "fedbip", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
+    )
     sampling = {"guidance": settings.guidance, "domain noise": settings.domain_noise}
-    images = render(job, plan, lambda device: _sampler(job, device, cast(Mapping[str, Concepts], payloads)), sampling)
+    images = render(
+        job,
+        plan,
+        lambda device: _sampler(job, device, cast(Mapping[str, Concepts], payloads)),
+        sampling,
+    )
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
 def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Concepts]) -> Sample:
     kit = load_engine(job.kit, device, job.config.synthesis)
-    return lambda jobs: sample(kit, jobs, job.classes, payloads, job.config.fedbip, job.config.synthesis.steps)
+    return lambda jobs: sample(
+        kit, jobs, job.classes, payloads, job.config.fedbip, job.config.synthesis.steps
+    )
 
 
 @torch.no_grad()
@@ -57,16 +66,25 @@ def sample(
     domains, words, latents = [], [], []
     for image, name in zip(jobs, names, strict=True):
         own, generator = payloads[image.client], generator_of(image.noise_seed, "fedbip")
-        domains.append(own.domain + settings.domain_noise * torch.randn(own.domain.shape, generator=generator))
+        domains.append(
+            own.domain + settings.domain_noise * torch.randn(own.domain.shape, generator=generator)
+        )
         words.append(own.vectors[own.classes.index(name)])
         latents.append(interpolated(own, image.label, generator))
     s, v = torch.stack(domains).to(kit.device), torch.stack(words).to(kit.device)
     c = with_concepts(kit.text(concept_prompts(names)), concept_positions(kit.text, names), s, v)
     a_first = kit.alphas_cumprod[first_timestep(kit, steps)]
     z0 = torch.stack(latents).to(kit.device)
-    z = forward_noise(z0, initial_noise(jobs, kit.latent_shape, kit.device), a_first.expand(len(z0)))
+    z = forward_noise(
+        z0, initial_noise(jobs, kit.latent_shape, kit.device), a_first.expand(len(z0))
+    )
     c0 = kit.text([""])
-    return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, [Condition(c, settings.guidance)])))
+    return to_images(
+        kit,
+        denoise(
+            kit, z, steps, lambda z, t: compose(kit, z, t, c0, [Condition(c, settings.guidance)])
+        ),
+    )
 
 
 def interpolated(payload: Concepts, label: int, generator: torch.Generator) -> torch.Tensor:

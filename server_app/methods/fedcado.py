@@ -48,7 +48,9 @@ def sample(
     return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
 
 
-def edit_noise(z: torch.Tensor, t: torch.Tensor, loss_at: LossAt, edits: int, lr: float) -> torch.Tensor:
+def edit_noise(
+    z: torch.Tensor, t: torch.Tensor, loss_at: LossAt, edits: int, lr: float
+) -> torch.Tensor:
     """z <- z - eta grad_z L(z, T), M times (FedCADO, algorithm 1)."""
     for _ in range(edits):
         z = z.detach().requires_grad_()

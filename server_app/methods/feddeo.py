@@ -32,15 +32,25 @@ from server_app.training import train_global
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every description; one global model, FT."""
     descriptions = cast(Mapping[str, Descriptions], payloads)
-    plan = plan_images("feddeo", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
+    plan = plan_images(
+        "feddeo", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
+    )
     scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
     images = render(
-        job, plan, lambda device: _sampler(job, device, descriptions, scales), {"text": scales[0], "description": scales[1]}
+        job,
+        plan,
+        lambda device: _sampler(job, device, descriptions, scales),
+        {"text": scales[0], "description": scales[1]},
     )
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descriptions], scales: tuple[float, float]) -> Sample:
+def _sampler(
+    job: ServerJob,
+    device: torch.device,
+    payloads: Mapping[str, Descriptions],
+    scales: tuple[float, float],
+) -> Sample:
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
     learned = {
@@ -73,6 +83,10 @@ def sample(
     c0 = kit.text([""])
     text = prompts[[job.label for job in jobs]]
     description = torch.stack([learned[job.client, job.label] for job in jobs])
-    conditions = [Condition(c, scale) for c, scale in zip((text, description), scales, strict=True) if scale != 0]
+    conditions = [
+        Condition(c, scale)
+        for c, scale in zip((text, description), scales, strict=True)
+        if scale != 0
+    ]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
     return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))

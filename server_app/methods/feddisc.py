@@ -31,9 +31,16 @@ from server_app.training import train_global
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every class of every client; one global model, FT."""
     settings = job.config.feddisc
-    plan = plan_images("feddisc", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
+    plan = plan_images(
+        "feddisc", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
+    )
     sampling = {"cluster": settings.guidance_cluster, "domain": settings.guidance_domain}
-    images = render(job, plan, lambda device: _sampler(job, device, cast(Mapping[str, Embeddings], payloads)), sampling)
+    images = render(
+        job,
+        plan,
+        lambda device: _sampler(job, device, cast(Mapping[str, Embeddings], payloads)),
+        sampling,
+    )
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
@@ -45,7 +52,9 @@ def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embedd
         for client, payload in payloads.items()
         for name, rows in zip(payload.classes, payload.vectors, strict=True)
     }
-    return lambda jobs: sample(kit, jobs, prompts, vectors, job.config.feddisc, job.config.synthesis.steps)
+    return lambda jobs: sample(
+        kit, jobs, prompts, vectors, job.config.feddisc, job.config.synthesis.steps
+    )
 
 
 @torch.no_grad()
@@ -68,8 +77,13 @@ def sample(
     """
     c0, c = kit.text([""]), prompts[[image.label for image in jobs]]
     own = [vectors[image.client, image.label] for image in jobs]
-    centres = torch.stack([rows[image.index % (len(rows) - 1)] for rows, image in zip(own, jobs, strict=True)])
+    centres = torch.stack(
+        [rows[image.index % (len(rows) - 1)] for rows, image in zip(own, jobs, strict=True)]
+    )
     means = torch.stack([rows[-1] for rows in own])
-    conditions = [Condition(c, settings.guidance_cluster, centres), Condition(c, settings.guidance_domain, means)]
+    conditions = [
+        Condition(c, settings.guidance_cluster, centres),
+        Condition(c, settings.guidance_domain, means),
+    ]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
     return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))

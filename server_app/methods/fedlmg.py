@@ -30,7 +30,14 @@ from osfl.diffusion import Kit
 from osfl.payloads import Classifier, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine
-from server_app.synthesis.guidance import Condition, Teacher, as_teacher, classifier_loss, compose, guide
+from server_app.synthesis.guidance import (
+    Condition,
+    Teacher,
+    as_teacher,
+    classifier_loss,
+    compose,
+    guide,
+)
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import Predict, denoise, to_images, x0hat
@@ -38,7 +45,9 @@ from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
 
 TRAINING = ("strategies", "distillation_weight", "teacher_mean")  # the settings that shape no image
-LossAt = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # (z, t []) -> (e, L [B])
+LossAt = Callable[
+    [torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]  # (z, t []) -> (e, L [B])
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
@@ -47,31 +56,44 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 
 def run_guided(
-    job: ServerJob, payloads: Mapping[str, Payload], settings: FedLMGConfig, sampler: Callable[..., torch.Tensor]
+    job: ServerJob,
+    payloads: Mapping[str, Payload],
+    settings: FedLMGConfig,
+    sampler: Callable[..., torch.Tensor],
 ) -> dict[str, GlobalModel]:
     """FedLMG's and FedCADO's way from classifiers to global models; they differ in the sampler."""
     small_stem, held = job.config.classifier.small_stem, job.held(payloads)
     classifiers = cast(Mapping[str, Classifier], payloads)
-    teachers = {client: _rebuild(p, len(job.classes), small_stem) for client, p in classifiers.items()}
-    plan = plan_images(job.config.method, job.config.seed, held, job.config.synthesis.images_per_class)
+    teachers = {
+        client: _rebuild(p, len(job.classes), small_stem) for client, p in classifiers.items()
+    }
+    plan = plan_images(
+        job.config.method, job.config.seed, held, job.config.synthesis.images_per_class
+    )
     sampling = {key: value for key, value in asdict(settings).items() if key not in TRAINING}
 
     def make_sampler(device: torch.device) -> Sample:
         kit, steps = load_engine(job.kit, device, job.config.synthesis), job.config.synthesis.steps
         prompts = kit.text(job.config.synthesis.prompts(job.classes))
         own = {client: as_teacher(teacher.model.to(device)) for client, teacher in teachers.items()}
-        return lambda jobs: sampler(kit, jobs, prompts, own, settings, steps, job.config.data.image_size)
+        return lambda jobs: sampler(
+            kit, jobs, prompts, own, settings, steps, job.config.data.image_size
+        )
 
     images = render(job, plan, make_sampler, sampling, divisible=settings.bn_statistics == "image")
     models, networks = {}, {client: teacher.model for client, teacher in teachers.items()}
     for strategy in split_names(settings.strategies):
         target = None
         if strategy == "md":
-            target = mean_teacher(networks, held, images.pixels, job.device, plain=settings.teacher_mean == "plain")
+            target = mean_teacher(
+                networks, held, images.pixels, job.device, plain=settings.teacher_mean == "plain"
+            )
         elif strategy == "sd":
             target = own_teacher(networks, images.clients, images.pixels, job.device)
         name = strategy.upper()
-        models[name] = train_global(job, name, images.pixels, images.labels, target, settings.distillation_weight)
+        models[name] = train_global(
+            job, name, images.pixels, images.labels, target, settings.distillation_weight
+        )
     return models
 
 
@@ -117,7 +139,10 @@ def guidance_loss(
     """The function (z, t) -> e, L(z, t) of a batch; L is differentiable in z."""
     c0, labels = kit.text([""]), torch.tensor([job.label for job in jobs], device=kit.device)
     condition = [Condition(prompts[labels], settings.guidance)]
-    rows_of = {client: [row for row, job in enumerate(jobs) if job.client == client] for client in {job.client for job in jobs}}
+    rows_of = {
+        client: [row for row, job in enumerate(jobs) if job.client == client]
+        for client in {job.client for job in jobs}
+    }
 
     def loss_at(z: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # 1. e: classifier-free guidance on the class's prompt
@@ -126,7 +151,9 @@ def guidance_loss(
         # 2. L(z, t) = CE(F_k(D(x0hat)), y) + lambda L_BN, each row by its own client's classifier
         x0 = x0hat(z, e, kit.alphas_cumprod[t])
         if settings.gradient == "x0":
-            x0 = x0.detach() + kit.alphas_cumprod[t].sqrt() * (z - z.detach())  # the same x0hat, its gradient sqrt(a_t)
+            x0 = x0.detach() + kit.alphas_cumprod[t].sqrt() * (
+                z - z.detach()
+            )  # the same x0hat, its gradient sqrt(a_t)
         x = kit.decode_for_guidance(x0)
         loss = torch.zeros(len(z), device=z.device)
         for client, rows in rows_of.items():

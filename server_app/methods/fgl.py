@@ -32,20 +32,32 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
         for client, payload in cast(Mapping[str, Captions], payloads).items()
         for name, texts in zip(payload.classes, payload.texts, strict=True)
     }
-    plan = plan_images("fgl", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
-    sampling = {"guidance": settings.guidance, "prompt": settings.prompt, "negative": settings.negative_prompt}
+    plan = plan_images(
+        "fgl", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
+    )
+    sampling = {
+        "guidance": settings.guidance,
+        "prompt": settings.prompt,
+        "negative": settings.negative_prompt,
+    }
     images = render(job, plan, lambda device: _sampler(job, device, captions), sampling)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
-def prompt_of(job: ServerJob, captions: Mapping[tuple[str, int], tuple[str, ...]], image: ImageJob) -> str:
+def prompt_of(
+    job: ServerJob, captions: Mapping[tuple[str, int], tuple[str, ...]], image: ImageJob
+) -> str:
     """The prompt of one image."""
     texts = captions[image.client, image.label]
     caption = texts[image.index % len(texts)]
-    return job.config.fgl.prompt.replace("{class}", job.classes[image.label]).replace("{caption}", caption)
+    return job.config.fgl.prompt.replace("{class}", job.classes[image.label]).replace(
+        "{caption}", caption
+    )
 
 
-def _sampler(job: ServerJob, device: torch.device, captions: Mapping[tuple[str, int], tuple[str, ...]]) -> Sample:
+def _sampler(
+    job: ServerJob, device: torch.device, captions: Mapping[tuple[str, int], tuple[str, ...]]
+) -> Sample:
     kit, settings = load_engine(job.kit, device, job.config.synthesis), job.config.fgl
     nothing = kit.text([settings.negative_prompt])
     return lambda jobs: sample(

@@ -31,8 +31,18 @@ from server_app.training import train_global
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every class of every client; one global model, FT."""
     encodings = cast(Mapping[str, Encodings], payloads)
-    plan = plan_images(job.config.method, job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
-    images = render(job, plan, lambda device: _sampler(job, device, encodings), {"guidance": job.config.oscar.guidance})
+    plan = plan_images(
+        job.config.method,
+        job.config.seed,
+        job.held(payloads),
+        job.config.synthesis.images_per_class,
+    )
+    images = render(
+        job,
+        plan,
+        lambda device: _sampler(job, device, encodings),
+        {"guidance": job.config.oscar.guidance},
+    )
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
@@ -41,7 +51,9 @@ def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodi
     condition_of = {
         (client, job.classes.index(name)): condition
         for client, payload in payloads.items()
-        for name, condition in zip(payload.classes, as_conditions(kit, payload.vectors), strict=True)
+        for name, condition in zip(
+            payload.classes, as_conditions(kit, payload.vectors), strict=True
+        )
     }
     return lambda jobs: sample(
         kit,

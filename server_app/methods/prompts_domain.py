@@ -22,9 +22,13 @@ from server_app.training import train_global
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """R images for every class of every client from prompts that name both; one global model, FT."""
-    domains = {client: payload.name for client, payload in cast(Mapping[str, Domain], payloads).items()}
+    domains = {
+        client: payload.name for client, payload in cast(Mapping[str, Domain], payloads).items()
+    }
     settings = job.config.prompts_domain
-    plan = plan_images("prompts-domain", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class)
+    plan = plan_images(
+        "prompts-domain", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
+    )
     sampling = {"guidance": settings.guidance, "prompt": settings.prompt}
     images = render(job, plan, lambda device: _sampler(job, device, domains), sampling)
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
@@ -34,7 +38,9 @@ def _sampler(job: ServerJob, device: torch.device, domains: Mapping[str, str]) -
     kit, settings = load_engine(job.kit, device, job.config.synthesis), job.config.prompts_domain
 
     def prompt(client: str, label: int) -> str:
-        return settings.prompt.replace("{domain}", domains[client]).replace("{class}", job.classes[label])
+        return settings.prompt.replace("{domain}", domains[client]).replace(
+            "{class}", job.classes[label]
+        )
 
     return lambda jobs: sample(
         kit,

@@ -25,7 +25,12 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     """R images a class and client from prompts; one global model, FT."""
     held = dict.fromkeys(job.clients, range(len(job.classes)))
     plan = plan_images("prompts-only", job.config.seed, held, job.config.synthesis.images_per_class)
-    images = render(job, plan, lambda device: _sampler(job, device), {"guidance": job.config.prompts_only.guidance})
+    images = render(
+        job,
+        plan,
+        lambda device: _sampler(job, device),
+        {"guidance": job.config.prompts_only.guidance},
+    )
     return {"FT": train_global(job, "FT", images.pixels, images.labels)}
 
 
@@ -38,7 +43,12 @@ def _sampler(job: ServerJob, device: torch.device) -> Sample:
 
 @torch.no_grad()
 def sample(
-    kit: Kit, jobs: Sequence[ImageJob], c: torch.Tensor, guidance: float, steps: int, c0: torch.Tensor | None = None
+    kit: Kit,
+    jobs: Sequence[ImageJob],
+    c: torch.Tensor,
+    guidance: float,
+    steps: int,
+    c0: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Classifier-free guidance on one condition an image: e = e0 + g (e_c - e0).
 
@@ -51,4 +61,7 @@ def sample(
     """
     nothing = kit.text([""]) if c0 is None else c0
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, nothing, [Condition(c, guidance)])))
+    return to_images(
+        kit,
+        denoise(kit, z, steps, lambda z, t: compose(kit, z, t, nothing, [Condition(c, guidance)])),
+    )

@@ -36,7 +36,9 @@ class FedDF(FedAvg):
         self.job, self.proxy = job, proxy
         self.first = 0  # rounds that were done before this strategy was started
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """FedDF, algorithm 1: the student starts from the weighted mean and learns from the mean of the teachers' logits."""
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -45,24 +47,38 @@ class FedDF(FedAvg):
         teachers = [self._model(reply.content.array_records["arrays"]) for reply in replies]
         student = self._model(arrays)
         distil(student, teachers, self.proxy, self.job, self.first + server_round)
-        return ArrayRecord({n: Array(t.numpy()) for n, t in student.cpu().state_dict().items()}), metrics
+        return ArrayRecord(
+            {n: Array(t.numpy()) for n, t in student.cpu().state_dict().items()}
+        ), metrics
 
     def _model(self, arrays: ArrayRecord) -> nn.Module:
         settings = self.job.config.classifier
-        return rebuild(arrays.to_torch_state_dict(), settings.architecture, len(self.job.classes), settings.small_stem)
+        return rebuild(
+            arrays.to_torch_state_dict(),
+            settings.architecture,
+            len(self.job.classes),
+            settings.small_stem,
+        )
 
 
-def distil(student: nn.Module, teachers: list[nn.Module], proxy: torch.Tensor, job: ServerJob, number: int) -> None:
+def distil(
+    student: nn.Module, teachers: list[nn.Module], proxy: torch.Tensor, job: ServerJob, number: int
+) -> None:
     """Minimise KL(softmax(mean of the teachers' logits) || student) on the proxy images, in place (FedDF, eq. 2)."""
     settings = job.config.rounds
-    target = F.softmax(torch.stack([logits_of(teacher, proxy, job.device) for teacher in teachers]).mean(dim=0), dim=1)
+    target = F.softmax(
+        torch.stack([logits_of(teacher, proxy, job.device) for teacher in teachers]).mean(dim=0),
+        dim=1,
+    )
     student.to(job.device).train()
     optimiser = torch.optim.Adam(student.parameters(), lr=settings.distillation_lr)
     generator = generator_of(job.config.seed, "feddf", number)
     for _ in range(settings.distillation_steps):
         rows = torch.randperm(len(proxy), generator=generator)[: settings.distillation_batch_size]
         logits = student(normalise(proxy[rows].to(job.device).float() / 127.5 - 1))
-        loss = F.kl_div(F.log_softmax(logits, dim=1), target[rows].to(job.device), reduction="batchmean")
+        loss = F.kl_div(
+            F.log_softmax(logits, dim=1), target[rows].to(job.device), reduction="batchmean"
+        )
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -82,16 +98,24 @@ def load_proxy(job: ServerJob) -> torch.Tensor:
         rows = load_split("public").shuffle(seed=job.config.seed)
         rows = rows.select(range(min(settings.proxy_images, len(rows))))
         return torch.stack([to_pixels(image, size) for image in rows["image"]])
-    files = sorted(p for p in Path(settings.proxy).expanduser().rglob("*") if p.is_file() and not p.name.startswith("."))
+    files = sorted(
+        p
+        for p in Path(settings.proxy).expanduser().rglob("*")
+        if p.is_file() and not p.name.startswith(".")
+    )
     pixels = []
     for file in files[: settings.proxy_images]:
         try:
             with Image.open(file) as image:
                 pixels.append(to_pixels(image, size))
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-            raise ConfigError(f"rounds.proxy: {file} is not a readable image ({error}). Remove or replace it") from error
+            raise ConfigError(
+                f"rounds.proxy: {file} is not a readable image ({error}). Remove or replace it"
+            ) from error
     if len(pixels) < 2:
-        raise ConfigError(f"rounds.proxy = {settings.proxy!r}: must be 'public' or a folder with at least two images")
+        raise ConfigError(
+            f"rounds.proxy = {settings.proxy!r}: must be 'public' or a folder with at least two images"
+        )
     return torch.stack(pixels)
 
 

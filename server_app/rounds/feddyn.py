@@ -35,13 +35,17 @@ class FedDyn(FedAvg):
         self.alpha, self.clients, self.parameters = alpha, clients, parameters
         self.memory: dict[str, np.ndarray] = {}  # h
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
         """Remember theta, and tell the clients alpha."""
         self._before = {name: arrays[name].numpy() for name in self.parameters}
         config["dyn-alpha"] = self.alpha
         return super().configure_train(server_round, arrays, config, grid)
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """FedDyn's server step."""
         replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -54,7 +58,9 @@ class FedDyn(FedAvg):
             h = h - self.alpha * len(replies) / self.clients * (mean - before)
             self.memory[name] = h.astype(before.dtype)
             result[name] = (mean - h / self.alpha).astype(before.dtype)
-        return ArrayRecord({name: Array(np.asarray(value)) for name, value in result.items()}), metrics
+        return ArrayRecord(
+            {name: Array(np.asarray(value)) for name, value in result.items()}
+        ), metrics
 
 
 def strategy(job: ServerJob) -> FedAvg:

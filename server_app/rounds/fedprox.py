@@ -11,4 +11,6 @@ from server_app.rounds.fedavg import everyone
 
 def strategy(job: ServerJob) -> FedAvg:
     """Flower's FedProx with `rounds.proximal-mu`."""
-    return FedProx(fraction_evaluate=0.0, proximal_mu=job.config.rounds.proximal_mu, **everyone(job))
+    return FedProx(
+        fraction_evaluate=0.0, proximal_mu=job.config.rounds.proximal_mu, **everyone(job)
+    )

@@ -31,7 +31,9 @@ HEADER_BYTES = 2**20  # names and shapes of a model's arrays, at most
 Costs = dict[str, dict[str, float]]  # by client
 
 
-def run_rounds(job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedAvg, job_id: str) -> dict[str, GlobalModel]:
+def run_rounds(
+    job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedAvg, job_id: str
+) -> dict[str, GlobalModel]:
     """`rounds.count` rounds of a strategy; started again, it goes on after the last round that was finished.
 
     Raises:
@@ -42,35 +44,65 @@ def run_rounds(job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedA
     start = new_classifier(settings, len(job.classes), kit, job.config.seed).state_dict()
     done, seconds, state, costs = _resume(job, strategy, start)
     strategy.first = done  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
-    between, began = RoundsGrid(grid, nodes, job.config, job_id, done, start, costs), time.monotonic()
+    between, began = (
+        RoundsGrid(grid, nodes, job.config, job_id, done, start, costs),
+        time.monotonic(),
+    )
     job.status.phase("rounds", count)
     job.status.advance(done, count)
 
     def finished(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         nonlocal state
         if number > 0:
-            state = {name: value.to(start[name].dtype) for name, value in arrays.to_torch_state_dict().items()}
+            state = {
+                name: value.to(start[name].dtype)
+                for name, value in arrays.to_torch_state_dict().items()
+            }
             if not all(torch.isfinite(value.float()).all() for value in state.values()):
-                raise RoundError(f"the global model is not finite after round {done + number}; see the settings in [rounds]")
-            _keep(job, strategy, done + number, seconds + time.monotonic() - began, state, between.costs)
+                raise RoundError(
+                    f"the global model is not finite after round {done + number}; see the settings in [rounds]"
+                )
+            _keep(
+                job,
+                strategy,
+                done + number,
+                seconds + time.monotonic() - began,
+                state,
+                between.costs,
+            )
             job.status.advance(done + number, count)
         return None
 
     if done < count:
         arrays = ArrayRecord({name: Array(value.numpy()) for name, value in state.items()})
-        strategy.start(between, arrays, count - done, timeout=job.config.deadline, evaluate_fn=finished)  # type: ignore[arg-type]
+        strategy.start(
+            between, arrays, count - done, timeout=job.config.deadline, evaluate_fn=finished
+        )  # type: ignore[arg-type]
     _release(grid, nodes, job_id)
     name = job.config.method
-    job.folder.store_model(name, state, {"seconds": job.folder.read_json("rounds/done.json")["seconds"]})
+    job.folder.store_model(
+        name, state, {"seconds": job.folder.read_json("rounds/done.json")["seconds"]}
+    )
     model = rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
     return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
 
 
-def _keep(job: ServerJob, strategy: FedAvg, number: int, seconds: float, state: dict[str, torch.Tensor], costs: Costs) -> None:
+def _keep(
+    job: ServerJob,
+    strategy: FedAvg,
+    number: int,
+    seconds: float,
+    state: dict[str, torch.Tensor],
+    costs: Costs,
+) -> None:
     """A finished round: the model and what the strategy remembers; then the number, which vouches for them, with the costs so far."""
     path = job.folder.path / "rounds"
-    memory = {name: torch.as_tensor(value) for name, value in getattr(strategy, "memory", {}).items()}
-    write_atomically(path / f"{number:06d}.safetensors", save({n: t.contiguous() for n, t in state.items()}))
+    memory = {
+        name: torch.as_tensor(value) for name, value in getattr(strategy, "memory", {}).items()
+    }
+    write_atomically(
+        path / f"{number:06d}.safetensors", save({n: t.contiguous() for n, t in state.items()})
+    )
     write_atomically(path / f"{number:06d}.memory.safetensors", save(memory))
     job.folder.write_json("rounds/done.json", {"round": number, "seconds": seconds, "costs": costs})
     for old in path.glob("*.safetensors"):
@@ -89,15 +121,26 @@ def _resume(
     if hasattr(strategy, "memory"):
         memory = load((path / f"{number:06d}.memory.safetensors").read_bytes())
         strategy.memory = {name: value.numpy() for name, value in memory.items()}
-    return number, done["seconds"], load((path / f"{number:06d}.safetensors").read_bytes()), done["costs"]
+    return (
+        number,
+        done["seconds"],
+        load((path / f"{number:06d}.safetensors").read_bytes()),
+        done["costs"],
+    )
 
 
 def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:
     """The rounds are over: the clients may forget what they kept between them."""
-    exchange, end = Exchange(grid, one_round.THANKS_SECONDS), time.monotonic() + one_round.THANKS_SECONDS
+    exchange, end = (
+        Exchange(grid, one_round.THANKS_SECONDS),
+        time.monotonic() + one_round.THANKS_SECONDS,
+    )
     for node in nodes.values():
         exchange.push(node, ACKNOWLEDGE, RecordDict({"job": ConfigRecord({"job": job_id})}))
-    while exchange.pull(lambda node, content: None, lambda node, reason: None) and time.monotonic() < end:
+    while (
+        exchange.pull(lambda node, content: None, lambda node, reason: None)
+        and time.monotonic() < end
+    ):
         time.sleep(one_round.POLL_SECONDS)
 
 
@@ -118,13 +161,17 @@ class RoundsGrid:
     first: int
     like: dict[str, torch.Tensor]
     costs: Costs = field(default_factory=dict)
-    _absent: set[str] = field(default_factory=set)  # in the last round: they are not waited for as long as the others
+    _absent: set[str] = field(
+        default_factory=set
+    )  # in the last round: they are not waited for as long as the others
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes of the clients that joined."""
         return list(self.nodes.values())
 
-    def send_and_receive(self, messages: Iterable[Message], timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], timeout: float | None = None
+    ) -> list[Message]:
         """Send one message to every node and wait for the replies: `deadline`, and `test-timeout` for clients that missed the last round.
 
         Raises:
@@ -166,19 +213,28 @@ class RoundsGrid:
         began = time.monotonic()
         while exchange.pull(on_reply, on_failure):
             late = {client_of[node] for node in exchange.waiting()} <= self._absent
-            if time.monotonic() - began > (self.config.test_timeout if late else timeout or self.config.deadline):
+            if time.monotonic() - began > (
+                self.config.test_timeout if late else timeout or self.config.deadline
+            ):
                 break
             exchange.rest()
         for node in exchange.waiting():
-            problems[client_of[node]] = "no model in time (deadline; test-timeout after a round that it missed)"
+            problems[client_of[node]] = (
+                "no model in time (deadline; test-timeout after a round that it missed)"
+            )
         self._absent = set(self.nodes) - set(usable)
         if len(usable) < self.config.needed_clients:
-            reasons = "".join(f"\n  {client}: {reason}" for client, reason in sorted(problems.items()))
+            reasons = "".join(
+                f"\n  {client}: {reason}" for client, reason in sorted(problems.items())
+            )
             raise RoundError(
                 f"{len(usable)} of {self.config.num_clients} clients sent a model that can be used; {self.config.needed_clients} are "
                 f"needed (min-clients, num-clients){reasons}"
             )
-        return [Message(usable[client], dst_node_id=self.nodes[client], message_type="train") for client in sorted(usable)]
+        return [
+            Message(usable[client], dst_node_id=self.nodes[client], message_type="train")
+            for client in sorted(usable)
+        ]
 
     def _checked(self, client: str, content: RecordDict) -> RecordDict:
         """What the strategy may see of a reply: exactly the model's arrays, read and checked, and the number of images.
@@ -202,13 +258,17 @@ class RoundsGrid:
             raise ValueError(str(error)) from None
         keys = ("num-examples", "seconds", "flops", "peak_memory_mb")
         images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
-        if not 1 <= images <= MOST_EXAMPLES or not all(np.isfinite(n) and n >= 0 for n in (seconds, flops, memory)):
+        if not 1 <= images <= MOST_EXAMPLES or not all(
+            np.isfinite(n) and n >= 0 for n in (seconds, flops, memory)
+        ):
             raise ValueError(f"its figures are not plausible: {dict(metrics)}")
         self._add(client, upload_bytes=size_of(model), seconds=seconds, flops=flops)
         own = self.costs[client]
         own |= {"images": images, "peak_memory_mb": max(memory, own.get("peak_memory_mb", 0.0))}
         clean = ArrayRecord({name: Array(state[name].numpy()) for name in self.like})
-        return RecordDict({"arrays": clean, "metrics": MetricRecord({"num-examples": images, "clients": 1})})
+        return RecordDict(
+            {"arrays": clean, "metrics": MetricRecord({"num-examples": images, "clients": 1})}
+        )
 
     def _add(self, client: str, **costs: float) -> None:
         own = self.costs.setdefault(client, {})
@@ -229,6 +289,8 @@ def _check_tensor(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
     if not torch.isfinite(value).all():
         raise ValueError(f"{name} contains NaN or infinity")
     if value.is_floating_point() and value.numel() and value.abs().max() > MAX_MAGNITUDE:
-        raise ValueError(f"{name} contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large")
+        raise ValueError(
+            f"{name} contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large"
+        )
     if name.endswith("running_var") and (value < 0).any():
         raise ValueError(f"{name} contains a variance below zero")

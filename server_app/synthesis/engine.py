@@ -39,13 +39,19 @@ def load_engine(source: str, device: torch.device, settings: SynthesisConfig) ->
     """
     if not (options := _options(device, settings)):
         return _load(source, device, settings)
-    given = {name: getattr(settings, name) for name in ("dtype", "attention", "memory_format", "compile")}
+    given = {
+        name: getattr(settings, name) for name in ("dtype", "attention", "memory_format", "compile")
+    }
     key = f"{kit_digest(source)} {_device_name(device)} batch {2 * settings.unit_size} torch {torch.__version__} {given}"
 
     def seconds(chosen: Mapping[str, Any]) -> float:
         try:
-            return _seconds(_load(source, device, replace(settings, **chosen)), 2 * settings.unit_size)
-        except torch.OutOfMemoryError:  # plain attention, say; a unit that nothing lets fit is sampled in parts
+            return _seconds(
+                _load(source, device, replace(settings, **chosen)), 2 * settings.unit_size
+            )
+        except (
+            torch.OutOfMemoryError
+        ):  # plain attention, say; a unit that nothing lets fit is sampled in parts
             torch.cuda.empty_cache()
             return math.inf
 
@@ -59,7 +65,9 @@ def _options(device: torch.device, settings: SynthesisConfig) -> dict[str, tuple
         "dtype": ("float32", "bfloat16"),
         "attention": ("default", "flash", "cudnn", "efficient") if gpu else ("default", "math"),
         "memory_format": ("contiguous", "channels-last"),
-        "compile": ("off", "on") if gpu else ("off",),  # on a CPU it wants a C++ compiler, and minutes
+        "compile": ("off", "on")
+        if gpu
+        else ("off",),  # on a CPU it wants a C++ compiler, and minutes
     }
     return {name: values for name, values in options.items() if getattr(settings, name) == "auto"}
 
@@ -91,7 +99,11 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     kit = load_kit(source, device, DTYPES[settings.dtype])
     kit = replace(kit, sampling=Sampling(settings.solver, settings.guided_from, settings.guided_to))
     if settings.small_decoder:
-        where = (source, kit, SMALL_DECODER) if settings.small_decoder == "kit" else (settings.small_decoder, kit)
+        where = (
+            (source, kit, SMALL_DECODER)
+            if settings.small_decoder == "kit"
+            else (settings.small_decoder, kit)
+        )
         kit = replace(kit, small_decoder=load_small_decoder(*where))
     if settings.attention != "default":
         kit.unet.set_attn_processor(Attention(settings.attention))
@@ -99,7 +111,11 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
         kit.checkpointed()
     if settings.cache_interval > 1:
         cache_features(kit, settings.cache_interval)
-    layout = torch.channels_last if settings.memory_format == "channels-last" else torch.contiguous_format
+    layout = (
+        torch.channels_last
+        if settings.memory_format == "channels-last"
+        else torch.contiguous_format
+    )
     for network in (kit.unet, kit.vae):
         network.to(memory_format=layout)
     return replace(kit, unet=torch.compile(kit.unet)) if settings.compile == "on" else kit
@@ -108,7 +124,10 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
 @torch.no_grad()
 def _seconds(kit: Kit, batch: int) -> float:
     """The median of a UNet pass."""
-    z, c = torch.randn(batch, *kit.latent_shape, device=kit.device), kit.text([""]).expand(batch, -1, -1)
+    z, c = (
+        torch.randn(batch, *kit.latent_shape, device=kit.device),
+        kit.text([""]).expand(batch, -1, -1),
+    )
     width = kit.unet.config.get("projection_class_embeddings_input_dim")
     image = torch.randn(batch, width, device=kit.device) if width else None
     taken = []
@@ -122,4 +141,8 @@ def _seconds(kit: Kit, batch: int) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu x{torch.get_num_threads()}"
+    )

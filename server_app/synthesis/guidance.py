@@ -24,7 +24,9 @@ class Condition:
     image: torch.Tensor | None = None  # [B, 2e], for an unCLIP UNet
 
 
-def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]) -> torch.Tensor:
+def compose(
+    kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]
+) -> torch.Tensor:
     """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714; FedDEO, eq. 5).
 
     With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in diffusers' convention.
@@ -36,13 +38,17 @@ def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, condit
         t: timestep, [].
         c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image condition is zero, as in Stable unCLIP.
     """
-    weighted = any(condition.scale for condition in conditions)  # else e0 is the prediction at every step
+    weighted = any(
+        condition.scale for condition in conditions
+    )  # else e0 is the prediction at every step
     if weighted and not _is_guided(kit, t):
         return _unguided(kit, z, t, conditions)
     branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
     images = [condition.image for condition in conditions if condition.image is not None]
     image = torch.cat([torch.zeros_like(images[0]), *images]) if images else None
-    e0, *others = kit.eps(z.repeat(1 + len(conditions), 1, 1, 1), t, branches, image).chunk(1 + len(conditions))
+    e0, *others = kit.eps(z.repeat(1 + len(conditions), 1, 1, 1), t, branches, image).chunk(
+        1 + len(conditions)
+    )
     e = e0
     for e_i, condition in zip(others, conditions, strict=True):
         e = e + condition.scale * (e_i - e0)
@@ -51,16 +57,24 @@ def compose(kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, condit
 
 def _is_guided(kit: Kit, t: torch.Tensor) -> bool:
     low, high = kit.sampling.guided_from, kit.sampling.guided_to
-    return (low, high) == (0, 1000) or low <= int(t) <= high  # reading t waits for a GPU, so not for nothing
+    return (low, high) == (0, 1000) or low <= int(
+        t
+    ) <= high  # reading t waits for a GPU, so not for nothing
 
 
-def _unguided(kit: Kit, z: torch.Tensor, t: torch.Tensor, conditions: Sequence[Condition]) -> torch.Tensor:
+def _unguided(
+    kit: Kit, z: torch.Tensor, t: torch.Tensor, conditions: Sequence[Condition]
+) -> torch.Tensor:
     images = [condition.image for condition in conditions if condition.image is not None]
-    branches, image = torch.cat([condition.c for condition in conditions]), torch.cat(images) if images else None
+    branches, image = (
+        torch.cat([condition.c for condition in conditions]),
+        torch.cat(images) if images else None,
+    )
     parts = kit.eps(z.repeat(len(conditions), 1, 1, 1), t, branches, image).chunk(len(conditions))
     total = sum(condition.scale for condition in conditions)
     return sum(
-        (condition.scale / total * e_i for condition, e_i in zip(conditions, parts, strict=True)), start=torch.zeros_like(z)
+        (condition.scale / total * e_i for condition, e_i in zip(conditions, parts, strict=True)),
+        start=torch.zeros_like(z),
     )
 
 
@@ -102,7 +116,10 @@ def classifier_loss(
     if size is not None and images.shape[-1] != size:
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     inputs: list[torch.Tensor] = []
-    hooks = [norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for norm in teacher.norms]
+    hooks = [
+        norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        for norm in teacher.norms
+    ]
     try:
         logits = teacher.model(normalise(images))
     finally:
@@ -111,9 +128,15 @@ def classifier_loss(
     loss = classifier_weight * F.cross_entropy(logits, labels, reduction="none")
     if bn_weight > 0:
         for norm, x in zip(teacher.norms, inputs, strict=True):
-            mean_k, var_k = cast(torch.Tensor, norm.running_mean), cast(torch.Tensor, norm.running_var)
+            mean_k, var_k = (
+                cast(torch.Tensor, norm.running_mean),
+                cast(torch.Tensor, norm.running_var),
+            )
             over = (2, 3) if bn_statistics == "image" else (0, 2, 3)
-            mu, var = x.mean(dim=over).view(-1, x.shape[1]), x.var(dim=over, unbiased=False).view(-1, x.shape[1])
+            mu, var = (
+                x.mean(dim=over).view(-1, x.shape[1]),
+                x.var(dim=over, unbiased=False).view(-1, x.shape[1]),
+            )
             loss = loss + bn_weight * (_norm(mu - mean_k) + _norm(var - var_k))
     return loss
 
@@ -123,7 +146,9 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
     return x.square().sum(dim=1).clamp_min(1e-12).sqrt()
 
 
-def guide(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+def guide(
+    z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tensor, scale: float
+) -> torch.Tensor:
     """e + scale sqrt(1 - a_t) grad_z L: classifier guidance (Dhariwal & Nichol, arXiv 2105.05233, alg. 2, with log p = -L).
 
     The papers print a minus; with L a loss, that would increase it.

@@ -27,7 +27,11 @@ from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
 UNWRITTEN = WRITERS  # units that may wait for them
 ATTEMPTS = 3  # at images that turn out unreadable once written
-NOT_SHAPING = ("workers", "ray-address", "checkpointing")  # settings of the synthesis that say who samples and how, not what
+NOT_SHAPING = (
+    "workers",
+    "ray-address",
+    "checkpointing",
+)  # settings of the synthesis that say who samples and how, not what
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,13 @@ def render(
         PayloadError: sampling with a client's payload is led astray.
         NotFiniteError: it is without one.
     """
-    ingredients = {client: (job.folder.read_json(f"payloads/{client}.json") or {}).get("sha256", "") for client in job.clients}
-    shaping = {key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING}
+    ingredients = {
+        client: (job.folder.read_json(f"payloads/{client}.json") or {}).get("sha256", "")
+        for client in job.clients
+    }
+    shaping = {
+        key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING
+    }
     shaping |= {"kit": kit_digest(job.kit)}
     if (small := job.config.synthesis.small_decoder) not in ("", "kit"):
         shaping |= {"small-decoder": kit_digest(small)}
@@ -73,19 +82,36 @@ def render(
         _make(job, units, checked, len(jobs))
         job.status.phase("reading the images", len(jobs))
         with ThreadPoolExecutor(WRITERS) as readers:
-            good = list(readers.map(lambda unit, first: _read(job, unit, pixels[first:]), units, firsts))
-        if not (damaged := [unit for unit, is_good in zip(units, good, strict=True) if not is_good]):
+            good = list(
+                readers.map(lambda unit, first: _read(job, unit, pixels[first:]), units, firsts)
+            )
+        if not (
+            damaged := [unit for unit, is_good in zip(units, good, strict=True) if not is_good]
+        ):
             break
         if not left:
-            raise OSError(f"{job.folder.path}: images cannot be read that were written {ATTEMPTS} times; is the disk sound?")
-        log.info("%d units have images that cannot be read, or are others; they are made again", len(damaged))
+            raise OSError(
+                f"{job.folder.path}: images cannot be read that were written {ATTEMPTS} times; is the disk sound?"
+            )
+        log.info(
+            "%d units have images that cannot be read, or are others; they are made again",
+            len(damaged),
+        )
         for unit in damaged:
             _manifest(job, unit).unlink()
-    for stranger in set((job.folder.path / "units").glob("*.jsonl")) - {_manifest(job, unit) for unit in units}:
+    for stranger in set((job.folder.path / "units").glob("*.jsonl")) - {
+        _manifest(job, unit) for unit in units
+    }:
         stranger.unlink()  # of a payload that was replaced; its images are
-    write_atomically(job.folder.path / "manifest.jsonl", b"".join(_manifest(job, unit).read_bytes() for unit in units))
+    write_atomically(
+        job.folder.path / "manifest.jsonl",
+        b"".join(_manifest(job, unit).read_bytes() for unit in units),
+    )
     ordered = [image for unit in units for image in unit.jobs]
-    labels, clients = torch.tensor([image.label for image in ordered]), tuple(image.client for image in ordered)
+    labels, clients = (
+        torch.tensor([image.label for image in ordered]),
+        tuple(image.client for image in ordered),
+    )
     return SyntheticSet(pixels, labels, clients)
 
 
@@ -102,11 +128,16 @@ def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: i
             unit, seconds, written = pending.popleft()
             written.result()
             with open(job.folder.path / "timings.jsonl", "a") as file:
-                file.write(json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": seconds}) + "\n")
+                file.write(
+                    json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": seconds})
+                    + "\n"
+                )
             done += len(unit.jobs)
             job.status.advance(done, total)
 
-        for unit, pixels, seconds in sample_units(make_sampler, left, job.device, job.config.synthesis):
+        for unit, pixels, seconds in sample_units(
+            make_sampler, left, job.device, job.config.synthesis
+        ):
             pending.append((unit, seconds, writers.submit(_commit, job, unit, pixels)))
             while pending and (pending[0][2].done() or len(pending) > UNWRITTEN):
                 finish()
@@ -126,7 +157,9 @@ def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeS
             except NotFiniteError as error:
                 client = jobs[error.rows[0]].client
                 if ingredients.get(client):
-                    raise PayloadError(client, "payload", f"{error}, or this payload cannot be used") from error
+                    raise PayloadError(
+                        client, "payload", f"{error}, or this payload cannot be used"
+                    ) from error
                 raise
 
         return checked
@@ -151,12 +184,16 @@ def _halving(make_sampler: MakeSampler) -> MakeSampler:
             while True:
                 size = most or len(jobs)
                 try:
-                    return torch.cat([sample(jobs[first : first + size]) for first in range(0, len(jobs), size)])
+                    return torch.cat(
+                        [sample(jobs[first : first + size]) for first in range(0, len(jobs), size)]
+                    )
                 except torch.OutOfMemoryError:
                     if size == 1:
                         raise
                     most = (min(size, len(jobs)) + 1) // 2
-                log.info("a batch of %d does not fit into memory; sampling %d at a time", size, most)
+                log.info(
+                    "a batch of %d does not fit into memory; sampling %d at a time", size, most
+                )
                 torch.cuda.empty_cache()
 
         return in_parts
@@ -213,4 +250,8 @@ def _read(job: ServerJob, unit: Unit, into: torch.Tensor) -> bool:
 
 
 def _resize(picture: torch.Tensor, size: int) -> torch.Tensor:
-    return picture if picture.shape[-1] == size else to_pixels(Image.fromarray(picture.permute(1, 2, 0).numpy()), size)
+    return (
+        picture
+        if picture.shape[-1] == size
+        else to_pixels(Image.fromarray(picture.permute(1, 2, 0).numpy()), size)
+    )

@@ -34,7 +34,9 @@ class Unit:
     jobs: tuple[ImageJob, ...]
 
 
-def plan_images(method: str, seed: int, labels_of: Mapping[str, Iterable[int]], per_class: int) -> list[ImageJob]:
+def plan_images(
+    method: str, seed: int, labels_of: Mapping[str, Iterable[int]], per_class: int
+) -> list[ImageJob]:
     """R images for every client and every class that it holds.
 
     Args:
@@ -49,7 +51,9 @@ def plan_images(method: str, seed: int, labels_of: Mapping[str, Iterable[int]], 
     ]
 
 
-def cut_units(jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], settings: Mapping[str, object]) -> list[Unit]:
+def cut_units(
+    jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], settings: Mapping[str, object]
+) -> list[Unit]:
     """Cut a plan into units of at most `size` images of one client.
 
     A unit's name covers its jobs, its client's payload and the settings, and nothing of other clients: a client that comes
@@ -65,12 +69,19 @@ def cut_units(jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], s
     for client, own in sorted(jobs_of.items()):
         for start in range(0, len(own), size):
             part = tuple(own[start : start + size])
-            text = json.dumps([[vars(job) for job in part], ingredients.get(client, ""), dict(settings)], sort_keys=True)
+            text = json.dumps(
+                [[vars(job) for job in part], ingredients.get(client, ""), dict(settings)],
+                sort_keys=True,
+            )
             units.append(Unit(hashlib.sha256(text.encode()).hexdigest()[:24], part))
     return units
 
 
-def initial_noise(jobs: Iterable[ImageJob], shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+def initial_noise(
+    jobs: Iterable[ImageJob], shape: tuple[int, int, int], device: torch.device
+) -> torch.Tensor:
     """z_T [B, *shape] ~ N(0, I), each row from its own image's seed; drawn on the CPU so that every device gets the same."""
-    rows = [torch.randn(shape, generator=torch.Generator().manual_seed(job.noise_seed)) for job in jobs]
+    rows = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(job.noise_seed)) for job in jobs
+    ]
     return torch.stack(rows).to(device)

@@ -33,7 +33,9 @@ def x0hat(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
     return (z - (1 - a_t).sqrt() * e) / a_t.sqrt()
 
 
-def ddim_step(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, a_prev: torch.Tensor) -> torch.Tensor:
+def ddim_step(
+    z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, a_prev: torch.Tensor
+) -> torch.Tensor:
     """z_prev = sqrt(a_prev) x0hat + sqrt(1 - a_prev) e (DDIM, eq. 12 with sigma = 0)."""
     return a_prev.sqrt() * x0hat(z, e, a_t) + (1 - a_prev).sqrt() * e
 
@@ -89,7 +91,9 @@ def first_timestep(kit: Kit, steps: int) -> int:
     return int(solver.timesteps[0])
 
 
-def z_sampling(kit: Kit, z: torch.Tensor, steps: int, strong: Predict, weak: Predict, threshold: int) -> torch.Tensor:
+def z_sampling(
+    kit: Kit, z: torch.Tensor, steps: int, strong: Predict, weak: Predict, threshold: int
+) -> torch.Tensor:
     """Denoise z_T to z_0 with a zig-zag at timesteps above the threshold (Espresso, Z-Sampling; Bai et al., arXiv 2412.10891).
 
     Args:

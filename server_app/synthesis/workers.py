@@ -33,7 +33,10 @@ DEATHS = 3  # of actors at one unit, before the run gives up
 
 
 def sample_units(
-    make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, settings: SynthesisConfig
+    make_sampler: MakeSampler,
+    units: Sequence[Unit],
+    device: torch.device,
+    settings: SynthesisConfig,
 ) -> Iterator[Sampled]:
     """Sample every unit once, in any order.
 
@@ -55,7 +58,9 @@ class WorkerError(RuntimeError):
     """Actors keep dying at a unit."""
 
 
-def _in_this_process(make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, threads: int) -> Iterator[Sampled]:
+def _in_this_process(
+    make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, threads: int
+) -> Iterator[Sampled]:
     with _threads(threads):
         sample = make_sampler(device)
     for unit in units:
@@ -92,7 +97,10 @@ class SynthesisWorker:
 
 
 def _on_ray(
-    make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, settings: SynthesisConfig
+    make_sampler: MakeSampler,
+    units: Sequence[Unit],
+    device: torch.device,
+    settings: SynthesisConfig,
 ) -> Iterator[Sampled]:
     """Units go to whoever has none.
 
@@ -108,20 +116,28 @@ def _on_ray(
         gpus = _gpus_each(ray, device, settings)
         shared = ray.put(make_sampler)
         threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers)
-        environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}} if ours else {}
-        remote = ray.remote(SynthesisWorker).options(num_cpus=0, num_gpus=gpus, runtime_env=environment)
+        environment = (
+            {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}} if ours else {}
+        )
+        remote = ray.remote(SynthesisWorker).options(
+            num_cpus=0, num_gpus=gpus, runtime_env=environment
+        )
 
         def start() -> Any:
             return remote.remote(shared, device.type, threads)
 
         actors += [start() for _ in range(settings.workers)]
         waiting, deaths = deque(units), Counter[str]()
-        held: dict[Any, list[tuple[ObjectRef, Unit]]] = {actor: [] for actor in actors}  # in the order they were given
+        held: dict[Any, list[tuple[ObjectRef, Unit]]] = {
+            actor: [] for actor in actors
+        }  # in the order they were given
         open_units = {unit.name: unit for unit in units}
         while open_units:
             _hand_out(waiting, held, open_units)
             ready, _ = ray.wait([ref for given in held.values() for ref, _ in given], num_returns=1)
-            actor = next(actor for actor, given in held.items() if any(ref == ready[0] for ref, _ in given))
+            actor = next(
+                actor for actor, given in held.items() if any(ref == ready[0] for ref, _ in given)
+            )
             try:
                 array, seconds = ray.get(ready[0])
             # Out of memory: Ray itself ended it, before the kernel would. Lost: its machine went with a result that was not fetched yet.
@@ -133,7 +149,11 @@ def _on_ray(
                         f"{DEATHS} workers died at unit {lost[0].name}, of {lost[0].jobs[0].client}. "
                         f"If memory ran out, lower synthesis.unit-size or synthesis.workers. The last: {error}"
                     ) from error
-                waiting.extendleft(unit for unit in reversed(lost) if unit.name in open_units and unit not in waiting)
+                waiting.extendleft(
+                    unit
+                    for unit in reversed(lost)
+                    if unit.name in open_units and unit not in waiting
+                )
                 ray.kill(actor)
                 actors[actors.index(actor)] = replacement = start()
                 held[replacement] = []
@@ -151,7 +171,11 @@ def _on_ray(
             ray.shutdown()
 
 
-def _hand_out(waiting: deque[Unit], held: dict[Any, list[tuple["ObjectRef", Unit]]], open_units: dict[str, Unit]) -> None:
+def _hand_out(
+    waiting: deque[Unit],
+    held: dict[Any, list[tuple["ObjectRef", Unit]]],
+    open_units: dict[str, Unit],
+) -> None:
     for depth in range(AHEAD):  # everybody has one before anybody has two
         for actor, given in held.items():
             if len(given) > depth:
@@ -161,7 +185,12 @@ def _hand_out(waiting: deque[Unit], held: dict[Any, list[tuple["ObjectRef", Unit
             if waiting:
                 unit = waiting.popleft()
             elif not given:
-                copies = Counter(unit.name for others in held.values() for _, unit in others if unit.name in open_units)
+                copies = Counter(
+                    unit.name
+                    for others in held.values()
+                    for _, unit in others
+                    if unit.name in open_units
+                )
                 if not copies or min(copies.values()) > 1:
                     continue
                 unit = open_units[min(copies, key=lambda name: copies[name])]
@@ -182,8 +211,14 @@ def check_workers(settings: SynthesisConfig, device: torch.device) -> None:
         raise ConfigError(
             f"device = '{device}' with synthesis.workers: Ray gives each worker a GPU of its own; device = 'cuda'"
         )
-    if device.type == "cuda" and not settings.ray_address and settings.workers > (here := torch.cuda.device_count()):
-        raise ConfigError(f"synthesis.workers = {settings.workers}: this machine has {here} GPU(s), and each worker takes one")
+    if (
+        device.type == "cuda"
+        and not settings.ray_address
+        and settings.workers > (here := torch.cuda.device_count())
+    ):
+        raise ConfigError(
+            f"synthesis.workers = {settings.workers}: this machine has {here} GPU(s), and each worker takes one"
+        )
     if find_spec("ray") is None:
         raise ConfigError(
             f"synthesis.workers = {settings.workers}: Ray is not installed; pip install -c requirements.txt -e '.[server]', or 0 workers"
@@ -202,7 +237,9 @@ def _reach(address: str) -> None:
 
 
 def _not_reached(address: str, error: Exception) -> ConfigError:
-    return ConfigError(f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or empty")
+    return ConfigError(
+        f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or empty"
+    )
 
 
 def _begin_ray(settings: SynthesisConfig) -> bool:
@@ -220,7 +257,12 @@ def _begin_ray(settings: SynthesisConfig) -> bool:
             )
         return False
     if not (address := settings.ray_address):
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
         return True
     _reach(address)
     try:

@@ -19,10 +19,19 @@ from system_tools import BIN, quick_arguments, wait_for
 @cache
 def engine() -> list[str]:
     """The compose command, or [] where there is no engine to talk to."""
-    if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True).returncode:
+    if (
+        not shutil.which("docker")
+        or subprocess.run(["docker", "info"], capture_output=True).returncode
+    ):
         return []
     plugin = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
-    return ["docker", "compose"] if plugin else ["docker-compose"] if shutil.which("docker-compose") else []
+    return (
+        ["docker", "compose"]
+        if plugin
+        else ["docker-compose"]
+        if shutil.which("docker-compose")
+        else []
+    )
 
 
 pytestmark = [
@@ -45,7 +54,12 @@ class Containers:
         files = [word for file in self.files for word in ("-f", str(file))]
         command = [*engine(), "-p", self.project, *files, *arguments]
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **self.settings}, capture_output=True, text=True, timeout=timeout
+            command,
+            cwd=ROOT,
+            env={**os.environ, **self.settings},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
         assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + done.stderr
@@ -65,8 +79,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def build(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All images, by docker-compose.yml."""
     extra = tmp_path_factory.mktemp("compose") / "network.yml"
-    built = "".join(f"  {name}: {{build: {{network: host}}}}\n" for name in ("keys", "server", "client-0"))
-    extra.write_text(f"services:\n{built}")  # where containers reach the package index by the host's network alone
+    built = "".join(
+        f"  {name}: {{build: {{network: host}}}}\n" for name in ("keys", "server", "client-0")
+    )
+    extra.write_text(
+        f"services:\n{built}"
+    )  # where containers reach the package index by the host's network alone
     builder = Containers(f"osfl-build-{os.getpid()}", (ROOT / "docker-compose.yml", extra))
     builder.compose("build", "keys")
     builder.compose("build", "server", "client-0")
@@ -93,7 +111,9 @@ def test_a_federation_in_containers(federation: Containers) -> None:
 
 def a_run_ends_with_its_table(federation: Containers) -> None:
     """Six clients, TLS, node keys; every client gives up its copy of the payload."""
-    arguments = quick_arguments("digits", method="feddeo", job_id="composed", num_clients=6, synthesis__workers=2)
+    arguments = quick_arguments(
+        "digits", method="feddeo", job_id="composed", num_clients=6, synthesis__workers=2
+    )
     output = federation.compose("run", "--rm", "run", *arguments, check=False)
     assert "report: " in output, output[-3000:] + federation.compose(
         "logs", "--no-color", "--tail", "60", "superlink", "server"
@@ -111,39 +131,77 @@ def a_client_reaches_the_nodes_port_and_nothing_else(federation: Containers) -> 
     look = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5); print('open')"
     name = federation.compose("ps", "-q", "superlink").split()[0]
     template = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
-    addresses = subprocess.run(["docker", "inspect", "-f", template, name], capture_output=True, text=True).stdout.split()
+    addresses = subprocess.run(
+        ["docker", "inspect", "-f", template, name], capture_output=True, text=True
+    ).stdout.split()
     assert len(addresses) == 2
     assert "open" in federation.inside("client-0", "python", "-c", look, "superlink", "9092")
     for place in addresses:
-        answer = federation.compose("exec", "-T", "client-0", "python", "-c", look, place, "8000", check=False)
-        assert answer.strip().splitlines()[-1].startswith(("ConnectionRefusedError", "TimeoutError", "OSError: [Errno 101]")), (
-            answer
+        answer = federation.compose(
+            "exec", "-T", "client-0", "python", "-c", look, place, "8000", check=False
         )
+        assert (
+            answer.strip()
+            .splitlines()[-1]
+            .startswith(("ConnectionRefusedError", "TimeoutError", "OSError: [Errno 101]"))
+        ), answer
     name = federation.compose("ps", "-q", "client-0").split()[0]
     networks = "{{range $name, $_ := .NetworkSettings.Networks}}{{$name}} {{end}}"
-    joined = subprocess.run(["docker", "inspect", "-f", networks, name], capture_output=True, text=True).stdout.split()
+    joined = subprocess.run(
+        ["docker", "inspect", "-f", networks, name], capture_output=True, text=True
+    ).stdout.split()
     assert len(joined) == 1
     # The engine's promise, as whether anything outside answers says more of this machine. Older engines leave a route and drop what takes it.
-    internal = subprocess.run(["docker", "network", "inspect", "-f", "{{.Internal}}", *joined], capture_output=True, text=True)
+    internal = subprocess.run(
+        ["docker", "network", "inspect", "-f", "{{.Internal}}", *joined],
+        capture_output=True,
+        text=True,
+    )
     assert internal.stdout.strip() == "true"
-    files = federation.inside("client-0", "sh", "-c", "find / -xdev -name '*.key' 2>/dev/null || true").split()
+    files = federation.inside(
+        "client-0", "sh", "-c", "find / -xdev -name '*.key' 2>/dev/null || true"
+    ).split()
     assert files == []
-    assert federation.inside("client-0", "sh", "-c", "ls /data").split() == ["ca.crt", "cache", "flwr", "node.key"]
+    assert federation.inside("client-0", "sh", "-c", "ls /data").split() == [
+        "ca.crt",
+        "cache",
+        "flwr",
+        "node.key",
+    ]
 
 
 def containers_are_what_they_should_be(federation: Containers) -> None:
     """Healthy, not root, nothing to write to but their volume, no compiler, no kit, and on small clients no diffusers."""
     for service in ("superlink", "server", "client-0"):
         name = federation.compose("ps", "-q", service).split()[0]
-        health = subprocess.run(["docker", "inspect", "-f", "{{.State.Health.Status}}", name], capture_output=True, text=True)
+        health = subprocess.run(
+            ["docker", "inspect", "-f", "{{.State.Health.Status}}", name],
+            capture_output=True,
+            text=True,
+        )
         assert health.stdout.strip() == "healthy"
         assert federation.inside(service, "id", "-u").strip() == "10001"
         written = federation.compose("exec", "-T", service, "touch", "/app/osfl/x", check=False)
         assert "Read-only file system" in written
-        assert federation.inside(service, "sh", "-c", "which gcc cc g++ make || echo none").strip() == "none"
-    missing = federation.compose("exec", "-T", "superlink", "python", "-c", "import diffusers", check=False)
+        assert (
+            federation.inside(service, "sh", "-c", "which gcc cc g++ make || echo none").strip()
+            == "none"
+        )
+    missing = federation.compose(
+        "exec", "-T", "superlink", "python", "-c", "import diffusers", check=False
+    )
     assert "No module named 'diffusers'" in missing
-    search = ["docker", "run", "--rm", "--entrypoint", "find", "osfl-client", "/app/kits", "-type", "f"]
+    search = [
+        "docker",
+        "run",
+        "--rm",
+        "--entrypoint",
+        "find",
+        "osfl-client",
+        "/app/kits",
+        "-type",
+        "f",
+    ]
     kits = subprocess.run(search, capture_output=True, text=True)
     assert (kits.returncode, kits.stdout) == (0, "")
 
@@ -157,7 +215,16 @@ def keys_and_registrations_outlive_the_containers(federation: Containers) -> Non
 
     def online() -> int:
         listed = federation.compose(
-            "run", "--rm", "--entrypoint", "flwr", "run", "supernode", "list", "federation", "--format", "json"
+            "run",
+            "--rm",
+            "--entrypoint",
+            "flwr",
+            "run",
+            "supernode",
+            "list",
+            "federation",
+            "--format",
+            "json",
         )
         return listed.count('"online"')
 
@@ -171,10 +238,20 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
         pytest.skip("needs root: keys belong to the containers' user")
     look = ["docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}"]
     subnet = subprocess.run(look, capture_output=True, text=True, check=True).stdout.strip()
-    address = str(next(ip_network(subnet).hosts()))  # the engine's own; it does not always say which
-    for command in ("ca keys", f"server keys --host {address} --host control", "node keys site-a site-b"):
-        subprocess.run([BIN / "osfl", "certs", *command.split()], cwd=tmp_path, check=True, capture_output=True)
-    at_server = install(tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem")
+    address = str(
+        next(ip_network(subnet).hosts())
+    )  # the engine's own; it does not always say which
+    for command in (
+        "ca keys",
+        f"server keys --host {address} --host control",
+        "node keys site-a site-b",
+    ):
+        subprocess.run(
+            [BIN / "osfl", "certs", *command.split()], cwd=tmp_path, check=True, capture_output=True
+        )
+    at_server = install(
+        tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem"
+    )
     install(at_server / "nodes", tmp_path / "keys" / "nodes", {}, "site-a.pub", "site-b.pub")
     deploy, settings = ROOT / "deploy", {"OSFL_KEYS": str(at_server), "OSFL_ADDRESS": address}
     server = Containers(f"osfl-server-{os.getpid()}", (deploy / "server.yml",), settings)
@@ -182,7 +259,9 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
     try:
         server.compose("up", "-d", "--no-build")
         assert server.compose("run", "--rm", "register").count('"node-id"') == 2
-        assert '"node-id"' not in server.compose("run", "--rm", "register")  # what is known stays as it is
+        assert '"node-id"' not in server.compose(
+            "run", "--rm", "register"
+        )  # what is known stays as it is
         for number, name in enumerate(("site-a", "site-b")):
             keys = install(tmp_path / name, tmp_path / "keys", {}, "ca.crt")
             install(keys, tmp_path / "keys" / "nodes", {name: "node.key"})
@@ -193,16 +272,28 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
                 "OSFL_NODE_CONFIG": f"partition-id={number} num-partitions=2",
                 "OSFL_TARGET": "client",
             }
-            made.append(Containers(f"osfl-{name}-{os.getpid()}", (deploy / "client.yml",), settings))
+            made.append(
+                Containers(f"osfl-{name}-{os.getpid()}", (deploy / "client.yml",), settings)
+            )
             made[-1].compose("up", "-d", "--no-build")
-        arguments = quick_arguments("digits", method="fedlmg", fedlmg__strategies="ft", job_id="apart", num_clients=2)
+        arguments = quick_arguments(
+            "digits", method="fedlmg", fedlmg__strategies="ft", job_id="apart", num_clients=2
+        )
         output = server.compose("run", "--rm", "run", *arguments, check=False)
-        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].compose("logs", "--no-color", "--tail", "60")
+        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].compose(
+            "logs", "--no-color", "--tail", "60"
+        )
         assert "average" in server.inside("server", "osfl", "show", "/data/runs/apart")
-        listed = server.compose("run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json")
+        listed = server.compose(
+            "run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json"
+        )
         assert listed.count('"online"') == 2
         container = server.compose("ps", "-q", "server").split()[0]
-        subprocess.run(["docker", "cp", f"{container}:/data/runs/apart", str(tmp_path)], check=True, capture_output=True)
+        subprocess.run(
+            ["docker", "cp", f"{container}:/data/runs/apart", str(tmp_path)],
+            check=True,
+            capture_output=True,
+        )
         assert (tmp_path / "apart" / "report.html").is_file()
     finally:
         for containers in reversed(made):

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.system
 ONLINE = "online"
 
 
-def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federation: Federation, tmp_path: Path) -> None:
+def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
+    federation: Federation, tmp_path: Path
+) -> None:
     """One node as it should be comes in; every other way ends with its process, and not as a node that is online."""
     federation.begin_superlink("process")
     federation.register("good")
@@ -21,10 +23,14 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federa
     other = certs.make_ca(tmp_path / "other")
     for name in ("good", "revoked", "stranger"):
         federation.begin_node(name, *federation.trusting(name), isolation="process")
-    federation.begin_node("keyless", "--root-certificates", str(federation.keys / "ca.crt"), isolation="process")
+    federation.begin_node(
+        "keyless", "--root-certificates", str(federation.keys / "ca.crt"), isolation="process"
+    )
     federation.begin_node("plain", "--insecure", isolation="process")
     federation.register("distrustful")
-    federation.begin_node("distrustful", *federation.trusting("distrustful", other), isolation="process")
+    federation.begin_node(
+        "distrustful", *federation.trusting("distrustful", other), isolation="process"
+    )
     reasons = {
         "revoked": "Failed to activate SuperNode",
         "stranger": "Failed to activate SuperNode",
@@ -42,7 +48,12 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federa
 
     # Its database outlives a SuperLink: who was registered is, and who was revoked is not
     federation.end("good")
-    wait_for(lambda: federation.statuses().count(ONLINE) == 0, 120, lambda: federation.log("good"), every=10)
+    wait_for(
+        lambda: federation.statuses().count(ONLINE) == 0,
+        120,
+        lambda: federation.log("good"),
+        every=10,
+    )
     federation.end("superlink")
     federation.begin_superlink("process")
     for name in ("good", "revoked"):
@@ -53,7 +64,9 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(federa
     assert federation.processes["good"].poll() is None
 
 
-def test_an_expired_server_is_refused(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expired_server_is_refused(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class LastYear(datetime):
         @classmethod
         def now(cls, tz=None):  # type: ignore[no-untyped-def]

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.timeout(1500)
-def test_everything_dies_once_while_payloads_cross_the_network(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
+def test_everything_dies_once_while_payloads_cross_the_network(
+    federation: Federation, tmp_path: Path, tiny_kit: Path
+) -> None:
     """FedLMG's 45 MB classifiers, over gRPC with TLS and node keys, in Flower's chunks.
 
     kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each comes back as its restart policy would do it.
@@ -57,7 +59,9 @@ def test_everything_dies_once_while_payloads_cross_the_network(federation: Feder
     federation.begin_superlink("process")
 
     def delivered() -> int:
-        if federation.processes["site-1"].poll() is not None:  # it is refused while the SuperLink takes it for online
+        if (
+            federation.processes["site-1"].poll() is not None
+        ):  # it is refused while the SuperLink takes it for online
             time.sleep(15)  # every start costs seconds of both cores
             begin_site(1)
         return len(list((folder / "payloads").glob("*.pb")))
@@ -66,10 +70,21 @@ def test_everything_dies_once_while_payloads_cross_the_network(federation: Feder
 
     # The server, while it draws. The same command goes on at once: nobody is asked again, no unit is drawn again
     wait_for(lambda: len(list((folder / "units").glob("*.jsonl"))) >= 2, 120, log)
-    servers = [p for p in psutil.process_iter(["cmdline"]) if "flwr-serverapp" in " ".join(p.info["cmdline"] or [])]
-    (server,) = [p for p in servers if federation.processes["server"].pid in {parent.pid for parent in p.parents()}]
+    servers = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "flwr-serverapp" in " ".join(p.info["cmdline"] or [])
+    ]
+    (server,) = [
+        p
+        for p in servers
+        if federation.processes["server"].pid in {parent.pid for parent in p.parents()}
+    ]
     kill(server)
-    kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
+    kept = {
+        f: f.stat().st_mtime_ns
+        for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]
+    }
     assert not (folder / "report.html").exists()
     assert federation.begin_run(*arguments).wait(timeout=300) == 0, log()
     assert run.wait(timeout=180) == 1
@@ -77,10 +92,16 @@ def test_everything_dies_once_while_payloads_cross_the_network(federation: Feder
 
     metrics = json.loads((folder / "metrics.json").read_text())
     assert set(metrics["accuracy"]["FT"]) == {"site-0", "site-1", "average"}
-    assert f"accuracy (%) of FT: site-0 {metrics['accuracy']['FT']['site-0']:.1f}, " in federation.log("run")
+    assert (
+        f"accuracy (%) of FT: site-0 {metrics['accuracy']['FT']['site-0']:.1f}, "
+        in federation.log("run")
+    )
     assert len((folder / "manifest.jsonl").read_text().splitlines()) == 2 * 10
     for k in range(2):
         blob = (folder / "payloads" / f"site-{k}.pb").read_bytes()
         assert len(blob) == metrics["clients"][f"site-{k}"]["upload_bytes"] > 44_000_000
-        assert wire.digest(blob) == json.loads((folder / "payloads" / f"site-{k}.json").read_text())["sha256"]
+        assert (
+            wire.digest(blob)
+            == json.loads((folder / "payloads" / f"site-{k}.json").read_text())["sha256"]
+        )
     wait_for(lambda: not list(tmp_path.glob("cache-*/**/payload.pb")), 30, log)  # acknowledged

@@ -28,14 +28,20 @@ PAYLOAD = 44_000_000  # bytes of a ResNet-18, at least
 def may_make_hosts() -> bool:
     """Whether this user may make network namespaces."""
     name = f"osfl-{os.getpid()}"
-    if os.geteuid() or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or not shutil.which("ip")
+        or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode
+    ):
         return False
     return not subprocess.run(["ip", "netns", "del", name]).returncode
 
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(not may_make_hosts(), reason="needs root and iproute2, to make network namespaces"),
+    pytest.mark.skipif(
+        not may_make_hosts(), reason="needs root and iproute2, to make network namespaces"
+    ),
 ]
 
 
@@ -57,7 +63,11 @@ class Host:
 
     def own(self, text: str) -> str:
         """A unit's text with this host's folders."""
-        places = {"/opt/osfl/.venv/bin": BIN, "/etc/osfl": self.folder / "etc", "/var/lib/": f"{self.folder}/lib/"}
+        places = {
+            "/opt/osfl/.venv/bin": BIN,
+            "/etc/osfl": self.folder / "etc",
+            "/var/lib/": f"{self.folder}/lib/",
+        }
         for there, here in (places | {"/srv/": f"{self.folder}/srv/"}).items():
             text = text.replace(there, str(here))
         return text
@@ -67,15 +77,28 @@ class Host:
         """/etc/osfl/environment, as deploy/systemd has it, and a home: all that a service has of its machine."""
         lines = self.own((UNITS / "environment").read_text()).splitlines()
         settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-        threads = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
-        return {name: value.strip('"') for name, value in settings.items()} | threads | {"HOME": str(self.folder / "home")}
+        threads = (
+            {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
+            if "OMP_NUM_THREADS" in os.environ
+            else {}
+        )
+        return (
+            {name: value.strip('"') for name, value in settings.items()}
+            | threads
+            | {"HOME": str(self.folder / "home")}
+        )
 
     def begin(self, name: str, *command: str, **settings: str) -> subprocess.Popen:
         """In the background; its output is in NAME.log."""
         with open(self.folder / f"{name}.log", "ab") as log:
             inside = ["ip", "netns", "exec", self.namespace, *command]
             process = subprocess.Popen(
-                inside, cwd=self.folder / "home", env=self.settings | settings, stdout=log, stderr=log, start_new_session=True
+                inside,
+                cwd=self.folder / "home",
+                env=self.settings | settings,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self.processes[name] = process
         return process
@@ -88,13 +111,18 @@ class Host:
         (state,) = re.findall(r"^WorkingDirectory=(.*)$", unit, re.MULTILINE)
         Path(state).mkdir(parents=True, exist_ok=True)
         settings = dict(pair.split("=", 1) for pair in own.split())
-        words = [Template(word).substitute(self.settings) for word in shlex.split(line.replace("\\\n", " "))]
+        words = [
+            Template(word).substitute(self.settings)
+            for word in shlex.split(line.replace("\\\n", " "))
+        ]
         return self.begin(name, *words, **settings)
 
     def call(self, *command: str) -> str:
         """The output of a command that a user types here."""
         inside = ["ip", "netns", "exec", self.namespace, *command]
-        done = subprocess.run(inside, env=self.settings, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            inside, env=self.settings, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -120,11 +148,26 @@ def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
             ip("-n", host.namespace, "link", "set", "lo", "up")
             names = Path("/etc/netns") / host.namespace
             names.mkdir(parents=True)
-            (names / "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESSES['server']} server.example\n")
+            (names / "hosts").write_text(
+                f"127.0.0.1 localhost\n{ADDRESSES['server']} server.example\n"
+            )
             if host is server:
                 ip("-n", host.namespace, "link", "add", "eth0", "type", "bridge")
             else:
-                ip("-n", host.namespace, "link", "add", "eth0", "type", "veth", "peer", "name", name, "netns", server.namespace)
+                ip(
+                    "-n",
+                    host.namespace,
+                    "link",
+                    "add",
+                    "eth0",
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    name,
+                    "netns",
+                    server.namespace,
+                )
                 ip("-n", server.namespace, "link", "set", name, "master", "eth0", "up")
             ip("-n", host.namespace, "address", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
             ip("-n", host.namespace, "link", "set", "eth0", "up")
@@ -142,8 +185,14 @@ def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
 
 def make_keys(server: Host, site: Host, folder: Path) -> None:
     """As the guide's "Keys"."""
-    for command in ("ca keys", "server keys --host server.example --host control", "node keys site-a"):
-        subprocess.run([BIN / "osfl", "certs", *command.split()], cwd=folder, check=True, capture_output=True)
+    for command in (
+        "ca keys",
+        "server keys --host server.example --host control",
+        "node keys site-a",
+    ):
+        subprocess.run(
+            [BIN / "osfl", "certs", *command.split()], cwd=folder, check=True, capture_output=True
+        )
     for name in ("ca.crt", "server.pem", "server.key", "nodes/site-a.pub"):
         shutil.copy(folder / "keys" / name, server.folder / "etc")
     shutil.copy(folder / "keys" / "ca.crt", site.folder / "etc")
@@ -155,7 +204,9 @@ def make_keys(server: Host, site: Host, folder: Path) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_between_hosts_whose_link_is_slow_and_cut(hosts: dict[str, Host], tmp_path: Path, tiny_kit: Path) -> None:
+def test_a_run_between_hosts_whose_link_is_slow_and_cut(
+    hosts: dict[str, Host], tmp_path: Path, tiny_kit: Path
+) -> None:
     """A client sends 45 MB through 40 Mbit/s; its cable is pulled until the server takes it for gone; nothing is made twice. Then its key is revoked."""
     server, site = hosts.values()
     make_keys(server, site, tmp_path)
@@ -173,7 +224,11 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(hosts: dict[str, Host], 
 
     wait_for(lambda: answers(*healthy), 60, lambda: server.log("osfl-superlink"))
     key = str(server.folder / "etc" / "site-a.pub")
-    node = str(json.loads(server.call("flwr", "supernode", "register", key, "hospitals", "--format", "json"))["node-id"])
+    node = str(
+        json.loads(
+            server.call("flwr", "supernode", "register", key, "hospitals", "--format", "json")
+        )["node-id"]
+    )
     site.begin_unit("osfl-client")
 
     def statuses() -> list[str]:
@@ -191,7 +246,21 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(hosts: dict[str, Host], 
         **TWO_CLASSES,
         classifier__architecture="resnet18",
     )
-    site.call("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "40mbit", "burst", "32kbit", "latency", "400ms")
+    site.call(
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        "eth0",
+        "root",
+        "tbf",
+        "rate",
+        "40mbit",
+        "burst",
+        "32kbit",
+        "latency",
+        "400ms",
+    )
     run = server.begin("run", str(BIN / "osfl"), "run", "--connection", "hospitals", *arguments)
     cache = site.folder / "lib" / "osfl" / "cache"
     wait_for(lambda: bool(list(cache.rglob("payload.pb"))), 300, log)
@@ -211,7 +280,9 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(hosts: dict[str, Host], 
     assert run.wait(timeout=600) == 0, log()
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["clients"]["site-a"]["upload_bytes"] > PAYLOAD
-    assert metrics["clients"]["site-a"]["seconds"] == costs["seconds"]  # what it had made, not made again
+    assert (
+        metrics["clients"]["site-a"]["seconds"] == costs["seconds"]
+    )  # what it had made, not made again
     assert site.sent_bytes() - before < 1.2 * PAYLOAD  # a quarter had crossed before the cut
     assert metrics["accuracy"]["site-a"].keys() == {"site-a", "average"}
 

@@ -37,7 +37,9 @@ def begin(folder: Path, *arguments: str) -> psutil.Popen:
     return psutil.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
 
 
-def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_killed_run_resumes_from_the_store_and_reports(
+    osfl, tmp_path: Path, tiny_kit: Path
+) -> None:  # type: ignore[no-untyped-def]
     """kill -9 of everything in the middle of synthesis; the same command goes on without asking the clients again."""
     for name in ("a", "b", "c"):
         make_images(tmp_path / "sites" / name)
@@ -62,11 +64,16 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
     kill(process)
     assert not (folder / "report.html").exists()
     assert folder.joinpath("status.json").read_text().count("delivered") == 3
-    kept = {f: f.stat().st_mtime_ns for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]}
+    kept = {
+        f: f.stat().st_mtime_ns
+        for f in [*folder.glob("units/*.jsonl"), *folder.glob("payloads/*.pb")]
+    }
 
     done = osfl("run", *ONE_AT_A_TIME, *slow)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())  # neither asked for nor made again
+    assert all(
+        f.stat().st_mtime_ns == at for f, at in kept.items()
+    )  # neither asked for nor made again
     assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10
     log = (folder / "server.log").read_text()
     assert "a: delivered" in log
@@ -82,7 +89,9 @@ def test_a_killed_run_resumes_from_the_store_and_reports(osfl, tmp_path: Path, t
 
 def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
     """The clients lack a folder of images: their own message comes back, and nothing looks complete."""
-    arguments = quick_arguments(tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog")
+    arguments = quick_arguments(
+        tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog"
+    )
     done = osfl("run", *ONE_AT_A_TIME, *arguments)
     assert done.returncode == 1
     assert "needs node-config data-dir" in done.stdout
