@@ -11,6 +11,7 @@ give() { # file, where to
 
 for volume in /to/*; do
   chown 10001:10001 "$volume"
+  chmod 700 "$volume"
   give /keys/ca.crt "$volume/ca.crt"
 done
 give /keys/server.pem /to/superlink/server.pem

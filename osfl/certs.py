@@ -22,14 +22,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from osfl.config import ConfigError, is_identifier
-from osfl.files import write_atomically
+from osfl.files import PUBLIC, write_atomically
+from osfl.words import plain
 
 ALWAYS = (
     "localhost",
     "127.0.0.1",
     "::1",
 )  # names of every server certificate: the server's own processes dial these
-OWNER_ONLY = 0o600
 SKEW = timedelta(minutes=5)  # a node's clock may be slow
 
 
@@ -72,8 +72,9 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
         x509.BasicConstraints(ca=True, path_length=0), True
     )
     certificate = builder.add_extension(usage, True).sign(key, hashes.SHA384())
-    write_atomically(certificate_file, certificate.public_bytes(serialization.Encoding.PEM) + old)
-    write_atomically(key_file, _pem(key), OWNER_ONLY)
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    write_atomically(certificate_file, pem + old, PUBLIC)
+    write_atomically(key_file, _pem(key))
     return certificate_file
 
 
@@ -91,7 +92,7 @@ def drop_old_ca(folder: Path) -> Path:
             raise ConfigError(
                 f"{folder / 'server.pem'} is still the old CA's; make a new one first: osfl certs server"
             ) from error
-    write_atomically(folder / "ca.crt", newest.public_bytes(serialization.Encoding.PEM))
+    write_atomically(folder / "ca.crt", newest.public_bytes(serialization.Encoding.PEM), PUBLIC)
     return folder / "ca.crt"
 
 
@@ -125,8 +126,9 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
         )
         .sign(signer, hashes.SHA384())
     )
-    write_atomically(folder / "server.key", _pem(key), OWNER_ONLY)
-    write_atomically(folder / "server.pem", certificate.public_bytes(serialization.Encoding.PEM))
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    write_atomically(folder / "server.key", _pem(key))
+    write_atomically(folder / "server.pem", pem, PUBLIC)
     return folder / "server.pem"
 
 
@@ -152,8 +154,8 @@ def make_node(folder: Path, name: str) -> Path:
     public = key.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
-    write_atomically(file.with_name(f"{name}.pub"), public + f" {name}\n".encode())
-    write_atomically(file, private, OWNER_ONLY)
+    write_atomically(file.with_name(f"{name}.pub"), public + f" {name}\n".encode(), PUBLIC)
+    write_atomically(file, private)
     return file
 
 
@@ -222,7 +224,7 @@ def _certificates(file: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a certificate in PEM: {error}") from error
+        raise ConfigError(f"{file} is not a certificate in PEM: {plain(error)}") from error
 
 
 def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurvePrivateKey:
@@ -230,7 +232,7 @@ def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurveP
         key = serialization.load_pem_private_key(file.read_bytes(), None)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file}: {error}. Server certificates are made where the CA's key is"
+            f"{file}: {plain(error)}. Server certificates are made where the CA's key is"
         ) from error
     if (
         not isinstance(key, ec.EllipticCurvePrivateKey)

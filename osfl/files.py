@@ -1,31 +1,111 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and that only their owner reads."""
 
+import json
 import os
+import tempfile
 from pathlib import Path
+from typing import IO, Any
+
+from osfl.words import plain
+
+OWNER_ONLY = 0o600
+PUBLIC = 0o644  # of what is meant for others: certificates, kits
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
 
-def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write to a temporary file beside `path`, fsync, rename, fsync the folder: a crash leaves the old file or the new one.
+class DamageError(OSError):
+    """A file that is missing, cut short or something else; the message names it and the cure."""
+
+
+def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: bool = True) -> None:
+    """Write to a temporary file beside `path`, fsync, rename, fsync the folder.
+
+    A crash leaves the old file or the new one. The temporary file is opened exclusively, by a name
+    that nobody can guess; a link at `path` is replaced, not followed. Folders that are missing are
+    made for their owner alone.
 
     Args:
-        mode: the file's permissions from its first byte on, less the umask.
+        mode: the file's permissions, whatever the umask.
+        durable: False leaves the fsync out, for what is written anew every second.
 
     Raises:
         OSError: among others when the disk is full; the temporary file is removed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    private_folder(path.parent)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(handle)
+        if mode != OWNER_ONLY:
+            temporary.chmod(mode)
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    if durable:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for their owner alone (0700).
+
+    What is there already keeps its permissions: they are somebody's decision.
+
+    Raises:
+        OSError: it cannot be made, or is a file.
+    """
+    try:
+        folder.mkdir(0o700)
+    except FileNotFoundError:
+        private_folder(folder.parent)
+        folder.mkdir(0o700, exist_ok=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """As `open`, but a new file is its owner's alone (0600), and a link is not followed."""
+    return open(path, mode, opener=_open_private)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | _NO_LINKS, OWNER_ONLY)
+
+
+def read_json(file: Path, kind: type | tuple[type, ...] = dict, cure: str = "") -> Any:
+    """What a JSON file holds.
+
+    Args:
+        kind: what it must be.
+        cure: how the message goes on, such as "the same run again makes it anew".
+
+    Raises:
+        DamageError: it is missing, no file, no JSON or of another kind.
+        PermissionError: this user may not read it.
+    """
+    cure = f"; {cure}" if cure else ""
+    if not file.is_file():
+        problem = "is not a file" if os.path.lexists(file) else "is missing"
+        raise DamageError(f"{plain(file, 1000)} {problem}{cure}")
+    try:
+        value = json.loads(file.read_bytes())
+    except PermissionError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamageError(f"{plain(file, 1000)} is damaged ({plain(error, 100)}){cure}") from None
+    if not isinstance(value, kind):
+        raise DamageError(f"{plain(file, 1000)} is damaged (another kind of JSON){cure}")
+    return value

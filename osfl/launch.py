@@ -5,6 +5,7 @@ All that depends on the version of Flower's command line is in this file.
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import psutil
 from flwr.common.config import flatten_dict
 
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
+from osfl.words import plain, plain_lines
 
 # Flower installs an app's dependencies before every run (and fails offline), phones home and looks for updates, unless told not to.
 _FLOWER_SWITCHES = {
@@ -40,6 +42,11 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_ARENA_MAX": "1",
 }
+
+
+_COLOUR = re.compile(rb"\x1b\[[0-9;]{0,9}m")  # Flower's own, of its log's levels
+MOST_SAID = 2000  # characters of what Flower says
+MOST_LINE = 10_000  # characters of a line of the log
 
 
 class LaunchError(RuntimeError):
@@ -230,7 +237,7 @@ def _wait_until_healthy(
                 return
         except OSError:
             time.sleep(0.2)
-    raise LaunchError(f"the local SuperLink did not start:\n{log.read_text()[-2000:]}")
+    raise LaunchError(f"the local SuperLink did not start:\n{_tail(log.read_bytes())}")
 
 
 def end_process_tree(pid: int) -> None:
@@ -282,14 +289,14 @@ def submit(
                 "--federation-config",
                 " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items()),
             ]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True)
     try:
-        answer = json.loads(done.stdout[done.stdout.index("{") :])
+        answer = json.loads(done.stdout[done.stdout.index(b"{") :])
         if answer["success"]:
             return int(answer["run-id"])
-        reason = answer.get("error-message", answer)
+        reason = plain_lines(answer.get("error-message", answer), MOST_SAID)
     except (ValueError, KeyError):
-        reason = (done.stdout + done.stderr).strip()[-2000:]
+        reason = _tail(done.stdout + done.stderr)
     raise LaunchError(f"Flower did not start the run: {reason}")
 
 
@@ -303,14 +310,35 @@ def outcome(
     command = ["flwr", "list", connection, "--run-id", str(run_id), "--format", "json"]
     end = time.monotonic() + seconds
     while True:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True)
         try:
-            run = json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]
-            status, details = (
-                str(run["status"]),
-                str(run.get("status-details") or run.get("details") or ""),
-            )
+            run = json.loads(done.stdout[done.stdout.index(b"{") :])["runs"][0]
+            status = plain(run["status"])
+            details = run.get("status-details") or run.get("details") or ""
+            details = plain_lines(details, MOST_SAID)
         except (ValueError, KeyError, IndexError):
-            status, details = "unknown", (done.stdout + done.stderr).strip()[-2000:]
+            status, details = "unknown", _tail(done.stdout + done.stderr)
         if status.startswith("finished") or time.monotonic() > end:
             return status, details
+
+
+def follow_log(
+    run_id: int, connection: str, environment: dict[str, str], show: Callable[[str], None]
+) -> None:
+    """`flwr log --stream` until it ends, line by line: it has words of every client in it."""
+    command = ["flwr", "log", str(run_id), connection, "--stream"]
+    unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as streaming:
+        assert streaming.stdout is not None
+        try:
+            while line := streaming.stdout.readline(MOST_LINE):
+                show(plain(_COLOUR.sub(b"", line).rstrip(b"\n"), MOST_LINE))
+        finally:
+            streaming.terminate()
+
+
+def _tail(output: bytes) -> str:
+    """The end of what a program said."""
+    return plain_lines(output[-MOST_SAID:].strip(), MOST_SAID)

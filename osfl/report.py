@@ -1,6 +1,7 @@
 """What a run gives: `metrics.json` for machines, `report.html` for people (one file, opens offline)."""
 
 import base64
+import hashlib
 import io
 import json
 import platform
@@ -14,9 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from osfl.files import write_atomically
+from osfl.files import DamageError, read_json, write_atomically
+from osfl.verify import MADE_ANEW
+from osfl.words import plain
 
 MOST_PICTURED = 12  # classes
+MOST_WORDS = 2000  # characters of a setting, or of any other text on the page
+# What those who read `metrics.json` count on
+_METRICS = {
+    "method": str,
+    "accuracy": dict,
+    "clients": dict,
+    "server": dict,
+    "rounds": int,
+    "versions": dict,
+    "not_tested": list,
+}
 PACKAGES = (
     "osfl",
     "flwr",
@@ -77,8 +91,9 @@ def gather(
             file.stat().st_size for file in models
         )
         clients[client]["upload_bytes"] = 0
-    known = _json(folder / "status.json")["clients"] if (folder / "status.json").is_file() else {}
-    for client in known:  # one that tested nothing is in the tables too, as not tested
+    status = _json(folder / "status.json") if (folder / "status.json").is_file() else {}
+    # One that tested nothing is in the tables too, as not tested
+    for client in status.get("clients", {}):
         clients[client].setdefault("upload_bytes", 0)
     for file in sorted((folder / "payloads").glob("*.json")):
         about = _json(file)
@@ -104,6 +119,7 @@ def gather(
             name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()
         },
         "shown": shown,
+        "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
         "average": _mean(accuracy[shown])
         if shown
         else _mean({name: _mean(row) for name, row in accuracy.items()}),
@@ -111,6 +127,7 @@ def gather(
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
         "kit_not_counted": any(size is None for size in fetched.values()),
+        "warnings": status.get("warnings", []),
         "not_tested": sorted(set(clients) - everywhere),
         "server": {
             "synthetic_images": len(_lines(folder / "manifest.jsonl")),
@@ -133,9 +150,15 @@ def gather(
             )
             if name
         ],
-        "kit_sha256": config.pop("kit-sha256", ""),
+        "kit_sha256": _kit_sha256(folder),
         "config": config,
     }
+
+
+def _kit_sha256(folder: Path) -> str:
+    """Over all files of a kit that the run came from."""
+    file = folder / "kit.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def _approximations(config: dict[str, Any]) -> list[str]:
@@ -156,11 +179,30 @@ def _approximations(config: dict[str, Any]) -> list[str]:
     return found
 
 
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """`metrics.json` of a run that has finished.
+
+    Raises:
+        DamageError: it is missing, or not as `write_report` wrote it.
+    """
+    metrics = read_json(folder / "metrics.json", cure=MADE_ANEW)
+    good = all(isinstance(metrics.get(key), kind) for key, kind in _METRICS.items())
+    if good:
+        rows = [*metrics["accuracy"].values(), *metrics["clients"].values(), metrics["server"]]
+        good = all(isinstance(row, dict) for row in rows)
+        good = good and all("average" in row for row in metrics["accuracy"].values())
+        good = good and {"synthetic_images", "seconds_per_image"} <= set(metrics["server"])
+    if not good:
+        raise DamageError(f"{folder / 'metrics.json'} is not as it was written; {MADE_ANEW}")
+    return metrics
+
+
 def _timing(line: str) -> dict[str, Any] | None:
     """A line of `timings.jsonl`; None for one that a crash cut short."""
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
+        timing = json.loads(line)
+        return {key: float(timing[key]) for key in ("images", "seconds")}
+    except (KeyError, RecursionError, TypeError, ValueError):
         return None
 
 
@@ -170,16 +212,23 @@ def _accuracy(matrix: list[list[int]]) -> float:
     return float(100 * np.trace(cells) / max(cells.sum(), 1))
 
 
+def over_images(matrices: Mapping[str, list[list[int]]]) -> float:
+    """Top-1 accuracy in percent over all clients' test images together, as OSCAR's tables have it."""
+    if not matrices:
+        return float("nan")
+    return _accuracy(np.sum([np.array(matrix) for matrix in matrices.values()], axis=0).tolist())
+
+
 def _mean(by_client: dict[str, float]) -> float:
     return float(np.mean(list(by_client.values()))) if by_client else float("nan")
 
 
-def _json(file: Path) -> Any:
-    return json.loads(file.read_text())
+def _json(file: Path) -> dict[str, Any]:
+    return read_json(file, cure="remove it, and the same `osfl run` again makes what it was for")
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.is_file() else []
+    return file.read_text(errors="replace").splitlines() if file.is_file() else []
 
 
 def _version(package: str) -> str | None:
@@ -215,9 +264,14 @@ def _page() -> Any:
 
     from osfl.report_template import TEMPLATE
 
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     page.filters.update(bytes=human_bytes, flops=human_flops)
     return page.from_string(TEMPLATE)
+
+
+def _shown(value: Any) -> Any:
+    """What the page shows of a value: plain words, but for what is marked as safe (pictures)."""
+    return plain(value, MOST_WORDS) if type(value) is str else value
 
 
 def _render(folder: Path, metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
@@ -243,6 +297,7 @@ def _pictures(
     folder: Path, classes: tuple[str, ...]
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
     """The first image of every client and class, by client, then class, as a data URL of at most 128 px a side; and which classes these are."""
+    from markupsafe import Markup
     from PIL import Image
 
     first: dict[str, dict[str, str]] = defaultdict(dict)
@@ -259,9 +314,8 @@ def _pictures(
             with Image.open(folder / files[name]) as image:
                 image.thumbnail((128, 128))
                 image.save(buffer, format="png")
-            pictures[client][name] = (
-                f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-            )
+            encoded = base64.b64encode(buffer.getvalue()).decode()
+            pictures[client][name] = Markup(f"data:image/png;base64,{encoded}")
     return pictures, shown
 
 

@@ -29,16 +29,21 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <div class="card"><b>{{ "%.3g"|format(m.server.seconds_per_image) }} s</b><span>server, per image</span></div>
 {% endif %}
 </div>
+{% if m.warnings %}
+<h2>Worth a look</h2>
+<ul>{% for warning in m.warnings %}<li>{{ warning }}</li>{% endfor %}</ul>
+<p class="note">Payloads far larger or smaller than the others'. They were used: an honest client may be an exception, and one that harms the model need not stand out.</p>
+{% endif %}
 <h2>Accuracy on each client's own test images</h2>
-<div class="wide"><table><tr><th>global model</th>{% for n in names %}<th>{{ n }}</th>{% endfor %}<th>average</th></tr>
+<div class="wide"><table><tr><th>global model</th>{% for n in names %}<th>{{ n }}</th>{% endfor %}<th>average</th><th>all images</th></tr>
 {% for name, row in m.accuracy.items() %}
 <tr{% if name == m.shown and m.accuracy|length > 1 %} class="shown"{% endif %}><td>{{ name }}</td>
 {% for n in names + ["average"] %}
 {% if n in row %}<td class="heat" style="--w:{{ "%.0f"|format(row[n]) }}%">{{ "%.1f"|format(row[n]) }}</td>{% else %}<td>not tested</td>{% endif %}
-{% endfor %}</tr>
+{% endfor %}<td class="heat" style="--w:{{ "%.0f"|format(m.over_images[name]) }}%">{{ "%.1f"|format(m.over_images[name]) }}</td></tr>
 {% endfor %}
 </table></div>
-<p class="note">Top-1, percent. Every client tested the model itself; its images did not leave it.
+<p class="note">Top-1, percent. Average: of the clients, each counting once; all images: of their test images together. Every client tested the model itself; its images did not leave it.
 {% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
 {% if pictures %}
 <h2>Synthetic images</h2>

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from osfl.config import ConfigError
-from osfl.files import write_atomically
-from osfl.verify import picture_problem
+from osfl.files import open_private, private_folder, read_json, write_atomically
+from osfl.verify import check_sealed, picture_problem, read_rows
 
 
 def write_shards(
@@ -31,18 +31,21 @@ def write_shards(
 
     Raises:
         ConfigError: the run has no manifest yet, an image is not as it was written, or `out` already has shards of something else.
+        DamageError: the manifest, or `shards.json`, is not as it was written.
     """
     manifest = run / "manifest.jsonl"
-    if not manifest.is_file():
+    if not os.path.lexists(manifest):
         raise ConfigError(
             f"{manifest} does not exist; the run has not finished its synthesis, or its method draws no images"
         )
-    rows = [json.loads(line) for line in manifest.read_text().splitlines()]
+    check_sealed(run, manifest.name)  # a whole number of lines may be missing
+    rows = read_rows(manifest)
     of, about = (
         out / "shards.json",
         {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size},
     )
-    known = json.loads(of.read_text()) if of.is_file() else None
+    cure = "name an empty folder, or remove it if its shards are not wanted"
+    known = read_json(of, cure=cure) if os.path.lexists(of) else None
     if known != about and (known or any(out.glob("*.tar"))):
         raise ConfigError(
             f"{out} has shards of another run, or of another size; name an empty folder"
@@ -50,7 +53,7 @@ def write_shards(
     random.Random(0).shuffle(rows)
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
     files = [out / f"{number:05d}.tar" for number in range(len(groups))]
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)
     write_atomically(of, json.dumps(about).encode())
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
         _write_shard(run, file, group, number * size)
@@ -65,7 +68,8 @@ def _write_shard(run: Path, file: Path, rows: Sequence[dict[str, Any]], first: i
                 raise ConfigError(f"{problem}; the same `osfl run` again makes it anew")
     part = file.with_suffix(".part")
     try:
-        with tarfile.open(part, "w") as shard:
+        part.unlink(missing_ok=True)
+        with open_private(part, "wb") as tar, tarfile.open(fileobj=tar, mode="w") as shard:
             for number, row in enumerate(rows, start=first):
                 about = {key: row[key] for key in ("client", "class", "seed")}
                 label = Path(row["file"]).parent.name.partition("-")[0]

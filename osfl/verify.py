@@ -1,16 +1,35 @@
-"""Whether a run's folder holds what was written to it: every payload, image and model against its SHA-256."""
+"""Whether a run's folder holds what was written to it, and all of it.
+
+Images, payloads and models have their SHA-256 in records beside them: `units/*.jsonl`,
+`payloads/*.json`, `models/*.json`. These, and every other file of a finished run, have theirs in
+`SHA256SUMS`, which is written last (`sha256sum -c SHA256SUMS` reads it too). Not in it are
+`status.json`, which must say `finished`, and the launcher's `server.log`.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-import torch
-from PIL import Image
-from torchvision.transforms.v2.functional import pil_to_tensor
+from osfl.files import DamageError, read_json, write_atomically
+from osfl.words import plain
+
+if TYPE_CHECKING:
+    import torch  # seconds to import, and only images need it
+
+SUMS = "SHA256SUMS"
+NOT_A_RECORD = frozenset({"status.json", "server.log"})  # they change when nobody is at work
+MADE_ANEW = "the same `osfl run` again makes it anew"
+_RECORDS = (
+    *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),
+    *("tests/*.json", "rounds/*.json", "rounds/*.safetensors"),
+)
+_ROW = {"file": str, "client": str, "class": str, "seed": int, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -22,94 +41,235 @@ class Finding:
     wrong: tuple[str, ...]
 
 
-def read_picture(file: Path) -> torch.Tensor | None:
+# ---- Images and their rows ----
+
+
+def read_picture(file: Path) -> "torch.Tensor | None":
     """uint8 [3, H, W], or None if the file is missing or damaged."""
+    from PIL import Image
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
     try:
         with Image.open(file) as image:
             return pil_to_tensor(image)
-    except (OSError, SyntaxError, ValueError):  # PIL raises all three
+    except Exception:  # what Pillow raises at a damaged file is its plugins' choice
         return None
 
 
-def picture_digest(picture: torch.Tensor) -> str:
+def picture_digest(picture: "torch.Tensor") -> str:
     """SHA-256 of an image's pixels."""
     return hashlib.sha256(picture.contiguous().numpy().tobytes()).hexdigest()
+
+
+def picture_problem(folder: Path, row: dict[str, Any]) -> str:
+    """What is wrong with the image of a manifest's row; empty: nothing."""
+    name = plain(row["file"])
+    if not os.path.isfile(folder / row["file"]):
+        return f"{name} is missing"
+    picture = read_picture(folder / row["file"])
+    if picture is None:
+        return f"{name} cannot be read"
+    if picture_digest(picture) != row["sha256"]:
+        return f"{name} is another image than the one that was made"
+    return ""
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a manifest or of a unit, an image each.
+
+    Raises:
+        DamageError: it is missing, or not as it was written.
+        PermissionError: this user may not read it.
+    """
+    if not os.path.isfile(file):
+        problem = "is not a file" if os.path.lexists(file) else "is missing"
+        raise DamageError(f"{plain(file, 1000)} {problem}; {MADE_ANEW}")
+    content = file.read_bytes()
+    try:
+        rows = [json.loads(line) for line in content.splitlines()]
+    except (ValueError, RecursionError):
+        rows = []
+    if not rows or not content.endswith(b"\n") or not all(map(_is_row, rows)):
+        raise DamageError(f"{plain(file, 1000)} is damaged; {MADE_ANEW}")
+    return rows
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    if not all(isinstance(row.get(key), kind) for key, kind in _ROW.items()):
+        return False
+    path = PurePosixPath(row["file"])
+    # Nothing outside of the run's folder is opened, whatever a row says
+    return path.parts[:1] == ("images",) and ".." not in path.parts
+
+
+# ---- The whole folder ----
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run was ever here, however much of it is left."""
+    signs = ("config.json", "status.json", "metrics.json", "payloads", "images", SUMS)
+    return any(os.path.lexists(folder / name) for name in signs)
 
 
 def verify_run(
     folder: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Finding]:
-    """Read everything that a run has stored.
+    """Read everything that a run has stored. Damage is reported, never raised.
 
     Args:
         folder: `runs/<job id>`; the run may be going on.
         progress: called with (images read, images in all).
     """
-    pictures, wrong, good = [], [], 0
-    for unit in sorted((folder / "units").glob("*.jsonl")):
-        try:
-            pictures += [json.loads(line) for line in unit.read_text().splitlines()]
-        except ValueError:
-            wrong.append(f"units/{unit.name} is not as it was written")
-    pictures.sort(key=lambda row: row["file"])
+    rows, wrong = _rows_of_units(folder)
+    good = 0
     with ThreadPoolExecutor() as readers:
-        for done, problem in enumerate(
-            readers.map(lambda row: picture_problem(folder, row), pictures), start=1
-        ):
+        problems = readers.map(lambda row: picture_problem(folder, row), rows)
+        for done, problem in enumerate(problems, start=1):
             wrong += [problem] if problem else []
             good += not problem
-            progress(done, len(pictures))
-    images = Finding("images", good, tuple(wrong))
-    return [
-        _of_files("payloads", folder, ".pb"),
-        images,
-        _of_manifest(folder, pictures),
-        _of_files("models", folder, ".safetensors"),
+            progress(done, len(rows))
+    found = [
+        _of_vouched(folder, "payloads", ".pb"),
+        Finding("images", good, tuple(wrong)),
+        _of_manifest(folder, rows),
+        _of_vouched(folder, "models", ".safetensors"),
     ]
+    said = {problem for finding in found for problem in finding.wrong}
+    records = _of_records(folder)
+    new = tuple(problem for problem in records.wrong if problem not in said)
+    return [*found, Finding("records", records.good, new)]
 
 
-def picture_problem(folder: Path, row: dict[str, Any]) -> str:
-    """What is wrong with the image of a manifest's row; empty: nothing."""
-    if not (folder / row["file"]).is_file():
-        return f"{row['file']} is missing"
-    picture = read_picture(folder / row["file"])
-    if picture is None:
-        return f"{row['file']} cannot be read"
-    return (
-        ""
-        if picture_digest(picture) == row["sha256"]
-        else f"{row['file']} is another image than the one that was made"
-    )
+def seal(folder: Path) -> None:
+    """The end of a run: `SHA256SUMS` of all its records, by which a missing one is noticed."""
+    names = [
+        str(file.relative_to(folder))
+        for pattern in _RECORDS
+        for file in sorted(folder.glob(pattern))
+        if file.name not in NOT_A_RECORD and os.path.isfile(file)
+    ]
+    lines = [f"{_sha256(folder / name)}  {name}\n" for name in names]
+    write_atomically(folder / SUMS, f"# {len(names)} files\n{''.join(lines)}".encode())
+
+
+def check_sealed(folder: Path, name: str) -> None:
+    """Whether a record of a finished run is the one that was sealed; of another, nobody can say.
+
+    Raises:
+        DamageError: it is not.
+    """
+    digest = _read_sums(folder).get(name)
+    if digest and (problem := _problem(folder, name, digest)):
+        raise DamageError(f"{folder}: {problem}; {MADE_ANEW}")
+
+
+def _rows_of_units(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """(the rows of all units, by file; what is wrong with units)."""
+    rows, wrong = [], []
+    for unit in sorted((folder / "units").glob("*.jsonl")):
+        try:
+            rows += read_rows(unit)
+        except OSError:
+            wrong.append(_damaged(folder, unit))
+    rows.sort(key=lambda row: row["file"])
+    return rows, wrong
 
 
 def _of_manifest(folder: Path, pictures: list[dict[str, Any]]) -> Finding:
     """`manifest.jsonl`, which a run has from the end of its synthesis on, names images of its units alone."""
     file = folder / "manifest.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    if not os.path.lexists(file):
+        return Finding("manifest rows", 0, ())
+    try:
+        rows = read_rows(file)
+    except OSError:
+        return Finding("manifest rows", 0, (_damaged(folder, file),))
     known = {row["file"]: row for row in pictures}
     wrong = tuple(
-        f"manifest.jsonl: {row['file']} is in no unit as it is there"
+        f"manifest.jsonl: {plain(row['file'])} is in no unit as it is there"
         for row in rows
         if known.get(row["file"]) != row
     )
     return Finding("manifest rows", len(rows) - len(wrong), wrong)
 
 
-def _of_files(kind: str, folder: Path, ending: str) -> Finding:
-    """Files whose digest stands in a JSON file beside them."""
-
-    def problems() -> Iterator[str]:
-        for about in sorted((folder / kind).glob("*.json")):
-            file = about.with_suffix(ending)
-            if not file.is_file():
-                yield f"{kind}/{file.name} is missing"
-            elif (
-                hashlib.sha256(file.read_bytes()).hexdigest()
-                != json.loads(about.read_text())["sha256"]
-            ):
-                yield f"{kind}/{file.name} is not as it was written"
-            else:
-                yield ""
-
-    found = list(problems())
+def _of_vouched(folder: Path, kind: str, ending: str) -> Finding:
+    """Files that have their digest in a JSON file beside them: none is without the other."""
+    files = [*(folder / kind).glob(f"*{ending}"), *(folder / kind).glob("*.json")]
+    found = []
+    for name in sorted({file.stem for file in files}):
+        record = folder / kind / f"{name}.json"
+        try:
+            digest = read_json(record).get("sha256")
+        except OSError:
+            found.append(_damaged(folder, record))
+            continue
+        found.append(_problem(folder, f"{kind}/{name}{ending}", digest))
     return Finding(kind, found.count(""), tuple(problem for problem in found if problem))
+
+
+def _of_records(folder: Path) -> Finding:
+    """Of a finished run all that `SHA256SUMS` names, and `status.json`; else `config.json` alone."""
+    phase, sealed = None, os.path.lexists(folder / SUMS)
+    wrong = []
+    try:
+        phase = read_json(folder / "status.json").get("phase")
+    except OSError:
+        # A run that has just begun has none
+        if sealed or os.path.lexists(folder / "status.json"):
+            wrong.append(_damaged(folder, folder / "status.json"))
+    else:
+        if sealed and phase != "finished":
+            wrong.append("status.json does not say that the run has finished")
+    if sealed or phase == "finished":
+        sums = _read_sums(folder)
+        found = [_problem(folder, name, digest) for name, digest in sums.items()]
+        wrong += [] if sums else [_damaged(folder, folder / SUMS)]
+    else:
+        found = [_config_problem(folder)]
+    return Finding("records", found.count(""), (*wrong, *(text for text in found if text)))
+
+
+def _config_problem(folder: Path) -> str:
+    try:
+        read_json(folder / "config.json")
+    except OSError:
+        return _damaged(folder, folder / "config.json")
+    return ""
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    """The digests by file; none if `SHA256SUMS` is not as it was written."""
+    if not os.path.isfile(folder / SUMS):
+        return {}
+    try:
+        head, *lines = (folder / SUMS).read_text().split("\n")
+    except (OSError, ValueError):
+        return {}
+    digests = [re.fullmatch(r"([0-9a-f]{64})  (\w[\w./-]*)", line) for line in lines[:-1]]
+    names = {match[2]: match[1] for match in digests if match and ".." not in match[2]}
+    whole = head == f"# {len(lines) - 1} files" and lines[-1:] == [""]
+    return names if whole and len(names) == len(digests) else {}
+
+
+def _problem(folder: Path, name: str, digest: object) -> str:
+    """What is wrong with a file, by its SHA-256; empty: nothing."""
+    try:
+        sound = os.path.isfile(folder / name) and _sha256(folder / name) == digest
+    except OSError:
+        return f"{plain(name)} cannot be read"
+    return "" if sound else _damaged(folder, folder / name)
+
+
+def _damaged(folder: Path, file: Path) -> str:
+    name = plain(file.relative_to(folder))
+    if not os.path.lexists(file):
+        return f"{name} is missing"
+    return f"{name} is not as it was written"
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

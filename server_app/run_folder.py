@@ -1,14 +1,18 @@
 """A run's folder: everything that a run leaves behind, and all that a killed server needs to go on.
 
 runs/<job id>/
-config.json               the resolved run-config and the kit's digest; a job id stands for one of each
-payloads/<client>.pb      as received; <client>.json: its digest and what it cost the client
+config.json               the resolved run-config; a job id stands for one
+kit.json                  the kit's files that each step comes from, with their SHA-256
+payloads/<client>.pb      as received; <client>.json: its digest and what it cost the client;
+                          <client>.decoding, while it is read: how often the server ended in that
+synthesis.json            how images are sampled, where the configuration left it to a measurement
 images/<client>/<class>/  the synthetic images
 units/<unit>.jsonl        a manifest row for every image of a finished unit of work
 models/<name>.safetensors the global models
 tests/<name>.json         their confusion matrices, client by client
 status.json               what is going on now
 manifest.jsonl metrics.json report.html
+SHA256SUMS                of a finished run: the digests of its records (osfl/verify.py)
 """
 
 import hashlib
@@ -26,9 +30,21 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load, save
 
 from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
-from osfl.files import write_atomically
+from osfl.files import (
+    OWNER_ONLY,
+    DamageError,
+    private_folder,
+    read_json,
+    write_atomically,
+)
+from osfl.verify import NOT_A_RECORD, SUMS
+from osfl.wire import PayloadError
+from server_app.status import log
 
 LOCK_SECONDS = 5.0  # for a server that is just ending
+# How often the server may end while it reads what a client sent: once may be another's doing.
+MOST_ENDS = 2
+OTHER_JOB = "put it back from a copy, or use another job-id"
 
 
 @dataclass(frozen=True)
@@ -41,10 +57,47 @@ class RunFolder:
         """Store a small result, whole or not at all."""
         write_atomically(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
 
-    def read_json(self, name: str) -> Any:
-        """A stored result, or None."""
+    def read_json(
+        self, name: str, kinds: Mapping[str, Any] | None = None, cure: str = OTHER_JOB
+    ) -> Any:
+        """A stored result, or None.
+
+        Args:
+            kinds: of an object, which values it must have.
+
+        Raises:
+            DamageError: it is there, and not as it was written; the message ends with `cure`.
+        """
+        if not os.path.lexists(self.path / name):
+            return None
+        value = read_json(self.path / name, object if kinds is None else dict, cure)
+        if not all(isinstance(value.get(key), kind) for key, kind in (kinds or {}).items()):
+            raise DamageError(f"{self.path / name} is not as it was written; {cure}")
+        return value
+
+    def write_weights(self, name: str, state: Mapping[str, torch.Tensor]) -> str:
+        """Store tensors in safetensors' format; returns the file's SHA-256."""
+        weights = save({n: t.contiguous() for n, t in state.items()})
+        write_atomically(self.path / name, weights)
+        return hashlib.sha256(weights).hexdigest()
+
+    def read_weights(self, name: str, sha256: object, cure: str) -> dict[str, torch.Tensor]:
+        """The tensors of `write_weights`.
+
+        Raises:
+            DamageError: they are missing, or others.
+        """
         file = self.path / name
-        return json.loads(file.read_text()) if file.is_file() else None
+        try:
+            weights = file.read_bytes()
+        except PermissionError:
+            raise
+        except OSError:
+            weights = b""
+        if hashlib.sha256(weights).hexdigest() == sha256:
+            return load(weights)
+        state = "is not as it was written" if file.exists() else "is missing"
+        raise DamageError(f"{file} {state}; {cure}")
 
     def store_payload(self, client: str, blob: bytes, about: dict[str, Any]) -> None:
         """Put a payload on the disk; when this returns, the client may forget it."""
@@ -60,42 +113,85 @@ class RunFolder:
         return (self.path / "payloads" / f"{client}.pb").stat().st_size
 
     def stored_clients(self) -> list[str]:
-        """Whose payloads are there."""
-        return sorted(file.stem for file in (self.path / "payloads").glob("*.pb"))
+        """Whose payloads are there, with their records; others are set aside, and asked for again."""
+        clients = sorted(file.stem for file in (self.path / "payloads").glob("*.pb"))
+        for client in clients:
+            if problem := self._payload_problem(client):
+                log.error("%s; the payload is set aside, and %s is asked again", problem, client)
+                self.refuse_payload(client)
+        return [client for client in clients if (self.path / "payloads" / f"{client}.pb").is_file()]
+
+    def _payload_problem(self, client: str) -> str:
+        """What is wrong with a payload's record; empty: nothing. The payload itself is not read."""
+        file = self.path / "payloads" / f"{client}.json"
+        try:
+            about = read_json(file)
+        except DamageError as error:
+            return str(error)
+        if not file.with_suffix(".pb").is_file():
+            return f"{file.with_suffix('.pb')} is not a file"
+        figures = about.get("costs")
+        good = (
+            isinstance(about.get("sha256"), str)
+            and isinstance(about.get("bytes"), int)
+            and isinstance(figures, dict)
+            and all(isinstance(value, int | float) for value in figures.values())
+        )
+        return "" if good else f"{file} is damaged (it lacks sha256, bytes or costs)"
+
+    @contextmanager
+    def decoding(self, client: str) -> Iterator[None]:
+        """Remember on the disk whose payload is being read, for as long as that takes.
+
+        A payload that ends the process is stored by then, and would end each that resumes the run.
+        It is refused instead. What its client sends then is read; if the server ends again, no more.
+
+        Raises:
+            PayloadError: the server ended while it read this payload, or too often while it read
+                what this client sent; or there is not enough memory to read it.
+        """
+        marker = f"payloads/{client}.decoding"
+        if self.read_json(marker) is not None:
+            raise PayloadError(client, "message", "the server ended while it read this payload")
+        ended = self.read_json(f"{marker}.refused") or 0
+        if ended >= MOST_ENDS:
+            problem = f"the server ended {ended} times while it read what this client sent"
+            raise PayloadError(client, "message", f"{problem}; it is read no more in this job")
+        self.write_json(marker, ended + 1)
+        try:
+            yield
+        except MemoryError as error:
+            raise PayloadError(client, "message", "there is no memory to read it") from error
+        finally:
+            (self.path / marker).unlink()
 
     def refuse_payload(self, client: str) -> None:
         """Set an invalid payload aside, as `<client>.pb.refused`."""
-        for file in (
-            self.path / "payloads" / f"{client}.pb",
-            self.path / "payloads" / f"{client}.json",
-        ):
-            if file.is_file():
-                file.replace(file.with_name(file.name + ".refused"))
+        for ending in ("pb", "json", "decoding"):
+            file = self.path / "payloads" / f"{client}.{ending}"
+            if os.path.lexists(file):
+                _set_aside(file)
 
     def store_model(
         self, name: str, state: Mapping[str, torch.Tensor], about: dict[str, Any]
     ) -> None:
         """Put a global model on the disk, then what vouches for it."""
-        file, weights = (
-            self.path / "models" / f"{name}.safetensors",
-            save({n: t.contiguous() for n, t in state.items()}),
-        )
-        file.with_suffix(".json").unlink(missing_ok=True)
-        write_atomically(file, weights)
-        self.write_json(
-            f"models/{name}.json", {**about, "sha256": hashlib.sha256(weights).hexdigest()}
-        )
+        (self.path / "models" / f"{name}.json").unlink(missing_ok=True)
+        digest = self.write_weights(f"models/{name}.safetensors", state)
+        self.write_json(f"models/{name}.json", {**about, "sha256": digest})
 
     def stored_model(self, name: str, inputs: str) -> dict[str, torch.Tensor] | None:
         """The model that was trained on just these inputs, if it is there as it was written."""
-        file, about = (
-            self.path / "models" / f"{name}.safetensors",
-            self.read_json(f"models/{name}.json") or {},
-        )
+        file = self.path / "models" / f"{name}.safetensors"
+        try:
+            about = read_json(file.with_suffix(".json"))
+        except DamageError:  # or missing: it is trained again
+            return None
         if about.get("inputs") != inputs or not file.is_file():
             return None
         weights = file.read_bytes()
-        return load(weights) if hashlib.sha256(weights).hexdigest() == about["sha256"] else None
+        sound = hashlib.sha256(weights).hexdigest() == about.get("sha256")
+        return load(weights) if sound and isinstance(about.get("seconds"), int | float) else None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -104,7 +200,7 @@ class RunFolder:
         Raises:
             ConfigError: a server is at work in it.
         """
-        lock = FileLock(self.path / ".lock")
+        lock = FileLock(self.path / ".lock", mode=OWNER_ONLY)
         try:
             lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
@@ -122,25 +218,44 @@ def runs_root(config: RunConfig) -> Path:
     return Path(config.runs_dir or os.environ.get("OSFL_RUNS", "~/.osfl/runs")).expanduser()
 
 
-def open_run_folder(
-    config: RunConfig, job_id: str, needed_bytes: int, kit_sha256: str = ""
-) -> RunFolder:
-    """Make or reopen the folder of a job.
+def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFolder:
+    """Make or reopen the folder of a job; what is in it changes only while no server is at work.
 
     Raises:
-        ConfigError: the job id belongs to a run with another configuration or kit, or the disk cannot hold the run.
+        ConfigError: the job id belongs to a run with another configuration or of an older version,
+            or a server is at work on it; the disk cannot hold the run; results are there, but no
+            config.json.
+        DamageError: config.json cannot be read.
     """
     root = runs_root(config)
-    root.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(root / job_id)
-    earlier = folder.read_json("config.json")
-    if earlier is None and (free := shutil.disk_usage(root).free) < needed_bytes:
+    private_folder(root)
+    is_new = not (folder.path / "config.json").exists()
+    if is_new and (free := shutil.disk_usage(root).free) < needed_bytes:
         raise ConfigError(
             f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about {needed_bytes / 1e6:,.0f} MB"
         )
-    now = {**flatten(config), "kit-sha256": kit_sha256}
-    identity = {key: value for key, value in now.items() if key not in NOT_IDENTITY}
+    private_folder(folder.path)
+    with folder.alone():
+        _bind(folder, flatten(config))
+    return folder
+
+
+def _bind(folder: RunFolder, now: dict[str, Any]) -> None:
+    """The folder is of this configuration and of no other from here on."""
+    job_id, earlier = folder.path.name, folder.read_json("config.json", {})
+    if earlier is None and (found := _results(folder.path)):
+        raise ConfigError(
+            f"job-id = {job_id!r}: {folder.path / 'config.json'} is missing, so nobody knows what "
+            f"{found[0]} is of. Put it back from a copy, or use another job-id"
+        )
+    if earlier is not None and "kit-sha256" in earlier and not (folder.path / "kit.json").exists():
+        raise ConfigError(
+            f"job-id = {job_id!r} was begun by an older version of OSFL, which knew the kit by all "
+            "files of its folder. Finish it with that version, or take another job-id"
+        )
     if earlier is not None:
+        identity = {key: value for key, value in now.items() if key not in NOT_IDENTITY}
         before = {key: value for key, value in earlier.items() if key not in NOT_IDENTITY}
         if differing := [key for key in identity | before if identity.get(key) != before.get(key)]:
             key = differing[0]
@@ -148,5 +263,21 @@ def open_run_folder(
                 f"job-id = {job_id!r} was started with {key} = {before.get(key)!r}; this run has {identity.get(key)!r}. "
                 "Give the same configuration to resume it, or another job-id"
             )
+    (folder.path / SUMS).unlink(missing_ok=True)  # the run is not finished any more
     folder.write_json("config.json", now)
-    return folder
+
+
+def _results(folder: Path) -> list[str]:
+    """What a run has left in a folder, but for what may be there before it begins."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    return [name for name in names if name not in NOT_A_RECORD and not name.startswith(".")]
+
+
+def _set_aside(file: Path) -> None:
+    """As `<name>.refused`, in place of what was set aside before."""
+    aside = file.with_name(file.name + ".refused")
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink(missing_ok=True)
+    file.replace(aside)

@@ -2,12 +2,16 @@
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+from osfl.files import write_atomically
+from osfl.words import plain, plain_lines, plain_record
+
+MOST_ERROR = 10_000  # characters; a line for each of many clients
 log = logging.getLogger("flwr")  # Flower carries this logger's lines to `flwr log`
+log.addFilter(plain_record)
 
 
 class Status:
@@ -15,28 +19,44 @@ class Status:
 
     def __init__(self, folder: Path):
         self._file, self._written = folder / "status.json", 0.0
-        self.state: dict[str, Any] = {"phase": "", "clients": {}, "done": 0, "total": 0}
+        self.state: dict[str, Any] = {"phase": "", "clients": {}, "done": 0, "total": 0, "step": []}
 
     def phase(self, name: str, total: int = 0) -> None:
         """A new phase begins."""
         log.info("%s%s", name, f" ({total})" if total else "")
-        self.state.update(phase=name, done=0, total=total)
+        self.state.update(phase=name, done=0, total=total, step=[])
         self._write(now=True)
+
+    def failed(self, error: BaseException) -> None:
+        """The run ends here; the error is what people will read."""
+        self.state["error"] = plain_lines(f"{type(error).__name__}: {error}", MOST_ERROR)
+        self.phase("failed")
 
     def advance(self, done: int, total: int) -> None:
         """So many of the phase's steps are done."""
         self.state.update(done=done, total=total)
         self._write(now=done == total)
 
+    def within(self, done: int, total: int) -> None:
+        """Within what is being done now, a unit of images say, so many steps are."""
+        self.state["step"] = [done, total]
+        self._write(now=False)
+
     def client(self, name: str, state: str) -> None:
         """A client joined, is asked, delivered, failed or was refused."""
+        name, state = plain(name), plain(state)
         log.info("%s: %s", name, state)
         self.state["clients"][name] = state
+        self._write(now=True)
+
+    def warn(self, warnings: list[str]) -> None:
+        """What a person should look at before using the result."""
+        for warning in warnings:
+            log.warning("%s", warning)
+        self.state["warnings"] = warnings
         self._write(now=True)
 
     def _write(self, now: bool) -> None:
         if now or time.monotonic() - self._written > 0.5:
             self._written = time.monotonic()
-            temporary = self._file.with_name(f".status.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(self.state))
-            temporary.replace(self._file)
+            write_atomically(self._file, json.dumps(self.state).encode(), durable=False)

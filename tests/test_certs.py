@@ -112,6 +112,9 @@ def test_private_keys_are_their_owners_alone(tmp_path: Path) -> None:
     }
     private = {name for name, mode in modes.items() if mode == 0o600}
     assert {"ca.key", "server.key", "nodes/a"} <= private
+    public = {name for name, mode in modes.items() if mode == 0o644}
+    assert public == {"ca.crt", "server.pem", "nodes/a.pub"}
+    assert (tmp_path / "nodes").stat().st_mode & 0o777 == 0o700
     assert not any(
         b"PRIVATE" in (tmp_path / name).read_bytes() for name in modes if name not in private
     )

@@ -92,6 +92,19 @@ def test_units_find_flowers_programs_and_their_settings() -> None:
         )
 
 
+def test_state_and_database_are_their_users_alone() -> None:
+    """Flower makes its database, which holds tokens of running tasks, as the umask says."""
+    for file in (ROOT / "deploy" / "systemd").glob("*.service"):
+        lines = file.read_text().splitlines()
+        assert {"StateDirectoryMode=0700", "UMask=0077"} <= set(lines), file.name
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert "install -d -m 700 -o osfl -g osfl /data\n" in recipe
+    keys = (ROOT / "deploy" / "compose_keys.sh").read_text()
+    assert 'chmod 700 "$volume"' in keys
+    guide = (ROOT / "deploy" / "README.md").read_text()
+    assert guide.index("umask 077") < guide.index("osfl certs ca keys")
+
+
 def test_settings_are_those_of_the_launcher() -> None:
     recipe = (ROOT / "deploy" / "Dockerfile").read_text().split()
     units = (ROOT / "deploy" / "systemd" / "environment").read_text().split()
