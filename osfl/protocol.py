@@ -3,17 +3,18 @@
 =====================  ==========================================  ==================================================
 message                server -> client                            client -> server
 =====================  ==========================================  ==================================================
-query.join             digests of the kit's weights                client id, installed version
+query.join             digests of the kit's weights                client id, installed version, architecture
 train                  job id                                      payload (as bytes), header, costs
 query.acknowledge      job id: stored, forget your copy            nothing
 evaluate               global model, its architecture              confusion matrix, seconds
-train (with rounds)    global model, round, job id                 trained model, number of images, costs
+train (with rounds)    model, its architecture, round, job id      trained model, number of images, costs
 =====================  ==========================================  ==================================================
 
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
 """
 
-import numpy as np
+from collections.abc import Mapping
+
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from safetensors import SafetensorError
@@ -25,7 +26,17 @@ JOIN = "query.join"
 ACKNOWLEDGE = "query.acknowledge"
 
 PART_BYTES = 2**26
-COST_KEYS = ("seconds", "flops", "peak_memory_mb", "images", "resent")
+HEADER_BYTES = 500  # of a tensor's name, type, shape and place in safetensors' format, at most
+MOST_IMAGES = 10**9  # of a client
+# What a client says of its work, and the most that can be true: what it says goes into tables
+COSTS = {
+    "seconds": 1e9,  # thirty years
+    "flops": 1e24,  # thirty years of a machine of 1 PFLOP/s
+    "peak_memory_mb": 1e8,  # 100 TB
+    "images": float(MOST_IMAGES),
+    "resent": 1.0,
+}
+COST_KEYS = tuple(COSTS)
 
 
 def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
@@ -64,9 +75,24 @@ def unpack_payload(
         ) from None
     if not isinstance(sha256, str):
         raise wire.PayloadError(client, "reply", "sha256 has the wrong type")
-    if not all(np.isfinite(value) and value >= 0 for value in costs.values()):
-        raise wire.PayloadError(client, "costs", f"{costs}: must be finite and not negative")
+    try:
+        check_costs(costs)
+    except ValueError as error:
+        raise wire.PayloadError(client, "costs", str(error)) from None
     return blob, sha256, costs
+
+
+def check_costs(costs: Mapping[str, float]) -> None:
+    """Whether what a client says of its work, or a part of it, can be true.
+
+    Raises:
+        ValueError: a figure that is not; names it.
+    """
+    for key, value in costs.items():
+        if not 0 <= value <= COSTS[key]:  # NaN is not, either
+            raise ValueError(f"{key} = {value:g} cannot be true; expected 0 to {COSTS[key]:g}")
+        if key == "images" and value != int(value):
+            raise ValueError(f"{key} = {value:g} is no number of images")
 
 
 def pack_model(state: dict[str, torch.Tensor], architecture: str, small_stem: bool) -> RecordDict:
@@ -96,14 +122,21 @@ def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
     )
 
 
-def unpack_state(record: ArrayRecord) -> dict[str, torch.Tensor]:
+def unpack_state(record: ArrayRecord, tensors: int | None = None) -> dict[str, torch.Tensor]:
     """The state dict of `pack_state`; nothing is unpickled, and no more is allocated than came.
+
+    Args:
+        tensors: how many it should have; None: it is from the server. A header of empty ones
+            would cost more than 20 times its bytes.
 
     Raises:
         ValueError: it is something else.
     """
     try:
-        return load(unpack_bytes(record))
+        blob = unpack_bytes(record)
+        if tensors is not None and int.from_bytes(blob[:8], "little") > tensors * HEADER_BYTES:
+            raise ValueError(f"its header is longer than {tensors} tensors need")
+        return load(blob)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its model is not in safetensors' format: {error}") from None
 

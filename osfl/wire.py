@@ -14,17 +14,19 @@ from typing import Any, cast
 import numpy as np
 import torch
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message import DecodeError
 
 from osfl import payloads
 from osfl.methods import METHODS
 from osfl.payloads import Captions, Classifier, Concepts, Domain, Mixtures, Payload
 from osfl.v1 import payload_pb2 as pb
+from osfl.wire_scan import ScanError, scan
+from osfl.words import plain
 
 VERSION = 1
 MAX_MAGNITUDE = 1e6
 MAX_TEXT = 300  # characters of a caption or a name
+MAX_DIMENSIONS = 8  # of a tensor, the field that they are packed in included
 
 Shape = tuple[
     int | str, ...
@@ -39,10 +41,9 @@ class PayloadError(ValueError):
     """A payload that is refused. Names the client and the field."""
 
     def __init__(self, client: str, field: str, problem: str):
-        super().__init__(
-            client, field, problem
-        )  # all of them, so that a worker's error crosses to this process
-        self.client, self.field, self.problem = client, field, problem
+        self.client, self.field, self.problem = client, plain(field), plain(problem, 1000)
+        # All of them, so that a worker's error crosses to this process
+        super().__init__(client, self.field, self.problem)
 
     def __str__(self) -> str:
         return f"payload of {self.client}: {self.field}: {self.problem}"
@@ -122,7 +123,7 @@ def check_size(size: int, expected: Expected) -> None:
 
 
 def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Payload:
-    """Parse and validate a payload.
+    """Parse and validate a payload; in memory, at most four times its size.
 
     Args:
         blob: the serialised message.
@@ -131,7 +132,8 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
 
     Raises:
         PayloadError: too large, wrong digest, not a payload, another schema version, method, job, client or class list,
-            wrong or missing tensors, wrong shapes or dtypes, a length that does not fit the shape, NaN or infinity.
+            a field that is unknown or comes too often, wrong or missing tensors, wrong shapes or
+            dtypes, a length that does not fit the shape, NaN or infinity.
     """
 
     def refuse(field_name: str, problem: str) -> PayloadError:
@@ -141,12 +143,14 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     if sha256 is not None and digest(blob) != sha256:
         raise refuse("sha256", "the bytes do not match the digest in the header")
     try:
+        kind = cast(Descriptor, pb.Payload.DESCRIPTOR)
+        scan(blob, kind, _most_fields(expected), _longest_text(expected))
         message = pb.Payload.FromString(bytes(blob))
+    except ScanError as error:
+        raise refuse(error.field, error.problem) from None
     except DecodeError as error:
         raise refuse("message", f"not a payload, or cut short ({error})") from None
     del blob  # if nobody else holds it, there is room for the tensors
-    if _has_unknown_fields(message):
-        raise refuse("message", "has fields this version does not know")
     for name, want in (
         ("version", VERSION),
         ("method", expected.method),
@@ -155,31 +159,19 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     ):
         if getattr(message, name) != want:
             raise refuse(name, f"{getattr(message, name)!r}; expected {want!r}")
-    classes = tuple(message.classes[: len(expected.classes) + 1])
+    classes = tuple(message.classes)
     if not classes or classes != tuple(c for c in expected.classes if c in classes):
         raise refuse(
             "classes", f"{list(classes)[:20]} must be a part of the run's classes, in their order"
         )
-    body, kind = message.WhichOneof("body"), METHODS[expected.method].payload or "nothing"
-    if body != kind.lower():
-        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
-    payload = _read_body(getattr(payloads, kind), getattr(message, body), classes, expected, refuse)
+    body, wanted = message.WhichOneof("body"), METHODS[expected.method].payload or "nothing"
+    if body != wanted.lower():
+        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {wanted.lower()}")
+    payload = _read_body(
+        getattr(payloads, wanted), getattr(message, body), classes, expected, refuse
+    )
     _check_values(payload, expected, refuse)
     return payload
-
-
-def _has_unknown_fields(message: Message) -> bool:
-    parts = [f for f in message.DESCRIPTOR.fields if f.message_type]
-    found = [
-        part
-        for f in parts
-        for part in (getattr(message, f.name) if f.is_repeated else _present(message, f.name))
-    ]
-    return len(UnknownFieldSet(message)) > 0 or any(map(_has_unknown_fields, found))
-
-
-def _present(message: Message, name: str) -> list[Message]:
-    return [getattr(message, name)] if message.HasField(name) else []
 
 
 def _read_body(
@@ -197,22 +189,14 @@ def _read_body(
             classes, architecture, _read(body.state, expected.architectures[architecture], refuse)
         )
     if kind is Captions:
-        if (
-            len(body.texts) != len(classes)
-            or sum(len(texts.text) for texts in body.texts) > expected.max_images
-        ):
-            raise refuse(
-                "texts",
-                f"not one list for each of {len(classes)} classes, or more than {expected.max_images:,} texts",
-            )
-        return Captions(classes, tuple(tuple(texts.text) for texts in body.texts))
+        if len(body.texts) != len(classes):
+            raise refuse("texts", f"not one list for each of {len(classes)} classes")
+        return Captions(classes, tuple(_checked_texts(each.text, refuse) for each in body.texts))
     if kind is Domain:
         return Domain(classes, body.name)
-    for item in fields(kind)[1:]:
-        if item.name not in expected.tensors and body.HasField(item.name):
-            raise refuse(item.name, "is not expected in this run")
-        if item.name in expected.tensors and not body.HasField(item.name):
-            raise refuse(item.name, "is missing")
+    for name in expected.tensors:
+        if not body.HasField(name):
+            raise refuse(name, "is missing")
     images = len(body.labels.data) // 8 if kind is Concepts else 0
     if images > expected.max_images:
         raise refuse("labels", f"{images:,} images; at most {expected.max_images:,}")
@@ -249,7 +233,7 @@ def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> Non
                 raise refuse("component_variances", "a variance below zero")
         case Concepts():
             held = [expected.classes.index(name) for name in payload.classes]
-            if sorted(set(payload.labels.tolist())) != held:
+            if payload.labels.unique().tolist() != held:
                 raise refuse(
                     "labels", "must be the labels of the payload's classes, each at least once"
                 )
@@ -258,21 +242,60 @@ def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> Non
         case Captions():
             if not all(payload.texts):
                 raise refuse("texts", "a class without a text; each needs at least one")
-            _check_texts("texts", [text for texts in payload.texts for text in texts], refuse)
         case Domain():
-            _check_texts("name", [payload.name], refuse)
+            _check_text("name", payload.name, refuse)
+            if not payload.name.strip():
+                raise refuse("name", f"{payload.name!r}; a domain has a name")
 
 
-def _check_texts(name: str, texts: Iterable[str], refuse: "Refuse") -> None:
+def _checked_texts(texts: Iterable[str], refuse: "Refuse") -> tuple[str, ...]:
+    """A class's texts, each checked before the next is made."""
+    found = list[str]()
     for text in texts:
-        if len(text) > MAX_TEXT or not text.isprintable():
-            raise refuse(
-                name, f"{text[:40]!r}: must be printable and have at most {MAX_TEXT} characters"
-            )
+        _check_text("texts", text, refuse)
+        found.append(text)
+    return tuple(found)
+
+
+def _check_text(name: str, text: str, refuse: "Refuse") -> None:
+    # One character beyond U+FFFF, and Python holds the whole text at four bytes a character
+    wide = max(text, default="") > "\uffff"
+    if len(text) > MAX_TEXT or wide or not text.isprintable():
+        raise refuse(
+            name,
+            f"{text[:40]!r}: must be printable, without characters beyond U+FFFF, and have at "
+            f"most {MAX_TEXT} characters",
+        )
 
 
 def _resolve(shape: Shape, size: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(size[n] if isinstance(n, str) else n for n in shape)
+
+
+def _most_fields(expected: Expected) -> dict[str, int]:
+    """How often a repeated field or a submessage may come in a payload; without an entry, never.
+
+    Of tensors one more, and of dimensions a few: the checks after parsing say which is wrong.
+    """
+    kind = METHODS[expected.method].payload or "nothing"
+    tensors = 1 + max(len(expected.tensors), *map(len, expected.architectures.values()), 0)
+    most = {
+        "Payload.classes": len(expected.classes),
+        f"Payload.{kind.lower()}": 1,
+        "Captions.texts": len(expected.classes),
+        "Texts.text": expected.max_images,
+        "Classifier.state": tensors,
+        "Tensor.shape": tensors * MAX_DIMENSIONS,
+    }
+    return most | {f"{kind}.{name}": 1 for name in expected.tensors}
+
+
+def _longest_text(expected: Expected) -> int:
+    """In bytes: of all names that a payload repeats, and of a text of its own."""
+    own = (expected.method, expected.job, expected.client, *expected.classes)
+    names = (*own, *expected.architectures, *expected.tensors)
+    states = [name for state in expected.architectures.values() for name in state]
+    return max(4 * MAX_TEXT, *(len(name.encode()) for name in (*names, *states)))
 
 
 def _most_bytes(expected: Expected) -> int:

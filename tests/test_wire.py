@@ -264,10 +264,21 @@ def test_a_reply_in_other_parts_is_refused() -> None:
         unpack_payload(content, DESCRIPTIONS)
 
 
-@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0])
-def test_costs_are_finite_and_not_negative(cost: float) -> None:
-    with pytest.raises(wire.PayloadError, match="client-0.*costs"):
-        unpack_payload(pack_payload(b"x", dict.fromkeys(COST_KEYS, cost)), DESCRIPTIONS)
+@pytest.mark.parametrize("key", COST_KEYS)
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0, 1e308, 2.0**100])
+def test_costs_that_cannot_be_true_are_named(key: str, cost: float) -> None:
+    costs = dict.fromkeys(COST_KEYS, 1.0)
+    with pytest.raises(wire.PayloadError, match=f"client-0: costs: {key} = .* cannot be true"):
+        unpack_payload(pack_payload(b"x", {**costs, key: cost}), DESCRIPTIONS)
+
+
+def test_the_costs_of_real_work_are_taken() -> None:
+    """Stable Diffusion's training by a node of many GPUs, for a year; and nothing at all."""
+    large = {"seconds": 3e7, "flops": 1e23, "peak_memory_mb": 1e7, "images": 1e8, "resent": 1.0}
+    for costs in (large, dict.fromkeys(COST_KEYS, 0.0)):
+        assert unpack_payload(pack_payload(b"x", costs), DESCRIPTIONS)[2] == costs
+    with pytest.raises(wire.PayloadError, match="images = 0.5 is no number of images"):
+        unpack_payload(pack_payload(b"x", {**large, "images": 0.5}), DESCRIPTIONS)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -478,8 +489,11 @@ def with_field(method: str, **changes) -> bytes:  # type: ignore[no-untyped-def]
         ("fgl", {"texts": (("a cat",), ())}, "texts"),
         ("fgl", {"texts": (("a cat",), ("x" * 301,))}, "texts"),
         ("fgl", {"texts": (("a cat",), ("an\nemu",))}, "texts"),
-        ("fgl", {"texts": (("a cat",) * 5, ("an emu",))}, "texts"),
+        ("fgl", {"texts": (("a cat",) * 5, ("an emu",))}, "text"),
+        ("fgl", {"texts": (("a cat",), ("an emu \U0001f426",))}, "texts"),
         ("prompts-domain", {"name": "a\x1b[31m"}, "name"),
+        ("prompts-domain", {"name": ""}, "name"),
+        ("prompts-domain", {"name": "  "}, "name"),
         ("feddisc", {"vectors": torch.ones(2, 5, 4)}, "vectors"),
         ("oscar-pooled", {"vectors": torch.ones(1, 2, 3)}, "vectors"),
     ],

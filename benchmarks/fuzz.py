@@ -1,0 +1,440 @@
+"""Hostile payloads, and what decoding each costs in memory and time; to benchmarks/tables/fuzz.md.
+
+python -m benchmarks.fuzz --seconds 300          # for so long, and the table
+python -m benchmarks.fuzz --inputs 200 --json    # so many, and their maxima as JSON
+
+Every input is made in one process and decoded in another, both forked for it alone: the peak of the
+second is what the decoder took, the message itself included, and a death is seen.
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import TABLES, write_table
+from osfl import wire
+from osfl.costs import release_memory
+from osfl.methods import METHODS
+from osfl.payloads import (
+    Captions,
+    Classifier,
+    Concepts,
+    Descriptions,
+    Domain,
+    Embeddings,
+    Encodings,
+    Mixtures,
+    Payload,
+)
+from osfl.v1 import payload_pb2 as pb
+
+REAL, WHOLE = torch.float32, torch.int64
+# What even a short message may cost: 20,000 texts, as many objects of Python's, take up to 2.4 MB
+# beyond four times; the rest are pages that a forked process touches for the first time
+SLACK_MB = 6.0
+MOST_SECONDS = 120  # of one input
+MOST_MEMORY = 12 * 2**30
+ABOUT = (
+    "Maxima of decoding payloads, most of them hostile: peak memory, the message included, over "
+    "the message's size, and CPU seconds a MB, both of messages of 1 MB and more; MB beyond four "
+    "times the message, and CPU seconds, of all."
+)
+Run = tuple[wire.Expected, Payload]
+
+
+# ---- Runs, and what an honest client sends in them ----
+
+
+def some_run(rng: random.Random) -> Run:
+    """A run of any kind, of small shapes or of Stable Diffusion's, and an honest payload of it."""
+    classes = tuple(f"class-{number}" for number in range(rng.choice((1, 3, 20, 60))))
+    text = rng.choice(((2, 3), (8, 32), (77, 768)))
+    latent = rng.choice(((1, 2, 2), (4, 16, 16)))
+    method = rng.choice([name for name, row in METHODS.items() if row.payload])
+    kind = METHODS[method].payload
+    shapes: dict[str, tuple[int, ...]] = {}
+    if kind == "Descriptions" or kind == "Encodings":
+        shapes = {"vectors": text}
+    elif kind == "Embeddings":
+        shapes = {"vectors": (6, 2 * text[1])}
+    elif kind == "Mixtures":
+        shapes = {"conditions": (2, *text), "weights": (2,), "component_weights": (2,)}
+        shapes |= dict.fromkeys(("component_means", "component_variances"), (2, *latent))
+    tensors: dict[str, Any] = {n: (("classes", *s), REAL) for n, s in shapes.items()}
+    images, states = rng.choice((5, 300)), {}
+    if kind == "Concepts":
+        tensors = {"domain": (text[1:], REAL), "vectors": (("classes", *text[1:]), REAL)}
+        tensors["labels"] = (("images",), WHOLE)
+        tensors |= dict.fromkeys(("means", "deviations"), (("images", *latent), REAL))
+        images = max(images, len(classes))
+    elif kind == "Captions":
+        images = rng.choice((100, 20_000))
+    elif kind == "Classifier":
+        states = {"resnet18": some_state(rng)}
+    expected = wire.Expected(
+        method, "job-1", "client-0", classes, 10**9, tensors, states, max_images=images
+    )
+    return expected, honest(expected, rng)
+
+
+def some_state(rng: random.Random) -> wire.Tensors:
+    """As a ResNet-18's, or as a VGG's, where one tensor is three quarters; or a few numbers."""
+    state: dict[str, tuple[wire.Shape, torch.dtype]] = {}
+    for number in range(rng.choice((1, 6, 122))):
+        state[f"layer{number}.weight"] = ((rng.choice((1, 64, 512)), rng.choice((1, 200))), REAL)
+        state[f"layer{number}.running_var"] = ((64,), REAL)
+        state[f"layer{number}.num_batches_tracked"] = ((), WHOLE)
+    if rng.random() < 0.2:
+        state["classifier.0.weight"] = ((4096, 1024), REAL)
+    return state
+
+
+def honest(expected: wire.Expected, rng: random.Random) -> Payload:
+    """What fits."""
+    classes = expected.classes
+    kind = METHODS[expected.method].payload
+    size = {"classes": len(classes), "images": expected.max_images}
+
+    def filled(shape: wire.Shape, dtype: torch.dtype) -> torch.Tensor:
+        whole = [size[n] if isinstance(n, str) else n for n in shape]
+        return torch.ones(whole, dtype=dtype)
+
+    if kind == "Classifier":
+        state = {n: filled(*want) for n, want in expected.architectures["resnet18"].items()}
+        return Classifier(classes, "resnet18", state)
+    if kind == "Captions":
+        each = expected.max_images // len(classes)
+        words = " ".join(rng.choices(("a", "photo", "of", "dog", "été", "猫"), k=10))
+        return Captions(classes, ((words,) * each,) * len(classes))
+    if kind == "Domain":
+        return Domain(classes, "sketch")
+    values = {name: filled(*want) for name, want in expected.tensors.items()}
+    for name in ("weights", "component_weights"):
+        if name in values:
+            values[name] /= values[name].shape[1]
+    if "labels" in values:
+        values["labels"] = torch.arange(expected.max_images) % len(classes)
+    kinds = (Descriptions, Encodings, Embeddings, Mixtures, Concepts)
+    return {made.__name__: made for made in kinds}[str(kind)](classes, **values)
+
+
+# ---- Hostile inputs ----
+
+# Elements that cost little on the wire, by the message that they are put into
+FIELDS = {
+    "Payload": (b"\x2a\x00", b"\x08\x01", b"\x12\x00", b"\x2a\x01a", b"\x5a\x00", b"\x72\x00"),
+    "Tensor": (b"\x10\x01", b"\x12\x00", b"\x12\x01\x01", b"\x0a\x00", b"\x18\x01", b"\x2a\x00"),
+    "Texts": (b"\x0a\x00", b"\x0a\x01a", b"\x0a\x03\xe7\x8c\xab", b"\x0a\x04\xf0\x9f\x90\x88"),
+    "body": (b"\x0a\x00", b"\x12\x00", b"\x1a\x00", b"\x0a\x02\x0a\x00", b"\x12\x02\x10\x01"),
+}
+STRANGE = (
+    b"\xf8\x07\x01",  # a field that nobody knows: a number,
+    b"\xfa\x07\x00",  # bytes,
+    b"\xfd\x07\x00\x00\x00\x00",  # and four of them
+    b"\xf9\x07" + bytes(8),
+    b"\x0b\x0c",  # a group
+    b"\x0b",  # that never ends
+    b"\x10" + b"\x80" * 9 + b"\x01",  # numbers longer than they need to be
+    b"\x80" * 10 + b"\x01",
+    b"\x0a\xff\xff\xff\xff\x07",  # a length of 2 GB
+    b"\x80",  # cut short
+    b"\x00",
+)
+
+
+def head(expected: wire.Expected) -> bytes:
+    """The fields before the body, as they should be."""
+    names = {"method": expected.method, "job": expected.job, "client": expected.client}
+    return pb.Payload(version=1, classes=expected.classes, **names).SerializeToString()
+
+
+def around(expected: wire.Expected, body: bytes) -> bytes:
+    """A message with this body."""
+    kind = str(METHODS[expected.method].payload).lower()
+    return head(expected) + joined(pb.Payload.DESCRIPTOR.fields_by_name[kind].number, body)
+
+
+def joined(number: int, content: bytes) -> bytes:
+    """A field of bytes."""
+    return b"".join(wire._field(number, content))
+
+
+def submessage(expected: wire.Expected, rng: random.Random) -> int:
+    """The number of a field of the body that is a message: a tensor, or a class's texts."""
+    kind = pb.DESCRIPTOR.message_types_by_name[str(METHODS[expected.method].payload)]
+    return rng.choice([known.number for known in kind.fields if known.message_type] or [1])
+
+
+def room(expected: wire.Expected, rng: random.Random) -> int:
+    """How long a message may become: to what the run allows, or a few hundred bytes."""
+    most = wire._most_bytes(expected)
+    return rng.choice((200, 10_000, 1_000_000, most, most))
+
+
+def mutated(run: Run, rng: random.Random) -> bytes:
+    """An honest payload with a few bytes changed, cut, repeated or moved."""
+    expected, payload = run
+    data = bytearray(wire.encode(payload, expected.method, expected.job, expected.client))
+    for _ in range(rng.randint(1, 2)):
+        near = min(len(data), rng.choice((40, 400, len(data))))
+        at, count = rng.randrange(max(near, 1)), rng.choice((1, 8, 1000))
+        match rng.choice((0, 0, 0, 1, 2, 3)):
+            case 0:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                del data[at : at + count]
+            case 2:
+                data[at:at] = data[at : at + count]
+            case 3:
+                data[at:at] = rng.choice((*STRANGE, *FIELDS["Tensor"])) * count
+    return bytes(data)
+
+
+def en_masse(run: Run, rng: random.Random) -> bytes:
+    """One small field, as often as the message may be long; before, after or without the honest ones."""
+    expected, payload = run
+    place = rng.choice(list(FIELDS))
+    element = rng.choice((*FIELDS[place], rng.choice(STRANGE)))
+    many = element * (room(expected, rng) // len(element))
+    if place in ("Tensor", "Texts"):
+        many = joined(submessage(expected, rng), many)
+    if place == "Payload":
+        return rng.choice((many, head(expected) + many))
+    whole = wire.encode(payload, expected.method, expected.job, expected.client)
+    kind = str(METHODS[expected.method].payload).lower()
+    inner = b""
+    if len(whole) < 10**6:
+        inner = getattr(pb.Payload.FromString(whole), kind).SerializeToString()
+    return around(expected, rng.choice((many, many + inner, inner + many)))
+
+
+def many_small_messages(run: Run, rng: random.Random) -> bytes:
+    """As many submessages as there is room for, each of a few fields."""
+    expected, _ = run
+    fields = rng.choices((*FIELDS["Tensor"], *FIELDS["Texts"]), k=rng.choice((0, 0, 1, 3)))
+    small = joined(submessage(expected, rng), b"".join(fields))
+    return around(expected, small * (room(expected, rng) // len(small)))
+
+
+def one_long_shape(run: Run, rng: random.Random) -> bytes:
+    """Numbers of a shape, packed or each by itself, of one to ten bytes."""
+    expected, _ = run
+    number = rng.choice((b"\x00", b"\x01", b"\xff\x7f", b"\x80" * 9 + b"\x01"))
+    count = room(expected, rng) // (len(number) + 1)
+    shape = joined(2, number * count) if rng.random() < 0.5 else (b"\x10" + number) * count
+    return around(expected, joined(submessage(expected, rng), joined(1, b"vectors") + shape))
+
+
+def nested(run: Run, rng: random.Random) -> bytes:
+    """Messages in messages, or groups in groups, as deep as there is room for."""
+    expected, _ = run
+    depth = room(expected, rng) // rng.choice((2, 20, 2000))
+    if rng.random() < 0.5:
+        return around(expected, rng.choice((b"\x0b", b"\x13", b"\xfb\x07")) * depth)
+    inner = b""
+    for _ in range(min(depth, 300)):
+        inner = joined(rng.choice((1, 2, 10, 127)), inner)
+    return around(expected, inner)
+
+
+def at_the_bounds(run: Run, rng: random.Random) -> bytes:
+    """As much as the counts let through: texts and names of wide characters, tensors of nothing."""
+    expected, payload = run
+    letters = rng.choice(("a", "é", "猫", "\U0001f408", "a" * 70 + "猫", "a" * 298 + "\U0001f408"))
+    text = (letters * rng.choice((1, 5, 20, 300)))[: rng.choice((1, 20, 300, 2000))]
+    if isinstance(payload, Captions):
+        each = expected.max_images // len(expected.classes)
+        texts = joined(1, joined(1, text.encode()) * each) * len(expected.classes)
+        return around(expected, texts)
+    if isinstance(payload, Domain):
+        return around(expected, joined(1, text.encode()))
+    count = 1 + max(map(len, (expected.tensors, *expected.architectures.values())))
+    name, shape = joined(1, text.encode()), b"\x10\x01" * rng.choice((0, 1, 8))
+    data = joined(5, bytes(rng.choice((0, 8, room(expected, rng) // count // 2))))
+    tensor = name + shape + data
+    if isinstance(payload, Classifier):
+        return around(expected, joined(1, b"resnet18") + joined(2, tensor) * count)
+    return around(expected, b"".join(joined(number, tensor) for number in range(1, count)))
+
+
+def random_tree(run: Run, rng: random.Random) -> bytes:
+    """Fields of the schema and others, in any order, with lengths that are true or not."""
+    expected, _ = run
+
+    def message(kind: Any, depth: int) -> bytes:
+        found = b""
+        for known in rng.choices(list(kind.fields), k=rng.randint(0, 12)):
+            content = bytes(rng.choice((0, 1, 7, 100)))
+            if known.message_type and depth < 6:
+                content = message(known.message_type, depth + 1)
+            tag = wire._varint(known.number << 3 | rng.choice((0, 2, 2, 2, rng.randrange(8))))
+            length = len(content) if rng.random() < 0.95 else rng.randrange(2**20)
+            found += tag + wire._varint(length) + content
+        return found
+
+    kind = str(METHODS[expected.method].payload)
+    body = message(pb.DESCRIPTOR.message_types_by_name[kind], 0)
+    return rng.choice((around(expected, body), message(pb.Payload.DESCRIPTOR, 0)))
+
+
+def as_it_should_be(run: Run, rng: random.Random) -> bytes:
+    """An honest payload."""
+    expected, payload = run
+    return wire.encode(payload, expected.method, expected.job, expected.client)
+
+
+INPUTS = (
+    as_it_should_be,
+    mutated,
+    en_masse,
+    many_small_messages,
+    one_long_shape,
+    nested,
+    at_the_bounds,
+    random_tree,
+)
+
+
+# ---- What decoding one costs ----
+
+
+def in_a_process(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` returns in a process forked for it; {"died": signal or exit code} if it ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(MOST_SECONDS)
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+            os.write(writing, json.dumps(work()).encode())
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {str(error)[:300]}\n".encode())
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return json.loads(said) if code == 0 else {"died": code}
+
+
+def cost(file: Path, expected: wire.Expected, warm: Run) -> dict[str, Any]:
+    """Peak memory beside what was there before (MB), and CPU seconds, of reading and decoding a file."""
+    usual, payload = warm
+    blob = wire.encode(payload, usual.method, usual.job, usual.client)
+    wire.decode(blob, usual)  # code that was never used is loaded from the disk: not the input's
+    release_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    before, began, problem = memory("VmRSS"), time.process_time(), ""
+    try:
+        payload = wire.decode(file.read_bytes(), expected)
+    except wire.PayloadError as error:
+        problem = str(error)[:200]
+    seconds = time.process_time() - began
+    return {"mb": memory("VmHWM") - before, "seconds": seconds, "refused": problem}
+
+
+def memory(key: str) -> float:
+    """A line of /proc/self/status in MB."""
+    line = next(n for n in Path("/proc/self/status").read_text().splitlines() if key in n)
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def measured(seed: int, folder: Path) -> dict[str, Any]:
+    """One input, by its number."""
+    file = folder / "payload.pb"
+
+    def make() -> dict[str, Any]:
+        rng = random.Random(seed)
+        expected, payload = some_run(rng)
+        file.write_bytes(INPUTS[seed % len(INPUTS)]((expected, payload), rng))
+        return {"method": expected.method}
+
+    def decode() -> dict[str, Any]:
+        return cost(file, some_run(random.Random(seed))[0], some_run(random.Random(1)))
+
+    about = {"seed": seed, "kind": INPUTS[seed % len(INPUTS)].__name__, **in_a_process(make)}
+    if "died" in about:
+        raise SystemExit(f"input {seed} could not be made")
+    return {**about, "bytes": file.stat().st_size, **in_a_process(decode)}
+
+
+def inputs(first: int, count: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Measured inputs, until either is reached."""
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(first, first + count):
+            if time.monotonic() > end:
+                return
+            yield measured(seed, Path(folder))
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Maxima of one kind of input."""
+    lived = [r for r in results if "died" not in r]
+    large = [r for r in lived if r["bytes"] >= 10**6]
+    return {
+        "inputs": len(results),
+        "died": len(results) - len(lived),
+        "accepted": sum(not r["refused"] for r in lived),
+        "largest_mb": max(r["bytes"] for r in results) / 1e6,
+        "times": max((r["mb"] * 1e6 / r["bytes"] for r in large), default=0.0),
+        "beyond_mb": max((r["mb"] - 4 * r["bytes"] / 1e6 for r in lived), default=0.0),
+        "seconds_a_mb": max((r["seconds"] * 1e6 / r["bytes"] for r in large), default=0.0),
+        "seconds": max((r["seconds"] for r in lived), default=0.0),
+    }
+
+
+def main() -> None:
+    """Run the inputs of a range of numbers; the same numbers are the same inputs."""
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--seconds", type=float, default=1e9)
+    asked.add_argument("--inputs", type=int, default=10**9)
+    asked.add_argument("--first", type=int, default=0)
+    asked.add_argument("--json", action="store_true")
+    args = asked.parse_args()
+    by_kind = defaultdict[str, list[dict[str, Any]]](list)
+    gc.freeze()  # or a child that collects garbage would copy all of this process
+    for result in inputs(args.first, args.inputs, args.seconds):
+        by_kind[result["kind"]].append(result)
+        if "died" in result or result["mb"] - 4 * result["bytes"] / 1e6 > SLACK_MB:
+            print(json.dumps(result), file=sys.stderr)
+    maxima = {kind: summary(results) for kind, results in by_kind.items()}
+    if args.json:
+        print(json.dumps(maxima))
+        return
+    rows = [row(kind, most) for kind, most in maxima.items()]
+    total = sum(most["inputs"] for most in maxima.values())
+    write_table(TABLES / "fuzz", rows, f"{ABOUT} {total:,} inputs from number {args.first}.")
+
+
+def row(kind: str, most: dict[str, Any]) -> dict[str, str]:
+    """A line of the table."""
+    return {
+        "input": kind.replace("_", " "),
+        "number": f"{most['inputs']:,}",
+        "accepted": f"{most['accepted']:,}",
+        "died": str(most["died"]),
+        "largest MB": f"{most['largest_mb']:.1f}",
+        "memory / size": f"{most['times']:.2f}",
+        "MB beyond 4 times": f"{most['beyond_mb']:.1f}",
+        "s/MB": f"{most['seconds_a_mb']:.3f}",
+        "s": f"{most['seconds']:.2f}",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A client's decoded images, kept between the rounds of a job: each message is a process of its own, which would decode them again."""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from osfl.config import DataConfig, NodeConfig
+from osfl.data.load import Images
+from osfl.data.parts import list_folder
+from osfl.files import write_atomically
+
+MOST_BYTES = 2**30  # of pixels that are kept; more are decoded each time
+
+
+def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
+    """The images that were kept under this key, their pixels mapped into memory; else those that `load` decodes.
+
+    Args:
+        folder: of the job, on this machine; what is kept there is forgotten with it.
+        key: of everything that the pixels come from.
+    """
+    pixels, about = folder / "pixels.npy", folder / "pixels.json"
+    if (kept := _kept(pixels, about, key)) is not None:
+        return kept
+    images = load()
+    if images.pixels.nbytes <= MOST_BYTES:
+        # A full disk: then they are decoded each time
+        with suppress(OSError):
+            _keep(pixels, about, key, images)
+    return images
+
+
+def files_key(config: DataConfig, node: NodeConfig, split: str, size: int) -> str:
+    """Of an image folder's files: their paths, sizes, times and labels; of the digits, which are drawn, of the settings alone."""
+    files: list[Any] = []
+    if config.name == "folder":
+        for file, label in list_folder(config, node, split):
+            stat = file.stat()
+            files.append([str(file), stat.st_size, stat.st_mtime_ns, label])
+    about = [files, repr(config), node.partition_id, node.num_partitions, split, size]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def _keep(pixels: Path, about: Path, key: str, images: Images) -> None:
+    """Readable by their owner alone; `about` comes last, and vouches for the pixels."""
+    content = io.BytesIO()
+    np.save(content, images.pixels.numpy(), allow_pickle=False)
+    about.unlink(missing_ok=True)
+    write_atomically(pixels, content.getvalue(), 0o600)
+    said = {"key": key, "bytes": content.tell(), "labels": images.labels.tolist()}
+    write_atomically(about, json.dumps(said).encode(), 0o600)
+
+
+def _kept(pixels: Path, about: Path, key: str) -> Images | None:
+    try:
+        said = json.loads(about.read_bytes())
+        if said["key"] != key or said["bytes"] != pixels.stat().st_size:
+            return None
+        # A copy on writing: nobody changes the file by way of the tensor
+        mapped = np.load(pixels, mmap_mode="c", allow_pickle=False)
+        return Images(torch.from_numpy(mapped), torch.tensor(said["labels"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

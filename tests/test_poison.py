@@ -1,0 +1,260 @@
+"""Payloads that end the server while it reads them, and payloads far from the others'."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import quick
+from flwr.app import Message
+from test_round import metrics, start
+from test_wire import KINDS
+from typer.testing import CliRunner
+
+from osfl import wire
+from osfl.cli import app as cli
+from osfl.payloads import Classifier, Descriptions, Payload
+from osfl.protocol import COST_KEYS, pack_payload
+from server_app.federation import collect as collecting
+from server_app.federation.exchange import RoundError
+from server_app.outliers import DEVIATIONS, FACTOR, FLOOR, Outlier, find_outliers
+from server_app.run_folder import MOST_ENDS, RunFolder
+
+END = """
+import os, sys
+from pathlib import Path
+from server_app.run_folder import RunFolder
+
+with RunFolder(Path(sys.argv[1])).decoding(sys.argv[2]):
+    os.abort()
+"""
+
+
+def end_while_reading(folder: Path, client: str) -> None:
+    """A process of its own, which dies as a fault in a library's C++ would let it die."""
+    done = subprocess.run([sys.executable, "-c", END, folder, client], capture_output=True)
+    assert done.returncode < 0, done.stderr
+
+
+def asked(grid) -> list[int]:  # type: ignore[no-untyped-def]
+    return [index for index, kind in grid.sent if kind == "train"]
+
+
+def test_a_payload_that_ended_the_server_is_not_read_again(
+    home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused by name and its client asked once more; after a second time the run goes on without it."""
+    config = quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1)
+    start(config)
+    payloads = home / "runs" / "job" / "payloads"
+    assert not list(payloads.glob("*.decoding"))
+    end_while_reading(payloads.parent, "client-1")
+    assert (payloads / "client-1.decoding").exists()
+    assert asked(start(config)) == [1]
+    assert "payload of client-1: message: the server ended while it read this payload" in (
+        caplog.text
+    )
+    assert (payloads / "client-1.pb").exists()
+    assert not list(payloads.glob("*.decoding"))
+    end_while_reading(payloads.parent, "client-1")
+    assert asked(start(config)) == [1]
+    assert f"ended {MOST_ENDS} times while it read what this client sent" in caplog.text
+    assert not (payloads / "client-1.pb").exists()
+    assert (payloads / "client-1.pb.refused").exists()
+    assert metrics(home)["server"]["synthetic_images"] == 10  # the run went on
+    assert metrics(home)["warnings"] == []
+    assert "Worth a look" not in (payloads.parent / "report.html").read_text()
+    with pytest.raises(RoundError, match="client-1: .*is read no more in this job"):
+        start({**config, "min-clients": 2})
+
+
+def test_a_payload_that_was_read_leaves_no_mark(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for error in (ValueError("no"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), folder.decoding("client-1"):
+            raise error
+        assert not list((tmp_path / "payloads").iterdir())
+
+
+def test_memory_that_does_not_suffice_is_that_clients_failure(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a payload that is there when the server starts: it ended every start before."""
+    config = quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1)
+    start(config)
+    probe = collecting.probe
+
+    def no_memory(payload, client, config):  # type: ignore[no-untyped-def]
+        if client == "client-1":
+            raise MemoryError
+        probe(payload, client, config)
+
+    monkeypatch.setattr(collecting, "probe", no_memory)
+    assert asked(start(config)) == [1]
+    status = json.loads((home / "runs" / "job" / "status.json").read_text())
+    assert status["phase"] == "finished"
+    assert status["clients"]["client-1"] == "refused"
+    no_room = pytest.raises(wire.PayloadError, match="client-1: message: there is no memory")
+    with no_room, RunFolder(home / "other").decoding("client-1"):
+        raise MemoryError
+
+
+# ---- Payloads far from the others' ----
+
+STATE = {
+    "conv.weight": torch.ones(4, 3, 3, 3),
+    "bn.running_mean": torch.zeros(4),
+    "bn.num_batches_tracked": torch.tensor(10**6),
+}
+
+
+def scaled(payload: Payload, factor: float) -> Payload:
+    """All its real numbers times a factor."""
+    if isinstance(payload, Classifier):
+        state = {
+            name: value * factor if value.is_floating_point() else value
+            for name, value in payload.state.items()
+        }
+        return replace(payload, state=state)
+    values = {item.name: getattr(payload, item.name) for item in fields(payload)[1:]}
+    real = {
+        name: value * factor
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    return replace(payload, **real)
+
+
+def varied(payload: Payload, clients: int) -> dict[str, Payload]:
+    """As many clients' payloads, whose norms differ by up to a third."""
+    generator = torch.Generator().manual_seed(0)
+    factors = 1 + torch.rand(clients, generator=generator) / 3
+    return {f"client-{k}": scaled(payload, float(factor)) for k, factor in enumerate(factors)}
+
+
+SENT = {name: payload for name, (payload, _) in KINDS.items()}
+SENT["fedlmg"] = Classifier(("cat",), "resnet18", STATE)
+SENT["feddeo"] = Descriptions(("cat",), torch.ones(1, 2, 3))
+
+
+@pytest.mark.parametrize("method", sorted(SENT.keys() - {"fgl", "prompts-domain"}))
+@pytest.mark.parametrize("factor", [1e6, 10.0, 0.01, 0.0])
+def test_one_of_six_that_is_scaled_is_named(method: str, factor: float) -> None:
+    honest = varied(SENT[method], 6)
+    assert find_outliers(honest) == []
+    poisoned = honest | {"client-3": scaled(SENT[method], factor)}
+    (outlier,) = find_outliers(poisoned)
+    assert outlier.client == "client-3"
+    if factor:
+        assert outlier.times == pytest.approx(factor / 1.16, rel=0.3)
+    else:
+        assert 0 < outlier.times <= FLOOR
+
+
+def test_two_of_six_are_named_and_nobody_else() -> None:
+    honest = varied(SENT["feddeo"], 6)
+    bad = {name: scaled(honest[name], 1e6) for name in ("client-2", "client-4")}
+    assert [outlier.client for outlier in find_outliers(honest | bad)] == ["client-2", "client-4"]
+
+
+@pytest.mark.parametrize("method", ["fgl", "prompts-domain"])
+def test_texts_have_no_norm(method: str) -> None:
+    assert find_outliers({f"client-{k}": SENT[method] for k in range(3)}) == []
+
+
+def test_one_tensor_of_many_is_named() -> None:
+    honest = varied(SENT["fedlmg"], 4)
+    state = {**STATE, "conv.weight": 100 * STATE["conv.weight"]}
+    (outlier,) = find_outliers(honest | {"client-0": replace(SENT["fedlmg"], state=state)})
+    assert (outlier.tensor, outlier.tensors) == ("conv.weight", 1)
+    assert re.fullmatch(
+        r"client-0: conv.weight has a norm of \d\d(\.\d)? times the others' median", str(outlier)
+    )
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+def test_the_farthest_tensor_is_named_and_the_others_counted(factor: float) -> None:
+    honest = varied(SENT["espresso"], 6)
+    whole = scaled(SENT["espresso"], factor)
+    far = replace(whole, component_means=factor**3 * whole.component_means)  # type: ignore[union-attr]
+    (outlier,) = find_outliers(honest | {"client-5": far})
+    assert (outlier.tensor, outlier.tensors) == ("component_means", 5)
+    assert str(outlier).endswith("(so have 4 more of its tensors)")
+
+
+def test_classifiers_are_compared_with_those_of_their_architecture() -> None:
+    one = varied(SENT["fedlmg"], 3)
+    other = Classifier(("cat",), "vgg16", scaled(SENT["fedlmg"], 1e3).state)  # type: ignore[union-attr]
+    assert find_outliers(one | {"client-3": other, "client-4": other}) == []
+    assert [o.client for o in find_outliers(one | {"client-1": scaled(one["client-1"], 1e3)})] == [
+        "client-1"
+    ]
+
+
+def test_classes_held_do_not_count() -> None:
+    """Descriptions of ten classes have a norm that is three times that of one; not in the mean."""
+    vectors = torch.ones(100, 2, 3)
+    sent = {f"client-{k}": Descriptions(("cat",), vectors[: 1 + 99 * (k == 2)]) for k in range(5)}
+    assert find_outliers(sent) == []
+
+
+def test_two_clients_are_compared_with_each_other_and_one_with_nobody() -> None:
+    pair = varied(SENT["feddeo"], 2)
+    assert find_outliers(pair) == []
+    far = find_outliers(pair | {"client-1": scaled(SENT["feddeo"], 1e6)})
+    assert [outlier.client for outlier in far] == ["client-0", "client-1"]
+    assert far[0].times * far[1].times == pytest.approx(1.0)
+    assert find_outliers({"client-0": SENT["feddeo"]}) == []
+
+
+def norms_of(*norms: float) -> Mapping[str, Payload]:
+    return {
+        f"client-{k}": Descriptions(("cat",), torch.full((1, 2, 3), norm))
+        for k, norm in enumerate(norms)
+    }
+
+
+def test_the_rule_by_hand() -> None:
+    """Beyond FACTOR times the others' median, and beyond DEVIATIONS of their MAD, in logarithms."""
+    assert FACTOR == DEVIATIONS == 5
+    close = (1.0, 1.0, 1.0, 1.0)
+    assert find_outliers(norms_of(*close, 4.9)) == []
+    (outlier,) = find_outliers(norms_of(*close, 5.1))
+    assert outlier == Outlier("client-4", "vectors", pytest.approx(5.1), 1)
+    assert find_outliers(norms_of(*[1e-4] * 4, 0.04)) == []  # nearly zero, all of them
+    # ln of 1/2, 1/2, 2, 2: the median is 0, the MAD ln 2; 5 * 1.4826 of it is a factor of 170
+    wide = (0.5, 0.5, 2.0, 2.0)
+    assert find_outliers(norms_of(*wide, 160.0)) == []
+    assert [o.client for o in find_outliers(norms_of(*wide, 180.0))] == ["client-4"]
+
+
+def test_a_run_with_a_poisoned_payload_says_so_and_goes_on(
+    home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Log, status, report and `osfl show` name the client; descriptions of honest ones are not named."""
+    config = quick(method="feddeo", kit=str(tiny_kit), num_clients=3)
+
+    def poison(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 1:
+            payload = Descriptions(("zero",), torch.full((1, 8, 32), 1e5))
+            blob = wire.encode(payload, "feddeo", "bad", "client-1")
+            reply.content = pack_payload(blob, dict.fromkeys(COST_KEYS, 1.0))
+        return reply
+
+    start(config, "bad", tamper=poison)
+    (warning,) = metrics(home, "bad")["warnings"]
+    assert warning.startswith("client-1: vectors has a norm of ")
+    status = json.loads((home / "runs" / "bad" / "status.json").read_text())
+    assert status["warnings"] == [warning]
+    assert warning in caplog.text
+    assert status["clients"]["client-1"].startswith("delivered")
+    page = (home / "runs" / "bad" / "report.html").read_text()
+    assert "Worth a look" in page
+    assert warning.replace("'", "&#39;") in page
+    shown = CliRunner().invoke(cli, ["show", str(home / "runs" / "bad")]).output
+    assert "worth a look: client-1: vectors" in " ".join(shown.split())
