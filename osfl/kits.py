@@ -1,22 +1,57 @@
-"""Where a kit is. Imports no model library, so that a client which needs only a file of it stays small."""
+"""Where a kit is, and which of its files are loaded. Imports no model library: a client that needs only a file of it stays small."""
 
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
+
+from osfl.digests import sha256_of
 
 DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
 SMALL_DECODER = "small_decoder"  # a part that few kits have
 
+# How the file of a part's weights begins: diffusers' name, or transformers'.
+WEIGHTS: Mapping[str, str] = {
+    "vae": "diffusion_pytorch_model",
+    "unet": "diffusion_pytorch_model",
+    "image_normalizer": "diffusion_pytorch_model",
+    SMALL_DECODER: "diffusion_pytorch_model",
+    "text_encoder": "model",
+    "image_encoder": "model",
+    "captioner": "model",
+}
+# What else the loaders read of a part.
+SETTINGS: tuple[str, ...] = (
+    "config.json",
+    "generation_config.json",
+    "scheduler_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 
-def initialisation_part(architecture: str) -> str:
-    """The file of a kit that an architecture's initial weights come from; a ResNet-34 grows out of a ResNet-18."""
-    return f"classifiers/{'resnet18' if architecture == 'resnet34' else architecture}.safetensors"
+
+def initialisation_part(architecture: str, kit: str) -> str:
+    """The file of a kit folder that an architecture's initial weights come from.
+
+    A ResNet-34 grows out of the ResNet-18 where the kit has no weights of its own for it.
+    """
+    own = f"classifiers/{architecture}.safetensors"
+    if architecture == "resnet34" and not (Path(kit) / own).is_file():
+        return "classifiers/resnet18.safetensors"
+    return own
 
 
 class KitError(ValueError):
@@ -38,24 +73,6 @@ def find_kit(name: str) -> str:
     )
 
 
-def check_kit(kit: str, parts: Iterable[str]) -> None:
-    """Whether some of a kit folder's files and sub-folders are there; a hub id is taken on trust.
-
-    Raises:
-        KitError: no such folder, or one that lacks a part.
-    """
-    folder = Path(kit)
-    if folder.is_dir():
-        if missing := [part for part in parts if not (folder / part).exists()]:
-            raise KitError(
-                f"kit = {kit!r} lacks {', '.join(missing)}; this run needs it. Use a whole kit, or a hub id"
-            )
-    elif folder.is_absolute() or kit.startswith((".", "~")) or kit.count("/") != 1:
-        raise KitError(
-            f"kit = {kit!r}: no such folder. Give a Stable-Diffusion-format folder or a hub id (owner/name)"
-        )
-
-
 def _kit_roots() -> list[Path]:
     """The installed package's kits: not beside this file, which may be the copy in a Flower bundle, where kits are left out."""
     roots = []
@@ -73,68 +90,139 @@ def _kit_roots() -> list[Path]:
     return [root for root in roots if root.is_dir()]
 
 
+def file_in(part: str, name: str) -> str:
+    """The path of a part's file in its kit; "" is the kit's folder itself."""
+    return f"{part}/{name}" if part else name
+
+
+@dataclass(frozen=True)
+class KitFolder:
+    """A kit's files: those in a folder, and those that the hub alone has."""
+
+    said: str  # as the user named it, for messages: kit = '/a/folder'
+    path: Path
+    on_hub: frozenset[str] = frozenset()
+    repository: str = ""  # on the hub
+
+    def has(self, file: str) -> bool:
+        """Whether there is such a file, here or on the hub."""
+        return (self.path / file).is_file() or file in self.on_hub
+
+    def names(self, part: str) -> list[str]:
+        """The names of a part's files."""
+        here = [file.name for file in (self.path / part).glob("*") if file.is_file()]
+        there = [Path(name) for name in self.on_hub]
+        return sorted({*here, *(file.name for file in there if file.parent == Path(part))})
+
+    def settings(self, file: str) -> dict[str, Any]:
+        """A file of settings.
+
+        Raises:
+            KitError: it is missing, or no JSON object.
+        """
+        try:
+            content = json.loads((self.path / file).read_bytes())
+        except (OSError, ValueError) as error:
+            raise KitError(f"{self.said}: {file} cannot be loaded: {error}") from error
+        if not isinstance(content, dict):
+            raise KitError(f"{self.said}: {file} cannot be loaded: it is no JSON object")
+        return content
+
+    def weights(self, part: str, kind: str = "") -> list[str]:
+        """The file of weights that a part's loader takes, or the index of several and they; [] where there is neither.
+
+        Args:
+            part: a folder of the kit; "" for the folder itself.
+            kind: which part it stands for, where the folder's name does not say so.
+
+        Raises:
+            KitError: the index is damaged.
+        """
+        stem = WEIGHTS.get(kind or part)
+        if stem is None:
+            return []
+        single = file_in(part, f"{stem}.safetensors")
+        index = f"{single}.index.json"
+        # Where there are both, diffusers takes the index, transformers the single file.
+        order = (index, single) if stem.startswith("diffusion") else (single, index)
+        chosen = next((file for file in order if self.has(file)), None)
+        if chosen != index:
+            return [chosen] if chosen else []
+        content = self.settings(index)
+        shards = content.get("weight_map")
+        if not isinstance(shards, dict) or "metadata" not in content:
+            raise KitError(
+                f"{self.said}: {index} cannot be loaded: it has no weight_map or metadata"
+            )
+        if strange := [name for name in shards.values() if Path(str(name)).name != name]:
+            raise KitError(f"{self.said}: {index} names {strange[0]!r}, which is no file beside it")
+        return [index, *(file_in(part, shard) for shard in sorted(set(shards.values())))]
+
+    def loaded(self, part: str, kind: str = "") -> list[str]:
+        """Every file of a part that is loaded: not the variants, formats and examples that lie beside them."""
+        if (self.path / part).is_file() and part:
+            return [part]
+        settings = [file_in(part, name) for name in SETTINGS]
+        return sorted(file for file in (*settings, *self.weights(part, kind)) if self.has(file))
+
+
+def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
+    """The files of some of a kit folder's parts that are loaded, by their paths in it; of a hub id, none."""
+    folder = KitFolder(f"kit = {kit!r}", Path(kit))
+    if not folder.path.is_dir():
+        return {}
+    return {file: folder.path / file for part in parts for file in _what_is_there(folder, part)}
+
+
+def _what_is_there(folder: KitFolder, part: str) -> list[str]:
+    """Of a damaged part, nothing: `check_kit` says what is wrong with it."""
+    with suppress(KitError):
+        return folder.loaded(part)
+    return []
+
+
 def download_bytes(kit: str, parts: Iterable[str]) -> int:
-    """Bytes of some of a kit folder's files and sub-folders."""
-    return sum(file.stat().st_size for file in _files(kit, parts))
+    """Bytes of the files that are loaded of some of a kit folder's parts."""
+    return sum(file.stat().st_size for file in loaded_files(kit, parts).values())
+
+
+def file_digests(
+    kit: str, parts: Iterable[str], progress: Callable[[int], None] = lambda read: None
+) -> dict[str, str]:
+    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit; of a hub id's, nothing.
+
+    Args:
+        progress: called with the number of bytes that were read since it was last called.
+    """
+    return {name: sha256_of(file, progress) for name, file in loaded_files(kit, parts).items()}
 
 
 def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of every file of weights in some of a kit folder's parts, by its path in the kit; of a hub id's, nothing."""
-    return {
-        f.relative_to(kit).as_posix(): _sha256(f)
-        for f in _files(kit, parts)
-        if f.suffix in (".safetensors", ".bin")
-    }
+    """As `file_digests`, of the weights alone."""
+    files = loaded_files(kit, parts).items()
+    return {name: sha256_of(file) for name, file in files if file.suffix == ".safetensors"}
 
 
-def _files(kit: str, parts: Iterable[str]) -> list[Path]:
-    places = [Path(kit) / part for part in parts]
-    return [
-        file
-        for place in places
-        for file in ([place] if place.is_file() else place.rglob("*"))
-        if file.is_file()
-    ]
+def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
+    """SHA-256 over the names and bytes of the files that are loaded of some parts; a hub id is hashed by its name."""
+    if not Path(kit).is_dir():
+        return hashlib.sha256(str(kit).encode()).hexdigest()
+    return _together(file_digests(str(kit), parts))
 
 
-def kit_digest(path: str | Path) -> str:
-    """SHA-256 over the names and bytes of a kit folder's weights and settings; a hub id is hashed by its name."""
-    folder, digest = Path(path), hashlib.sha256()
-    if not folder.is_dir():
-        return hashlib.sha256(str(path).encode()).hexdigest()
-    for file in sorted(
-        p for p in folder.rglob("*") if p.suffix in {".json", ".safetensors", ".txt", ".bin"}
-    ):
-        digest.update(
-            file.relative_to(folder).as_posix().encode() + b"\0" + bytes.fromhex(_sha256(file))
-        )
+def part_digest(source: str, kind: str) -> str:
+    """As `kit_digest`, of a folder or hub id that is one part by itself, such as a small decoder."""
+    folder = KitFolder(source, Path(source))
+    if not folder.path.is_dir():
+        return hashlib.sha256(source.encode()).hexdigest()
+    return _together({file: sha256_of(folder.path / file) for file in folder.loaded("", kind)})
+
+
+def _together(of_files: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name, one in sorted(of_files.items()):
+        digest.update(name.encode() + b"\0" + bytes.fromhex(one))
     return digest.hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    about = file.stat()
-    return _sha256_once(file, about.st_size, about.st_mtime_ns)
-
-
-@cache
-def _sha256_once(file: Path, size: int, changed: int) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def kits_digest(names: Iterable[str]) -> str:
-    """The digest of one kit, or of several together; of one that is not there, nothing: what needs it says so."""
-    digests = []
-    for name in names:
-        with suppress(FileNotFoundError):
-            digests.append(kit_digest(find_kit(name)))
-    return (
-        digests[0]
-        if len(digests) == 1
-        else hashlib.sha256("".join(digests).encode()).hexdigest()
-        if digests
-        else ""
-    )
 
 
 def image_size(kit: str) -> int:

@@ -1,0 +1,403 @@
+"""Whether a kit can be used, before anybody works with it: by names, settings and the headers of the weights. No weight is loaded."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from osfl.kits import (
+    DIFFUSION_PARTS,
+    SETTINGS,
+    SMALL_DECODER,
+    WEIGHTS,
+    KitError,
+    KitFolder,
+    file_in,
+)
+
+HUB_SECONDS = 10.0  # for the hub's answer
+IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
+PIPELINES = (
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableUnCLIPPipeline",
+    "StableUnCLIPImg2ImgPipeline",
+)
+OTHER_PIPELINES = {"StableDiffusionXL": "SDXL", "StableDiffusion3": "SD3", "Flux": "FLUX"}
+TAKEN = (
+    "OSFL takes kits of Stable Diffusion 1.x and 2.x, such as "
+    "stable-diffusion-v1-5/stable-diffusion-v1-5, and for FedDISC Stable unCLIP"
+)
+# Of each group, one file must be there.
+NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "tokenizer": (("tokenizer.json", "vocab.json"),),
+    "scheduler": (("scheduler_config.json",),),
+    "image_noising_scheduler": (("scheduler_config.json",),),
+    "feature_extractor": (("preprocessor_config.json",),),
+    "captioner": (
+        ("preprocessor_config.json", "processor_config.json"),
+        ("tokenizer.json", "vocab.txt"),
+    ),
+}
+# The way out where a part is missing.
+INSTEAD = {
+    "captioner": "name one with captioner=",
+    "image_encoder": "name one with image-encoder= (FedDISC needs its kit's own)",
+    "feature_extractor": "name one with image-encoder= (FedDISC needs its kit's own)",
+    SMALL_DECODER: "name one with synthesis.small-decoder=",
+}
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_kit(
+    kit: str, parts: Iterable[str], key: str = "kit", image_condition: bool | None = None
+) -> None:
+    """Whether some of a kit's parts can be loaded, and fit each other.
+
+    Args:
+        kit: a folder or hub id.
+        parts: folders and files of it.
+        key: of the configuration, for messages.
+        image_condition: whether its UNet must take an image's embedding, as Stable unCLIP's does, or must not; None: either.
+
+    Raises:
+        KitError: the kit is not there or not reached, is of another kind, or a file is missing, damaged, or of another size.
+    """
+    parts = tuple(parts)
+    if not parts:
+        return
+    folder = open_kit(kit, key)
+    if "unet" in parts:
+        _check_pipeline(folder)
+    if missing := [part for part in parts if not (folder.has(part) or folder.names(part))]:
+        outs = dict.fromkeys(INSTEAD.get(part, "use a whole kit") for part in missing)
+        raise KitError(
+            f"{folder.said} lacks {', '.join(missing)}; this run needs it: {'; or '.join(outs)}"
+        )
+    shapes = {part: _check_part(folder, part) for part in parts}
+    if set(DIFFUSION_PARTS) <= set(parts):
+        _check_together(folder, shapes, image_condition)
+    noised = "image_normalizer" in parts
+    if noised or (image_condition and folder.has("image_normalizer/config.json")):
+        _check_embedding(folder)
+
+
+def check_captioner(source: str) -> None:
+    """Whether a folder or hub id that `captioner` names is a BLIP that can be loaded.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
+    folder = open_kit(source, "captioner")
+    _check_part(folder, "captioner" if folder.names("captioner") else "", "captioner")
+
+
+def check_image_encoder(source: str) -> None:
+    """Whether a folder or hub id that `image-encoder` names is a CLIP or DINOv2 that can be loaded.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
+    folder = open_kit(source, "image-encoder")
+    within = folder.has("image_encoder/config.json")
+    _check_part(folder, "image_encoder" if within else "", "image_encoder")
+    settings = "feature_extractor" if within else ""
+    _need(folder, settings, ("preprocessor_config.json", "processor_config.json"))
+
+
+def check_small_decoder(source: str) -> None:
+    """Whether a folder or hub id that `synthesis.small-decoder` names is in TAESD's format, and can be loaded.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
+    _check_part(open_kit(source, "synthesis.small-decoder"), "", SMALL_DECODER)
+
+
+# ---- Folders and the hub ----
+
+
+def open_kit(name: str, key: str = "kit") -> KitFolder:
+    """A folder, or what the hub has under an id.
+
+    Raises:
+        KitError: no such folder; the hub is not reached, or has nothing of that name.
+    """
+    folder, said = Path(name), f"{key} = {name!r}"
+    if folder.is_dir():
+        return KitFolder(said, folder)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise KitError(f"{said}: no such folder. Give an absolute path or a hub id (owner/name)")
+    return _on_hub(name, said)
+
+
+def _on_hub(name: str, said: str) -> KitFolder:
+    """What was fetched before, else the names of the hub's files, with the small ones fetched."""
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        listed = HfApi().model_info(name, timeout=HUB_SECONDS).siblings or []
+        wanted = [f"*{file}" for file in (*SETTINGS, "model_index.json", ".safetensors.index.json")]
+        folder = Path(snapshot_download(name, allow_patterns=wanted))
+    except HFValidationError as error:
+        raise KitError(f"{said}: no hub id: {error}") from None
+    except RepositoryNotFoundError:
+        raise KitError(
+            f"{said}: the hub has no such model, or shows it only to who is logged in (hf auth login)"
+        ) from None
+    except (httpx.HTTPError, OSError) as error:
+        try:
+            return KitFolder(said, Path(snapshot_download(name, local_files_only=True)))
+        except LocalEntryNotFoundError:
+            raise KitError(
+                f"{said}: hub not reached ({error}), and it was not fetched before. Connect this "
+                f"machine, or fetch it elsewhere (hf download {name}) and give the folder's path"
+            ) from None
+    return KitFolder(said, folder, frozenset(file.rfilename for file in listed), name)
+
+
+def _shapes(folder: KitFolder, file: str) -> Shapes:
+    """The shape of every tensor in a file of weights, by its header.
+
+    Raises:
+        KitError: the file is missing or damaged, or its header speaks of more or fewer bytes than it has.
+    """
+    if not folder.has(file):
+        raise KitError(f"{folder.said} lacks {file}, which its index names; fetch it")
+    try:
+        if file in folder.on_hub and not (folder.path / file).is_file():
+            return _shapes_on_hub(folder.repository, file)
+        with safe_open(folder.path / file, framework="np") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+    except (SafetensorError, OSError) as error:
+        raise KitError(
+            f"{folder.said}: {file} cannot be loaded: {error}. Fetch it again"
+        ) from error
+
+
+def _shapes_on_hub(repository: str, file: str) -> Shapes:
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    try:
+        header = HfApi().parse_safetensors_file_metadata(repository, file, timeout=HUB_SECONDS)
+    except (httpx.HTTPError, SafetensorsParsingError) as error:
+        raise OSError(str(error)) from error
+    return {name: tuple(tensor.shape) for name, tensor in header.tensors.items()}
+
+
+# ---- One part ----
+
+
+def _check_part(folder: KitFolder, part: str, kind: str = "") -> Shapes:
+    """Whether a part has the files that its loader reads, and its weights the sizes of its settings; returns their shapes."""
+    kind = kind or part
+    if part.endswith(".safetensors"):
+        return _shapes(folder, part)
+    for group in NEEDED.get(kind, ()):
+        _need(folder, part, group)
+    if kind not in WEIGHTS:
+        return {}
+    _need(folder, part, ("config.json",))
+    config = folder.settings(file_in(part, "config.json"))
+    _check_model(folder, part, kind, config)
+    weights = folder.weights(part, kind)
+    if not weights:
+        raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weights:
+        if file.endswith(".safetensors"):
+            shapes |= _shapes(folder, file)
+    _check_sizes(folder, part, kind, config, shapes)
+    return shapes
+
+
+def _need(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
+    if not any(folder.has(file_in(part, name)) for name in group):
+        raise KitError(f"{folder.said} lacks {' or '.join(file_in(part, name) for name in group)}")
+
+
+def _no_weights(folder: KitFolder, part: str, stem: str) -> str:
+    wanted, names = file_in(part, f"{stem}.safetensors"), folder.names(part)
+    said = f"{folder.said} lacks {wanted}"
+    variants = [n for n in names if n.startswith(f"{stem}.") and n.endswith(".safetensors")]
+    pickles = [n for n in names if n.endswith((".bin", ".ckpt", ".pt", ".pth"))]
+    if variants:
+        return (
+            f"{said}; there is the variant {variants[0]} alone. Copy it to that name (weights of "
+            "16 bits are made 32 when they are loaded), or fetch the whole ones"
+        )
+    if pickles:
+        return (
+            f"{said}; there is {pickles[0]} alone, a pickle, which could run code. Take a "
+            "repository with safetensors, or save it anew: from_pretrained, then save_pretrained"
+        )
+    return f"{said}; fetch it"
+
+
+def _check_model(folder: KitFolder, part: str, kind: str, config: Mapping[str, Any]) -> None:
+    """Whether it is the kind of model that the part's loader makes."""
+    classes: dict[str, tuple[str, ...]] = {
+        "unet": ("UNet2DConditionModel",),
+        "vae": ("AutoencoderKL",),
+        SMALL_DECODER: ("AutoencoderTiny",),
+        "image_normalizer": ("StableUnCLIPImageNormalizer",),
+    }
+    types: dict[str, tuple[str, ...]] = {
+        "text_encoder": ("clip_text_model", "clip"),
+        "captioner": ("blip",),
+        "image_encoder": IMAGE_ENCODERS,
+    }
+    key = "_class_name" if kind in classes else "model_type"
+    allowed = classes[kind] if kind in classes else types[kind]
+    if (found := config.get(key)) not in allowed:
+        what = kind.replace("_", " ")
+        raise KitError(
+            f"{folder.said}: {file_in(part, 'config.json')} is of a {found!r}; "
+            f"{what} must be one of {', '.join(allowed)}"
+        )
+
+
+def _check_sizes(
+    folder: KitFolder, part: str, kind: str, config: Mapping[str, Any], shapes: Shapes
+) -> None:
+    """Whether some tensors, which others of their file hang on, have the settings' sizes."""
+    text = config.get("text_config", config) if kind == "text_encoder" else config
+    # (end of the tensor's name, axis, the setting's name, its value)
+    wanted = {
+        "unet": (
+            ("conv_in.weight", 1, "in_channels", config.get("in_channels")),
+            ("attn2.to_k.weight", 1, "cross_attention_dim", config.get("cross_attention_dim")),
+        ),
+        "vae": (
+            ("decoder.conv_in.weight", 1, "latent_channels", config.get("latent_channels")),
+            ("encoder.conv_in.weight", 1, "in_channels", config.get("in_channels")),
+        ),
+        "text_encoder": (
+            ("embeddings.token_embedding.weight", 1, "hidden_size", text.get("hidden_size")),
+            ("embeddings.token_embedding.weight", 0, "vocab_size", text.get("vocab_size")),
+        ),
+        "image_normalizer": (("mean", 1, "embedding_dim", config.get("embedding_dim")),),
+    }.get(kind, ())
+    at = partial(file_in, part)
+    if not shapes:
+        raise KitError(f"{folder.said}: {at(WEIGHTS[kind])}.safetensors has no tensors")
+    for end, axis, name, value in wanted:
+        tensor = next((tensor for tensor in shapes if tensor.endswith(end)), None)
+        if tensor is None:
+            raise KitError(f"{folder.said}: the weights in {part}/ have no {end}")
+        size = shapes[tensor][axis : axis + 1]
+        if value is not None and size != (value,):
+            raise KitError(
+                f"{folder.said}: {tensor} in {part}/ has the shape {list(shapes[tensor])}, "
+                f"but {at('config.json')} says {name} = {value}"
+            )
+
+
+# ---- Parts together ----
+
+
+def _check_pipeline(folder: KitFolder) -> None:
+    """Whether it is a kit of our kind, by its `model_index.json`, where it has one."""
+    if not folder.has("model_index.json"):
+        if not folder.has("unet/config.json") and any(
+            name.endswith((".safetensors", ".ckpt")) for name in folder.names("")
+        ):
+            raise KitError(
+                f"{folder.said} is a checkpoint in one file. Make a kit of it: diffusers' "
+                "StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
+            )
+        return
+    found = str(folder.settings("model_index.json").get("_class_name", ""))
+    if found not in PIPELINES:
+        known = (name for start, name in OTHER_PIPELINES.items() if found.startswith(start))
+        what = next(known, "another model")
+        raise KitError(f"{folder.said} is {what} ({found or 'unnamed'}); {TAKEN}")
+
+
+def _check_together(
+    folder: KitFolder, shapes: Mapping[str, Shapes], image_condition: bool | None
+) -> None:
+    """Whether the parts of the diffusion model fit each other."""
+    unet, vae, text, scheduler = (
+        folder.settings(f"{part}/{file}")
+        for part, file in (
+            ("unet", "config.json"),
+            ("vae", "config.json"),
+            ("text_encoder", "config.json"),
+            ("scheduler", "scheduler_config.json"),
+        )
+    )
+    predicted = scheduler.get("prediction_type", "epsilon")
+    if "FlowMatch" in str(scheduler.get("_class_name")):
+        predicted = "flow"
+    if predicted not in ("epsilon", "v_prediction"):
+        raise KitError(
+            f"{folder.said} predicts {predicted!r}; it must be epsilon or v_prediction. {TAKEN}"
+        )
+    width = text.get("text_config", text).get("hidden_size", 512)
+    if width != unet.get("cross_attention_dim", 1280):
+        raise KitError(
+            f"{folder.said}: text width {width}, but the UNet expects {unet.get('cross_attention_dim')}"
+        )
+    channels, taken = vae.get("latent_channels", 4), unet.get("in_channels", 4)
+    if channels != taken:
+        more = " (is it a model for inpainting or editing?)" if taken > channels else ""
+        raise KitError(
+            f"{folder.said}: latents have {channels} channels, but the UNet takes {taken}{more}"
+        )
+    if not isinstance(unet.get("sample_size"), int):
+        raise KitError(
+            f"{folder.said}: unet/config.json says sample_size = {unet.get('sample_size')!r}; it must be a whole number"
+        )
+    if SMALL_DECODER in shapes:
+        small = folder.settings(f"{SMALL_DECODER}/config.json").get("latent_channels", 4)
+        if small != channels:
+            raise KitError(
+                f"{folder.said}: its small_decoder takes {small} channels; the latents have {channels}"
+            )
+    _check_image_condition(folder, unet, image_condition)
+
+
+def _check_image_condition(folder: KitFolder, unet: Mapping[str, Any], wanted: bool | None) -> None:
+    kind = unet.get("class_embed_type")
+    width = unet.get("projection_class_embeddings_input_dim")
+    if unet.get("addition_embed_type") or kind not in (None, "projection"):
+        what = unet.get("addition_embed_type") or kind
+        raise KitError(f"{folder.said}: its UNet wants a further condition ({what!r}). {TAKEN}")
+    if wanted is False and kind:
+        raise KitError(
+            f"{folder.said} is a Stable unCLIP, which draws from an image's embedding: for FedDISC alone. {TAKEN}"
+        )
+    if wanted and not (kind and width):
+        raise KitError(
+            f"{folder.said} is no Stable unCLIP, which FedDISC needs: its UNet takes no image's embedding. "
+            "Take stabilityai/stable-diffusion-2-1-unclip, say (feddisc.kit=)"
+        )
+
+
+def _check_embedding(folder: KitFolder) -> None:
+    """Whether Stable unCLIP's noise, image encoder and UNet speak of embeddings of one width."""
+    width = folder.settings("image_normalizer/config.json").get("embedding_dim", 768)
+    if folder.has("image_encoder/config.json"):
+        encoder = folder.settings("image_encoder/config.json").get("projection_dim", 512)
+        if encoder != width:
+            raise KitError(
+                f"{folder.said}: the image encoder's embeddings have {encoder} numbers, but image_normalizer's {width}"
+            )
+    if folder.has("unet/config.json"):
+        taken = folder.settings("unet/config.json").get("projection_class_embeddings_input_dim")
+        if taken not in (None, 2 * width):
+            raise KitError(
+                f"{folder.said}: the UNet takes an image condition of {taken} numbers, but image_normalizer makes {2 * width}"
+            )

@@ -1,0 +1,98 @@
+"""What the server knows of its kit: that it can be used, what it is, which step of the job came from it."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from osfl.config import ConfigError, RunConfig
+from osfl.kit_check import check_kit, check_small_decoder
+from osfl.kits import download_bytes, find_kit, weights_digests
+from osfl.methods import METHODS, kit_parts, sampling_parts, unread_kit_bytes, used_digests
+from osfl.payloads import Classifier, Payload
+from server_app.run_folder import RunFolder
+from server_app.status import Status
+
+STEPS = {  # of a job, and what of them is on the disk
+    "payloads": ("payloads/*.pb",),
+    "images": ("units/*.jsonl",),
+    "models": ("models/*.json", "rounds/done.json"),
+}
+MB = 10**6
+
+
+def check_sampling_kit(config: RunConfig) -> None:
+    """Whether the images can be drawn: the parts' files, settings and headers, in a moment.
+
+    Raises:
+        KitError, FileNotFoundError: no such kit, one of another kind, or a damaged one.
+    """
+    if not METHODS[config.method].samples:
+        return
+    kit, small = find_kit(config.sampling_kit), config.synthesis.small_decoder
+    check_kit(kit, sampling_parts(config), image_condition=config.method == "feddisc")
+    if small not in ("", "kit"):
+        check_small_decoder(small)
+
+
+def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
+    """Tie every step of the job to the files of the kit that it comes from, from the moment it has begun.
+
+    A step that has left nothing yet may begin with another kit, a repaired one say. `kit.json` has each step's files and their
+    SHA-256; computing those is a phase of its own, unless they are remembered.
+
+    Raises:
+        ConfigError: a step had begun with other files.
+    """
+    total, read = unread_kit_bytes(config) // MB, 0
+    if total:
+        status.phase("reading the kit (MB)", total)
+
+    def progress(count: int) -> None:
+        nonlocal read
+        read += count
+        status.advance(min(read // MB, total), total)
+
+    now, before = used_digests(config, progress), folder.read_json("kit.json") or {}
+    for step in now:
+        if _has_begun(folder, step) and now[step] != before.get(step, now[step]):
+            file = _differing(now[step], before[step])
+            raise ConfigError(
+                f"job-id = {folder.path.name!r}: its {step} were made with another {file} than the "
+                "kit has now. Give the former kit to resume it, or take another job-id"
+            )
+    folder.write_json("kit.json", now)
+
+
+def _has_begun(folder: RunFolder, step: str) -> bool:
+    return any(any(folder.path.glob(pattern)) for pattern in STEPS[step])
+
+
+def _differing(now: Mapping[str, str], before: Mapping[str, str]) -> str:
+    return next(name for name in sorted({*now, *before}) if now.get(name) != before.get(name))
+
+
+def kit_of_clients(config: RunConfig) -> dict[str, str]:
+    """Digests of the weights that the clients need of the kit, where it is a folder here."""
+    with suppress(FileNotFoundError):  # check_server says so where it matters
+        kit = find_kit(config.sampling_kit)
+        return weights_digests(kit, kit_parts(config, kit))
+    return {}
+
+
+def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
+    """What a client had to fetch of the kit before it could begin; None where a part is a hub id, or is named apart from the kit."""
+    method = METHODS[config.method]
+    if method.payload == "Classifier" and config.classifier.init not in ("kit", "none"):
+        return None
+    if isinstance(payload, Classifier):  # one architecture of those that the run allows
+        config = replace(
+            config, classifier=replace(config.classifier, architecture=payload.architecture)
+        )
+    parts = kit_parts(config)
+    if set(method.client_parts) - set(parts):
+        return None
+    if not parts:  # a kit that nobody needs may be missing
+        return 0
+    kit = find_kit(config.sampling_kit)
+    return download_bytes(kit, kit_parts(config, kit)) if Path(kit).is_dir() else None
