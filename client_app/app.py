@@ -5,6 +5,7 @@ Flower starts a process for every message, so what joining and forgetting do wit
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 
 import osfl
 from osfl.config import (
@@ -28,11 +30,49 @@ from osfl.config import (
     split_names,
 )
 from osfl.data.parts import check_images, simulated_folder
-from osfl.kits import check_kit, find_kit, kit_digest, weights_digests
+from osfl.files import OWNER_ONLY, private_folder
+from osfl.initialisation import initial_weights
+from osfl.kit_check import check_captioner, check_image_encoder, check_kit
+from osfl.kits import find_kit, kit_digest, weights_digests
 from osfl.methods import METHODS, kit_parts
+from osfl.words import plain_lines, plain_record
 
 KEY_LENGTH = 12
-app = ClientApp()
+MOST_ERROR = 4000  # characters of an error that is sent to the server
+log = logging.getLogger("flwr")  # in which Flower writes what a client raises
+log.addFilter(plain_record)
+
+
+class ClientError(RuntimeError):
+    """What a client raised, in words that can be sent: printable, and not too many."""
+
+
+def plain_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """A Flower mod: Flower sends the words of an exception to the server as they are.
+
+    Raises:
+        ClientError: in place of an exception whose words a terminal would obey, or that has too
+            many of them; the traceback is the same.
+    """
+    try:
+        return call_next(message, context)
+    except Exception as error:
+        if (told := _in_plain_words(error)) is error:
+            raise
+    raise told
+
+
+def _in_plain_words(error: Exception) -> Exception:
+    words = plain_lines(error, MOST_ERROR)
+    try:
+        if str(error) == words:
+            return error
+    except Exception:  # it has no words at all
+        log.error("an error without words: %s", type(error).__name__)
+    return ClientError(f"{type(error).__name__}: {words}").with_traceback(error.__traceback__)
+
+
+app = ClientApp(mods=[plain_errors])
 
 
 @app.query("join")
@@ -40,12 +80,22 @@ def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
     check_images(config.data, node)
-    _same_kit(message, config, _kit(config, node))
+    kit = _kit(config, node)
+    _same_kit(message, config, kit)
+    _check_encoders(config)
+    if METHODS[config.method].payload == "Classifier":
+        initial_weights(config.classifier, kit, "classifier.init")
     if node.device not in ("auto", "cpu"):
         from osfl.devices import pick_device
 
         pick_device(node.device)
-    record = ConfigRecord({"client": client, "version": _installed_version()})
+    record = ConfigRecord(
+        {
+            "client": client,
+            "version": _installed_version(),
+            "architecture": config.classifier.architecture,
+        }
+    )
     return Message(RecordDict({"join": record}), reply_to=message)
 
 
@@ -58,9 +108,9 @@ def train(message: Message, context: Context) -> Message:
     job_id = _job_id(message)
     kit = _kit(config, node)
     folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     with FileLock(
-        folder / "lock"
+        folder / "lock", mode=OWNER_ONLY
     ):  # a server that lost sight of this node asks again: the second waits, and finds the payload
         reply = work.train(message.content, config, node, client, job_id, kit, folder)
     return Message(reply, reply_to=message)
@@ -128,20 +178,29 @@ def _job_id(message: Message) -> str:
 
 
 def _kit(config: RunConfig, node: NodeConfig) -> str:
-    if not (parts := kit_parts(config)):
+    if not kit_parts(config):
         return ""
     own_kit = (
         node.kit if config.sampling_kit == config.kit else ""
     )  # which stands in for the run's, not for FedDISC's
     kit = find_kit(own_kit or config.sampling_kit)
-    check_kit(kit, parts)
+    check_kit(kit, kit_parts(config, kit))
     return kit
+
+
+def _check_encoders(config: RunConfig) -> None:
+    """What the run names apart from the kit, where this client uses it."""
+    needed, given = METHODS[config.method].client_parts, kit_parts(config)
+    if "captioner" in needed and "captioner" not in given:
+        check_captioner(config.captioner)
+    if "image_encoder" in needed and "image_encoder" not in given:
+        check_image_encoder(config.image_encoder)
 
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
     """The weights that this node and the server both have must be the same: a description learned with others draws something else."""
     here, there = (
-        weights_digests(kit, kit_parts(config)) if kit else {},
+        weights_digests(kit, kit_parts(config, kit)) if kit else {},
         message.content.config_records["kit"],
     )
     for file, digest in here.items():
@@ -169,5 +228,5 @@ def _cache(node: NodeConfig, job_id: str) -> Path:
 def _cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
     """Of everything that could shape a payload."""
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
-    about = [shaping, asdict(node), kit_digest(kit) if kit else ""]
+    about = [shaping, asdict(node), kit_digest(kit, kit_parts(config, kit)) if kit else ""]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

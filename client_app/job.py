@@ -2,12 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from osfl.config import RunConfig
 from osfl.costs import FlopMeter
-from osfl.data.load import Images
+from osfl.data.load import Fit, Images
+
+
+class Progress(Protocol):
+    """Hears how far a client is."""
+
+    def __call__(self, done: int, total: int, what: str = "step") -> None:
+        """So many of what it is working through are done, before the first of them too."""
+
+
+def _nobody(done: int, total: int, what: str = "step") -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -17,14 +29,13 @@ class ClientJob:
     config: RunConfig
     client: str
     classes: tuple[str, ...]  # of the run, in order
-    load: Callable[
-        [int], Images
-    ]  # size -> this client's own training images at that size; they do not leave it
+    # how they fit -> this client's own training images, which do not leave it
+    load: Callable[[Fit], Images]
     kit: str  # folder or hub id
     device: torch.device
     domain: Callable[[], str] = lambda: (
         ""
     )  # its name, where the node or the simulation tells it; only prompts-domain sends it
     meter: FlopMeter = field(default_factory=FlopMeter)
-    progress: Callable[[int, int], None] = lambda done, total: None  # (steps done, steps in all)
+    progress: Progress = _nobody
     saves_memory: bool = False  # activations are computed again for a gradient

@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -11,23 +10,19 @@ from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.parts import class_names
 from osfl.devices import pick_device
-from osfl.kits import (
-    DIFFUSION_PARTS,
-    SMALL_DECODER,
-    check_kit,
-    download_bytes,
-    find_kit,
-    image_size,
-    kits_digest,
-    weights_digests,
-)
-from osfl.methods import METHODS, kit_parts, server_half
-from osfl.payloads import Classifier, Payload
+from osfl.kits import find_kit, image_size
+from osfl.methods import METHODS, initial_models, server_half
+from osfl.payloads import Payload
 from osfl.report import write_report
+from osfl.verify import seal
 from osfl.wire import PayloadError
-from server_app.expected import expected_payload, expected_tensors, shapes_of_kit
+from server_app.expected import expected_payload, expected_tensors
+from server_app.federation.collect import collect, leave_out
+from server_app.federation.evaluate import evaluate_on_clients
+from server_app.federation.join import join
 from server_app.job import ServerJob
-from server_app.round import collect, evaluate_on_clients, join, leave_out
+from server_app.kit import bind_to_kit, check_sampling_kit, kit_bytes, kit_of_clients
+from server_app.outliers import find_outliers
 from server_app.rounds.run import run_rounds
 from server_app.run_folder import RunFolder, open_run_folder
 from server_app.status import Status, log
@@ -49,7 +44,7 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
     Raises:
         ConfigError, RoundError, and what the kit, the data and the method raise; `status.json` then says `failed` and why.
     """
-    folder = open_run_folder(config, job_id, needed_bytes(config), kits_digest(config.kits))
+    folder = open_run_folder(config, job_id, needed_bytes(config))
     with folder.alone():
         _run(grid, config, job_id, folder)
 
@@ -58,8 +53,10 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
     status = Status(folder.path)
     try:
         method = METHODS[config.method]
+        check_sampling_kit(config)
+        bind_to_kit(config, folder, status)
         stored = folder.stored_clients() if method.client else []
-        nodes = join(
+        members = join(
             grid,
             config,
             status,
@@ -70,16 +67,25 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         payloads: dict[str, Payload] = {}
         if method.client:
             payloads = collect(
-                grid, config, job_id, nodes, folder, status, expected_payload(config, job_id)
+                grid, config, job_id, members, folder, status, expected_payload(config, job_id)
             )
+            status.warn([str(outlier) for outlier in find_outliers(payloads)])
+        if not method.rounds:
+            members.end()
+        if method.samples:
+            config = settled_config(config, folder, status)
         while True:
             job = ServerJob(
-                config, folder, status, tuple(payloads) if method.client else tuple(nodes)
+                config,
+                folder,
+                status,
+                tuple(payloads) if method.client else tuple(members.nodes),
+                members.architectures,
             )
             try:
                 if method.rounds:
                     models = run_rounds(
-                        job, grid, nodes, server_half(config.method).strategy(job), job_id
+                        job, grid, members, server_half(config.method).strategy(job), job_id
                     )
                 else:
                     models = server_half(config.method).run(job, payloads)
@@ -88,9 +94,10 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
                 PayloadError
             ) as error:  # passed every check, and led the sampling or a teacher astray
                 payloads = leave_out(error, payloads, config, folder, status)
-        evaluate_on_clients(grid, config, nodes, models, folder, status)
+        evaluate_on_clients(grid, config, members.nodes, models, folder, status)
         fetched = {
-            client: kit_bytes(config, payloads.get(client)) for client in (*nodes, *payloads)
+            client: kit_bytes(config, payloads.get(client))
+            for client in (*members.nodes, *payloads)
         }
         metrics = write_report(folder.path, class_names(config.data), fetched)
         for name, accuracy in metrics["accuracy"].items():  # for who follows the log from elsewhere
@@ -99,13 +106,34 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
                 name,
                 ", ".join(f"{client} {value:.1f}" for client, value in accuracy.items()),
             )
+        seal(folder.path)
         status.phase("finished")
         log.info("report: %s", folder.path / "report.html")
     except BaseException as error:
-        status.state["error"] = f"{type(error).__name__}: {error}"
         with suppress(OSError):  # the reason may be a full disk; it is what to say
-            status.phase("failed")
+            status.failed(error)
         raise
+
+
+def settled_config(config: RunConfig, folder: RunFolder, status: Status) -> RunConfig:
+    """The configuration with what was left to a measurement; a run that goes on keeps its choices.
+
+    Raises:
+        KitError: the kit cannot be loaded.
+        DamageError: `synthesis.json` is damaged.
+    """
+    from server_app.synthesis import engine  # seconds to import, and not every method samples
+
+    kinds = dict.fromkeys(engine.NETWORKS, str) | {"batch_size": int, "units_at_once": int}
+    choice = folder.read_json("synthesis.json", kinds, "remove it, and the images are drawn anew")
+    if choice is None:
+        status.phase("choosing how to sample")
+        kit, device = find_kit(config.sampling_kit), pick_device(config.device)
+        settings = engine.settled(kit, device, config.synthesis)
+        choice = {name: getattr(settings, name) for name in engine.CHOSEN}
+        folder.write_json("synthesis.json", choice)
+    chosen = {name: choice[name] for name in engine.CHOSEN}
+    return replace(config, synthesis=replace(config.synthesis, **chosen))
 
 
 def check_server(config: RunConfig) -> None:
@@ -118,39 +146,14 @@ def check_server(config: RunConfig) -> None:
     method, classes = METHODS[config.method], len(class_names(config.data))
     if method.samples:
         check_workers(config.synthesis, device)
-        check_kit(kit := find_kit(config.sampling_kit), DIFFUSION_PARTS)
-        if not Path(kit).is_dir():  # a hub id with a slip in it, or without a network
-            shapes_of_kit(kit)
-        if small := config.synthesis.small_decoder:
-            check_kit(*((kit, (SMALL_DECODER,)) if small == "kit" else (small, ("config.json",))))
-    trained = config.classifier if method.rounds else config.global_model
-    if config.method != "local":
-        new_classifier(
-            trained, classes, find_kit(config.kit) if trained.init == "kit" else "", config.seed
-        )
+        check_sampling_kit(config)
+        from osfl.diffusion import check_schedule  # seconds to import
+
+        check_schedule(find_kit(config.sampling_kit))
+    for key, settings in initial_models(config):
+        kit = find_kit(config.kit) if settings.init == "kit" else ""
+        new_classifier(settings, classes, kit, config.seed, key)
     expected_tensors(config)
-
-
-def kit_of_clients(config: RunConfig) -> dict[str, str]:
-    """Digests of the weights that the clients need of the kit, where it is a folder here."""
-    with suppress(FileNotFoundError):  # check_server says so where it matters
-        return weights_digests(find_kit(config.sampling_kit), kit_parts(config))
-    return {}
-
-
-def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
-    """What a client had to fetch of the kit before it could begin; None where a part is a hub id, or is named apart from the kit."""
-    if isinstance(payload, Classifier):  # one architecture of those that the run allows
-        config = replace(
-            config, classifier=replace(config.classifier, architecture=payload.architecture)
-        )
-    parts = kit_parts(config)
-    if set(METHODS[config.method].client_parts) - set(parts):
-        return None
-    if not parts:  # a kit that nobody needs may be missing
-        return 0
-    kit = find_kit(config.sampling_kit)
-    return download_bytes(kit, parts) if Path(kit).is_dir() else None
 
 
 def needed_bytes(config: RunConfig) -> int:

@@ -1,7 +1,7 @@
 """What a server half gets to work with, and what it gives back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -33,6 +33,7 @@ class ServerJob:
     folder: RunFolder
     status: Status
     clients: tuple[str, ...]  # that take part, sorted
+    architectures: Mapping[str, str] = field(default_factory=dict)  # of each client, with rounds
 
     @cached_property
     def classes(self) -> tuple[str, ...]:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -213,15 +215,19 @@ class Federation:
         *security: str,
         config: str = "",
         isolation: str = "subprocess",
+        fleet: int = 0,
         **settings: str,
     ) -> None:
-        """A SuperNode; where its isolation is `process`, it does not start what would run its ClientApps."""
+        """A SuperNode; where its isolation is `process`, it does not start what would run its ClientApps.
+
+        It calls the SuperLink at the port `fleet`, where something may stand between them.
+        """
         (port,) = _free_ports(1)
         where = [
             "--isolation",
             isolation,
             "--superlink",
-            f"127.0.0.1:{self.fleet}",
+            f"127.0.0.1:{fleet or self.fleet}",
             "--host",
             "127.0.0.1",
             "--port",
@@ -241,6 +247,45 @@ class Federation:
         """What a node is started with that does as the README says, or trusts another authority."""
         trusted = ["--root-certificates", str(authority or self.keys / "ca.crt")]
         return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]
+
+
+class ThinLine:
+    """A TCP proxy on loopback, through which a client sends only so many bytes a second.
+
+    Attributes:
+        port: where it listens.
+        sent: bytes that were passed on to the server.
+    """
+
+    def __init__(self, server: int, rate: float):
+        self._server, self._rate, self.sent = server, rate, 0
+        self._door = socket.create_server(("127.0.0.1", 0))
+        # Else what the kernel holds back would be minutes of it, heartbeats among them
+        self._door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        self.port = self._door.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._door.accept()
+                server = socket.create_connection(("127.0.0.1", self._server))
+                for ends, rate in (((client, server), self._rate), ((server, client), 0.0)):
+                    threading.Thread(target=self._pass, args=(*ends, rate), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, rate: float) -> None:
+        with suppress(OSError):
+            while some := source.recv(2**14):
+                if rate:
+                    time.sleep(len(some) / rate)
+                    self.sent += len(some)
+                target.sendall(some)
+        for end in (source, target):
+            end.close()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._door.close()
 
 
 @contextmanager

@@ -1,0 +1,199 @@
+"""Who is there, who takes part, and who stands by."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from flwr.app import ConfigRecord, RecordDict
+from flwr.serverapp import Grid
+
+import osfl
+from osfl.config import RunConfig, is_identifier, split_names
+from osfl.methods import METHODS
+from osfl.protocol import JOIN
+from osfl.words import plain
+from server_app.federation.exchange import Exchange, RoundError, UnfitError, listed
+from server_app.status import Status, log
+
+# While enough others are there, a client whose payload is stored is expected for so long after
+# the last one came. It is welcome later, too.
+SILENCE_SECONDS = 15.0
+
+
+class Members:
+    """The clients: all that are online are asked, some take part, the others are spares.
+
+    Attributes:
+        joined: the node of each client that is fit.
+        architectures: that of each such client's model, where the method has rounds.
+        nodes: of those that take part, by client, sorted.
+        failed: why a node cannot take part.
+        until: by time.monotonic(), when `join-timeout` is reached.
+    """
+
+    def __init__(
+        self, grid: Grid, config: RunConfig, status: Status, kit: Mapping[str, str] | None = None
+    ):
+        self._exchange = Exchange(grid, config.join_timeout)
+        self._wanted = config.num_clients
+        self._rounds = METHODS[config.method].rounds
+        self._allowed = split_names(config.classifier.architecture)
+        self._status = status
+        self._question = RecordDict({"kit": ConfigRecord(dict(kit or {}))})
+        self._asked: set[int] = set()
+        self._left: set[str] = set()  # in whose place a spare was asked
+        self.joined: dict[str, int] = {}
+        self.architectures: dict[str, str] = {}
+        self.nodes: dict[str, int] = {}
+        self.failed: dict[int, str] = {}
+        self.until = time.monotonic() + config.join_timeout
+        self.heard = time.monotonic()  # when one last joined
+
+    def ask(self) -> None:
+        """Ask every node that is online and was not asked before."""
+        for node in self._exchange.look_around():
+            if node not in self._asked:
+                self._asked.add(node)
+                self._exchange.push(node, JOIN, self._question)
+
+    def look(self, until: float) -> None:
+        """Ask who is new, and hear who has answered."""
+        self.ask()
+        self._exchange.pull(self._read, self._keep, self._fail, until)
+
+    def rest(self) -> None:
+        """Until the next look."""
+        self._exchange.rest(self.until)
+
+    def end(self) -> None:
+        """Nobody else is needed."""
+        self._exchange.end()
+
+    def silent(self) -> list[int]:
+        """Nodes that have not answered yet."""
+        return self._exchange.waiting()
+
+    def hopeless(self) -> bool:
+        """Whether enough nodes have answered, but some of them with a no."""
+        return bool(self.failed) and not self.silent() and len(self._asked) >= self._wanted
+
+    def choose(self, stored: list[str]) -> None:
+        """Who takes part: those whose payload is stored, then the others by name."""
+        new = sorted(self.joined.keys() - stored)
+        places = max(0, self._wanted - len(stored))
+        chosen = [*(self.joined.keys() & stored), *new[:places]]
+        self.nodes = {client: self.joined[client] for client in sorted(chosen)}
+        for spare in new[places:]:
+            self._status.client(spare, "spare")
+
+    def spares(self) -> list[str]:
+        """Who is fit and has no place."""
+        return sorted(self.joined.keys() - self.nodes.keys() - self._left)
+
+    def take_in(self, spare: str, instead_of: str | None = None) -> int:
+        """Give a spare a place, or that of another client; returns its node."""
+        if instead_of:
+            log.warning("%s takes the place of %s", spare, instead_of)
+            del self.nodes[instead_of]
+            self._left.add(instead_of)
+        node = self.joined[spare]
+        self.nodes = dict(sorted({**self.nodes, spare: node}.items()))
+        return node
+
+    def _read(self, node: int, content: RecordDict) -> tuple[str, str]:
+        """(client, the architecture of its model, where the method has rounds)."""
+        record = content.config_records["join"]
+        client, version = str(record["client"]), str(record["version"])
+        if not is_identifier(client):
+            raise UnfitError(
+                f"its client id {plain(client, 80)!r} is not 1 to 64 letters, digits, '-' or '_'"
+            )
+        if version != osfl.__version__:
+            raise UnfitError(
+                f"{client} has osfl {plain(version, 40)} installed, the run is of "
+                f"{osfl.__version__}; install the same"
+            )
+        architecture = str(record["architecture"]) if self._rounds else ""
+        if self._rounds and architecture not in self._allowed:
+            raise UnfitError(
+                f"{client} has architecture {plain(architecture, 80)!r}: this run has "
+                f"{', '.join(self._allowed)}"
+            )
+        return client, architecture
+
+    def _keep(self, node: int, joined: tuple[str, str]) -> None:
+        client, architecture = joined
+        if client in self.joined:
+            return self._fail(node, f"its client id {client!r} is already taken by another node")
+        self.joined[client] = node
+        if self._rounds:
+            self.architectures[client] = architecture
+        self.heard = time.monotonic()
+        self._status.client(client, "joined")
+        return None
+
+    def _fail(self, node: int, reason: str) -> None:
+        self.failed[node] = reason
+        log.error("node %s cannot take part: %s", node, reason)
+
+
+def join(
+    grid: Grid,
+    config: RunConfig,
+    status: Status,
+    stored: list[str],
+    meanwhile: Callable[[], None] = lambda: None,
+    kit: Mapping[str, str] | None = None,
+) -> Members:
+    """Wait until the clients are there.
+
+    All nodes that are online are asked. Who answers first takes part; a node that refuses or is
+    silent costs nothing while there are others.
+
+    Args:
+        stored: clients whose payload came before; they count as joined, and keep their places.
+        kit: digests of the kit's weights here, which a client's must equal (`weights_digests`).
+        meanwhile: called once, after the nodes that are there already were asked: they and the
+            server get ready side by side.
+
+    Raises:
+        RoundError: fewer than `min-clients` after `join-timeout`, or because others refused.
+    """
+    status.phase("joining", config.num_clients)
+    members = Members(grid, config, status, kit)
+    members.ask()
+    meanwhile()
+    members.until = time.monotonic() + config.join_timeout
+    while time.monotonic() < members.until:
+        members.look(members.until)
+        status.advance(min(len(members.joined), config.num_clients), config.num_clients)
+        if _complete(members, stored, config.num_clients) or members.hopeless():
+            break
+        members.rest()
+    members.choose(stored)
+    there = len(members.nodes.keys() | stored)
+    if there < config.needed_clients:
+        raise RoundError(_too_few(members, there, config))
+    for client in sorted(set(stored) - set(members.joined)):
+        log.warning("%s is not online; its payload is here", client)
+    return members
+
+
+def _complete(members: Members, stored: list[str], wanted: int) -> bool:
+    """Whether nobody needs to be waited for."""
+    if len(members.joined) < wanted:
+        return False
+    quiet = time.monotonic() - members.heard > SILENCE_SECONDS
+    return quiet or members.joined.keys() >= set(stored)
+
+
+def _too_few(members: Members, there: int, config: RunConfig) -> str:
+    """Who refused and why, who is silent; the time only if it was reached."""
+    late = time.monotonic() >= members.until
+    within = f" within {config.join_timeout:g} s (join-timeout)" if late else ""
+    refused = {f"node {node}": reason for node, reason in members.failed.items()}
+    silent = [str(node) for node in members.silent()]
+    mute = f"\n  {len(silent)} gave no answer: {plain(', '.join(silent))}" if silent else ""
+    return (
+        f"{there} of {config.num_clients} clients joined{within}; {config.needed_clients} are "
+        f"needed (min-clients, num-clients){listed(refused)}{mute}"
+    )

@@ -1,0 +1,64 @@
+"""What a client's slow line does to the others: nothing."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from system_tools import (
+    TWO_CLASSES,
+    Federation,
+    ThinLine,
+    make_images,
+    quick_arguments,
+    wait_for,
+)
+
+pytestmark = pytest.mark.system
+DEADLINE = 30.0
+RATE = 50_000  # bytes a second: a ShuffleNet of 5 MB takes two minutes
+WAITING = "waiting for payloads"
+
+
+@pytest.mark.timeout(400)
+def test_a_client_that_uploads_slowly_holds_up_nobody(
+    federation: Federation, tmp_path: Path, tiny_kit: Path
+) -> None:
+    """The other's payload is stored, the phase ends at its deadline, and the process ends.
+
+    Flower's pull of the slow client's reply goes on meanwhile: it lasts as long as the upload.
+    """
+    federation.begin_superlink()
+    line = ThinLine(federation.fleet, RATE)
+    make_images(tmp_path / "images")
+    for name, port in (("quick", 0), ("slow", line.port)):
+        federation.register(name)
+        config = f"client-id='{name}' data-dir='{tmp_path / 'images'}'"
+        config += f" cache-dir='{tmp_path / 'cache'}'"
+        federation.begin_node(name, *federation.trusting(name), config=config, fleet=port)
+    arguments = quick_arguments(
+        tiny_kit, method="local", job_id="thin", **TWO_CLASSES, deadline=DEADLINE
+    )
+    run = federation.begin_run(*arguments)
+    folder = tmp_path / "server" / "thin"
+
+    def log() -> str:
+        return federation.log("run")[-3000:]
+
+    def phase() -> str:
+        file = folder / "status.json"
+        return json.loads(file.read_text())["phase"] if file.exists() else ""
+
+    wait_for(lambda: phase() == WAITING, 120, log, every=0.1)
+    began = time.monotonic()
+    wait_for(lambda: phase() != WAITING, DEADLINE + 5, log, every=0.1)
+    ended = time.monotonic()
+    assert ended - began > DEADLINE - 1
+    assert [file.name for file in (folder / "payloads").glob("*.pb")] == ["quick.pb"]
+    assert run.wait(timeout=60) == 1, log()
+    assert time.monotonic() - ended < 20
+    line.close()
+    # The upload had begun, and with it the pull; it has not ended
+    assert 200_000 < line.sent < (folder / "payloads" / "quick.pb").stat().st_size - 10**6
+    late = f"slow: no payload within {DEADLINE:g} s (deadline)"
+    assert json.loads((folder / "status.json").read_text())["error"].endswith(late)
