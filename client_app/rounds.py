@@ -11,6 +11,7 @@ from torch import nn
 
 from client_app.job import ClientJob
 from osfl import classifiers
+from osfl.config import ConfigError
 from osfl.costs import Stopwatch, peak_memory_mb
 from osfl.files import write_atomically
 from osfl.protocol import pack_state, unpack_state
@@ -28,8 +29,14 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
 
     Raises:
         ClassifierError: too few images, or the training diverged.
+        ConfigError: the model is not of this client's architecture.
     """
     settings, said = job.config.classifier, content.config_records["config"]
+    if (sent := said["architecture"]) != settings.architecture:
+        raise ConfigError(
+            f"node-config architecture: this node has {settings.architecture!r} now, and joined the "
+            f"run with {str(sent)[:80]!r}. Start the job again, or give it back"
+        )
     watch, number = Stopwatch(), int(cast(int, said["server-round"]))
     images = job.load(job.config.data.image_size)
     state = unpack_state(content.array_records["model"])

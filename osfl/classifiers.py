@@ -1,6 +1,7 @@
 """Image classifiers: torchvision architectures, an option for small images, and their pretrained initialisation."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,13 +15,20 @@ from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
-from osfl.files import write_atomically
-from osfl.kits import initialisation_part
+from osfl.files import PUBLIC, write_atomically
+from osfl.initialisation import initial_weights
 from osfl.seeds import seed_of
 
 # Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to them.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+
+
+# What a file of weights need not have: the head, and a counter that older ones lack.
+_HEADS = ("fc.", "classifier.", "head.", "heads.")
+_COUNTERS = "num_batches_tracked"
+# Torchvision's DenseNets were saved when a layer's name could have a dot: norm.1 for norm1.
+_DENSENET_LEGACY = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
 
 class ClassifierError(ValueError):
@@ -124,8 +132,11 @@ def normalise(images: torch.Tensor) -> torch.Tensor:
     return ((images.clamp(-1, 1) + 1) / 2 - mean) / std
 
 
-def load_initialisation(model: nn.Module, file: Path) -> None:
+def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None:
     """Load every tensor of `file` (safetensors, or a torchvision `.pth`) that fits, in place; the head stays random.
+
+    Args:
+        key: what the file is called in the run-config, for the errors.
 
     Raises:
         ClassifierError: the file is missing or damaged, or anything but the head does not fit.
@@ -144,39 +155,41 @@ def load_initialisation(model: nn.Module, file: Path) -> None:
         UnpicklingError,
     ) as error:  # all that torch raises for a damaged file
         raise ClassifierError(
-            f"init={str(file)!r} cannot be read: {error}. Set init='none' to start from random weights"
+            f"{key} = {str(file)!r} cannot be read: {error}. 'none' starts from random weights"
         ) from error
     if not isinstance(weights, dict) or not all(
         isinstance(value, torch.Tensor) for value in weights.values()
     ):
         raise ClassifierError(
-            f"init={str(file)!r} is not a state dict: it must hold tensors by name"
+            f"{key} = {str(file)!r} is not a state dict: it must hold tensors by name"
         )
     own = model.state_dict()
-    fitting = {
-        name: tensor
-        for name, tensor in weights.items()
-        if name in own and own[name].shape == tensor.shape
-    }
-    optional = (
-        ("fc.", "classifier.", "heads."),
-        "num_batches_tracked",
-    )  # heads; a counter that older weight files lack
+    fitting = {}
+    for name, tensor in weights.items():
+        name = _DENSENET_LEGACY.sub(r"\1\2", name)
+        # Names that the model does not have may be older ones, which its layers know (ViT's MLP)
+        if name not in own or own[name].shape == tensor.shape:
+            fitting[name] = tensor
+    try:
+        absent = model.load_state_dict(fitting, strict=False).missing_keys
+    # A tensor of another shape under an older name
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ClassifierError(
+            f"{key} = {str(file)!r} does not fit this architecture or stem: {reason}"
+        ) from error
     missing = [
-        n
-        for n in own
-        if n not in fitting and not n.startswith(optional[0]) and not n.endswith(optional[1])
+        name for name in absent if not name.startswith(_HEADS) and not name.endswith(_COUNTERS)
     ]
     if missing:
         raise ClassifierError(
-            f"init={str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more"
+            f"{key} = {str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more"
         )
-    model.load_state_dict(fitting, strict=False)
 
 
 def save_initialisation(model: nn.Module, file: Path, bits: int = 8) -> None:
     """Write the weights as safetensors, matrices in 8 or 4 bits: an initialisation needs no more, a repository likes less."""
-    write_atomically(file, save(pack(model.state_dict(), bits)))
+    write_atomically(file, save(pack(model.state_dict(), bits)), PUBLIC)
 
 
 def round_weights(model: nn.Module, bits: int) -> None:
@@ -256,27 +269,33 @@ def deepen(shallow: nn.Module, deep: nn.Module) -> None:
     deep.load_state_dict(state)
 
 
-def new_classifier(config: ClassifierConfig, num_classes: int, kit: str, seed: int) -> nn.Module:
-    """A classifier at its initialisation (`init`): the kit's, none, or a file of weights.
+def new_classifier(
+    config: ClassifierConfig, num_classes: int, kit: str, seed: int, key: str = "init"
+) -> nn.Module:
+    """A classifier at its initialisation (`init`): the kit's, torchvision's, a file's, or random.
+
+    Args:
+        config: of one architecture.
+        kit: the kit's folder, where `init` is `kit`.
+        key: what `init` is called in the run-config, for the errors.
 
     Raises:
         ClassifierError: as `build_classifier` and `load_initialisation`.
+        ConfigError: as `initial_weights`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "classifier"))
         model = build_classifier(config.architecture, num_classes, config.small_stem)
-        shallow = (
-            build_classifier("resnet18", num_classes, config.small_stem)
-            if config.architecture == "resnet34"
-            else None
-        )
-    if config.init == "kit" and shallow is not None:
-        load_initialisation(shallow, Path(kit) / initialisation_part(config.architecture))
-        deepen(shallow, model)
-    elif config.init == "kit":
-        load_initialisation(model, Path(kit) / initialisation_part(config.architecture))
-    elif config.init != "none":
-        load_initialisation(model, Path(config.init).expanduser())
+        weights = initial_weights(config, kit, key)
+        if weights is None:
+            return model
+        # The kit has none of a ResNet-34's own
+        if config.init == "kit" and weights.stem != config.architecture:
+            shallow = build_classifier(weights.stem, num_classes, config.small_stem)
+            load_initialisation(shallow, weights, key)
+            deepen(shallow, model)
+        else:
+            load_initialisation(model, weights, key)
     return model
 
 
@@ -347,6 +366,7 @@ def fit(
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(seed, "dropout"))
+        progress(0, len(batches))
         for done, rows in enumerate(batches, start=1):
             loss = meter.run(("fit", len(rows)), lambda rows=rows: step(rows.to(device)))  # type: ignore[misc]
             if not torch.isfinite(loss):

@@ -35,7 +35,9 @@ def train_global(
         len(job.classes),
         _digest(pixels, labels, teacher),
     )
-    model = classifiers.new_classifier(settings, classes, job.initialisation, job.config.seed)
+    model = classifiers.new_classifier(
+        settings, classes, job.initialisation, job.config.seed, "global-model.init"
+    )
     job.status.phase(f"training {name}")
     if state := job.folder.stored_model(name, inputs):
         model.load_state_dict(state)

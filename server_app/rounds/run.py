@@ -2,50 +2,56 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from safetensors.torch import load, save
 
-from osfl.classifiers import new_classifier, rebuild
-from osfl.config import RunConfig
-from osfl.files import write_atomically
-from osfl.kits import find_kit
+from osfl.classifiers import blank_classifier, rebuild
+from osfl.config import RunConfig, split_names
+from osfl.methods import final_model
 from osfl.payloads import Classifier
-from osfl.protocol import ACKNOWLEDGE, pack_state, size_of, unpack_state
+from osfl.protocol import (
+    ACKNOWLEDGE,
+    HEADER_BYTES,
+    check_costs,
+    pack_state,
+    size_of,
+    unpack_state,
+)
 from osfl.wire import MAX_MAGNITUDE, PayloadError
-from server_app import round as one_round
 from server_app.expected import probe
+from server_app.federation import exchange as under_way
+from server_app.federation.exchange import Exchange, RoundError, UnfitError, ignore, listed
+from server_app.federation.join import Members
 from server_app.job import GlobalModel, ServerJob
-from server_app.round import Exchange, RoundError
+from server_app.rounds.models import initial_state
 from server_app.status import log
 
-MOST_EXAMPLES = 1e9
-HEADER_BYTES = 2**20  # names and shapes of a model's arrays, at most
+MODEL, MEMORY = ".safetensors", ".memory.safetensors"
+BEGIN_AGAIN = "move the folder rounds away, and the same `osfl run` begins with the first round"
 Costs = dict[str, dict[str, float]]  # by client
+State = dict[str, torch.Tensor]
 
 
 def run_rounds(
-    job: ServerJob, grid: Grid, nodes: dict[str, int], strategy: FedAvg, job_id: str
+    job: ServerJob, grid: Grid, members: Members, strategy: FedAvg, job_id: str
 ) -> dict[str, GlobalModel]:
     """`rounds.count` rounds of a strategy; started again, it goes on after the last round that was finished.
 
     Raises:
         RoundError: in a round, fewer than `min-clients` send a model that can be used, or their mean is not finite.
     """
-    settings, count = job.config.classifier, job.config.rounds.count
-    kit = find_kit(job.config.kit) if settings.init == "kit" else ""
-    start = new_classifier(settings, len(job.classes), kit, job.config.seed).state_dict()
+    settings, count = final_model(job.config), job.config.rounds.count
+    start = initial_state(job, settings)
     done, seconds, state, costs = _resume(job, strategy, start)
     strategy.first = done  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
     between, began = (
-        RoundsGrid(grid, nodes, job.config, job_id, done, start, costs),
+        RoundsGrid(grid, members, job.config, job_id, done, _shapes(job), costs),
         time.monotonic(),
     )
     job.status.phase("rounds", count)
@@ -58,7 +64,11 @@ def run_rounds(
                 name: value.to(start[name].dtype)
                 for name, value in arrays.to_torch_state_dict().items()
             }
-            if not all(torch.isfinite(value.float()).all() for value in state.values()):
+            kept = [
+                *state.values(),
+                *map(torch.as_tensor, getattr(strategy, "memory", {}).values()),
+            ]
+            if not all(torch.isfinite(value.float()).all() for value in kept):
                 raise RoundError(
                     f"the global model is not finite after round {done + number}; see the settings in [rounds]"
                 )
@@ -76,15 +86,29 @@ def run_rounds(
     if done < count:
         arrays = ArrayRecord({name: Array(value.numpy()) for name, value in state.items()})
         strategy.start(
-            between, arrays, count - done, timeout=job.config.deadline, evaluate_fn=finished
-        )  # type: ignore[arg-type]
-    _release(grid, nodes, job_id)
+            between,  # type: ignore[arg-type]
+            arrays,
+            count - done,
+            timeout=job.config.deadline,
+            evaluate_fn=finished,
+        )
+    members.end()
+    _release(grid, members.nodes, job_id)
     name = job.config.method
     job.folder.store_model(
         name, state, {"seconds": job.folder.read_json("rounds/done.json")["seconds"]}
     )
     model = rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
     return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
+
+
+def _shapes(job: ServerJob) -> dict[str, State]:
+    """What a client's model must look like, by its architecture: a spare's may be any of the run's."""
+    shapes = {}
+    for architecture in split_names(job.config.classifier.architecture):
+        model = blank_classifier(architecture, len(job.classes), job.config.classifier.small_stem)
+        shapes[architecture] = model.state_dict()
+    return shapes
 
 
 def _keep(
@@ -96,16 +120,16 @@ def _keep(
     costs: Costs,
 ) -> None:
     """A finished round: the model and what the strategy remembers; then the number, which vouches for them, with the costs so far."""
-    path = job.folder.path / "rounds"
     memory = {
         name: torch.as_tensor(value) for name, value in getattr(strategy, "memory", {}).items()
     }
-    write_atomically(
-        path / f"{number:06d}.safetensors", save({n: t.contiguous() for n, t in state.items()})
-    )
-    write_atomically(path / f"{number:06d}.memory.safetensors", save(memory))
-    job.folder.write_json("rounds/done.json", {"round": number, "seconds": seconds, "costs": costs})
-    for old in path.glob("*.safetensors"):
+    digests = {
+        kind: job.folder.write_weights(f"rounds/{number:06d}{ending}", tensors)
+        for kind, ending, tensors in (("model", MODEL, state), ("memory", MEMORY, memory))
+    }
+    done = {"round": number, "seconds": seconds, "costs": costs, "sha256": digests}
+    job.folder.write_json("rounds/done.json", done)
+    for old in (job.folder.path / "rounds").glob("*.safetensors"):
         if not old.name.startswith(f"{number:06d}"):
             old.unlink()
 
@@ -113,35 +137,34 @@ def _keep(
 def _resume(
     job: ServerJob, strategy: FedAvg, start: dict[str, torch.Tensor]
 ) -> tuple[int, float, dict[str, torch.Tensor], Costs]:
-    """(rounds done, their seconds, model, costs) of the last round that was kept; what the strategy remembers is put back."""
-    done = job.folder.read_json("rounds/done.json")
+    """(rounds done, their seconds, model, costs) of the last round that was kept; what the strategy remembers is put back.
+
+    Raises:
+        DamageError: they are not as they were written.
+    """
+    folder = job.folder
+    kinds = {"round": int, "seconds": int | float, "costs": dict, "sha256": dict}
+    done = folder.read_json("rounds/done.json", kinds, BEGIN_AGAIN)
     if done is None:
         return 0, 0.0, start, {}
-    number, path = int(done["round"]), job.folder.path / "rounds"
+    number, digests = done["round"], done["sha256"]
     if hasattr(strategy, "memory"):
-        memory = load((path / f"{number:06d}.memory.safetensors").read_bytes())
+        name = f"rounds/{number:06d}{MEMORY}"
+        memory = folder.read_weights(name, digests.get("memory"), BEGIN_AGAIN)
         strategy.memory = {name: value.numpy() for name, value in memory.items()}
-    return (
-        number,
-        done["seconds"],
-        load((path / f"{number:06d}.safetensors").read_bytes()),
-        done["costs"],
-    )
+    state = folder.read_weights(f"rounds/{number:06d}{MODEL}", digests.get("model"), BEGIN_AGAIN)
+    return number, done["seconds"], state, done["costs"]
 
 
 def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:
     """The rounds are over: the clients may forget what they kept between them."""
-    exchange, end = (
-        Exchange(grid, one_round.THANKS_SECONDS),
-        time.monotonic() + one_round.THANKS_SECONDS,
-    )
+    exchange = Exchange(grid, under_way.THANKS_SECONDS)
+    end = time.monotonic() + under_way.THANKS_SECONDS
     for node in nodes.values():
         exchange.push(node, ACKNOWLEDGE, RecordDict({"job": ConfigRecord({"job": job_id})}))
-    while (
-        exchange.pull(lambda node, content: None, lambda node, reason: None)
-        and time.monotonic() < end
-    ):
-        time.sleep(one_round.POLL_SECONDS)
+    while exchange.pull(ignore, ignore, ignore, end) and time.monotonic() < end:
+        exchange.rest(end)
+    exchange.end()
 
 
 @dataclass
@@ -150,89 +173,58 @@ class RoundsGrid:
 
     Attributes:
         first: rounds that were done before.
-        like: the state dict that every reply must look like.
+        likes: for each architecture the state dict that a reply must look like; without numbers.
         costs: of each client, summed over the rounds; bytes as serialised.
+        contents: what a strategy has for a spare, by its architecture, where it may be another than
+            those of the clients that the strategy asks.
     """
 
     grid: Grid
-    nodes: dict[str, int]
+    members: Members
     config: RunConfig
     job_id: str
     first: int
-    like: dict[str, torch.Tensor]
+    likes: Mapping[str, State]
     costs: Costs = field(default_factory=dict)
+    contents: dict[str, RecordDict] = field(default_factory=dict)
     _absent: set[str] = field(
         default_factory=set
     )  # in the last round: they are not waited for as long as the others
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes of the clients that joined."""
-        return list(self.nodes.values())
+        return list(self.members.nodes.values())
 
     def send_and_receive(
         self, messages: Iterable[Message], timeout: float | None = None
     ) -> list[Message]:
-        """Send one message to every node and wait for the replies: `deadline`, and `test-timeout` for clients that missed the last round.
+        """Send one message to every node and wait for the replies.
+
+        They have until the `deadline`; clients that missed the last round until `test-timeout`.
+        A spare is asked in the place of a client that failed for good.
 
         Raises:
             RoundError: fewer than `min-clients` replies can be used.
         """
-        # A round that is asked for twice would be trained twice
-        exchange, client_of = (
-            Exchange(self.grid, self.config.deadline, math.inf),
-            {node: client for client, node in self.nodes.items()},
-        )
-        usable: dict[str, RecordDict] = {}
-        problems: dict[str, str] = {}
-
-        def on_reply(node: int, content: RecordDict) -> None:
-            client = client_of[node]
-            try:
-                usable[client] = self._checked(client, content)
-            except (KeyError, TypeError, ValueError) as error:
-                on_failure(node, str(error))
-
-        def on_failure(node: int, reason: str) -> None:
-            problems[client_of[node]] = reason
-            log.error("%s: %s", client_of[node], reason)
-
-        packed: dict[int, ArrayRecord] = {}
-        messages = list(messages)  # an id is an object's own only while the object is there
-        for message in messages:
-            said: dict[str, Any] = dict(message.content.config_records["config"])
-            said |= {"server-round": self.first + int(said["server-round"]), "job": self.job_id}
-            arrays = message.content.array_records["arrays"]
-            if id(arrays) not in packed:  # the strategies give all clients the same
-                packed[id(arrays)] = pack_state(arrays.to_torch_state_dict())
-            model = packed[id(arrays)]
-            content = RecordDict({"model": model, "config": ConfigRecord(said)})
-            exchange.push(message.metadata.dst_node_id, "train", content)
-            self._add(client_of[message.metadata.dst_node_id], download_bytes=size_of(model))
-        if not exchange.waiting():  # Flower's strategies also ask for an evaluation, of nobody
+        messages = list(messages)
+        if not messages:  # Flower's strategies also ask for an evaluation, of nobody
             return []
-        began = time.monotonic()
-        while exchange.pull(on_reply, on_failure):
-            late = {client_of[node] for node in exchange.waiting()} <= self._absent
-            if time.monotonic() - began > (
-                self.config.test_timeout if late else timeout or self.config.deadline
-            ):
-                break
-            exchange.rest()
-        for node in exchange.waiting():
-            problems[client_of[node]] = (
-                "no model in time (deadline; test-timeout after a round that it missed)"
-            )
-        self._absent = set(self.nodes) - set(usable)
+        largest = max(sum(like.nbytes for like in likes.values()) for likes in self.likes.values())
+        # A round that is asked for twice would be trained twice
+        exchange = Exchange(self.grid, self.config.deadline, math.inf, largest)
+        asked = _Round(self, exchange)
+        for message in messages:
+            asked.push(message.metadata.dst_node_id, message.content)
+        usable = asked.replies(timeout or self.config.deadline, self._absent)
+        self._absent = set(self.members.nodes) - set(usable)
         if len(usable) < self.config.needed_clients:
-            reasons = "".join(
-                f"\n  {client}: {reason}" for client, reason in sorted(problems.items())
-            )
             raise RoundError(
-                f"{len(usable)} of {self.config.num_clients} clients sent a model that can be used; {self.config.needed_clients} are "
-                f"needed (min-clients, num-clients){reasons}"
+                f"{len(usable)} of {self.config.num_clients} clients sent a model that can be "
+                f"used; {self.config.needed_clients} are needed (min-clients, num-clients)"
+                f"{listed(asked.problems)}"
             )
         return [
-            Message(usable[client], dst_node_id=self.nodes[client], message_type="train")
+            Message(usable[client], dst_node_id=self.members.nodes[client], message_type="train")
             for client in sorted(usable)
         ]
 
@@ -245,35 +237,123 @@ class RoundsGrid:
         if set(content.array_records) != {"model"} or "metrics" not in content.metric_records:
             raise ValueError("its reply must have one model and its figures")
         model, metrics = content.array_records["model"], content.metric_records["metrics"]
-        if size_of(model) > sum(like.nbytes for like in self.like.values()) + HEADER_BYTES:
+        architecture = self.members.architectures[client]
+        expected = self.likes[architecture]
+        if size_of(model) > sum(like.nbytes + HEADER_BYTES for like in expected.values()):
             raise ValueError(f"its model has {size_of(model):,} bytes, more than the run's")
-        state = unpack_state(model)
-        if set(state) != set(self.like):
-            raise ValueError("its model has other arrays than the run's")
-        for name, like in self.like.items():
+        state = unpack_state(model, len(expected))
+        if set(state) != set(expected):
+            raise ValueError(f"its model has other arrays than the run's {architecture}")
+        for name, like in expected.items():
             _check_tensor(name, state[name], like)
         try:
-            probe(Classifier((), self.config.classifier.architecture, state), client, self.config)
+            probe(Classifier((), architecture, state), client, self.config)
         except PayloadError as error:
             raise ValueError(str(error)) from None
         keys = ("num-examples", "seconds", "flops", "peak_memory_mb")
         images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
-        if not 1 <= images <= MOST_EXAMPLES or not all(
-            np.isfinite(n) and n >= 0 for n in (seconds, flops, memory)
-        ):
-            raise ValueError(f"its figures are not plausible: {dict(metrics)}")
+        costs = {"seconds": seconds, "flops": flops, "peak_memory_mb": memory, "images": images}
+        check_costs(costs)
+        if images < 1:
+            raise ValueError("a model that was trained on no image")
         self._add(client, upload_bytes=size_of(model), seconds=seconds, flops=flops)
         own = self.costs[client]
         own |= {"images": images, "peak_memory_mb": max(memory, own.get("peak_memory_mb", 0.0))}
-        clean = ArrayRecord({name: Array(state[name].numpy()) for name in self.like})
         return RecordDict(
-            {"arrays": clean, "metrics": MetricRecord({"num-examples": images, "clients": 1})}
+            {
+                "arrays": ArrayRecord({name: Array(state[name].numpy()) for name in expected}),
+                "metrics": MetricRecord({"num-examples": images, "clients": 1}),
+                "model": ConfigRecord({"architecture": architecture}),
+            }
         )
 
     def _add(self, client: str, **costs: float) -> None:
         own = self.costs.setdefault(client, {})
         for key, value in costs.items():
             own[key] = own.get(key, 0) + value
+
+
+class _Round:
+    """One round's messages to the clients, and their models."""
+
+    def __init__(self, federation: RoundsGrid, exchange: Exchange):
+        self.federation, self.members = federation, federation.members
+        self.exchange = exchange
+        self.usable: dict[str, RecordDict] = {}
+        self.problems: dict[str, str] = {}  # by client
+        self._client_of = {node: client for client, node in self.members.nodes.items()}
+        self._contents = dict(federation.contents)  # by architecture, for spares
+        self._packed: dict[int, ArrayRecord] = {}  # by the id of the strategy's arrays
+
+    def push(self, node: int, content: RecordDict) -> None:
+        """Send a client the model."""
+        client = self._client_of[node]
+        architecture = self.members.architectures[client]
+        self._contents[architecture] = content
+        told: dict[str, Any] = dict(content.config_records["config"])
+        told["server-round"] = self.federation.first + int(told["server-round"])
+        told |= {"job": self.federation.job_id, "architecture": architecture}
+        model = self._pack(content.array_records["arrays"])
+        self.exchange.push(
+            node, "train", RecordDict({"model": model, "config": ConfigRecord(told)})
+        )
+        self.federation._add(client, download_bytes=size_of(model))
+
+    def _pack(self, arrays: ArrayRecord) -> ArrayRecord:
+        # The strategies give the same to all clients of an architecture, and keep it for the round
+        if id(arrays) not in self._packed:
+            self._packed[id(arrays)] = pack_state(arrays.to_torch_state_dict())
+        return self._packed[id(arrays)]
+
+    def replies(self, deadline: float, absent: set[str]) -> dict[str, RecordDict]:
+        """What can be used, by client, when all have answered or it is time.
+
+        Args:
+            deadline: seconds.
+            absent: who missed the last round; for them alone nobody waits longer than
+                `test-timeout`.
+        """
+        began = time.monotonic()
+        end = began + deadline
+        while True:
+            self.exchange.pull(self._read, self._keep, self._fail, end)
+            self._fill_places(end)
+            owing = self._owing()
+            late = owing <= absent
+            seconds = self.federation.config.test_timeout if late else deadline
+            end = began + seconds
+            if not owing or time.monotonic() >= end:
+                break
+            self.exchange.rest(end)
+        key = "test-timeout, after a round that it missed" if late else "deadline"
+        self.problems |= dict.fromkeys(owing, f"no model within {seconds:g} s ({key})")
+        self.exchange.end()
+        return self.usable
+
+    def _owing(self) -> set[str]:
+        return {self._client_of[node] for node in self.exchange.waiting()}
+
+    def _fill_places(self, until: float) -> None:
+        gone = [client for client in self.members.nodes if client in self.problems]
+        if gone and not self.members.spares():
+            self.members.look(until)
+        for client, spare in zip(gone, self.members.spares(), strict=False):
+            node = self.members.take_in(spare, client)
+            self._client_of[node] = spare
+            self.push(node, self._contents[self.members.architectures[spare]])
+
+    def _read(self, node: int, content: RecordDict) -> RecordDict:
+        try:
+            return self.federation._checked(self._client_of[node], content)
+        except ValueError as error:
+            raise UnfitError(str(error)) from None
+
+    def _keep(self, node: int, content: RecordDict) -> None:
+        self.usable[self._client_of[node]] = content
+
+    def _fail(self, node: int, reason: str) -> None:
+        self.problems[self._client_of[node]] = reason
+        log.error("%s: %s", self._client_of[node], reason)
 
 
 def _check_tensor(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
