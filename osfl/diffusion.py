@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osfl.encoders import ImageEncoder, TextEncoder, load_text_encoder, text_shape
-from osfl.kits import DIFFUSION_PARTS, KitError, check_kit
+from osfl.kit_check import check_kit
+from osfl.kits import DIFFUSION_PARTS, KitError
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -145,34 +146,52 @@ def load_kit(
     """Load a Stable-Diffusion-format folder or hub id, frozen and in eval mode.
 
     Raises:
-        KitError: nothing there, a part is missing, or its parts do not fit each other.
+        KitError: nothing there, a part is missing, its parts do not fit each other, or as
+            `check_schedule`.
     """
     source, device = str(path), torch.device(device)
     check_kit(source, DIFFUSION_PARTS)
+    scheduler = check_schedule(source)
     try:
         vae = AutoencoderKL.from_pretrained(
-            source, subfolder="vae", torch_dtype=dtype, low_cpu_mem_usage=False
+            source,
+            subfolder="vae",
+            torch_dtype=dtype,
+            low_cpu_mem_usage=False,
+            use_safetensors=True,
         )
         unet = UNet2DConditionModel.from_pretrained(
-            source, subfolder="unet", torch_dtype=dtype, low_cpu_mem_usage=False
+            source,
+            subfolder="unet",
+            torch_dtype=dtype,
+            low_cpu_mem_usage=False,
+            use_safetensors=True,
         )
-        scheduler = DDIMScheduler.from_pretrained(source, subfolder="scheduler")
         text = load_text_encoder(source, device, dtype)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise KitError(
-            f"kit={source!r} cannot be loaded: {error}. It must hold vae/, unet/, text_encoder/, tokenizer/ and scheduler/"
-        ) from error
-    if scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
-        raise KitError(
-            f"kit={source!r} predicts {scheduler.config.prediction_type!r}; it must be epsilon or v_prediction"
-        )
-    if text.shape[1] != unet.config.cross_attention_dim:
-        raise KitError(
-            f"kit={source!r}: text width {text.shape[1]} but the UNet expects {unet.config.cross_attention_dim}"
-        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise KitError(f"kit = {source!r} cannot be loaded: {error}") from error
     for module in (vae, unet):
         module.to(device).eval().requires_grad_(False)
     return Kit(vae, unet, text, scheduler, device, dtype)
+
+
+def check_schedule(source: str) -> DDIMScheduler:
+    """A kit's noise schedule, by its scheduler's settings alone.
+
+    Raises:
+        KitError: it cannot be read, or ends at pure noise (a_T = 0): there x0hat is infinite.
+    """
+    try:
+        scheduler = DDIMScheduler.from_pretrained(source, subfolder="scheduler")
+    except (OSError, ValueError) as error:
+        raise KitError(f"kit = {source!r}: its scheduler/ cannot be read: {error}") from error
+    if not bool((scheduler.alphas_cumprod > 0).all()):
+        raise KitError(
+            f"kit = {source!r} has zero terminal SNR: its scheduler's alphas_cumprod ends at 0, where "
+            "no noise prediction tells an image. Take another kit, or one whose "
+            "scheduler/scheduler_config.json has rescale_betas_zero_snr = false"
+        )
+    return scheduler
 
 
 def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "AutoencoderTiny":
@@ -189,9 +208,13 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
 
     try:
         small = AutoencoderTiny.from_pretrained(
-            source, subfolder=subfolder, torch_dtype=kit.dtype, low_cpu_mem_usage=False
+            source,
+            subfolder=subfolder,
+            torch_dtype=kit.dtype,
+            low_cpu_mem_usage=False,
+            use_safetensors=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise KitError(f"synthesis.small-decoder = {source!r} cannot be loaded: {error}") from error
     small.to(kit.device).eval().requires_grad_(False)
     c, h, w = kit.latent_shape
@@ -217,7 +240,7 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
         unet = UNet2DConditionModel.load_config(source, subfolder="unet")
         text = text_shape(source)
     except (OSError, ValueError) as error:
-        raise KitError(f"kit={source!r} cannot be read: {error}") from error
+        raise KitError(f"kit = {source!r} cannot be read: {error}") from error
     size = unet["sample_size"]
     return (
         text,
@@ -278,11 +301,11 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
     """
     try:
         normalizer = StableUnCLIPImageNormalizer.from_pretrained(
-            kit, subfolder="image_normalizer", low_cpu_mem_usage=False
+            kit, subfolder="image_normalizer", low_cpu_mem_usage=False, use_safetensors=True
         )
         scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
     except (OSError, ValueError, SafetensorError) as error:
-        raise KitError(f"kit={kit!r} is no Stable unCLIP: {error}") from error
+        raise KitError(f"kit = {kit!r} is no Stable unCLIP: {error}") from error
     return EmbeddingNoise(normalizer.float().requires_grad_(False), scheduler)
 
 

@@ -135,6 +135,14 @@ def few_digits(load_split: Callable[[str], Any], split: str) -> Any:
     return whole.select(rows)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OSFL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -155,8 +163,8 @@ def home(
     monkeypatch.setattr(digits, "load_split", partial(few_digits, digits.load_split))
     monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("server_app.round.POLL_SECONDS", 0.01)
-    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
     load._digits_partition.cache_clear()
     yield tmp_path
     load._digits_partition.cache_clear()
@@ -253,6 +261,8 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "synthesis.images-per-class": 1,
         "synthesis.steps": 2,
         "synthesis.unit-size": 8,
+        "synthesis.batch-size": 8,
+        "synthesis.units-at-once": 1,
         "classifier.architecture": "shufflenet_v2_x1_0",  # an eighth of a ResNet-18, to train and to send
         "classifier.epochs": 1,
         "classifier.batch-size": 50,

@@ -14,9 +14,10 @@ from PIL import Image
 
 from osfl.config import flatten
 from osfl.data.load import to_pixels
-from osfl.files import write_atomically
-from osfl.kits import kit_digest
-from osfl.verify import picture_digest, read_picture
+from osfl.files import DamageError, open_private, private_folder, write_atomically
+from osfl.kits import SMALL_DECODER, kit_digest, part_digest
+from osfl.methods import sampling_parts
+from osfl.verify import picture_digest, read_picture, read_rows
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
 from server_app.status import log
@@ -68,13 +69,13 @@ def render(
     shaping = {
         key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING
     }
-    shaping |= {"kit": kit_digest(job.kit)}
+    shaping |= {"kit": kit_digest(job.kit, sampling_parts(job.config))}
     if (small := job.config.synthesis.small_decoder) not in ("", "kit"):
-        shaping |= {"small-decoder": kit_digest(small)}
+        shaping |= {"small-decoder": part_digest(small, SMALL_DECODER)}
     units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, {**settings, **shaping})
     checked = _blaming(make_sampler, ingredients)
     if divisible:
-        checked = _halving(checked)
+        checked = _in_batches(checked, job.config.synthesis.batch_size)
     job.status.phase("synthesis", len(jobs))
     size, firsts = job.config.data.image_size, [0, *accumulate(len(unit.jobs) for unit in units)]
     pixels = torch.empty(len(jobs), 3, size, size, dtype=torch.uint8)
@@ -127,7 +128,7 @@ def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: i
             nonlocal done
             unit, seconds, written = pending.popleft()
             written.result()
-            with open(job.folder.path / "timings.jsonl", "a") as file:
+            with open_private(job.folder.path / "timings.jsonl", "a") as file:
                 file.write(
                     json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": seconds})
                     + "\n"
@@ -136,7 +137,7 @@ def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: i
             job.status.advance(done, total)
 
         for unit, pixels, seconds in sample_units(
-            make_sampler, left, job.device, job.config.synthesis
+            make_sampler, left, job.device, job.config.synthesis, job.status.within
         ):
             pending.append((unit, seconds, writers.submit(_commit, job, unit, pixels)))
             while pending and (pending[0][2].done() or len(pending) > UNWRITTEN):
@@ -173,20 +174,23 @@ def image_file(job: ServerJob, image: ImageJob) -> str:
     return f"images/{image.client}/{image.label:03d}-{name}/{image.index:05d}.png"
 
 
-def _halving(make_sampler: MakeSampler) -> MakeSampler:
-    """The same in smaller batches once a GPU's memory has run out, and from then on."""
+def _in_batches(make_sampler: MakeSampler, batch_size: int) -> MakeSampler:
+    """The same in batches; in smaller ones from then on, once a GPU's memory has run out.
+
+    Args:
+        batch_size: images; 0: a whole unit.
+    """
 
     def make(device: torch.device) -> Sample:
-        sample, most = make_sampler(device), None
+        sample, most = make_sampler(device), batch_size
 
         def in_parts(jobs: Sequence[ImageJob]) -> torch.Tensor:
             nonlocal most
             while True:
                 size = most or len(jobs)
+                firsts = range(0, len(jobs), size)
                 try:
-                    return torch.cat(
-                        [sample(jobs[first : first + size]) for first in range(0, len(jobs), size)]
-                    )
+                    return torch.cat([sample(jobs[first : first + size]) for first in firsts])
                 except torch.OutOfMemoryError:
                     if size == 1:
                         raise
@@ -211,8 +215,9 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
     for image, picture in zip(unit.jobs, pixels, strict=True):
         file = image_file(job, image)
         path = job.folder.path / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(path)
+        private_folder(path.parent)
+        with open_private(path, "wb") as written:
+            Image.fromarray(picture.permute(1, 2, 0).numpy()).save(written, "png")
         rows.append(
             {
                 "file": file,
@@ -227,12 +232,9 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
 
 def _is_there(job: ServerJob, unit: Unit) -> bool:
     """Whether a unit was committed and its images' files are still there. A look; what is in them is seen when they are read."""
-    manifest = _manifest(job, unit)
-    if not manifest.is_file():
-        return False
     try:
-        files = [json.loads(line)["file"] for line in manifest.read_text().splitlines()]
-    except ValueError:  # cut off, with the power perhaps
+        files = [row["file"] for row in read_rows(_manifest(job, unit))]
+    except DamageError:  # or missing; cut off, with the power perhaps
         return False
     root = str(job.folder.path)  # of 100,000 images, pathlib's paths would take most of the time
     return len(files) == len(unit.jobs) and all(os.path.isfile(f"{root}/{file}") for file in files)
@@ -240,8 +242,7 @@ def _is_there(job: ServerJob, unit: Unit) -> bool:
 
 def _read(job: ServerJob, unit: Unit, into: torch.Tensor) -> bool:
     """A committed unit's images at the classifiers' size, into the first rows; False if one of them is not as it was then."""
-    for number, line in enumerate(_manifest(job, unit).read_text().splitlines()):
-        row = json.loads(line)
+    for number, row in enumerate(read_rows(_manifest(job, unit))):
         picture = read_picture(job.folder.path / row["file"])
         if picture is None or picture_digest(picture) != row["sha256"]:
             return False

@@ -51,6 +51,11 @@ def plan_images(
     ]
 
 
+def mix_classes(jobs: Iterable[ImageJob]) -> list[ImageJob]:
+    """The same images, each client's classes in turn: the statistics of a unit are of all of them."""
+    return sorted(jobs, key=lambda job: (job.client, job.index, job.label))
+
+
 def cut_units(
     jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], settings: Mapping[str, object]
 ) -> list[Unit]:

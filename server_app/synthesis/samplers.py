@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from osfl.diffusion import Kit, new_solver
+from server_app.synthesis.progress import step_done
 
 
 class NotFiniteError(ValueError):
@@ -62,9 +63,10 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tenso
     Returns:
         z_0 [B, c, h, w].
     """
-    for t, a_t, a_prev in ddim_schedule(kit, steps):
+    for number, (t, a_t, a_prev) in enumerate(ddim_schedule(kit, steps), start=1):
         e = predict(z, torch.tensor(t, device=kit.device))
         z = ddim_step(z, e, a_t, a_prev)
+        step_done(number, steps)
     return z
 
 
@@ -77,8 +79,9 @@ def denoise(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Te
         return ddim(kit, z, steps, predict)
     solver = new_solver(kit)
     solver.set_timesteps(steps, device=kit.device)
-    for t in solver.timesteps:
+    for number, t in enumerate(solver.timesteps, start=1):
         z = solver.step(predict(z, t), t, z).prev_sample
+        step_done(number, len(solver.timesteps))
     return z
 
 
@@ -101,7 +104,7 @@ def z_sampling(
         weak: with gamma_2 < gamma_1.
         threshold: T_z.
     """
-    for t, a_t, a_prev in ddim_schedule(kit, steps):
+    for number, (t, a_t, a_prev) in enumerate(ddim_schedule(kit, steps), start=1):
         at = torch.tensor(t, device=kit.device)
         if t > threshold:
             # 1. zig: a strong step down
@@ -110,6 +113,7 @@ def z_sampling(
             z = ddim_step(lower, weak(lower, at), a_prev, a_t)
         # 3. the step that stays
         z = ddim_step(z, strong(z, at), a_t, a_prev)
+        step_done(number, steps)
     return z
 
 

@@ -10,8 +10,10 @@ import socket
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.util import find_spec
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from osfl.config import ConfigError, SynthesisConfig
 from osfl.costs import Stopwatch
 from server_app.synthesis.plan import ImageJob, Unit
+from server_app.synthesis.progress import Watcher, watched
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -37,11 +40,13 @@ def sample_units(
     units: Sequence[Unit],
     device: torch.device,
     settings: SynthesisConfig,
+    watcher: Watcher = lambda done, total: None,
 ) -> Iterator[Sampled]:
     """Sample every unit once, in any order.
 
     Args:
         settings: `workers` 0: in this process, on `device`; else so many Ray actors, on that kind of device.
+        watcher: hears of every step of a unit that is sampled in this process; actors tell of whole units alone.
 
     Raises:
         ConfigError: the Ray cluster cannot be reached, or has too few devices.
@@ -50,7 +55,7 @@ def sample_units(
     if not units:
         return iter(())
     if settings.workers == 0:
-        return _in_this_process(make_sampler, units, device, settings.threads)
+        return _in_this_process(make_sampler, units, device, settings, watcher)
     return _on_ray(make_sampler, units, device, settings)
 
 
@@ -59,15 +64,72 @@ class WorkerError(RuntimeError):
 
 
 def _in_this_process(
-    make_sampler: MakeSampler, units: Sequence[Unit], device: torch.device, threads: int
+    make_sampler: MakeSampler,
+    units: Sequence[Unit],
+    device: torch.device,
+    settings: SynthesisConfig,
+    watcher: Watcher,
 ) -> Iterator[Sampled]:
+    """One unit after the other, or on a CPU several side by side.
+
+    Threads that each sample a unit of their own do not wait for each other at every operation, as
+    the threads of one operation do.
+    """
+    threads = settings.threads
+    if settings.units_at_once > 1:
+        threads = max(1, (threads or torch.get_num_threads()) // settings.units_at_once)
     with _threads(threads):
-        sample = make_sampler(device)
+        # A sampler each, for a model's hooks and caches are of one forward pass at a time.
+        samplers = [
+            make_sampler(device) for _ in range(min(settings.units_at_once, len(units)) or 1)
+        ]
+        if len(samplers) > 1:
+            yield from _side_by_side(samplers, units, threads, watcher)
+            return
     for unit in units:
-        watch = Stopwatch()
         with _threads(threads):
-            pixels = sample(unit.jobs)
-        yield unit, pixels, watch.seconds
+            sampled = _sampled(samplers[0], unit, watcher)
+        yield sampled
+
+
+def _side_by_side(
+    samplers: Sequence[Sample], units: Sequence[Unit], threads: int, watcher: Watcher
+) -> Iterator[Sampled]:
+    """Each sampler in a thread; steps are told of the first one's units."""
+    idle: SimpleQueue[Sample] = SimpleQueue()
+    for sampler in samplers:
+        idle.put(sampler)
+
+    def sample(unit: Unit) -> Sampled:
+        sampler = idle.get()
+        try:
+            told = watcher if sampler is samplers[0] else _nobody
+            return _sampled(sampler, unit, told)
+        finally:
+            idle.put(sampler)
+
+    waiting, running = deque(units), set[Future[Sampled]]()
+    pool = ThreadPoolExecutor(len(samplers), initializer=torch.set_num_threads, initargs=(threads,))
+    try:
+        while waiting or running:
+            while waiting and len(running) < AHEAD * len(samplers):
+                running.add(pool.submit(sample, waiting.popleft()))
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _sampled(sample: Sample, unit: Unit, watcher: Watcher) -> Sampled:
+    watch = Stopwatch()
+    with watched(watcher):
+        pixels = sample(unit.jobs)
+    return unit, pixels, watch.seconds
+
+
+def _nobody(done: int, total: int) -> None:
+    """Hears of no step."""
 
 
 @contextmanager
