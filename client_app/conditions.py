@@ -19,7 +19,12 @@ def load_kit_to_learn(job: ClientJob) -> Kit:
 
 def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
     """E(x) of every image: mean and log-variance of its latents' posterior, each [N, c, h, w]."""
-    encoded = [job.meter.run(("encode", len(x)), partial(kit.encode, x)) for x in images.batches(8)]
+    encoded, done = [], 0
+    job.progress(done, len(images), "encoding image")
+    for x in images.batches(8):
+        encoded.append(job.meter.run(("encode", len(x)), partial(kit.encode, x)))
+        done += len(x)
+        job.progress(done, len(images), "encoding image")
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
     return mean, logvar
 
@@ -63,9 +68,9 @@ def learn_conditions(
     return torch.cat(learned)
 
 
-def _learn_together(
+def _learn_together(  # type: ignore[no-untyped-def]
     kit, start, mean, logvar, rows_of, names, settings, job, advance
-) -> torch.Tensor:  # type: ignore[no-untyped-def]
+) -> torch.Tensor:
     conditions = [
         c.clone().requires_grad_() for c in start
     ]  # one tensor each: a condition that is done is left alone
@@ -74,12 +79,13 @@ def _learn_together(
         generator_of(job.config.seed, job.config.method, job.client, name) for name in names
     ]
     schedules = [
-        _minibatches(rows, settings.epochs, settings.batch_size, g)
+        minibatches(rows, settings.epochs, settings.steps, settings.batch_size, g)
         for rows, g in zip(rows_of, randomness, strict=True)
     ]
     total = max(len(s) for s in schedules)
     alphas_cumprod = kit.alphas_cumprod
 
+    advance(0, total)
     for step in range(total):
         rows, t, posterior_noise, eps, owner = [], [], [], [], []
         for index, (schedule, generator) in enumerate(zip(schedules, randomness, strict=True)):
@@ -122,12 +128,15 @@ def _learn_together(
     return learned
 
 
-def _minibatches(
-    rows: torch.Tensor, epochs: int, size: int, generator: torch.Generator
+def minibatches(
+    rows: torch.Tensor, epochs: int, steps: int, size: int, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """`epochs` passes over `rows`, each in a new order, cut into batches."""
-    return [
+    """Passes over `rows`, each in a new order, in batches: `epochs` passes, or `steps` batches."""
+    if steps:
+        epochs = -(-steps // -(-len(rows) // size))
+    batches = [
         batch
         for _ in range(epochs)
         for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)
     ]
+    return batches[:steps] if steps else batches

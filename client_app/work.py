@@ -1,18 +1,20 @@
 """What a client spends its time on: its payload or its round, and the test of a global model. With torch, which joining does without."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 from flwr.app import MetricRecord, RecordDict
 
+from client_app.decoded import files_key, load_once
 from client_app.job import ClientJob
 from osfl import wire
 from osfl.config import ConfigError, NodeConfig, RunConfig
 from osfl.costs import Stopwatch, peak_memory_mb, release_memory
-from osfl.data.load import Images, count_images, domain_name, load_images
+from osfl.data.load import Fit, Images, count_images, domain_name, load_images
 from osfl.data.parts import class_names
 from osfl.devices import pick_device, saves_memory
-from osfl.files import write_atomically
+from osfl.files import open_private, read_json, write_atomically
 from osfl.methods import METHODS, client_half
 from osfl.protocol import pack_payload, unpack_model
 
@@ -57,7 +59,7 @@ def _payload(
 ) -> RecordDict:
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
-        costs = json.loads((folder / "costs.json").read_text())
+        costs = read_json(folder / "costs.json", cure="remove its folder, and it is made anew")
         return pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0})
     watch, job = Stopwatch(), _job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
@@ -77,15 +79,21 @@ def _payload(
 
 
 def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Path) -> ClientJob:
-    def load(size: int) -> Images:
-        return load_images(config.data, node, "train", config.seed, size)
+    def decode(fit: Fit) -> Images:
+        return load_images(config.data, node, "train", config.seed, fit)
+
+    def load(fit: Fit) -> Images:
+        if not isinstance(fit, int) or not METHODS[config.method].rounds:
+            return decode(fit)
+        key = files_key(config.data, node, "train", fit)
+        return load_once(folder, key, partial(decode, fit))
 
     def domain() -> str:
         return node.domain or domain_name(config.data, node)
 
     names = class_names(config.data)
     device = pick_device(node.device)
-    frugal = saves_memory(node.checkpointing, device)
+    frugal = saves_memory(node.checkpointing or config.checkpointing, device)
     return ClientJob(
         config,
         client,
@@ -114,7 +122,8 @@ class _Progress:
     def __init__(self, folder: Path):
         self._file, self._watch, self._last = folder / "progress", Stopwatch(), -1.0
 
-    def __call__(self, done: int, total: int) -> None:
-        if self._watch.seconds - self._last >= 1 or done == total:
+    def __call__(self, done: int, total: int, what: str = "step") -> None:
+        if self._watch.seconds - self._last >= 1 or done in (0, total):
             self._last = self._watch.seconds
-            self._file.write_text(f"{done} {total}")
+            with open_private(self._file, "w") as file:
+                file.write(f"{done} {total} {what}")

@@ -1,6 +1,5 @@
 """The `osfl` command."""
 
-import json
 import os
 import signal
 import subprocess
@@ -26,6 +25,8 @@ from rich.progress import (
 from rich.table import Table
 
 from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
+from osfl.files import open_private, private_folder, read_json
+from osfl.words import plain, plain_lines
 
 app = typer.Typer(
     help="One-shot federated learning with diffusion models, on Flower.",
@@ -89,7 +90,7 @@ def run(
         if connection:
             _run_on(connection, overrides, job_id)
         else:
-            root.mkdir(parents=True, exist_ok=True)
+            private_folder(root)
             federation: dict[str, Scalar] = {
                 "num-supernodes": config.num_clients,
                 "client-resources-num-cpus": client_cpus,
@@ -97,7 +98,7 @@ def run(
             }
             _simulate(config, overrides, job_id, root, federation)
     except (ConfigError, launch.LaunchError, OSError) as error:
-        console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        _print_error(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if connection:
@@ -120,6 +121,7 @@ def _simulate(
     federation: dict[str, Scalar],
 ) -> None:
     from osfl import launch
+    from osfl.report import read_metrics
 
     folder, cache = root / job_id, root / ".client-cache"
     (folder / "status.json").unlink(missing_ok=True)
@@ -131,7 +133,7 @@ def _simulate(
         )
         logs = root / f"{job_id}.log"
         with (
-            open(logs, "w") as sink,
+            open_private(logs, "w") as sink,
             subprocess.Popen(
                 ["flwr", "log", str(run_id), "osfl", "--stream"],
                 env=environment,
@@ -150,11 +152,11 @@ def _simulate(
         ):  # the same job was started twice, and the other, which was refused, took it
             logs.replace(folder / "server.log")
         logs = folder / "server.log"
-    state = _read(folder / "status.json")
+    state = _status(folder)
     if not status.startswith("finished:completed") or state.get("phase") != "finished":
         reason = state.get("error") or details or f"Flower says: {status}"
         raise launch.LaunchError(f"the run failed: {reason}\nlog: {logs}")
-    print_metrics(json.loads((folder / "metrics.json").read_text()))
+    print_metrics(read_metrics(folder))
     console.print(f"report: [bold]{folder / 'report.html'}[/]", highlight=False, soft_wrap=True)
 
 
@@ -170,7 +172,7 @@ def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
     )
     status, details = "", ""
     while not status.startswith("finished"):  # the log may break off before the run does
-        subprocess.run(["flwr", "log", str(run_id), connection, "--stream"], env=environment)
+        launch.follow_log(run_id, connection, environment, print)
         status, details = launch.outcome(run_id, connection, environment)
         if status == "unknown":
             raise launch.LaunchError(
@@ -190,9 +192,10 @@ def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
         console=console,
     )
     rows: dict[str, TaskID] = {}
-    with Live(console=console, refresh_per_second=4, transient=False) as live:
+    display = Live(console=console, refresh_per_second=4, transient=False)
+    with _whole_lines(), display as live:
         while streaming.poll() is None:
-            state = _read(folder / "status.json")
+            state = _status(folder)
             phase = state.get("phase", "")
             over = phase in ("finished", "failed")
             if phase not in rows and phase != "failed":
@@ -200,8 +203,14 @@ def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
                     phases.update(task.id, completed=task.total or 1, total=task.total or 1)
             if phase and not over:
                 if phase not in rows:
-                    rows[phase] = phases.add_task(phase, total=None)
-                phases.update(rows[phase], completed=state["done"], total=state["total"] or None)
+                    rows[phase] = phases.add_task(_words(phase), total=None)
+                within = "step {} of {}".format(*state["step"]) if state.get("step") else ""
+                phases.update(
+                    rows[phase],
+                    completed=state["done"],
+                    total=state["total"] or None,
+                    description=_words(f"{phase} {within}"),
+                )
             live.update(Group(_clients(state.get("clients", {}), cache), phases))
             if over:
                 try:
@@ -211,20 +220,47 @@ def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
             time.sleep(0.3)
 
 
+@contextmanager
+def _whole_lines() -> Iterator[None]:
+    """What is printed next begins a line: rich ends a display's last one on a terminal alone."""
+    try:
+        yield
+    finally:
+        if not console.is_terminal:
+            console.line()
+
+
 def _clients(states: dict[str, str], cache: Path) -> Table:
     """One row a client; while it works, how far it is (its own progress file, when it runs on this machine)."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for client, state in sorted(states.items()):
         for file in cache.glob(f"{client}-{'?' * 12}/progress") if state == "asked" else ():
             with suppress(OSError, ValueError):  # the client may be writing or removing it
-                done, total = map(int, file.read_text().split())
-                state = f"step {done} of {total}"
-        table.add_row(client, state)
+                done, total, what = file.read_text().split(maxsplit=2)
+                state = f"{what} {int(done)} of {int(total)}"
+        table.add_row(_words(client), _words(state))
     return table
 
 
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+def _status(folder: Path) -> dict[str, Any]:
+    """What a run is doing; empty where `status.json` is missing or damaged: it is written anew."""
+    try:
+        state = read_json(folder / "status.json")
+    except OSError:
+        return {}
+    kinds = {"phase": str, "clients": dict, "done": int, "total": int}
+    good = all(isinstance(state.get(key), kind) for key, kind in kinds.items())
+    return state if good else {}
+
+
+def _words(text: object) -> str:
+    """Words from outside, as rich's markup has them."""
+    return escape(plain(text))
+
+
+def _print_error(error: Exception) -> None:
+    text = escape(plain_lines(error))
+    console.print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True, emoji=False)
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:
@@ -233,26 +269,31 @@ def print_metrics(metrics: dict[str, Any]) -> None:
 
     names = list(metrics["clients"])
     console.print(
-        f"[bold]{metrics['method']}[/]: accuracy on each client's own test images (%)",
+        f"[bold]{_words(metrics['method'])}[/]: accuracy on each client's own test images (%)",
         highlight=False,
     )
     table = Table()
     table.add_column("client")
     for model in metrics["accuracy"]:
-        table.add_column(model, justify="right")
+        table.add_column(_words(model), justify="right")
     for name in (*names, "average"):
         cells = [f"{row[name]:.1f}" if name in row else "-" for row in metrics["accuracy"].values()]
         table.add_row(
-            name, *cells, style="bold" if name == "average" else "", end_section=name == names[-1]
+            _words(name),
+            *cells,
+            style="bold" if name == "average" else "",
+            end_section=name == names[-1],
         )
     console.print(table)
     if metrics["not_tested"]:
         console.print(
-            f"[bold yellow]not tested everywhere[/]: {', '.join(metrics['not_tested'])}; averages are over the others"
+            f"[bold yellow]not tested everywhere[/]: {', '.join(map(_words, metrics['not_tested']))}; averages are over the others"
         )
     upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(
         1, len(metrics["clients"])
     )
+    for warning in metrics.get("warnings", []):
+        console.print(f"worth a look: {warning}", highlight=False, markup=False)
     server = metrics["server"]
     each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""
     console.print(
@@ -266,23 +307,25 @@ def show(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
 ) -> None:
     """Print the results of a run that has finished."""
+    from osfl.report import read_metrics
+
     with _named_errors():
-        if not (metrics := folder / "metrics.json").is_file():
-            phase = _read(folder / "status.json").get("phase", "no run at all")
+        if not os.path.lexists(metrics := folder / "metrics.json"):
+            phase = _status(folder).get("phase", "no run at all")
             raise ConfigError(f"{metrics} does not exist; this run has not finished ({phase})")
-        print_metrics(json.loads(metrics.read_text()))
+        print_metrics(read_metrics(folder))
 
 
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
 ) -> None:
-    """Read every payload, image and model of a run, and compare it with its SHA-256."""
-    from osfl.verify import verify_run
+    """Read every payload, image, model and record of a run, and compare it with its SHA-256."""
+    from osfl.verify import is_run, verify_run
 
     with _named_errors():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} is no run's folder: it has no config.json")
+        if not is_run(folder):
+            raise ConfigError(f"{folder} is no run's folder")
         with Progress(
             TextColumn("reading images"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         ) as bar:
@@ -292,13 +335,14 @@ def verify(
             )
         wrong = [problem for finding in findings for problem in finding.wrong]
         for problem in wrong[:SHOWN]:
-            print(problem)
+            print(plain(problem, 1000))
         if len(wrong) > SHOWN:
             print(f"and {len(wrong) - SHOWN} more")
         print(", ".join(f"{finding.good} {finding.kind} as written" for finding in findings))
         if wrong:
             raise ConfigError(
-                "this run is damaged; the same `osfl run` again makes images and models anew, but no payload"
+                "this run is damaged; the same `osfl run` again makes all anew but payloads, which "
+                "their clients must make again, and config.json, without which no run goes on"
             )
 
 
@@ -360,7 +404,7 @@ def compare(
     try:
         content = tables.read_table(table, settings or [], seeds, rows)
         cells, runs = content.cells(), runs.resolve()
-        runs.mkdir(parents=True, exist_ok=True)
+        private_folder(runs)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -368,13 +412,13 @@ def compare(
             TimeElapsedColumn(),
         )
         with Progress(*columns, console=console) as progress:
-            bar = progress.add_task(content.name, total=len(cells))
+            bar = progress.add_task(_words(content.name), total=len(cells))
 
             def note(cell: tables.Cell, state: str) -> None:
                 if state != "running":
                     progress.advance(bar)
                 progress.console.print(
-                    f"{time.strftime('%H:%M:%S')} {cell.row}, seed {cell.seed}: {state}",
+                    f"{time.strftime('%H:%M:%S')} {_words(cell.row)}, seed {cell.seed}: {state}",
                     highlight=False,
                 )
 
@@ -403,7 +447,7 @@ def compare(
             for name, group in tables.by_row(records).items():
                 mean = sum(r["average"] for r in group) / len(group)
                 shown.add_row(
-                    name,
+                    _words(name),
                     f"{mean:.1f}",
                     human_bytes(group[0]["upload_bytes"]),
                     str(group[0]["rounds"]),
@@ -415,14 +459,16 @@ def compare(
                 soft_wrap=True,
             )
     except (ConfigError, OSError) as error:
-        console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        _print_error(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         interrupted, outcomes = True, []
     for outcome in outcomes:
         if outcome.error:
-            text = f"[bold red]missing[/] {escape(outcome.cell.row)}, seed {outcome.cell.seed}: {escape(outcome.error)}"
-            console.print(text, soft_wrap=True)
+            row = _words(outcome.cell.row)
+            reason = escape(plain(outcome.error, tables.MOST_ERROR))
+            text = f"[bold red]missing[/] {row}, seed {outcome.cell.seed}: {reason}"
+            console.print(text, soft_wrap=True, emoji=False)
     if interrupted:
         console.print("interrupted; the same command goes on where it was")
         raise typer.Exit(130)
@@ -505,7 +551,7 @@ def certs_show(folder: CertsFolder) -> None:
     for file, names, until in rows:
         shown.add_row(
             file,
-            names,
+            _words(names),
             f"{until:%Y-%m-%d %H:%M} UTC" + (" [bold red]expired[/]" if until < now else ""),
         )
     console.print(shown)
@@ -518,7 +564,7 @@ def _named_errors() -> Iterator[None]:
     try:
         yield
     except (ConfigError, OSError) as error:
-        console.print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        _print_error(error)
         raise typer.Exit(1) from None
 
 

@@ -31,7 +31,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,21 @@ from typing import Any
 import numpy as np
 
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
-from osfl.files import write_atomically
-from osfl.kits import kits_digest
+from osfl.files import DamageError, private_folder, read_json, write_atomically
 from osfl.launch import flat_toml, resolve_config
-from osfl.report import human_bytes, human_flops
+from osfl.methods import used_digests
+from osfl.report import human_bytes, human_flops, over_images, read_metrics
+from osfl.words import plain
 
 OWN = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
 MOST_CLIENTS = 8  # that have a column of their own in the Markdown table
+MOST_ERROR = 1000  # characters of a run's error
+MOST_OUTPUT = 20_000  # characters at the end of a run's output, in which its error is looked for
+# Of a record, what has a place of its own in the CSV, or none.
+NOT_A_COST = (
+    *("row", "seed", "average", "over_images", "accuracy", "versions", "error", "not_tested"),
+    "branches",
+)
 
 
 @dataclass(frozen=True)
@@ -81,15 +88,12 @@ class TableFile:
         ]
 
 
-_kits_digest = cache(kits_digest)
-
-
 def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
     """A cell whose job id holds a digest of its whole configuration and its kits: a run is used again for the very same, and for nothing else."""
     config, _ = resolve_config(settings)
     identity = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
     digest = hashlib.sha256(
-        json.dumps([identity, _kits_digest(config.kits)], sort_keys=True).encode()
+        json.dumps([identity, used_digests(config)], sort_keys=True).encode()
     ).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9_]+", "-", f"{table}-{row}").strip("-")[:45]
     return Cell(row, seed, f"{name}-s{seed}-{digest}", settings)
@@ -225,7 +229,7 @@ class Runner:
             outcome = self.run(cell)
         except Exception as error:  # this cell's; the others go on
             self.note(cell, "failed")
-            outcome = Outcome(cell, error=f"{type(error).__name__}: {error}")
+            outcome = Outcome(cell, error=f"{type(error).__name__}: {plain(error, MOST_ERROR)}")
         if not (outcome.error and self._stopped.is_set()):
             self.outcomes[cell] = outcome
         return outcome
@@ -257,6 +261,7 @@ class Runner:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",
                 start_new_session=True,  # Ctrl-C is ours to pass on, once
             )
             self._processes.add(process)
@@ -269,23 +274,18 @@ class Runner:
             return outcome
         if self._stopped.is_set():
             return Outcome(cell, error="stopped")
-        error = (
-            " ".join(output.split()[-80:]).rpartition("error ")[2]
-            or f"osfl run ended with {process.returncode}"
-        )
+        last = " ".join(output[-MOST_OUTPUT:].split()[-80:]).rpartition("error ")[2]
+        error = plain(last, MOST_ERROR) or f"osfl run ended with {process.returncode}"
         self.note(cell, "failed")
         return Outcome(cell, error=error)
 
     def _finished(self, cell: Cell) -> Outcome | None:
-        metrics, status = (
-            self.runs / cell.job_id / name for name in ("metrics.json", "status.json")
-        )
-        if (
-            metrics.is_file()
-            and status.is_file()
-            and json.loads(status.read_text()).get("phase") == "finished"
-        ):
-            return Outcome(cell, json.loads(metrics.read_text()))
+        folder = self.runs / cell.job_id
+        try:
+            if read_json(folder / "status.json").get("phase") == "finished":
+                return Outcome(cell, read_metrics(folder))
+        except DamageError:  # or missing: `osfl run` makes it anew, or says what cannot be
+            pass
         return None
 
 
@@ -297,13 +297,15 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
     cell, metrics = outcome.cell, outcome.metrics
     if not metrics:
         return [{"row": cell.row, "seed": cell.seed, "error": outcome.error}]
-    accuracy = metrics["accuracy"]
+    accuracy, all_images = metrics["accuracy"], metrics["over_images"]
     if metrics["method"] == "local":
         tested = sorted(set.intersection(*(set(row) for row in accuracy.values())) - {"average"})
         means = {
             client: float(np.mean([row[client] for row in accuracy.values()])) for client in tested
         }
         accuracy = {"": {**means, "average": float(np.mean(list(means.values())))}}
+        matrices = [{c: own[c] for c in tested} for own in metrics["confusion"].values()]
+        all_images = {"": float(np.mean([over_images(own) for own in matrices]))}
     clients, server = metrics["clients"].values(), metrics["server"]
 
     def most(key: str) -> float:
@@ -323,6 +325,7 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
             "row": f"{cell.row} {model}" if len(accuracy) > 1 else cell.row,
             "seed": cell.seed,
             "average": by_client["average"],
+            "over_images": all_images[model],
             "accuracy": {
                 client: value for client, value in by_client.items() if client != "average"
             },
@@ -330,26 +333,34 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
             "versions": metrics["versions"],
             "kit_not_counted": metrics.get("kit_not_counted", False),
             "not_tested": metrics["not_tested"],
+            "branches": _branches(metrics),
         }
         for model, by_client in accuracy.items()
     ]
 
 
+def _branches(metrics: dict[str, Any]) -> str:
+    """What a table must say of a row that guides with fewer branches than its method is published with."""
+    config = metrics["config"]
+    if metrics["method"] == "feddeo" and config["feddeo.guidance-text"] == 0:
+        return "the description alone (FedDEO's eq. 5 without its text branch)"
+    if metrics["method"] == "feddeo" and config["feddeo.guidance-description"] == 0:
+        return "the text alone (FedDEO's eq. 5 without its description)"
+    return ""
+
+
 def as_csv(records: list[dict[str, Any]]) -> str:
     """One line for every row and seed: all figures, not rounded."""
     clients = sorted({client for record in records for client in record.get("accuracy", {})})
-    costs = [
-        key
-        for key in _first(records)
-        if key not in ("row", "seed", "average", "accuracy", "versions", "error", "not_tested")
-    ]
+    costs = [key for key in _first(records) if key not in NOT_A_COST]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "seed", "average", *clients, *costs, "error"])
+    writer.writerow(["row", "seed", "average", "over_images", *clients, *costs, "error"])
     for record in records:
         own = record.get("accuracy", {})
         cells = [
             record.get("average", ""),
+            record.get("over_images", ""),
             *(own.get(c, "") for c in clients),
             *(record.get(key, "") for key in costs),
         ]
@@ -384,26 +395,26 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         "server s/image",
         "rounds",
     ]
-    lines = [
-        "| | " + " | ".join([*shown, "average", *costs]) + " |",
-        "|---|" + "---:|" * (len(shown) + 1 + len(costs)),
-    ]
+    both = any(abs(r["over_images"] - r["average"]) >= 0.05 for g in groups.values() for r in g)
+    head = [*map(_words, shown), "average", *(["all images"] if both else []), *costs]
+    lines = ["| | " + " | ".join(head) + " |", "|---|" + "---:|" * len(head)]
     for name, group in groups.items():
         averages = [record["average"] for record in group]
         spread = f" ± {np.std(averages, ddof=1):.1f}" if len(averages) > 1 else ""
         cells = [f"{np.mean([r['accuracy'].get(c, np.nan) for r in group]):.1f}" for c in shown]
-        lines.append(
-            f"| {name} | "
-            + " | ".join([*cells, f"**{np.mean(averages):.1f}**{spread}", *_costs(group)])
-            + " |"
-        )
+        cells.append(f"**{np.mean(averages):.1f}**{spread}")
+        if both:
+            cells.append(f"{np.mean([record['over_images'] for record in group]):.1f}")
+        lines.append(f"| {_words(name)} | " + " | ".join([*cells, *_costs(group)]) + " |")
     missing = [
-        f"- {r['row']}, seed {r['seed']}: {', '.join(r['not_tested'])}"
+        f"- {_words(r['row'])}, seed {r['seed']}: {', '.join(map(_words, r['not_tested']))}"
         for r in records
         if r.get("not_tested")
     ]
     failed = [
-        f"- {r['row']}, seed {r['seed']}: {r['error']}" for r in records if "average" not in r
+        f"- {_words(r['row'])}, seed {r['seed']}: {_words(r['error'])}"
+        for r in records
+        if "average" not in r
     ]
     seeds = [str(seed) for seed in sorted({r["seed"] for r in records})]
     over = (
@@ -412,22 +423,35 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         else f"seed {seeds[0]}"
     )
     versions = _first(records).get("versions", {})
+    averages_are = (
+        "average: of the clients; all images: over all clients' test images together"
+        if both
+        else "the average of the clients is also that over all test images"
+    )
     note = (
-        f"Top-1 accuracy (%), each client testing the global model on its own test images; {over}. Costs are the largest client's; upload and "
+        f"Top-1 accuracy (%), each client testing the global model on its own test images; {over}; {averages_are}. Costs are the largest client's; upload and "
         f"download as serialised, the kit's parts included but where the size of a hub's model is not known (+ kit). Command: `{command}`, {at_once} "
         f"runs at a time. {machine()}, {', '.join(f'{name} {versions[name]}' for name in ('torch', 'flwr', 'diffusers') if name in versions)}."
     )
+    for name, group in groups.items():
+        if branches := group[0]["branches"]:
+            note += f"\n\n{name} is guided by {branches}."
     if missing:
         note += "\n\nNot tested everywhere; the averages are over the others:\n\n" + "\n".join(
             missing
         )
     parts = [
-        f"**{table.title}**",
+        f"**{plain(table.title)}**",
         "\n".join(lines),
         note,
         *(["Missing:\n\n" + "\n".join(failed)] if failed else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _words(text: object) -> str:
+    """Words in Markdown as they are: no cell, code, link, picture or HTML begins in them."""
+    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", plain(text, MOST_ERROR))
 
 
 def _costs(group: list[dict[str, Any]]) -> list[str]:
@@ -498,7 +522,9 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
         handles, names, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False
     )
     figure.tight_layout()
-    figure.savefig(file, dpi=120, bbox_inches="tight")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120, bbox_inches="tight")
+    write_atomically(file, picture.getvalue())
 
 
 def machine() -> str:
@@ -519,7 +545,7 @@ def write_table(
     """`<name>.md`, `<name>.csv` and `<name>.png` in `out`; returns the records."""
     ordered = sorted(outcomes, key=lambda outcome: list(table.rows).index(outcome.cell.row))
     records = [record for outcome in ordered for record in records_of(outcome)]
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)
     write_atomically(out / f"{table.name}.csv", as_csv(records).encode())
     write_atomically(
         out / f"{table.name}.md", as_markdown(table, records, command, at_once).encode()

@@ -8,10 +8,12 @@ The defaults live in pyproject.toml alone. Names are kebab-case there (`feddeo.g
 
 import difflib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
+
+from osfl.words import name_problem, plain
 
 Scalar = int | float | bool | str
 
@@ -27,6 +29,7 @@ NOT_IDENTITY = frozenset(
             "test-timeout",
             "runs-dir",
             "device",
+            "checkpointing",
             "max-payload-mb",
         ),
         *("synthesis.workers", "synthesis.ray-address", "synthesis.checkpointing"),
@@ -76,7 +79,7 @@ class ClassifierConfig:
 
     architecture: str  # the clients' may be several, comma-separated: client i takes the i-th, and so on in turn
     small_stem: bool
-    init: str  # "kit": the kit's initialisation; "none": random; else a path
+    init: str  # kit: the kit's; imagenet: torchvision's; none: random; else the path of a file or folder
     epochs: Annotated[int, Range(1, 10_000)]
     batch_size: Annotated[int, Range(2, 65_536)]
     lr: Annotated[float, Range(1e-8, 100)]
@@ -93,7 +96,12 @@ class SynthesisConfig:
 
     images_per_class: Annotated[int, Range(1, 1_000_000)]  # R, of each client
     steps: Annotated[int, Range(2, 999)]  # DDIM steps
-    unit_size: Annotated[int, Range(1, 4096)]  # images sampled in one batch and committed together
+    unit_size: Annotated[int, Range(1, 4096)]  # images that are committed together
+    # Images of a unit in one batch; 0: the fastest, by a measurement.
+    batch_size: Annotated[int, Range(0, 4096)]
+    # On a CPU without workers: units that threads of this process sample side by side, each with
+    # its share of the cores; 0: the faster of one and one a core, by a measurement.
+    units_at_once: Annotated[int, Range(0, 1024)]
     prompt: str  # "{class}" stands for the class name
     workers: Annotated[
         int, Range(0, 10_000)
@@ -129,7 +137,9 @@ class SynthesisConfig:
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """The prompt of every class."""
-        return [self.prompt.replace("{class}", name) for name in names]
+        from osfl.prompts import fill  # with torch, which joining does without
+
+        return [fill(self.prompt, {"class": name}) for name in names]
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,7 @@ class ConditionTraining:
     """How a client learns conditions through the frozen diffusion model."""
 
     epochs: Annotated[int, Range(1, 100_000)]  # S
+    steps: Annotated[int, Range(0, 10_000_000)]  # of each condition, in place of epochs; 0: epochs
     batch_size: Annotated[int, Range(1, 4096)]  # images of one condition in a step
     at_once: Annotated[int, Range(1, 100_000)]  # conditions that share a UNet batch
     lr: Annotated[float, Range(1e-8, 1000)]
@@ -174,9 +185,8 @@ class FedLMGConfig:
         float, Range(0, 1e4)
     ]  # of the cross-entropy in L; 0 switches it off
     bn_weight: Annotated[float, Range(0, 1e4)]  # lambda of L_BN; 0 switches it off
-    bn_statistics: Annotated[
-        str, OneOf("image", "unit")
-    ]  # of one image, or of all that are sampled together
+    # image: of each alone, as in the papers; unit: of a whole unit, which then mixes the classes
+    bn_statistics: Annotated[str, OneOf("image", "unit")]
     gradient_scale: Annotated[float, Range(0, 1e6)]  # 1 in the paper
     gradient: Annotated[str, OneOf("full", "x0")]
     strategies: str  # of ft, md, sd; comma-separated
@@ -206,7 +216,9 @@ class EspressoConfig(ConditionTraining):
     clusters: Annotated[int, Range(1, 1000)]  # J
     gmm: bool  # G
     components: Annotated[int, Range(1, 1000)]  # M
-    noise_draws: Annotated[int, Range(1, 10_000)]  # forward diffusions of every mixed latent
+    # closed: fitted to clean latents and diffused forward exactly; sampled: fitted to noised draws
+    mixture_fit: Annotated[str, OneOf("closed", "sampled")]
+    noise_draws: Annotated[int, Range(1, 10_000)]  # sampled: of every mixed latent
     z_sampling: bool  # Z
     z_threshold: Annotated[int, Range(0, 1000)]  # T_z: zig-zag at timesteps above it
     guidance: Annotated[float, Range(0, 100)]  # gamma_1
@@ -238,6 +250,7 @@ class FedBiPConfig:
     """FedBiP: learned words for domain and class, and interpolated latents."""
 
     epochs: Annotated[int, Range(1, 100_000)]
+    steps: Annotated[int, Range(0, 10_000_000)]  # in place of epochs; 0: epochs
     batch_size: Annotated[int, Range(1, 4096)]
     lr: Annotated[float, Range(1e-8, 1000)]
     guidance: Annotated[float, Range(0, 100)]
@@ -255,7 +268,9 @@ class RoundsConfig:
     proximal_mu: Annotated[float, Range(0, 1e4)]  # fedprox
     dyn_alpha: Annotated[float, Range(1e-8, 1e4)]  # feddyn
     proxy: str  # feddf's unlabelled images on the server: public (the digits' public split), or a folder of images
-    proxy_images: Annotated[int, Range(2, 10_000_000)]
+    proxy_images: Annotated[
+        int, Range(2, 10_000_000)
+    ]  # a seeded sample; all where there are no more
     distillation_steps: Annotated[int, Range(1, 1_000_000)]  # feddf, after every round
     distillation_batch_size: Annotated[int, Range(2, 65_536)]
     distillation_lr: Annotated[float, Range(1e-8, 100)]
@@ -281,6 +296,8 @@ class RunConfig:
     captioner: str  # a BLIP folder or hub id; empty: the kit's
     image_encoder: str  # a DINOv2 or CLIP folder or hub id; empty: the kit's
     device: str  # of the server: auto, cpu, cuda, cuda:1, ...
+    # On: clients learn conditions in less memory; auto: on a GPU. Node-config `checkpointing` goes first.
+    checkpointing: Annotated[str, OneOf("off", "on", "auto")]
     data: DataConfig
     classifier: ClassifierConfig  # the clients'
     global_model: ClassifierConfig  # the server's
@@ -303,11 +320,6 @@ class RunConfig:
         return (self.feddisc.kit if self.method == "feddisc" else "") or self.kit
 
     @property
-    def kits(self) -> tuple[str, ...]:
-        """All that the run takes something from: the diffusion model's, and the initialisations'."""
-        return tuple(dict.fromkeys((self.sampling_kit, self.kit)))
-
-    @property
     def needed_clients(self) -> int:
         """With how many clients a run goes on."""
         return self.min_clients or self.num_clients
@@ -328,9 +340,7 @@ class NodeConfig:
     architecture: str = ""  # of this client's classifier; empty: the run's
     domain: str = ""  # its name, for prompts-domain; empty: the simulation's
     cache_dir: str = ""  # finished payloads until acknowledged; empty: ~/.osfl/cache
-    checkpointing: Annotated[str, OneOf("off", "on", "auto")] = (
-        "auto"  # on: conditions are learned in less memory; auto: on a GPU
-    )
+    checkpointing: Annotated[str, OneOf("off", "on", "auto", "")] = ""  # empty: the run's
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
@@ -406,7 +416,7 @@ def _check(key: str, value: Scalar, annotated: Any) -> str | None:
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
         return f"{key} = {value!r}: must be {_type_name(accepted)}"
     if isinstance(rule, OneOf) and value not in rule.choices:
-        return f"{key} = {value!r}: must be one of {', '.join(rule.choices)}"
+        return f"{key} = {value!r}: must be one of {', '.join(c or 'empty' for c in rule.choices)}"
     if isinstance(rule, Range) and not rule.low <= value <= rule.high:
         return f"{key} = {value!r}: must be from {rule.low:g} to {rule.high:g}"
     return None
@@ -443,8 +453,7 @@ def _check_together(config: RunConfig) -> None:
         problems.append(
             f"data.classes = {config.data.classes!r}: must be empty with data.name = 'digits', which has its own"
         )
-    if twice := sorted({name for name in classes if classes.count(name) > 1}):
-        problems.append(f"data.classes = {config.data.classes!r}: {twice[0]!r} stands there twice")
+    problems += _class_problems(classes)
     if config.synthesis.guided_from > config.synthesis.guided_to:
         problems.append(
             f"synthesis.guided-from = {config.synthesis.guided_from}: must be at most guided-to = {config.synthesis.guided_to}"
@@ -488,17 +497,19 @@ def _check_together(config: RunConfig) -> None:
         ("global-model.init", config.global_model),
     ):
         if (
-            settings.init not in ("kit", "none")
+            settings.init not in ("kit", "imagenet", "none")
             and not Path(settings.init).expanduser().is_absolute()
         ):
             problems.append(
-                f"{key} = {settings.init!r}: must be kit, none, or the absolute path of a file of weights"
+                f"{key} = {settings.init!r}: must be kit, imagenet, none, or the absolute path of a file "
+                "of weights, or of a folder with a file for every architecture"
             )
     if config.kit.startswith("."):
         problems.append(
             f"kit = {config.kit!r}: must be a shipped kit's name, an absolute path or a hub id"
         )
-    if config.espresso.gmm and config.espresso.noise_draws < config.espresso.components:
+    sampled = config.espresso.gmm and config.espresso.mixture_fit == "sampled"
+    if sampled and config.espresso.noise_draws < config.espresso.components:
         problems.append(
             f"espresso.noise-draws = {config.espresso.noise_draws}: must be at least espresso.components = "
             f"{config.espresso.components}, or a class with one image has too few latents for its mixture"
@@ -557,10 +568,12 @@ def _check_together(config: RunConfig) -> None:
     if (
         config.method in METHODS
         and METHODS[config.method].rounds
+        and config.method != "feddf"
         and len(split_names(config.classifier.architecture)) > 1
     ):
         problems.append(
-            f"classifier.architecture = {config.classifier.architecture!r}: {config.method} averages models of one architecture"
+            f"classifier.architecture = {config.classifier.architecture!r}: {config.method} averages "
+            "models of one architecture; feddf takes several"
         )
     if len(split_names(config.global_model.architecture)) != 1:
         problems.append(
@@ -570,6 +583,25 @@ def _check_together(config: RunConfig) -> None:
         problems.append(f"job-id = {config.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
     if problems:
         raise ConfigError("bad run-config:\n  " + "\n  ".join(problems))
+
+
+def _class_problems(classes: tuple[str, ...]) -> Iterator[str]:
+    """Names that can be no folder's on every disk, or no words of a prompt."""
+    spelled: dict[str, str] = {}
+    for name in classes:
+        if problem := name_problem(name):
+            yield (
+                f"data.classes: {plain(name, 80)!r} {problem}; a class's name is its folder's, and "
+                "words of a prompt: rename the folder, and take the new name here"
+            )
+        other = spelled.setdefault(name.casefold(), name)
+        if other == name and classes.count(name) > 1:
+            yield f"data.classes: {plain(name, 80)!r} stands there twice; name each class once"
+        elif other != name:
+            yield (
+                f"data.classes: {plain(other, 80)!r} and {plain(name, 80)!r} differ in their "
+                "capitals alone, and are one folder on some disks; rename one of them"
+            )
 
 
 def _differentiates(config: RunConfig) -> bool:

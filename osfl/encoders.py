@@ -31,10 +31,12 @@ from transformers import (
 )
 
 from osfl.costs import FlopMeter
+from osfl.kit_check import IMAGE_ENCODERS
 from osfl.kits import KitError
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
+    from transformers.image_processing_backends import TorchvisionBackend
 
 MAX_TOKENS = 30  # of a caption
 
@@ -75,7 +77,9 @@ class TextEncoder:
 
 def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """The `text_encoder/` and `tokenizer/` of a Stable-Diffusion-format folder or hub id."""
-    model = CLIPTextModel.from_pretrained(kit, subfolder="text_encoder", dtype=dtype)
+    model = CLIPTextModel.from_pretrained(
+        kit, subfolder="text_encoder", dtype=dtype, use_safetensors=True
+    )
     tokenizer = CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer")
     return TextEncoder(model.to(device).eval().requires_grad_(False), tokenizer)
 
@@ -105,8 +109,12 @@ class ImageEncoder:
 
     @property
     def image_size(self) -> int:
-        """Pixels on a side that the encoder sees."""
-        return self.processor.crop_size["height"]
+        """Pixels on a side of what it is given: of DINOv2 256, of which it sees the middle 224."""
+        return _resized_to(self.processor)
+
+    def fit(self, picture: torch.Tensor) -> torch.Tensor:
+        """A picture [3, H, W] uint8 at `image_size`, resized as the encoder's own processor does it."""
+        return _fit(self.processor, picture)
 
     @torch.no_grad()
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -131,7 +139,11 @@ class Captioner:
     @property
     def image_size(self) -> int:
         """Pixels on a side that the captioner sees."""
-        return self.processor.image_processor.size["height"]
+        return _resized_to(self.processor.image_processor)
+
+    def fit(self, picture: torch.Tensor) -> torch.Tensor:
+        """A picture [3, H, W] uint8 at `image_size`: BLIP's processor squeezes it into a square."""
+        return _fit(self.processor.image_processor, picture)
 
     def __call__(self, pixels: torch.Tensor, meter: FlopMeter | None = None) -> list[str]:
         """A caption for each of the uint8 images [N, 3, H, W]; greedy decoding, so the same image gets the same caption."""
@@ -153,6 +165,27 @@ class Captioner:
         )
 
 
+def _resized_to(processor: "TorchvisionBackend") -> int:
+    """The short side, or every side, that a processor resizes to."""
+    return processor.size.shortest_edge or processor.size.height
+
+
+def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor:
+    """What a processor resizes a picture to, by its own resampling; of a long one the middle.
+
+    The processor itself then resizes nothing, and cuts out of the middle what the network sees.
+    """
+    side = _resized_to(processor)
+    return processor(
+        picture,
+        do_center_crop=True,
+        crop_size={"height": side, "width": side},
+        do_rescale=False,
+        do_normalize=False,
+        return_tensors="pt",
+    ).pixel_values[0]
+
+
 def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
     """CLIP or DINOv2: from a kit (`image_encoder/` and `feature_extractor/`, as Stable unCLIP has them), or a folder or hub id of its own.
 
@@ -168,20 +201,26 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
             kind = AutoConfig.from_pretrained(source).model_type
         if kind not in _IMAGE_ENCODERS:
             raise KitError(
-                f"image encoder {source!r} is a {kind!r}; it must be one of {', '.join(_IMAGE_ENCODERS)}"
+                f"image-encoder = {source!r} is a {kind!r}; it must be one of {', '.join(IMAGE_ENCODERS)}"
             )
-        model = _IMAGE_ENCODERS[kind].from_pretrained(source, **folders[0], dtype=torch.float32)
+        model = _IMAGE_ENCODERS[kind].from_pretrained(
+            source, **folders[0], dtype=torch.float32, use_safetensors=True
+        )
         processor = AutoImageProcessor.from_pretrained(source, **folders[1])
-    except (OSError, SafetensorError) as error:
-        raise KitError(f"image encoder {source!r} cannot be loaded: {error}") from error
+    except KitError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise KitError(f"image-encoder = {source!r} cannot be loaded: {error}") from error
     return ImageEncoder(model.to(device).eval().requires_grad_(False), processor)
 
 
-_IMAGE_ENCODERS = {
-    "clip_vision_model": CLIPVisionModelWithProjection,
-    "clip": CLIPVisionModelWithProjection,
-    "dinov2": Dinov2Model,
-}
+_IMAGE_ENCODERS = dict(
+    zip(
+        IMAGE_ENCODERS,
+        (CLIPVisionModelWithProjection, CLIPVisionModelWithProjection, Dinov2Model),
+        strict=True,
+    )
+)
 
 
 def load_captioner(source: str, device: torch.device) -> Captioner:
@@ -193,10 +232,12 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
     folder = Path(source) / "captioner"
     place = str(folder) if folder.is_dir() else source
     try:
-        model = BlipForConditionalGeneration.from_pretrained(place, dtype=torch.float32)
+        model = BlipForConditionalGeneration.from_pretrained(
+            place, dtype=torch.float32, use_safetensors=True
+        )
         processor = BlipProcessor.from_pretrained(place)
-    except (OSError, SafetensorError) as error:
-        raise KitError(f"captioner {source!r} cannot be loaded: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise KitError(f"captioner = {place!r} cannot be loaded: {error}") from error
     return Captioner(model.to(device).eval().requires_grad_(False), processor)
 
 

@@ -134,9 +134,17 @@ def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object
         "seconds": 4.4,
         "peak_memory_mb": 512.0,
     }
+    # 100 test images of every client
+    confusion = {
+        name: {c: [[round(v), 100 - round(v)], [0, 0]] for c, v in row.items() if c != "average"}
+        for name, row in accuracy.items()
+    }
     return {
         "method": method,
         "accuracy": accuracy,
+        "over_images": {name: row["average"] for name, row in accuracy.items()},
+        "confusion": confusion,
+        "config": {},
         "rounds": 1,
         "clients": {"a": {**about, "upload_bytes": 500}, "b": about},
         "server": {"seconds_per_image": 0.25, **server},
@@ -181,7 +189,10 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert "| local | 45.0 | 45.0 | **45.0** |" in page
     assert page.startswith("**A title**")
     assert "- local, seed 1: no disk" in page
-    assert "; mean of seeds 0, 1, ± the standard deviation of the average. Costs" in page
+    assert (
+        "; mean of seeds 0, 1, ± the standard deviation of the average; "
+        "the average of the clients is also that over all test images. Costs" in page
+    )
     assert "`osfl compare t.toml`, 2 runs at a time" in page
     lines = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))
     assert [(line["row"], line["seed"], line["average"], line["error"]) for line in lines] == [
@@ -240,7 +251,7 @@ def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
     assert "| local | 60.0 | **60.0** | 1 kB | 2 MB |" in page
     assert "Not tested everywhere; the averages are over the others:\n\n- local, seed 0: b" in page
     assert "| 1 kB | 2 MB + kit |" in page
-    assert "test images; seed 0. Costs" in page
+    assert "test images; seed 0; the average" in page
 
 
 def test_several_global_models_are_rows_of_their_own() -> None:

@@ -57,12 +57,12 @@ def test_parsing_and_flattening_are_inverse() -> None:
         (
             "classifier.init",
             "w.pth",
-            "classifier.init = 'w.pth': must be kit, none, or the absolute path",
+            "classifier.init = 'w.pth': must be kit, imagenet, none, or the absolute path",
         ),
         (
             "global-model.init",
             "w.pth",
-            "global-model.init = 'w.pth': must be kit, none, or the absolute path",
+            "global-model.init = 'w.pth': must be kit, imagenet, none, or the absolute path",
         ),
         (
             "kit",
@@ -123,6 +123,32 @@ def test_digits_are_not_drawn_for_other_images(method: str, key: str) -> None:
 def test_a_class_named_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="'cat' stands there twice"):
         parse_run_config({**defaults(), "data.name": "folder", "data.classes": "cat,dog,cat"})
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ("cat,a/b", "data.classes: 'a/b' has a slash; a class's name is its folder's"),
+        ("cat,a\\b", "has a slash"),
+        ("cat,..", "'..' begins with '.'"),
+        ("cat,-rf", "'-rf' begins with '-'"),
+        ("cat,a\0b", "'a\ufffdb' has a character that cannot be printed"),
+        ("cat,a\nb", "'a b' has a character that cannot be printed"),
+        ("cat,a\u202eb", "'a\ufffdb' has a character that cannot be printed"),
+        ("cat," + "x" * 101, "has 101 bytes, more than 100"),
+        ("cat,dog,Cat", "'cat' and 'Cat' differ in their capitals alone"),
+        ("straße,STRASSE", "'straße' and 'STRASSE' differ in their capitals alone"),
+    ],
+)
+def test_a_class_is_a_folder_and_a_word(classes: str, message: str) -> None:
+    """On every disk, and without a character that would reach a terminal through a log."""
+    folders = {**defaults(), "data.name": "folder", "method": "local"}
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({**folders, "data.classes": classes})
+    assert message in str(caught.value)
+    assert "rename" in str(caught.value)
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert parse_run_config({**folders, "data.classes": "alarm_clock,Real World,7,T-shirt"})
 
 
 def test_all_problems_come_at_once() -> None:

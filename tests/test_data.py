@@ -1,5 +1,8 @@
 """Data: the embedded digits, their partitions, and folders of images in every state of repair."""
 
+import hashlib
+import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +37,46 @@ def test_splits_hold_what_the_table_says() -> None:
     assert len(set(private["source"])) == len(private)  # each scan belongs to one client
     assert set(private["source"]).isdisjoint(test["source"])
     assert set(private["caption"]) == {""}
+
+
+def test_validation_is_drawn_anew_from_public_scans_alone() -> None:
+    """As the test, image for image: 30 scans a class in each domain; in no client's data, and no test's."""
+    made, test = load_split("validation"), load_split("test")
+    assert len(made) == len(test) == 6 * 300
+    assert sorted(made["domain"]) == sorted(test["domain"])
+    for domain in STYLES:
+        own = [row for row in zip(made["domain"], made["label"], strict=True) if row[0] == domain]
+        assert Counter(own) == {(domain, label): 30 for label in range(10)}
+    public = set(split_sources()["public"].tolist())
+    assert set(made["source"]) <= public
+    assert set(made["source"]).isdisjoint({*load_split("private")["source"], *test["source"]})
+    images = [
+        load_images(DIGITS, NodeConfig(partition_id=k, num_partitions=6), "validation", 0)
+        for k in range(6)
+    ]
+    # partitions are the domains in the alphabet's order
+    for own, domain in zip(images, sorted(STYLES), strict=True):
+        drawn = made.select(np.flatnonzero(np.array(made["domain"]) == domain))
+        wanted = np.stack([np.array(image) for image in drawn["image"]]).transpose(0, 3, 1, 2)
+        assert np.array_equal(own.pixels.numpy(), wanted)
+        assert own.labels.tolist() == list(drawn["label"])
+
+
+@pytest.mark.parametrize(
+    ("split", "digest"),
+    [
+        ("private", "e9a9fb0d5be2fc0485c0a0ed48ba67119dfd6f3074c648b5039a5cb86b0855fe"),
+        ("test", "94714c43621fd557b06679cd7d7d6e5d53fc570610e2e6326888edb38499b4d9"),
+    ],
+)
+def test_drawings_are_fixed_for_ever(split: str, digest: str) -> None:
+    """A change here changes every figure."""
+    found = hashlib.sha256()
+    for row in load_split(split):
+        found.update(row["image"].tobytes())
+        about = [row["label"], row["domain"], row["source"], row["caption"]]
+        found.update(json.dumps(about).encode())
+    assert found.hexdigest() == digest
 
 
 def test_public_corpus_is_long_tailed() -> None:
@@ -242,6 +285,16 @@ def test_missing_empty_and_unknown_folders_are_named(tmp_path) -> None:  # type:
     (tmp_path / "train" / "yak").mkdir()
     with pytest.raises(DataError, match="'yak' is not one of the run's classes"):
         load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
+    for name, problem in (
+        ("a\nb\x1b[2J", "'a b.\\[2J' is not .*; it has a character .*: rename the folder$"),
+        ("-yak", "'-yak' is not .*; it begins with '-', so no run can have it"),
+        ("CAT", r"'CAT' is not .*\); rename the folder to 'cat'$"),
+    ):
+        (tmp_path / "train" / "yak").rename(tmp_path / "train" / name)
+        with pytest.raises(DataError, match=problem) as caught:
+            load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
+        assert str(caught.value).isprintable()
+        (tmp_path / "train" / name).rename(tmp_path / "train" / "yak")
 
 
 def test_real_photographs(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ nothing to download.
 Differences from the paper:
 
 1. Theirs: ResNet-18 from ImageNet weights. Ours: from the kit's initialisation (`classifier.init = "kit"`), because the embedded
-   digits have a miniature world of their own; a file of ImageNet weights can be named instead.
+   digits have a miniature world of their own; `imagenet` is torchvision's, and configs/methods has it.
 2. Theirs: 224 px. Ours: `data.image-size`, with a 3x3 stride-2 stem at 32 px (`classifier.small-stem`).
 3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): 100 images make 4 steps an epoch at 32, and the
    classifiers stay half trained; 32 is in configs/methods/fedlmg.toml.
@@ -28,7 +28,9 @@ def make_payload(job: ClientJob) -> Classifier:
     """
     settings = job.config.classifier
     images = job.load(job.config.data.image_size)
-    model = classifiers.new_classifier(settings, len(job.classes), job.kit, job.config.seed)
+    model = classifiers.new_classifier(
+        settings, len(job.classes), job.kit, job.config.seed, "classifier.init"
+    )
     classifiers.fit(
         model,
         images.pixels,

@@ -5,9 +5,12 @@ the client) and V (one a class) are learned through the frozen diffusion model. 
 
 Differences from the paper:
 
-1. Theirs: S and V are embeddings that enter the text encoder. Ours: they take the place of two of its output vectors, those of S and V's last token, so that
-   the upload is in the same space as the other methods'; the other positions are the prompt's own.
-2. Theirs, silent where S and V begin: ours at the encoding of "a x style of a CLASS".
+1. Theirs (text): S and V are embeddings that enter the text encoder. Theirs (code) and ours: they take
+   the place of two of its output vectors, in the prompt "a x style of a x" without padding: six
+   positions beside them, and eight in all, whatever the class is called. (Padded to 77, as ours once
+   were, two learned vectors stand among 75 fixed ones.)
+2. Theirs (code): S begins at the encoding of the domain's name, V at the class's. Ours: "a x style of a
+   CLASS", so that the domain's name is not used; V at the last token of the class's name.
 3. Theirs: which images to send is the client's choice. Ours: all.
 
 Payload for Stable Diffusion 1.5 at 512 px: 768 + 768 a class + 2 x 16,384 an image. A posterior decodes to a close likeness of its image: of all
@@ -16,11 +19,11 @@ methods here this one gives the most away.
 
 import torch
 
-from client_app.conditions import load_kit_to_learn, posteriors
+from client_app.conditions import load_kit_to_learn, minibatches, posteriors
 from client_app.job import ClientJob
 from osfl.diffusion import Kit, forward_noise
 from osfl.payloads import Concepts
-from osfl.prompts import concept_positions, concept_prompts, with_concepts
+from osfl.prompts import concept_prompt, concept_starts
 from osfl.seeds import generator_of
 
 
@@ -63,16 +66,15 @@ def learn_words(
         mean, logvar: posteriors, [N, c, h, w].
     """
     settings, alphas_cumprod = job.config.fedbip, kit.alphas_cumprod
-    base, places = kit.text(concept_prompts(names)), concept_positions(kit.text, names)
-    domain = base[0, places[0][0]].clone().requires_grad_()
-    vectors = torch.stack([base[c, v] for c, (_, v) in enumerate(places)]).requires_grad_()
+    prompt = concept_prompt(kit.text)
+    domain, vectors = concept_starts(kit.text, names)
+    domain, vectors = domain.clone().requires_grad_(), vectors.clone().requires_grad_()
     optimiser = torch.optim.Adam([domain, vectors], lr=settings.lr)
     generator = generator_of(job.config.seed, "fedbip", job.client)
-    schedule = [
-        rows
-        for _ in range(settings.epochs)
-        for rows in torch.randperm(len(owner), generator=generator).split(settings.batch_size)
-    ]
+    schedule = minibatches(
+        torch.arange(len(owner)), settings.epochs, settings.steps, settings.batch_size, generator
+    )
+    job.progress(0, len(schedule))
     for done, rows in enumerate(schedule, start=1):
         t = torch.randint(len(alphas_cumprod), (len(rows),), generator=generator).to(kit.device)
         eps = torch.randn(len(rows), *mean.shape[1:], generator=generator).to(kit.device)
@@ -82,12 +84,7 @@ def learn_words(
         z_t, whose = forward_noise(x0, eps, alphas_cumprod[t]), owner[rows]
 
         def update(z_t=z_t, t=t, eps=eps, whose=whose) -> None:  # type: ignore[no-untyped-def]
-            condition = with_concepts(
-                base[whose],
-                [places[c] for c in whose.tolist()],
-                domain.expand(len(whose), -1),
-                vectors[whose],
-            )
+            condition = prompt.filled(domain, vectors[whose])
             loss = (eps - kit.eps(z_t, t, condition)).square().mean()
             optimiser.zero_grad()
             loss.backward()

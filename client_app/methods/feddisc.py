@@ -30,11 +30,12 @@ def make_payload(job: ClientJob) -> Embeddings:
     """
     settings = job.config.feddisc
     encoder, add_noise = load_image_encoder(job.kit, job.device), load_embedding_noise(job.kit)
-    images = job.load(encoder.image_size)
-    parts = []
+    images = job.load(encoder.fit)
+    parts: list[torch.Tensor] = []
+    job.progress(0, len(images), "embedding image")
     for pixels in images.pixels.split(16):
         parts.append(job.meter.run(("embed", len(pixels)), lambda pixels=pixels: encoder(pixels)))  # type: ignore[misc]
-        job.progress(sum(map(len, parts)), len(images))
+        job.progress(sum(map(len, parts)), len(images), "embedding image")
     embeddings = torch.cat(parts)
     noise = torch.randn(
         embeddings.shape, generator=generator_of(job.config.seed, "feddisc", job.client)

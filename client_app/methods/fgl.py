@@ -23,11 +23,12 @@ def make_payload(job: ClientJob) -> Captions:
         KitError: the captioner is missing or damaged.
     """
     captioner = load_captioner(job.config.captioner or job.kit, job.device)
-    images = job.load(captioner.image_size)
+    images = job.load(captioner.fit)
     captions: list[str] = []
+    job.progress(0, len(images), "captioning image")
     for pixels in images.pixels.split(16):
         captions += captioner(pixels, job.meter)
-        job.progress(len(captions), len(images))
+        job.progress(len(captions), len(images), "captioning image")
     printable = ["".join(c for c in text if c.isprintable())[:MAX_TEXT] for text in captions]
     held = images.held()
     texts = tuple(

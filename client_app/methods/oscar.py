@@ -13,11 +13,17 @@ Differences from the paper:
 Payload for Stable Diffusion 1.5: 77 x 768 = 59,136 numbers a class, 5.322 M for 90 classes; pooled 768 a class.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
 from client_app.job import ClientJob
+from osfl.costs import FlopMeter
 from osfl.encoders import load_captioner, load_text_encoder
 from osfl.payloads import Encodings
+
+BATCH = 16  # images that are captioned, and captions that are encoded, together
 
 
 def make_payload(job: ClientJob) -> Encodings:
@@ -28,14 +34,32 @@ def make_payload(job: ClientJob) -> Encodings:
     """
     captioner = load_captioner(job.config.captioner or job.kit, job.device)
     text = load_text_encoder(job.kit, job.device, torch.float32)
-    images = job.load(captioner.image_size)
+    images = job.load(captioner.fit)
     encode = text.pooled if job.config.method == "oscar-pooled" else text
     held, means, total = images.held(), [], len(images)
+    done = 0
+    job.progress(done, total, "captioning image")
     for label in held:
-        captions = captioner(images.pixels[images.labels == label], job.meter)
-        encodings = job.meter.run(
-            ("encode", len(captions)), lambda captions=captions: encode(captions)
-        )  # type: ignore[misc]
-        means.append(encodings.float().mean(dim=0).cpu())  # OSCAR, eq. 7
-        job.progress(int((images.labels <= label).sum()), total)
+        captions: list[str] = []
+        for pixels in images.pixels[images.labels == label].split(BATCH):
+            captions += captioner(pixels, job.meter)
+            done += len(pixels)
+            job.progress(done, total, "captioning image")
+        means.append(mean_encoding(encode, captions, job.meter))
     return Encodings(tuple(job.classes[label] for label in held), torch.stack(means))
+
+
+def mean_encoding(
+    encode: Callable[[Sequence[str]], torch.Tensor], captions: Sequence[str], meter: FlopMeter
+) -> torch.Tensor:
+    """The mean of a class's encodings (OSCAR, eq. 7), [L, d] or [d], in float32 on the CPU.
+
+    Batch by batch, so that memory does not grow with the images; summed in float64, so that the mean is that of all at once but
+    for the encoder's own rounding, which differs with the size of a batch.
+    """
+    total = torch.zeros(())
+    for first in range(0, len(captions), BATCH):
+        batch = captions[first : first + BATCH]
+        encodings = meter.run(("encode", len(batch)), partial(encode, batch))
+        total = total + encodings.cpu().double().sum(dim=0)
+    return (total / len(captions)).float()

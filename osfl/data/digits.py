@@ -1,14 +1,16 @@
 """Six handwritten domains: scikit-learn's 1,797 real handwritten digits, drawn in six styles at 32 px.
 
-The scans are split by source image, so that no scan is in two splits:
+The scans are split by source image, so that no scan is in two of the first three splits:
 
-========  ==================  =================================================================
-split     scans               images
-========  ==================  =================================================================
-public    all that are left   the web that the kit is trained on: 12,000 drawings, long-tailed
-private   60 a class          six clients, one domain each, 10 scans a class and client
-test      30 a class          every test scan in every domain: 300 images a domain
-========  ==================  =================================================================
+==========  ==================  =================================================================
+split       scans               images
+==========  ==================  =================================================================
+public      all that are left   the web that the kit is trained on: 12,000 drawings, long-tailed
+private     60 a class          six clients, one domain each, 10 scans a class and client
+test        30 a class          every test scan in every domain: 300 images a domain
+validation  30 a class, of the  as test, drawn anew: to choose settings by, so that the test
+            public ones         chooses none
+==========  ==================  =================================================================
 
 The public corpus is long-tailed like the web: 75 % photographs, nearly always captioned by class alone, and 5 % of each
 other style, nearly always captioned with the style. A client's domain is a narrow slice of its style (`DOMAIN_SLICES`).
@@ -23,9 +25,9 @@ from sklearn.datasets import load_digits
 
 from osfl.data.render import CLASSES, DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
-SPLITS = ("public", "private", "test")
+SPLITS = ("public", "private", "test", "validation")
 IMAGES_PER_CLASS = 10  # of each client
-TEST_SCANS_PER_CLASS = 30
+TEST_SCANS_PER_CLASS = 30  # and of the validation
 PUBLIC_IMAGES = 12_000
 PHOTO_SHARE = 0.75  # the other five styles share the rest equally
 # How a public image is captioned: (by class alone, with the style, not at all).
@@ -45,10 +47,10 @@ _FEATURES = datasets.Features(
 
 
 def split_sources() -> dict[str, np.ndarray]:
-    """Indices into scikit-learn's digits for each split: a partition of all 1,797, stratified by class."""
+    """Indices into scikit-learn's digits: a partition of all 1,797, stratified by class."""
     labels, rng = load_digits().target, np.random.default_rng(SEED)
     private_count = IMAGES_PER_CLASS * len(STYLES)
-    parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    parts: dict[str, list[np.ndarray]] = {"public": [], "private": [], "test": []}
     for label in range(len(CLASSES)):
         order = rng.permutation(np.flatnonzero(labels == label))
         cuts = np.split(order, [private_count, private_count + TEST_SCANS_PER_CLASS])
@@ -87,9 +89,9 @@ def load_split(split: str) -> datasets.Dataset:
 
 
 def _domain_rows(split: str, labels: np.ndarray) -> list[tuple[int, str, str]]:
-    """(source, domain, "") of the private split (each scan in one domain) or the test split (each in all six)."""
-    sources = split_sources()[split]
-    if split == "test":
+    """(source, domain, ""): private, each scan in one domain; test and validation, in all six."""
+    sources = _validation_sources(labels) if split == "validation" else split_sources()[split]
+    if split != "private":
         return [(int(s), style, "") for style in STYLES for s in sources]
     rows = []
     for label in range(len(CLASSES)):
@@ -100,6 +102,13 @@ def _domain_rows(split: str, labels: np.ndarray) -> list[tuple[int, str, str]]:
             for s in part
         ]
     return rows
+
+
+def _validation_sources(labels: np.ndarray) -> np.ndarray:
+    """The first public scans of every class."""
+    public = split_sources()["public"]
+    own = [public[labels[public] == label][:TEST_SCANS_PER_CLASS] for label in range(len(CLASSES))]
+    return np.concatenate(own)
 
 
 def _public_rows(labels: np.ndarray, rng: np.random.Generator) -> list[tuple[int, str, str]]:

@@ -1,6 +1,6 @@
 """A client's own images, decoded."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -11,9 +11,15 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.parts import DataError, count_parts, list_folder, simulated_folder
+from osfl.words import plain
 
 if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
+
+
+# How big, and in which part, a picture is seen: pixels on a side (short side resized, the middle cut
+# out), or an encoder's own way with [3, H, W] uint8.
+Fit = int | Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,26 +51,26 @@ def domain_name(config: DataConfig, node: NodeConfig) -> str:
 
 
 def load_images(
-    config: DataConfig, node: NodeConfig, split: str, seed: int, size: int | None = None
+    config: DataConfig, node: NodeConfig, split: str, seed: int, fit: Fit | None = None
 ) -> Images:
     """The images of one node.
 
     Args:
         config: the run's data section.
         node: says which part (`partition-id`) or which folder (`data-dir`).
-        split: `train` or `test`.
+        split: `train` or `test`; of the digits also `validation`.
         seed: of the Dirichlet, label and iid partitions.
-        size: pixels on a side; None: `data.image-size`.
+        fit: how pictures become equal in size; None: to `data.image-size`.
 
     Raises:
         DataError: no data for this node, a missing folder, a class nobody knows, a corrupt image.
     """
-    size = size or config.image_size
+    fit = fit or config.image_size
     if config.name == "folder":
-        return _load_folder(config, node, split, size)
+        return _load_folder(config, node, split, fit)
     rows = _digits_partition(config, node, split, seed)
     return Images(
-        torch.stack([to_pixels(image, size) for image in rows["image"]]),
+        torch.stack([to_pixels(image, fit) for image in rows["image"]]),
         torch.tensor(rows["label"]),
     )
 
@@ -75,18 +81,18 @@ def load_images(
 def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
     """Cut the embedded digits with flwr-datasets: by domain is feature skew, by label or Dirichlet is label skew.
 
-    A node's test images are its own domain's; under the other partitions, its equal share of all domains' test images.
+    A node's test and validation images are its own domain's; under the other partitions, its equal share of all domains'.
     """
     from flwr_datasets import partitioner as cut
 
     from osfl.data import digits
 
     count = count_parts(config, node)
-    whole = digits.load_split("private" if split == "train" else "test")
+    whole = digits.load_split("private" if split == "train" else split)
     chosen: cut.Partitioner
     if config.partition == "domain":
         chosen = cut.NaturalIdPartitioner(partition_by="domain")
-    elif split == "test" or config.partition == "iid":
+    elif split != "train" or config.partition == "iid":
         chosen = cut.IidPartitioner(num_partitions=count)
     elif config.partition == "label":
         chosen = cut.ShardPartitioner(
@@ -110,22 +116,22 @@ def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) ->
     )
 
 
-def _load_folder(config: DataConfig, node: NodeConfig, split: str, size: int) -> Images:
+def _load_folder(config: DataConfig, node: NodeConfig, split: str, fit: Fit) -> Images:
     pixels, labels = [], []
     for file, label in list_folder(config, node, split):
         try:
             with Image.open(file) as image:
-                pixels.append(to_pixels(image, size))
+                pixels.append(to_pixels(image, fit))
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DataError(
-                f"{file}: not a readable image ({error}). Remove or replace it"
+                f"{plain(file, 1000)}: not a readable image ({plain(error)}). Remove or replace it"
             ) from error
         labels.append(label)
     return Images(torch.stack(pixels), torch.tensor(labels))
 
 
-def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
-    """A picture of any mode and shape as [3, size, size] uint8 RGB: upright, transparent on white, short side resized, centre cropped.
+def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
+    """A picture of any mode and shape as [3, S, S] uint8 RGB: upright, transparent on white, and of the size that fits.
 
     16 bits a channel are taken for the whole range, 0 to 65,535.
 
@@ -146,10 +152,12 @@ def to_pixels(image: Image.Image, size: int) -> torch.Tensor:
         ground = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(ground, image)
     tensor = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
-    if tensor.shape[1:] == (size, size):
+    if callable(fit):
+        return fit(tensor)
+    if tensor.shape[1:] == (fit, fit):
         return tensor
     from torchvision.transforms.v2 import (
         functional,
     )  # seconds to import, and the digits need no resizing
 
-    return functional.center_crop(functional.resize(tensor, [size], antialias=True), [size, size])
+    return functional.center_crop(functional.resize(tensor, [fit], antialias=True), [fit, fit])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from osfl.config import DataConfig, NodeConfig, split_names
 from osfl.data.render import CLASSES, STYLES
+from osfl.words import name_problem, plain
 
 
 class DataError(ValueError):
@@ -40,24 +41,32 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
         )
     root = home / split
     if not root.is_dir():
-        raise DataError(f"{home}: there is no folder {split}/ in it")
+        raise DataError(f"{plain(home, 1000)}: there is no folder {split}/ in it")
     names = class_names(config)
     folders = sorted(p.name for p in root.iterdir() if p.is_dir())
-    if unknown := set(folders) - set(names):
+    if unknown := sorted(set(folders) - set(names)):
         raise DataError(
-            f"{root}: {sorted(unknown)[0]!r} is not one of the run's classes ({', '.join(names)})"
+            f"{plain(root, 1000)}: {plain(unknown[0], 120)!r} is not one of the run's classes "
+            f"({plain(', '.join(names), 500)}){_why_unknown(unknown[0], names)}"
         )
     listed = []
     for label, name in enumerate(names):
         files = sorted(p for p in (root / name).glob("*") if not p.name.startswith("."))
         if name in folders and not files:
             raise DataError(
-                f"{root / name}: the class has no images. Remove the empty folder, or add images to it"
+                f"{plain(root / name, 1000)}: the class has no images. Remove the empty folder, or add images to it"
             )
         listed += [(file, label) for file in files]
     if not listed:
-        raise DataError(f"{root}: no images. This client has no data for {split}")
+        raise DataError(f"{plain(root, 1000)}: no images. This client has no data for {split}")
     return listed
+
+
+def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
+    if problem := name_problem(folder):
+        return f"; it {problem}, so no run can have it as a class: rename the folder"
+    alike = [name for name in names if name.casefold() == folder.casefold()]
+    return f"; rename the folder to {alike[0]!r}" if alike else ""
 
 
 def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:

@@ -7,6 +7,9 @@ Differences from the paper:
 
 1. The interpolation's share: ours is drawn uniformly from [0, 1], and mixes means and standard deviations alike; the mean of two draws would deviate less.
 2. Theirs: noise N(0, 0.1^2) on S. Ours: `fedbip.domain-noise`, a new draw for every image.
+3. Theirs (code) and ours: the condition is the prompt without padding (client half, 1), and is guided
+   away from the empty prompt at the same length, as diffusers' pipeline makes it for such a condition;
+   the other methods' is padded to 77.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +20,7 @@ import torch
 from osfl.config import FedBiPConfig
 from osfl.diffusion import Kit, forward_noise
 from osfl.payloads import Concepts, Payload
-from osfl.prompts import concept_positions, concept_prompts, with_concepts
+from osfl.prompts import concept_prompt
 from osfl.seeds import generator_of
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine
@@ -35,7 +38,11 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     plan = plan_images(
         "fedbip", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
     )
-    sampling = {"guidance": settings.guidance, "domain noise": settings.domain_noise}
+    sampling = {
+        "guidance": settings.guidance,
+        "domain noise": settings.domain_noise,
+        "prompt": "unpadded",
+    }
     images = render(
         job,
         plan,
@@ -72,13 +79,13 @@ def sample(
         words.append(own.vectors[own.classes.index(name)])
         latents.append(interpolated(own, image.label, generator))
     s, v = torch.stack(domains).to(kit.device), torch.stack(words).to(kit.device)
-    c = with_concepts(kit.text(concept_prompts(names)), concept_positions(kit.text, names), s, v)
+    c = concept_prompt(kit.text).filled(s, v)
     a_first = kit.alphas_cumprod[first_timestep(kit, steps)]
     z0 = torch.stack(latents).to(kit.device)
     z = forward_noise(
         z0, initial_noise(jobs, kit.latent_shape, kit.device), a_first.expand(len(z0))
     )
-    c0 = kit.text([""])
+    c0 = kit.text([""])[:, : c.shape[1]]
     return to_images(
         kit,
         denoise(

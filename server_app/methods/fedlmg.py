@@ -7,8 +7,10 @@ Differences from the paper:
 
 1. Theirs: `e - sqrt(1 - a_t) grad L`. Ours: a plus; with L a loss, the minus raises it (Dhariwal & Nichol subtract the gradient
    of log p). A test shows that L falls.
-2. Theirs: BatchNorm statistics of the batch. Ours: of each image's own positions, so that an image does not depend on its batch;
-   `fedlmg.bn-statistics = "unit"` is theirs. Theirs: the statistics of each BatchNorm layer's output, by their text. Ours: of its input, which running mean and variance describe.
+2. BatchNorm statistics are theirs, of each image alone ("after feeding the sample s"), so that an
+   image does not depend on its batch. `fedlmg.bn-statistics = "unit"` is ours: of a whole unit, whose
+   images are then of all of a client's classes in turn. Theirs: the statistics of each BatchNorm
+   layer's output, by their text. Ours: of its input, which running mean and variance describe.
 3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; configs/tables/guidance-losses.toml compares 2.
 4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its gradient.
 5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it; `fedlmg.teacher-mean = "plain"` is theirs.
@@ -19,6 +21,7 @@ Differences from the paper:
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from typing import cast
 
@@ -39,7 +42,7 @@ from server_app.synthesis.guidance import (
     guide,
 )
 from server_app.synthesis.images import render
-from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes, plan_images
 from server_app.synthesis.samplers import Predict, denoise, to_images, x0hat
 from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
@@ -70,17 +73,24 @@ def run_guided(
     plan = plan_images(
         job.config.method, job.config.seed, held, job.config.synthesis.images_per_class
     )
+    by_unit = settings.bn_statistics == "unit"
+    if by_unit:
+        plan = mix_classes(plan)
     sampling = {key: value for key, value in asdict(settings).items() if key not in TRAINING}
 
     def make_sampler(device: torch.device) -> Sample:
         kit, steps = load_engine(job.kit, device, job.config.synthesis), job.config.synthesis.steps
         prompts = kit.text(job.config.synthesis.prompts(job.classes))
-        own = {client: as_teacher(teacher.model.to(device)) for client, teacher in teachers.items()}
+        # Copies, for a sampler's hooks are its own where several sample side by side.
+        own = {
+            client: as_teacher(deepcopy(teacher.model).to(device))
+            for client, teacher in teachers.items()
+        }
         return lambda jobs: sampler(
             kit, jobs, prompts, own, settings, steps, job.config.data.image_size
         )
 
-    images = render(job, plan, make_sampler, sampling, divisible=settings.bn_statistics == "image")
+    images = render(job, plan, make_sampler, sampling, divisible=not by_unit)
     models, networks = {}, {client: teacher.model for client, teacher in teachers.items()}
     for strategy in split_names(settings.strategies):
         target = None

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from osfl.payloads import Captions, Payload
+from osfl.prompts import fill
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
@@ -50,9 +51,7 @@ def prompt_of(
     """The prompt of one image."""
     texts = captions[image.client, image.label]
     caption = texts[image.index % len(texts)]
-    return job.config.fgl.prompt.replace("{class}", job.classes[image.label]).replace(
-        "{caption}", caption
-    )
+    return fill(job.config.fgl.prompt, {"class": job.classes[image.label]}, caption)
 
 
 def _sampler(

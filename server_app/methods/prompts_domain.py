@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from osfl.payloads import Domain, Payload
+from osfl.prompts import fill
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
@@ -38,9 +39,7 @@ def _sampler(job: ServerJob, device: torch.device, domains: Mapping[str, str]) -
     kit, settings = load_engine(job.kit, device, job.config.synthesis), job.config.prompts_domain
 
     def prompt(client: str, label: int) -> str:
-        return settings.prompt.replace("{domain}", domains[client]).replace(
-            "{class}", job.classes[label]
-        )
+        return fill(settings.prompt, {"domain": domains[client], "class": job.classes[label]})
 
     return lambda jobs: sample(
         kit,
