@@ -3,7 +3,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
-.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit
+.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit mutants
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,14 @@ proto: setup ## generate osfl/v1 from proto/
 
 requirements: ## pin the newest versions that fit together
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --no-emit-index-url --no-annotate --no-header pyproject.toml -o requirements.txt
+
+SAMPLE ?= 100
+MINUTES ?= 60
+SEED ?= 0
+JOBS ?= 2
+
+mutants: setup ## how many small faults the unit tests notice: SAMPLE=100 of them, chosen by SEED=0, begun within MINUTES=60
+	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)
 
 kit: setup ## train kits/digits again, into runs/kit
 	$(BIN)/osfl kit train

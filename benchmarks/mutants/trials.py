@@ -1,0 +1,374 @@
+"""Which tests reach which line, and whether they notice a mutant."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, count
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any, TypeVar
+
+from benchmarks.mutants.mutations import Mutant
+from osfl.files import write_atomically
+
+T = TypeVar("T")
+NOT_COPIED = (".git", ".venv", ".tools", "runs", "__pycache__", ".*_cache", ".hypothesis")
+ALONE = ("-n", "0", "-p", "no:cacheprovider", "-q", "--tb=short", "--disable-warnings")
+HEAVY = ("torch", "torchvision", "diffusers", "transformers", "sklearn.mixture", "sklearn.cluster")
+HEAVY += ("flwr.simulation", "flwr.serverapp", "datasets", "hypothesis", "ray", "matplotlib.pyplot")
+SUITE_SECONDS = 1800.0  # of a test file
+FIRST = 8  # tests to begin with; collecting more takes longer than most mutants live
+
+
+@dataclass(frozen=True)
+class Project:
+    """What is mutated and tested.
+
+    Attributes:
+        root: of the project.
+        targets: glob patterns of the files to mutate, relative to the root.
+        options: pytest's, that choose among the tests.
+        preload: modules that the server imports.
+        declared: test files for a target's lines that no test reaches in its own process, such as those that only Ray's actors run.
+    """
+
+    root: Path
+    targets: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    preload: tuple[str, ...] = HEAVY
+    declared: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[str]:
+        found = {str(p.relative_to(self.root)) for t in self.targets for p in self.root.glob(t)}
+        return sorted(found)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant.
+
+    Attributes:
+        tree: what it holds for: the code and the file of the test that killed; of a survivor, the code and all tests.
+        end: killed, survived, or unreached: no test runs its line.
+        test: the one that noticed.
+        why: its last words, or "timeout", "memory", "crash".
+        tests: how many were run against it, or could have been.
+    """
+
+    name: str
+    tree: str
+    end: str
+    test: str = ""
+    why: str = ""
+    tests: int = 0
+    seconds: float = 0.0
+
+
+class Server:
+    """A fork server on a copy of the project; nothing is ever written to the project itself."""
+
+    def __init__(self, project: Project, work: Path):
+        self.tree = work / "tree"
+        snapshot(project.root, self.tree)
+        self._moments = count(1_000_000_000)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("server.py")), *project.preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=self.tree,
+            text=True,
+        )
+        self._answer()
+
+    def run(self, tests: Sequence[str], timeout: float, **request: Any) -> dict[str, Any]:
+        """One run of pytest, as `server.run` says."""
+        arguments = [*ALONE, f"--basetemp={self.tree.with_suffix('.temp')}", *tests]
+        request |= {"tree": str(self.tree), "arguments": arguments, "timeout": timeout}
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def write(self, file: str, text: str) -> None:
+        """A file of the tree, with a time of its own, so that no compiled one is taken for its."""
+        path, moment = self.tree / file, next(self._moments)
+        path.write_text(text)
+        os.utime(path, (moment, moment))
+
+    def close(self) -> None:
+        """End the server; a run of it ends within the moment."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the fork server ended with code {self._process.wait()}")
+        return json.loads(line)
+
+
+def snapshot(root: Path, copy: Path) -> None:
+    """Copy a project as it is now, so that it can be worked on meanwhile."""
+    shutil.rmtree(copy, ignore_errors=True)
+    ignored = shutil.ignore_patterns(*NOT_COPIED)
+    shutil.copytree(root, copy, ignore=ignored, symlinks=True)
+
+
+class Servers:
+    """Some servers, each at one thing at a time."""
+
+    def __init__(self, project: Project, work: Path, count: int):
+        work.mkdir(parents=True, exist_ok=True)
+        self._all = [Server(project, work / str(number)) for number in range(count)]
+        self._free: SimpleQueue[Server] = SimpleQueue()
+        for server in self._all:
+            self._free.put(server)
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._all:
+            server.close()
+
+    @contextmanager
+    def one(self) -> Iterator[Server]:
+        """A free one."""
+        server = self._free.get()
+        try:
+            yield server
+        finally:
+            self._free.put(server)
+
+    def each(self, work: Callable[[T], None], items: Iterable[T]) -> None:
+        """Do something with every item, as many at a time as there are servers."""
+        with ThreadPoolExecutor(len(self._all)) as pool:
+            for _ in pool.map(work, items):
+                pass
+
+
+# ---- Which tests reach which line ----
+
+
+def digest(root: Path, files: Iterable[Path]) -> str:
+    """Of the files' names and contents."""
+    whole = hashlib.sha256()
+    for file in sorted(files):
+        whole.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return whole.hexdigest()[:16]
+
+
+def sources(project: Project) -> tuple[str, dict[str, str]]:
+    """Digests: of all Python files but tests, and of each test file."""
+    left_out = {".venv", ".tools", "runs", "benchmarks"}
+    everything = project.root.rglob("*.py")
+    kept = [p for p in everything if not left_out & {*p.relative_to(project.root).parts}]
+    tests = sorted(p for p in kept if p.name.startswith("test_"))
+    others = [p for p in kept if p not in tests]
+    each = {str(p.relative_to(project.root)): digest(project.root, [p]) for p in tests}
+    return digest(project.root, others), each
+
+
+class Reach:
+    """A map from lines to the tests that reach them, kept in a file; only what changed is measured again."""
+
+    def __init__(self, project: Project, servers: Servers, file: Path, deadline: float):
+        self.project, self._file, self._lock = project, file, Lock()
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        base, each = sources(project)
+        if known.get("base") != base:
+            known = {"base": base, "each": {}, "tests": {}, "lines": {}, "clean": {}}
+        self.tree = f"{base} {hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16]}"
+        self._base, self._each, self._known = base, each, known
+        for gone in {*known["each"]} - {*each}:
+            self._forget(gone)
+        changed = [name for name in each if each[name] != known["each"].get(name)]
+        for name in changed:
+            self._forget(name)
+
+        def measure(name: str) -> None:
+            if time.monotonic() < deadline:
+                self._measure(servers, name, each[name])
+
+        servers.each(measure, changed)
+        if left := {*each} - {*known["each"]}:
+            raise TimeoutError(f"{len(left)} test files are still to be measured")
+
+    def _forget(self, file: str) -> None:
+        def gone(test: str) -> bool:
+            return test.partition("::")[0] == file
+
+        self._known["each"].pop(file, None)
+        for kind in ("tests", "clean"):
+            self._known[kind] = {t: v for t, v in self._known[kind].items() if not gone(t)}
+        for by_line in self._known["lines"].values():
+            for number, contexts in by_line.items():
+                by_line[number] = [c for c in contexts if not gone(c)]
+
+    def _measure(self, servers: Servers, name: str, version: str) -> None:
+        with servers.one() as server:
+            measured = [str(server.tree / file) for file in self.project.files]
+            answer = server.run([name, *self.project.options], SUITE_SECONDS, measure=measured)
+        found = answer.get("tests")
+        if found is None:
+            raise RuntimeError(f"{name} did not come to its end: {answer}")
+        passed = sum(row["passed"] for row in found.values())
+        print(f"{name}: {passed} of {len(found)} tests pass, {answer['seconds']:.0f} s", flush=True)
+        with self._lock:
+            self._known["tests"] |= found
+            self._known["each"][name] = version
+            for file, by_line in answer["lines"].items():
+                kept = self._known["lines"].setdefault(file, {})
+                for number, contexts in by_line.items():
+                    kept[number] = sorted({*kept.get(number, ()), *contexts} - {""})
+            self._save()
+
+    def _save(self) -> None:
+        write_atomically(self._file, json.dumps(self._known).encode())
+
+    def version(self, test: str) -> str:
+        """Of the code and a test's file."""
+        return f"{self._base} {self._each.get(test.partition('::')[0])}"
+
+    def seconds(self, test: str) -> float:
+        return self._known["tests"][test]["seconds"]
+
+    def tests(self, mutant: Mutant, patience: float) -> list[str]:
+        """Those that pass and reach the mutant's line, quickest first, and so many seconds of them; one at least."""
+        tests = [test for test in self._reaching(mutant) if self._known["clean"].get(test, True)]
+        sums = accumulate(self.seconds(test) for test in tests)
+        return [
+            test
+            for n, (test, sum_) in enumerate(zip(tests, sums, strict=True))
+            if not n or sum_ <= patience
+        ]
+
+    def _reaching(self, mutant: Mutant) -> list[str]:
+        by_line = self._known["lines"].get(mutant.file, {})
+        first, last, begin, end = mutant.lines
+        contexts = _contexts(by_line, first, last) or _contexts(by_line, begin, end)
+        if not contexts and not mutant.function:  # runs when the module is imported
+            contexts = _contexts(by_line, 1, 10**6)
+        fixtures = {c.removeprefix("fixture ") for c in contexts if c.startswith("fixture ")}
+        declared = () if contexts else self.project.declared.get(mutant.file, ())
+        found = [
+            test
+            for test, row in self._known["tests"].items()
+            if row["passed"]
+            and "seconds" in row
+            and (
+                test in contexts
+                or fixtures & {*row["fixtures"]}
+                or test.startswith(declared or "\0")
+            )
+        ]
+        return sorted(found, key=lambda test: (self.seconds(test), test))
+
+    def is_clean(self, test: str, server: Server) -> bool:
+        """Whether a test passes alone on the tree as it is, looked at once. Else it says nothing about a mutant."""
+        clean = self._known["clean"]
+        if test not in clean:
+            passed = server.run([test], _timeout([self.seconds(test)]))["end"] == "passed"
+            with self._lock:
+                clean[test] = passed
+                self._save()
+        return clean[test]
+
+
+def _contexts(by_line: dict[str, list[str]], first: int, last: int) -> set[str]:
+    return {c for n in range(first, last + 1) for c in by_line.get(str(n), ())}
+
+
+# ---- Whether they notice ----
+
+
+def _timeout(seconds: Iterable[float]) -> float:
+    """Generous: a machine at work, and a child's own imports and fixtures, which no test's seconds hold."""
+    return 60 + 10 * sum(seconds)
+
+
+def holds(known: Verdict | None, mutant: Mutant, reach: Reach, patience: float) -> bool:
+    """Whether an earlier verdict is as good as a new one: what it was found with is unchanged, and there are no more tests to try."""
+    if known is None or known.end == "killed":
+        return known is not None and known.tree == reach.version(known.test)
+    return known.tree == reach.tree and known.tests >= len(reach.tests(mutant, patience))
+
+
+def try_mutant(
+    mutant: Mutant, reach: Reach, server: Server, known: Verdict | None, patience: float
+) -> Verdict:
+    """Run a mutant against the tests that reach it until one fails.
+
+    Args:
+        known: an earlier verdict; the test that killed it then is tried first.
+        patience: seconds of tests that it is run against at most, quickest first.
+    """
+    verdict = Verdict(mutant.name, reach.tree, "unreached")
+    tests = reach.tests(mutant, patience)
+    if not tests:
+        return verdict
+    if known and known.test in tests:
+        tests = [known.test, *(test for test in tests if test != known.test)]
+    spent = 0.0
+    try:
+        server.write(mutant.file, mutant.source())
+        for part in _parts(tests, 1 if known and known.test else FIRST):
+            answer = server.run([*part, "-x"], _timeout(map(reach.seconds, part)))
+            spent += answer["seconds"]
+            if answer["end"] != "passed":
+                break
+    finally:
+        server.write(mutant.file, (reach.project.root / mutant.file).read_text())
+    verdict = replace(verdict, tests=len(tests), seconds=round(spent, 2))
+    if answer["end"] == "passed":
+        return replace(verdict, end="survived")
+    # a module that cannot be imported has no test's name
+    test = answer["test"] if answer["test"] in tests else part[0]
+    if not reach.is_clean(test, server):
+        return try_mutant(mutant, reach, server, None, patience)
+    why = answer["why"] if answer["end"] == "failed" else answer["end"]
+    return replace(verdict, tree=reach.version(test), end="killed", test=test, why=why[:200])
+
+
+def _parts(tests: list[str], first: int) -> Iterator[list[str]]:
+    """The first ones, then the rest; pytest wants those of a file side by side."""
+    yield tests[:first]
+    by_file = defaultdict(list)
+    for test in tests[first:]:
+        by_file[test.partition("::")[0]].append(test)
+    if by_file:
+        yield [test for group in by_file.values() for test in group]
+
+
+def load_verdicts(file: Path) -> dict[str, Verdict]:
+    """The last verdict on every mutant; a line that was cut off is left out."""
+    found: dict[str, Verdict] = {}
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            verdict = Verdict(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found[verdict.name] = verdict
+    return found
+
+
+def save_verdict(file: Path, verdict: Verdict) -> None:
+    """At its end, so that a run that is stopped goes on where it was."""
+    with file.open("a") as out:
+        out.write(json.dumps(asdict(verdict)) + "\n")
