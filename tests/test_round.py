@@ -37,10 +37,20 @@ from osfl.kits import KitError
 from osfl.methods import METHODS
 from osfl.payloads import Payload
 from osfl.protocol import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
-from server_app.app import kit_of_clients, run_job
-from server_app.round import Exchange, RoundError
+from server_app.app import run_job
+from server_app.federation.exchange import Exchange, RoundError
+from server_app.kit import kit_of_clients
 from server_app.synthesis.samplers import NotFiniteError
 from server_app.training import mean_teacher, own_teacher
+
+
+def said(node: int, content: RecordDict) -> RecordDict:
+    """A reply as it is."""
+    return content
+
+
+def failed(*it: object) -> None:
+    pytest.fail(str(it))
 
 
 def nodes(count: int) -> list[dict]:
@@ -277,7 +287,8 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     assert verified() == (
         0,
         [
-            "2 payloads as written, 20 images as written, 20 manifest rows as written, 1 models as written"
+            "2 payloads as written, 20 images as written, 20 manifest rows as written, "
+            "1 models as written, 13 records as written"
         ],
     )
     manifest = folder / "manifest.jsonl"
@@ -306,10 +317,11 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
         f"{changed.relative_to(folder)} is another image than the one that was made",
         f"manifest.jsonl: {json.loads(manifest.read_text().splitlines()[0])['file']} is in no unit as it is there",
         "models/FT.safetensors is not as it was written",
+        "manifest.jsonl is not as it was written",
     ]
-    assert (
-        lines[-2]
-        == "1 payloads as written, 17 images as written, 19 manifest rows as written, 0 models as written"
+    assert lines[-2] == (
+        "1 payloads as written, 17 images as written, 19 manifest rows as written, "
+        "0 models as written, 12 records as written"
     )
     blob[-1] ^= 1
     (folder / "payloads" / "client-1.pb").write_bytes(blob)
@@ -513,7 +525,7 @@ def test_outputs_that_are_not_finite_are_their_clients_fault() -> None:
 
 def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its message gets no id; when the node is back, it is asked."""
-    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
     ids, online, replies = iter(["", "m1"]), [], []
     reply = SimpleNamespace(has_error=lambda: False, content="content")
     grid = SimpleNamespace(
@@ -523,7 +535,7 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
     )
     exchange = Exchange(grid, 10.0)
     exchange.push(5, "train", RecordDict())
-    look = lambda: exchange.pull(lambda *it: replies.append(it), lambda *it: pytest.fail(str(it)))  # noqa: E731
+    look = lambda: exchange.pull(said, lambda *it: replies.append(it), failed)  # noqa: E731
     assert (look(), exchange.waiting()) == (1, [5])
     online.append(NodeInfo(node_id=5, last_activated_at="now"))
     look()
@@ -532,7 +544,7 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
 
 def test_a_node_that_was_away_unnoticed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was restarted between two looks: what it had been asked died with it, and the SuperLink delivers nothing twice."""
-    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
     ids, came, replies = iter(["m1", "m2"]), ["then"], []
     reply = SimpleNamespace(has_error=lambda: False, content="content")
     grid = SimpleNamespace(
@@ -542,7 +554,7 @@ def test_a_node_that_was_away_unnoticed_is_asked_again(monkeypatch: pytest.Monke
     )
     exchange = Exchange(grid, 10.0)
     exchange.push(5, "train", RecordDict())
-    look = lambda: exchange.pull(lambda *it: replies.append(it), lambda *it: pytest.fail(str(it)))  # noqa: E731
+    look = lambda: exchange.pull(said, lambda *it: replies.append(it), failed)  # noqa: E731
     assert [look(), look()] == [1, 1]
     came.append("now")
     assert (look(), replies) == (1, [])
@@ -776,7 +788,17 @@ def test_a_silent_client_is_given_up_at_the_deadline(home: Path, tiny_kit: Path)
         start(quick(method="feddeo", kit=str(tiny_kit), deadline=1.0), tamper=lost)
 
 
-@pytest.mark.parametrize("cells", [[1] * 99, [-1] * 100])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [1] * 99,
+        [-1] * 100,
+        [0.5] * 100,
+        [2**39] + [0] * 99,
+        [10**9] * 2 + [0] * 98,
+    ],
+    ids=["too few", "negative", "no counts", "2^39", "too many together"],
+)
 def test_what_is_no_confusion_matrix_is_refused(
     home: Path, tiny_kit: Path, cells: list[int]
 ) -> None:
@@ -913,8 +935,8 @@ def test_a_message_that_a_node_lost_is_asked_again(
             return None
         return reply
 
-    monkeypatch.setattr("server_app.round.PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr("server_app.round.WORK_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("server_app.federation.exchange.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("server_app.federation.exchange.WORK_PATIENCE_SECONDS", 0.1)
     grid = start(quick(method="feddeo", kit=str(tiny_kit)), tamper=lose)
     assert metrics(home)["accuracy"]["FT"].keys() == {"client-0", "client-1", "average"}
     assert lost == {"query.join", "train", "query.acknowledge", "evaluate"}
@@ -928,18 +950,16 @@ def test_a_message_that_a_node_lost_is_asked_again(
 
 def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look each second at first, then after a twentieth of the silence, and after ten seconds at the latest; whatever comes ends the silence."""
-    now, slept = [0.0], []
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda seconds: slept.append(round(seconds, 6))
-    )
-    monkeypatch.setattr("server_app.round.time", clock)
-    monkeypatch.setattr("server_app.round.POLL_SECONDS", 1.0)
+    now, pauses = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("server_app.federation.exchange.time", clock)
+    monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
     exchange = Exchange(None, 10.0, _heard=0.0)  # type: ignore[arg-type]
     for now[0] in (0.0, 20.0, 60.0, 200.0, 5000.0):
-        exchange.rest()
+        pauses.append(exchange.pause())
     exchange._forget(7)
-    exchange.rest()
-    assert slept == [1, 1, 3, 10, 10, 1]
+    pauses.append(exchange.pause())
+    assert pauses == [1, 1, 3, 10, 10, 1]
 
 
 def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -967,10 +987,7 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     exchange.push(7, "evaluate", RecordDict())
     for _ in range(3):
         time.sleep(0.02)
-        exchange.pull(
-            lambda node, content: seen.append(content["n"]["n"]),
-            lambda node, reason: pytest.fail(reason),
-        )
+        exchange.pull(said, lambda node, content: seen.append(content["n"]["n"]), failed)
     assert seen == [0]
     assert (len(replies), exchange.waiting()) == (2, [])
 
@@ -979,7 +996,7 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first one was lost, and the SuperLink did not take the second: there must be a third."""
-    monkeypatch.setattr("server_app.round.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
     ids, replies = iter(["m1", "", "m3"]), []
     reply = SimpleNamespace(has_error=lambda: False, content="content")
     grid = SimpleNamespace(
@@ -991,7 +1008,7 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(
     exchange.push(5, "train", RecordDict())
     for _ in range(4):
         time.sleep(0.02)
-        exchange.pull(lambda *it: replies.append(it), lambda *it: pytest.fail(str(it)))
+        exchange.pull(said, lambda *it: replies.append(it), failed)
     assert (replies, exchange.waiting()) == ([(5, "content")], [])
 
 
@@ -1063,7 +1080,7 @@ def test_a_reply_that_flower_cannot_put_together_is_its_nodes_failure(
     )
     exchange, failures = Exchange(grid, 10.0), []
     exchange.push(5, "train", RecordDict())
-    assert exchange.pull(lambda *it: pytest.fail(str(it)), lambda *it: failures.append(it)) == 0
+    assert exchange.pull(said, failed, lambda *it: failures.append(it)) == 0
     ((node, reason),) = failures
     assert (node, "its reply to train cannot be read" in reason) == (5, True)
 

@@ -20,7 +20,7 @@ from osfl.classifiers import new_classifier
 from osfl.config import ConfigError, parse_run_config
 from osfl.protocol import pack_bytes, pack_state, unpack_state
 from server_app.app import run_job
-from server_app.round import RoundError
+from server_app.federation.exchange import RoundError
 from server_app.rounds import feddf
 from server_app.rounds import run as rounds_run
 
@@ -78,7 +78,8 @@ def test_feddf_distils_the_mean_from_the_clients_models(
             replies.append(unpack_state(reply.content.array_records["model"])["fc.bias"])
         return reply
 
-    def distil(student, teachers, proxy, job, number) -> None:  # type: ignore[no-untyped-def]
+    def distil(students, teachers, proxy, job, number) -> None:  # type: ignore[no-untyped-def]
+        (student,) = students
         calls.append(
             (
                 student.fc.bias.detach().clone(),
@@ -141,12 +142,25 @@ def test_every_client_trains_in_every_round_and_all_is_counted(home: Path, tiny_
     assert metrics(home)["rounds"] == 3
 
 
-@pytest.mark.parametrize("method", ["feddyn", "feddf"])  # with memory, and with a second training
+@pytest.mark.parametrize(
+    ("method", "architectures"),
+    [
+        ("feddyn", "shufflenet_v2_x1_0"),  # with memory
+        # With a second training, whose dropout is the same too; both clients' models and the server's
+        ("feddf", "shufflenet_v2_x0_5,mobilenet_v3_small"),
+    ],
+)
 def test_a_killed_server_goes_on_after_the_last_round(
-    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, method: str, architectures: str
 ) -> None:
     """Killed after the first round was kept; resumed: what the quiet run makes, bit for bit, and only the rounds that were left."""
-    config = quick(method=method, kit=str(tiny_kit), rounds__count=3)
+    config = quick(
+        method=method,
+        kit=str(tiny_kit),
+        rounds__count=3,
+        classifier__architecture=architectures,
+        classifier__init="none",
+    )
     start(config, "quiet")
     keep, calls = rounds_run._keep, []
 
@@ -239,6 +253,8 @@ def safetensors(**about: object) -> bytes:
 HUGE = safetensors(dtype="F32", shape=[10**12], data_offsets=[0, 4])
 BEYOND = safetensors(dtype="F32", shape=[10], data_offsets=[0, 40])
 UNKNOWN = safetensors(dtype="PICKLE", shape=[1], data_offsets=[0, 4])
+# A header of 1 MB: with as many empty tensors as it has room for, it took 24 MB and a second
+MANY = (10**6).to_bytes(8, "little") + b"{" + b" " * (10**6 - 2) + b"}"
 
 
 @pytest.mark.parametrize(
@@ -264,9 +280,16 @@ UNKNOWN = safetensors(dtype="PICKLE", shape=[1], data_offsets=[0, 4])
             {"model": ArrayRecord({"fc.bias": Array(np.zeros(10))})},
             "not in safetensors' format: '0000'",
         ),
-        ({"num-examples": -5}, "figures are not plausible"),
-        ({"num-examples": float("nan")}, "figures are not plausible"),
-        ({"seconds": float("inf")}, "figures are not plausible"),
+        ({"model": MANY}, "its header is longer than 338 tensors need"),
+        ({"num-examples": -5}, "images = -5 cannot be true"),
+        ({"num-examples": float("nan")}, "images = nan cannot be true"),
+        ({"num-examples": 2**40}, r"images = 1.09951e\+12 cannot be true; expected 0 to 1e\+09"),
+        ({"num-examples": 0}, "trained on no image"),
+        ({"num-examples": 1.5}, "no number of images"),
+        ({"seconds": float("inf")}, "seconds = inf cannot be true"),
+        ({"seconds": 1e308}, "seconds = .* cannot be true"),
+        ({"flops": 1e308}, "flops = .* cannot be true"),
+        ({"peak_memory_mb": 1e308}, "peak_memory_mb = .* cannot be true"),
         ({"model": bytes(2**26)}, "its model has 67,108,864 bytes, more than the run's"),
         ({"second model": ArrayRecord()}, "must have one model"),
     ],
@@ -276,7 +299,16 @@ def test_a_reply_that_is_wrong_is_refused(tiny_kit: Path, wrong: dict, message: 
     like = new_classifier(config.classifier, 10, str(tiny_kit), 0).state_dict()
     figures = {"num-examples": 30, "seconds": 1.0, "flops": 1e9, "peak_memory_mb": 500.0}
     reply = RecordDict({"model": pack_state(like), "metrics": MetricRecord(figures)})
-    grid = rounds_run.RoundsGrid(LoopGrid(app, {}, []), {}, config, "job", 0, like)
+    architecture = config.classifier.architecture
+    members = SimpleNamespace(architectures={"client-0": architecture, "client-1": architecture})
+    grid = rounds_run.RoundsGrid(
+        LoopGrid(app, {}, []),
+        members,  # type: ignore[arg-type]
+        config,
+        "job",
+        0,
+        {architecture: like},
+    )
     assert set(grid._checked("client-0", reply).array_records["arrays"]) == set(like)
     spoil(reply, wrong)
     with pytest.raises(ValueError, match=message):
@@ -307,7 +339,7 @@ def test_who_sent_a_wrong_reply_is_left_out_by_name(
         return reply
 
     with pytest.raises(
-        RoundError, match="(?s)1 of 2 clients sent a model.*client-1: .*(NaN|not plausible)"
+        RoundError, match="(?s)1 of 2 clients sent a model.*client-1: .*(NaN|cannot be true)"
     ) as caught:
         start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
     assert "client-0:" not in str(caught.value)
@@ -400,8 +432,11 @@ def test_a_client_that_fails_in_a_round_is_named(home: Path, tiny_kit: Path) -> 
 def test_rounds_need_one_architecture_and_a_proxy_set_that_is_there(
     home: Path, tiny_kit: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="fedavg averages models of one architecture"):
-        parse_run_config(quick(method="fedavg", classifier__architecture="resnet18,resnet34"))
+    several = {"classifier__architecture": "resnet18,resnet34"}
+    for method in ("fedavg", "fedprox", "feddyn"):
+        with pytest.raises(ConfigError, match=f"{method} averages models of one architecture"):
+            parse_run_config(quick(method=method, **several))
+    assert parse_run_config(quick(method="feddf", **several)).method == "feddf"
     with pytest.raises(ConfigError, match="must be 'public' or a folder with at least two images"):
         start(quick(method="feddf", kit=str(tiny_kit), rounds__proxy="/nowhere"))
 

@@ -285,16 +285,6 @@ def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyP
         pass
 
 
-def test_a_job_id_stands_for_one_kit(home: Path) -> None:
-    config = parse_run_config(quick())
-    open_run_folder(config, "job", 0, "0123")
-    open_run_folder(config, "job", 10**18, "0123")  # what is there already needs no space
-    with pytest.raises(
-        ConfigError, match="was started with kit-sha256 = '0123'; this run has '4567'"
-    ):
-        open_run_folder(config, "job", 0, "4567")
-
-
 @pytest.mark.parametrize(
     ("status", "said"),
     [
@@ -309,7 +299,7 @@ def test_a_federation_that_fails_or_is_out_of_sight_is_told(
     answers = iter([("running", ""), (status, "why")])
     monkeypatch.setattr(launch, "submit", lambda *_: 7)
     monkeypatch.setattr(launch, "outcome", lambda *_: next(answers))
-    monkeypatch.setattr(cli.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "follow_log", lambda *_: None)
     with pytest.raises(launch.LaunchError, match=said):
         cli._run_on("there", {}, "job")
 

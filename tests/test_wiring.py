@@ -25,7 +25,7 @@ from osfl.payloads import (
     Encodings,
     Mixtures,
 )
-from osfl.prompts import concept_positions, concept_prompts
+from osfl.prompts import concept_prompt
 from server_app.methods import (
     espresso,
     fedbip,
@@ -213,11 +213,11 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
     config = config_of(tiny_kit, fedbip__guidance=4.5, fedbip__domain_noise=0.0)
     fedbip._sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
     (only,), kit = composed[0][1], load_kit(tiny_kit)
-    names = ["three", "eight", "eight"]
-    expected = kit.text(concept_prompts(names))
-    for row, (s, v) in enumerate(concept_positions(kit.text, names)):
-        expected[row, s], expected[row, v] = [100.0, 100.0, 200.0][row], OWN[row]
+    domains, words = torch.tensor([100.0, 100.0, 200.0]), torch.tensor(OWN)
+    prompt = concept_prompt(kit.text)
+    expected = prompt.filled(*(values[:, None].expand(-1, 32) for values in (domains, words)))
     assert torch.equal(only.c, expected)
+    assert torch.equal(composed[0][0], kit.text([""])[:, : prompt.base.shape[0]])
     assert only.scale == 4.5
     ((z, noise, a),) = started
     assert z[:, 0, 0, 0].tolist() == OWN
@@ -458,7 +458,13 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
         lambda mean, *rest: (noised.append((mean, *rest)), latents(mean, *rest))[1],
     )
     payload = espresso_half.make_payload(
-        job_of(tiny_kit, data, method="espresso", espresso__components=1)
+        job_of(
+            tiny_kit,
+            data,
+            method="espresso",
+            espresso__components=1,
+            espresso__mixture_fit="sampled",
+        )
     )
     assert learned["rows"] == [[0, 2, 3, 4], [5], [1]]
     assert learned["names"] == ["zero/0", "zero/1", "four/0"]

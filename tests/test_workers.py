@@ -292,9 +292,16 @@ def is_worker(process: psutil.Process) -> bool:
 
 def test_actors_end_with_the_sampling() -> None:
     """Also in a cluster that goes on, as a simulation's does."""
-    names_of_sampled(that(lambda jobs: None), workers(2))
+
+    def alive_now() -> list[psutil.Process]:
+        return [process for process in psutil.process_iter(["cmdline"]) if is_worker(process)]
+
+    sampled = sample_units(that(lambda jobs: None), UNITS, CPU, workers(2))
+    next(sampled)
+    assert alive_now()
+    list(sampled)
     deadline = time.monotonic() + 60
-    while alive := [process for process in psutil.process_iter(["cmdline"]) if is_worker(process)]:
+    while alive := alive_now():
         assert time.monotonic() < deadline, alive
         time.sleep(0.5)
 
