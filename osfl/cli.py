@@ -37,7 +37,7 @@ kit_app = typer.Typer(help="Miniature foundation kits.", no_args_is_help=True)
 app.add_typer(kit_app, name="kit")
 certs_app = typer.Typer(help="Keys and certificates of a federation.", no_args_is_help=True)
 app.add_typer(certs_app, name="certs")
-console = Console()
+console = Console(emoji=False)
 SHOWN = 20  # of a run's damaged files
 
 
@@ -260,7 +260,7 @@ def _words(text: object) -> str:
 
 def _print_error(error: Exception) -> None:
     text = escape(plain_lines(error))
-    console.print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True, emoji=False)
+    console.print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:
@@ -468,7 +468,7 @@ def compare(
             row = _words(outcome.cell.row)
             reason = escape(plain(outcome.error, tables.MOST_ERROR))
             text = f"[bold red]missing[/] {row}, seed {outcome.cell.seed}: {reason}"
-            console.print(text, soft_wrap=True, emoji=False)
+            console.print(text, soft_wrap=True)
     if interrupted:
         console.print("interrupted; the same command goes on where it was")
         raise typer.Exit(130)

@@ -25,6 +25,7 @@ MOST_WORDS = 2000  # characters of a setting, or of any other text on the page
 _METRICS = {
     "method": str,
     "accuracy": dict,
+    "over_images": dict,
     "clients": dict,
     "server": dict,
     "rounds": int,
@@ -191,6 +192,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         rows = [*metrics["accuracy"].values(), *metrics["clients"].values(), metrics["server"]]
         good = all(isinstance(row, dict) for row in rows)
         good = good and all("average" in row for row in metrics["accuracy"].values())
+        good = good and set(metrics["accuracy"]) <= set(metrics["over_images"])
         good = good and {"synthetic_images", "seconds_per_image"} <= set(metrics["server"])
     if not good:
         raise DamageError(f"{folder / 'metrics.json'} is not as it was written; {MADE_ANEW}")

@@ -182,6 +182,7 @@ def test_a_round_that_is_asked_for_again_is_trained_once(tmp_path: Path) -> None
         folder.mkdir()
         for number in numbers_asked:
             said = ConfigRecord({"server-round": number, "dyn-alpha": 0.7})
+            said["architecture"] = config.classifier.architecture
             content = RecordDict({"model": pack_state(model), "config": said})
             reply = train_round(content, job, folder)
         replies[place] = unpack_state(reply.array_records["model"])

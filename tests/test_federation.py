@@ -62,12 +62,13 @@ class NodesGrid:
         self.answers, self.online = answers, set(answers)
         self.sent: list[tuple[int, str]] = []
         self.looks = 0
+        self.came = "then"  # when the nodes came online
         self.uploads: dict[int, threading.Event] = {}  # by node; until it is set, a pull lasts
         self._ids, self._asked = itertools.count(1), {}
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         self.looks += 1
-        return [NodeInfo(node_id=n, last_activated_at="then") for n in sorted(self.online)]
+        return [NodeInfo(node_id=n, last_activated_at=self.came) for n in sorted(self.online)]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         (message,) = messages
@@ -200,6 +201,34 @@ def test_a_slow_upload_that_comes_in_time_is_used(tmp_path: Path, stuck: threadi
     assert collected(grid, config, members, tmp_path) == {"client-0", "client-1"}
     assert 1.5 <= time.monotonic() - began < 1.5 + TIGHT
     assert Counter(grid.asked("train")) == {0: 1, 1: 1}
+
+
+def test_an_upload_that_is_half_here_is_not_asked_for_anew(
+    tmp_path: Path, stuck: threading.Event
+) -> None:
+    """Its node was away: Flower goes on with the upload where it was cut."""
+    config = settings(num_clients=1, deadline=20.0)
+    grid = NodesGrid({0: fit("client-0")})
+    members = joined(grid, config, tmp_path)
+    slow_upload(grid, 0, stuck)
+    threading.Timer(1.5, setattr, (grid, "came", "later")).start()
+    threading.Timer(3.0, stuck.set).start()
+    assert collected(grid, config, members, tmp_path) == {"client-0"}
+    assert grid.asked("train") == [0]
+
+
+def test_a_node_that_was_away_and_has_sent_nothing_is_asked_again(tmp_path: Path) -> None:
+    config = settings(num_clients=1, deadline=20.0)
+    usual = fit("client-0")
+
+    def once_more(message: Message) -> RecordDict | Error | None:
+        return usual(message) if len(grid.asked("train")) == 2 else None
+
+    grid = NodesGrid({0: but("client-0", "train", once_more)})
+    members = joined(grid, config, tmp_path)
+    threading.Timer(0.5, setattr, (grid, "came", "later")).start()
+    assert collected(grid, config, members, tmp_path) == {"client-0"}
+    assert grid.asked("train") == [0, 0]
 
 
 def test_a_slow_upload_does_not_hold_up_joining(tmp_path: Path, stuck: threading.Event) -> None:

@@ -330,13 +330,17 @@ def test_what_flower_says_of_a_run_is_plain(flower: dict[str, str]) -> None:
         assert len(text) < 2100
 
 
-def test_tables_on_a_terminal_show_words_as_they_are(tmp_path: Path) -> None:
+def test_tables_on_a_terminal_show_words_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And rich obeys no markup in them."""
+    monkeypatch.setattr(console, "_width", 999)
     words = a_hostile_line("x")
     row = {words[:99]: 1.0, "average": 1.0}
     metrics = {
         "method": words,
         "accuracy": {words: row},
+        "over_images": {words: 1.0},
         "clients": {words[:99]: {"upload_bytes": 1}},
         "server": {"synthetic_images": 0, "seconds_per_image": None},
         "rounds": 1,
@@ -344,10 +348,10 @@ def test_tables_on_a_terminal_show_words_as_they_are(tmp_path: Path) -> None:
         "not_tested": [words],
     }
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
-    shown = CliRunner().invoke(cli, ["show", str(tmp_path)], env={"COLUMNS": "999", "TERM": "dumb"})
+    shown = CliRunner().invoke(cli, ["show", str(tmp_path)])
     assert shown.exit_code == 0
     assert is_clean(shown.output)
-    assert shown.output.count("[bold red]x[/]") >= 3
+    assert shown.output.count("[bold red]x[/] :skull:") >= 3
     states = {"a[/]\x1b[2J": words, "[red]": "asked"}
     with console.capture() as captured:
         console.print(_clients(states, tmp_path))
@@ -370,7 +374,7 @@ def test_a_table_in_markdown_has_its_cells_and_no_others() -> None:
     good = {"row": "a | b", "seed": 0, "average": 1.0, "accuracy": {"x|y": 1.0}, "rounds": 1}
     good |= dict.fromkeys(("upload_bytes", "download_bytes", "client_flops"), 1)
     good |= dict.fromkeys(("client_seconds", "client_memory_mb", "server_seconds_per_image"), 1)
-    good |= {"versions": {}, "kit_not_counted": False, "not_tested": ["p|q"]}
+    good |= {"over_images": 1.0, "branches": "", "versions": {}, "kit_not_counted": False, "not_tested": ["p|q"]}
     records = [good, *compare.records_of(outcomes[0])]
     page = compare.as_markdown(table, records, "osfl compare", 1)
     assert is_clean(page)

@@ -202,12 +202,13 @@ class Exchange:
         """Those who were away, those who are silent, and those whose time to be asked has come."""
         for message_id, request in list(self._open.items()):
             came, node = online.get(request.node, ""), request.node
-            if message_id not in self._open:
+            # A reply that is half here goes on when its node is back, or ends as an error
+            if message_id not in self._open or self._pulls.under_way(message_id):
                 continue
             if request.activated and came and came != request.activated:
                 log.warning("node %s was away; it will be asked again", node)
                 self._put_off(self._open.pop(message_id))
-            elif time.monotonic() >= request.again_at and not self._pulls.under_way(message_id):
+            elif time.monotonic() >= request.again_at:
                 kind, twice = request.message_type, 2 * request.patience
                 log.warning("node %s has not answered %s; it is asked once more", node, kind)
                 self._open[message_id] = replace(request, again_at=math.inf)
