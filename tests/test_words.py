@@ -374,7 +374,13 @@ def test_a_table_in_markdown_has_its_cells_and_no_others() -> None:
     good = {"row": "a | b", "seed": 0, "average": 1.0, "accuracy": {"x|y": 1.0}, "rounds": 1}
     good |= dict.fromkeys(("upload_bytes", "download_bytes", "client_flops"), 1)
     good |= dict.fromkeys(("client_seconds", "client_memory_mb", "server_seconds_per_image"), 1)
-    good |= {"over_images": 1.0, "branches": "", "versions": {}, "kit_not_counted": False, "not_tested": ["p|q"]}
+    good |= {
+        "over_images": 1.0,
+        "branches": "",
+        "versions": {},
+        "kit_not_counted": False,
+        "not_tested": ["p|q"],
+    }
     records = [good, *compare.records_of(outcomes[0])]
     page = compare.as_markdown(table, records, "osfl compare", 1)
     assert is_clean(page)
