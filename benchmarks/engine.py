@@ -106,6 +106,8 @@ def sampling() -> Rows:
         ours, difference = our_sampling(plan, settings), latents_differ(plan, settings)
         best = f"{settings.units_at_once} x {settings.batch_size}"
         for size, what in sizes.items():
+            # Else the last sizes would be beyond the limit of recompilations, and run as they are
+            torch.compiler.reset()
             theirs = their_sampling(plan, settings, size)
             figures = paired(ours, theirs)
             row = {"mode": mode, "ours: units x batch": best, "diffusers' pipeline": what}

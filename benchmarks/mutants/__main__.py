@@ -51,6 +51,7 @@ OSFL = Project(
         "server_app/synthesis/*.py",
         "server_app/training.py",
         "osfl/wire.py",
+        "osfl/wire_scan.py",
         "osfl/diffusion.py",
         "osfl/encoders.py",
         "osfl/classifiers.py",
