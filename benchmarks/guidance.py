@@ -1,7 +1,7 @@
 """The guidance of every method that samples, scored on held-out public images; to benchmarks/tables/guidance.{md,json}.
 
 python -m benchmarks.guidance                    # every method
-python -m benchmarks.guidance feddeo oscar       # some
+python -m benchmarks.guidance feddeo oscar       # some; the table keeps its other rows
 python -m benchmarks.guidance --quick feddeo     # a look at whether it works: a minute a method
 
 A run of `osfl run` collects each method's payloads once. The server's half then draws and trains with
@@ -217,12 +217,20 @@ def main() -> None:
         "domains), average of the domains, for each sum of guidance scales; two branches share it "
         f"equally. Mean of seeds {given.seeds} of noise and training on the same payloads (seed "
         f"{SEED}), ± the standard deviation; {settings}. Default: the sum in pyproject.toml. "
-        f"Command: `python -m benchmarks.guidance {' '.join(sys.argv[1:])}`."
+        f"Command: `python -m benchmarks.guidance --seeds {given.seeds}`."
     )
     if given.quick:
         print(json.dumps(rows, indent=1))
     else:
-        write_table(TABLES / "guidance", rows, about)
+        write_table(TABLES / "guidance", with_others(rows, TABLES / "guidance.json", about), about)
+
+
+def with_others(rows: list[dict[str, str]], file: Path, about: str) -> list[dict[str, str]]:
+    """With the rows of other methods that a table of the same seeds and settings has, in `ROWS`' order."""
+    before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "about": ""}
+    kept = before["rows"] if before["about"].startswith(about) else []
+    named = {row[""]: row for row in (*kept, *rows)}
+    return [named[name] for name in ROWS if name in named]
 
 
 if __name__ == "__main__":

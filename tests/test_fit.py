@@ -1,5 +1,6 @@
 """What encoders see of a picture of any shape: what the library's own processor makes of it, to the bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,26 +8,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from encoder_folders import save_captioner, save_clip, save_dinov2, seen
 from PIL import Image
 from test_methods import images, job_of
-from transformers import (
-    AutoImageProcessor,
-    BitImageProcessor,
-    BlipProcessor,
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-    Dinov2Config,
-    Dinov2Model,
-)
+from transformers import AutoImageProcessor, BlipProcessor
 
 from client_app.methods import espresso, feddisc, fgl, oscar
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.load import Images, load_images, to_pixels
-from osfl.encoders import Captioner, ImageEncoder, load_captioner, load_image_encoder, new_captioner
+from osfl.encoders import load_captioner, load_image_encoder
 
 CPU = torch.device("cpu")
-SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 SHAPES = [(400, 300), (301, 451), (90, 231), (500, 256), (224, 224), (64, 64), (1, 3)]
 
 
@@ -36,49 +28,12 @@ def textured(width: int, height: int) -> Image.Image:
     return Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def save(folder: Path, kind: str) -> Path:
-    if kind == "clip":
-        config = CLIPVisionConfig(**SMALL, projection_dim=4, image_size=224, patch_size=56)
-        CLIPVisionModelWithProjection(config).save_pretrained(folder)
-        CLIPImageProcessor().save_pretrained(folder)
-    elif kind == "dinov2":
-        Dinov2Model(
-            Dinov2Config(**SMALL, mlp_ratio=1, image_size=224, patch_size=56)
-        ).save_pretrained(folder)
-        BitImageProcessor(
-            size={"shortest_edge": 256},
-            crop_size={"height": 224, "width": 224},
-            resample=3,
-            image_mean=[0.485, 0.456, 0.406],
-            image_std=[0.229, 0.224, 0.225],
-        ).save_pretrained(folder)
-    else:
-        made = new_captioner(["a picture"], size=48, width=8)
-        made.model.save_pretrained(folder)
-        made.processor.save_pretrained(folder)
-    return folder
-
-
-def seen(network: ImageEncoder | Captioner, pixels: torch.Tensor) -> torch.Tensor:
-    """What the vision model is given, of uint8 images."""
-    inputs: list[torch.Tensor] = []
-
-    def keep(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        inputs.append(arguments[0] if arguments else named["pixel_values"])
-
-    vision = network.model.vision_model if isinstance(network, Captioner) else network.model
-    handle = vision.register_forward_pre_hook(keep, with_kwargs=True)
-    network(pixels)
-    handle.remove()
-    return torch.cat(inputs)
-
-
-@pytest.mark.parametrize(("kind", "loaded"), [("clip", 224), ("dinov2", 256)])
+@pytest.mark.parametrize(("save", "loaded"), [(save_clip, 224), (save_dinov2, 256)])
 def test_an_encoder_sees_a_picture_of_any_shape_as_its_own_processor(
-    tmp_path: Path, kind: str, loaded: int
+    tmp_path: Path, save: Callable[[Path], Path], loaded: int
 ) -> None:
     """DINOv2's short side is 256 px before its middle 224 are seen, not 224 px enlarged."""
-    folder = save(tmp_path / kind, kind)
+    folder = save(tmp_path / "encoder")
     encoder, processor = (
         load_image_encoder(str(folder), CPU),
         AutoImageProcessor.from_pretrained(folder),
@@ -93,7 +48,7 @@ def test_an_encoder_sees_a_picture_of_any_shape_as_its_own_processor(
 
 
 def test_a_captioner_squeezes_a_picture_of_any_shape_as_its_own_processor(tmp_path: Path) -> None:
-    folder = save(tmp_path / "blip", "blip")
+    folder = save_captioner(tmp_path / "blip")
     captioner, processor = load_captioner(str(folder), CPU), BlipProcessor.from_pretrained(folder)
     for shape in SHAPES:
         picture = textured(*shape)
@@ -112,7 +67,7 @@ def test_pictures_of_a_folder_fit_their_encoder(tmp_path: Path) -> None:
     exif[0x0112] = 6
     upright.rotate(90, expand=True).save(folder / "a.png", exif=exif)
     textured(500, 256).save(folder / "b.png")
-    encoder = load_image_encoder(str(save(tmp_path / "dinov2", "dinov2")), CPU)
+    encoder = load_image_encoder(str(save_dinov2(tmp_path / "dinov2")), CPU)
     config = DataConfig("folder", "domain", 1, 1.0, "cat,dog", 32, "")
     node = NodeConfig(data_dir=str(tmp_path / "data"))
     made = load_images(config, node, "train", 0, encoder.fit)

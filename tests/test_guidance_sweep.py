@@ -1,5 +1,6 @@
 """benchmarks/guidance.py: one grid for every method that samples, scored on the validation split."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,16 @@ def test_a_table_names_the_best(base: dict[str, Any], monkeypatch: pytest.Monkey
         "best": "3",
         "default": "3",
     }
+
+
+def test_rows_of_other_methods_stay_if_their_settings_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "guidance.json"
+    new = [{"": "OSCAR", "best": "2"}, {"": "FGL", "best": "3"}]
+    assert guidance.with_others(new, file, "seeds 0") == [new[1], new[0]]
+    old = [{"": "FGL", "best": "9"}, {"": "Espresso", "best": "5"}]
+    file.write_text(json.dumps({"rows": old, "about": "seeds 0 2 cores"}))
+    assert guidance.with_others(new, file, "seeds 0") == [new[1], new[0], old[1]]
+    assert guidance.with_others(new, file, "seeds 1") == [new[1], new[0]]
 
 
 @pytest.mark.system

@@ -11,28 +11,22 @@ import numpy as np
 import pytest
 import torch
 from analytic import random_pixels
+from encoder_folders import save_captioner, save_clip, save_dinov2, seen
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
-    BitImageProcessor,
     BitImageProcessorPil,
     BlipImageProcessorPil,
     BlipProcessor,
-    CLIPImageProcessor,
     CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-    Dinov2Config,
-    Dinov2Model,
 )
 
 from osfl.data.load import to_pixels
-from osfl.encoders import Captioner, ImageEncoder, load_captioner, load_image_encoder, new_captioner
+from osfl.encoders import load_captioner, load_image_encoder
 
 CPU = torch.device("cpu")
 # one of 256 grey levels after normalisation: the deviations are 0.224 to 0.276
 LEVEL = 1 / 255 / 0.224
-SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def textured(width: int, height: int) -> Image.Image:
@@ -43,64 +37,22 @@ def textured(width: int, height: int) -> Image.Image:
     return Image.fromarray(draw.integers(60, 196, (height, width, 3), dtype=np.uint8))
 
 
-def save_clip(folder: Path) -> None:
-    config = CLIPVisionConfig(**SMALL, projection_dim=4, image_size=224, patch_size=56)
-    CLIPVisionModelWithProjection(config).save_pretrained(folder)
-    CLIPImageProcessor().save_pretrained(folder)
-
-
-def save_dinov2(folder: Path) -> None:
-    """As dinov2-base: short side 256, bicubic, centre 224, ImageNet's mean and deviation."""
-    config = Dinov2Config(**SMALL, mlp_ratio=1, image_size=224, patch_size=56)
-    Dinov2Model(config).save_pretrained(folder)
-    BitImageProcessor(
-        size={"shortest_edge": 256},
-        crop_size={"height": 224, "width": 224},
-        resample=3,
-        image_mean=[0.485, 0.456, 0.406],
-        image_std=[0.229, 0.224, 0.225],
-    ).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module", params=[save_clip, save_dinov2], ids=["clip", "dinov2"])
 def encoder_folder(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
-    folder = tmp_path_factory.mktemp("encoder")
-    request.param(folder)
-    return folder
+    return request.param(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")
 def captioner_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("captioner")
-    made = new_captioner(["a picture"], size=48, width=8)
-    made.model.save_pretrained(folder)
-    made.processor.save_pretrained(folder)
-    return folder
-
-
-def seen_by(
-    network: ImageEncoder | Captioner, vision: torch.nn.Module, pixels: torch.Tensor
-) -> torch.Tensor:
-    """What the vision model is given, of uint8 images."""
-    inputs = []
-
-    def keep(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        inputs.append(arguments[0] if arguments else named["pixel_values"])
-
-    handle = vision.register_forward_pre_hook(keep, with_kwargs=True)
-    network(pixels)
-    handle.remove()
-    return torch.cat(inputs)
+    return save_captioner(tmp_path_factory.mktemp("captioner"))
 
 
 def seen_by_encoder(folder: Path, pixels: torch.Tensor) -> torch.Tensor:
-    encoder = load_image_encoder(str(folder), CPU)
-    return seen_by(encoder, encoder.model, pixels)
+    return seen(load_image_encoder(str(folder), CPU), pixels)
 
 
 def seen_by_captioner(folder: Path, pixels: torch.Tensor) -> torch.Tensor:
-    captioner = load_captioner(str(folder), CPU)
-    return seen_by(captioner, captioner.model.vision_model, pixels)
+    return seen(load_captioner(str(folder), CPU), pixels)
 
 
 SHAPES = [(224, 224), (300, 300), (500, 320), (240, 410)]

@@ -443,7 +443,7 @@ def test_a_large_payload_is_held_no_more_than_three_times(tmp_path: Path) -> Non
 def test_a_classifier_of_many_tensors_with_long_names_fits_its_bound() -> None:
     """Its names are longer than all that the bound leaves for lengths and tags (64 KiB)."""
     state = {f"{number:03}{'x' * 97}": torch.tensor(1.0) for number in range(800)}
-    shapes = {name: ((), torch.float32) for name in state}
+    shapes = dict.fromkeys(state, ((), torch.float32))
     expected = replace(CLASSIFIER, architectures={"resnet18": shapes}, max_bytes=10**9)
     back = wire.decode(blob(Classifier(("dog",), "resnet18", state), expected), expected)
     assert isinstance(back, Classifier)
