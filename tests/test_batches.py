@@ -173,6 +173,46 @@ def test_a_measurement_is_of_real_passes(
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize(("given", "units", "each"), [(6, 2, 3), (2, 3, 1), (0, 1, 4)])
+def test_units_are_measured_with_their_share_of_the_cores(
+    given: int, units: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slowest of them is through after 6 s; without a number of threads, torch's is shared."""
+    seen: list[tuple[int, int]] = []
+    took = [4.0, 5.0, 6.0][-units:]
+    before = torch.get_num_threads()
+
+    def seconds(kit: Kit, batch: int) -> float:
+        seen.append((batch, torch.get_num_threads()))
+        return took.pop()
+
+    monkeypatch.setattr(engine, "_seconds", seconds)
+    torch.set_num_threads(4)
+    try:
+        taken = engine._seconds_an_image(None, 5, units, given)  # type: ignore[arg-type]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(10, each)] * units
+    assert taken == 6.0 / (5 * units)
+
+
+def test_a_measurement_is_without_cached_features(
+    tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    load = engine._load
+
+    def noted(source: str, device: torch.device, given: SynthesisConfig) -> Kit:
+        loaded.append(given.cache_interval)
+        return load(source, device, given)
+
+    monkeypatch.setattr(engine, "_load", noted)
+    monkeypatch.setattr(engine, "_seconds_an_image", lambda *_: 1.0)
+    engine.settled(str(tiny_kit), CPU, settings(batch_size=0, cache_interval=3))
+    assert loaded == [1]
+
+
 def test_a_run_keeps_the_choice_that_it_began_with(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
