@@ -253,6 +253,13 @@ def safetensors(**about: object) -> bytes:
 HUGE = safetensors(dtype="F32", shape=[10**12], data_offsets=[0, 4])
 BEYOND = safetensors(dtype="F32", shape=[10], data_offsets=[0, 40])
 UNKNOWN = safetensors(dtype="PICKLE", shape=[1], data_offsets=[0, 4])
+
+
+def one_of(size: int, value: float) -> torch.Tensor:
+    """A single number that is wrong, among ones."""
+    return torch.tensor([1.0] * (size - 1) + [value])
+
+
 # A header of 1 MB: with as many empty tensors as it has room for, it took 24 MB and a second
 MANY = (10**6).to_bytes(8, "little") + b"{" + b" " * (10**6 - 2) + b"}"
 
@@ -260,16 +267,16 @@ MANY = (10**6).to_bytes(8, "little") + b"{" + b" " * (10**6 - 2) + b"}"
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"fc.bias": torch.full((10,), float("nan"))}, "fc.bias contains NaN or infinity"),
+        ({"fc.bias": one_of(10, float("nan"))}, "fc.bias contains NaN or infinity"),
         ({"fc.bias": torch.zeros(11)}, r"fc.bias has shape \[11\]"),
         ({"extra": torch.zeros(1)}, "other arrays than the run's"),
         (
             {"fc.bias": torch.zeros(10, dtype=torch.float64)},
             "fc.bias has shape .* and type torch.float64",
         ),
-        ({"fc.bias": torch.full((10,), 3e38)}, "fc.bias contains a number beyond"),
+        ({"fc.bias": one_of(10, 3e38)}, "fc.bias contains a number beyond"),
         (
-            {"conv1.1.running_var": torch.full((24,), -1.0)},
+            {"conv1.1.running_var": one_of(24, -1.0)},
             "conv1.1.running_var contains a variance below zero",
         ),
         *(

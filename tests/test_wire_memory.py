@@ -142,6 +142,17 @@ def test_the_scan_knows_every_type_of_the_schema() -> None:
     assert types == set(WIRE_TYPES)
 
 
+@pytest.mark.parametrize("wire_type", [0, 1, 3, 4, 5, 6, 7])
+def test_a_field_has_the_wire_type_of_its_schema(wire_type: int) -> None:
+    """Of a text 2, a length. Three bits of the tag say it."""
+    data, expected = bytearray(blob()), DESCRIPTIONS
+    last = pb.Payload.DESCRIPTOR.fields_by_name["client"].number
+    at = data.index(bytes([last << 3 | 2, len(expected.client)]) + expected.client.encode())
+    assert scanned(bytes(data), expected) == ""
+    data[at] = last << 3 | wire_type
+    assert scanned(bytes(data), expected) == "client"
+
+
 @settings(max_examples=300)
 @given(data=st.data())
 def test_what_the_scan_lets_through_has_no_unknown_fields(data: st.DataObject) -> None:
