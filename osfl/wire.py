@@ -26,6 +26,9 @@ from osfl.words import plain
 VERSION = 1
 MAX_MAGNITUDE = 1e6
 MAX_TEXT = 300  # characters of a caption or a name
+# One character beyond, and Python holds the whole text at four bytes a character
+WIDEST = "\uffff"
+TEXT_BYTES = len(WIDEST.encode()) * MAX_TEXT
 MAX_DIMENSIONS = 8  # of a tensor, the field that they are packed in included
 
 Shape = tuple[
@@ -257,10 +260,13 @@ def _checked_texts(texts: Iterable[str], refuse: "Refuse") -> tuple[str, ...]:
     return tuple(found)
 
 
+def sendable(text: str) -> str:
+    """What of a text a payload may hold: printable, nothing beyond U+FFFF, `MAX_TEXT` characters."""
+    return "".join(c for c in text if c.isprintable() and c <= WIDEST)[:MAX_TEXT]
+
+
 def _check_text(name: str, text: str, refuse: "Refuse") -> None:
-    # One character beyond U+FFFF, and Python holds the whole text at four bytes a character
-    wide = max(text, default="") > "\uffff"
-    if len(text) > MAX_TEXT or wide or not text.isprintable():
+    if text != sendable(text):
         raise refuse(
             name,
             f"{text[:40]!r}: must be printable, without characters beyond U+FFFF, and have at "
@@ -295,14 +301,14 @@ def _longest_text(expected: Expected) -> int:
     own = (expected.method, expected.job, expected.client, *expected.classes)
     names = (*own, *expected.architectures, *expected.tensors)
     states = [name for state in expected.architectures.values() for name in state]
-    return max(4 * MAX_TEXT, *(len(name.encode()) for name in (*names, *states)))
+    return max(TEXT_BYTES, *(len(name.encode()) for name in (*names, *states)))
 
 
 def _most_bytes(expected: Expected) -> int:
     """The size of the largest valid payload, and a little for names and lengths."""
     if METHODS[expected.method].payload in ("Captions", "Domain"):
         texts = expected.max_images if METHODS[expected.method].payload == "Captions" else 1
-        return texts * (4 * MAX_TEXT + 8) + 65_536
+        return texts * (TEXT_BYTES + 8) + 65_536
     size = {"classes": len(expected.classes), "images": expected.max_images}
 
     def most(tensors: Tensors) -> int:

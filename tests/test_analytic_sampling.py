@@ -403,5 +403,9 @@ def test_fedbip_denoises_under_its_words_with_noise_on_the_domains() -> None:
     # the one place that differs between the images has S, and noise of deviation 0.3 about it
     (place,) = np.flatnonzero(given.std(axis=0).max(axis=1) > 1e-6)
     about = given[:, place] - numbers(payload.domain)
+    again, _, _ = fedbip_starts(payload, 3)
+    calls: Any = again.unet.calls
+    # an image's noise is its own, whoever draws it and whenever
+    assert np.array_equal(numbers(calls[0][2][3:]), given[:3])
     assert about.mean() == pytest.approx(0, abs=4 * 0.3 / np.sqrt(about.size))
     assert about.std() == pytest.approx(0.3, rel=4 / np.sqrt(2 * about.size))

@@ -13,6 +13,7 @@ from torch import nn
 from osfl.classifiers import fit, logits_of, new_classifier
 from osfl.config import parse_run_config
 from osfl.diffusion import load_kit
+from osfl.wire import PayloadError
 from server_app.job import ServerJob
 from server_app.run_folder import open_run_folder
 from server_app.status import Status
@@ -20,7 +21,7 @@ from server_app.synthesis.engine import _calibrated, _seconds
 from server_app.synthesis.plan import Unit, cut_units, plan_images
 from server_app.synthesis.samplers import NotFiniteError, to_images
 from server_app.synthesis.workers import _hand_out
-from server_app.training import mean_teacher, train_global
+from server_app.training import _softmax, mean_teacher, train_global
 
 CPU = torch.device("cpu")
 UNITS = cut_units(plan_images("m", 0, {"a": [0, 1]}, 4), 2, {}, {})
@@ -48,6 +49,18 @@ def test_one_number_of_the_image_that_is_not_finite_is_enough() -> None:
     with pytest.raises(NotFiniteError) as caught:
         to_images(decoding(images), torch.zeros(3, 4, 2, 2))  # type: ignore[arg-type]
     assert caught.value.rows == [2]
+
+
+def test_one_probability_that_is_not_finite_is_enough() -> None:
+    """Of a teacher, on one of the images."""
+    weight = torch.zeros(2, 3 * 4)
+    pixels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
+    pixels[1] = 255
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    teacher[1].weight.data = weight
+    teacher[1].register_forward_hook(lambda _, args, out: out / (args[0].sum(1, keepdim=True) < 0))
+    with pytest.raises(PayloadError, match="client-1.*outputs on the synthetic images"):
+        _softmax("client-1", teacher, pixels, CPU)
 
 
 def test_pixels_are_the_papers_range_rounded() -> None:

@@ -33,10 +33,12 @@ from client_app.job import ClientJob
 from osfl import wire
 from osfl.cli import app as cli
 from osfl.config import ConfigError, parse_run_config
+from osfl.data.parts import class_names
 from osfl.kits import KitError
 from osfl.methods import METHODS
 from osfl.payloads import Payload
 from osfl.protocol import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
+from osfl.seeds import seed_of
 from server_app.app import run_job
 from server_app.federation.exchange import Exchange, RoundError
 from server_app.kit import kit_of_clients
@@ -100,6 +102,14 @@ def test_every_method_makes_its_round_trip(
     )
     assert len(manifest) == result["server"]["synthetic_images"] == (20 if samples else 0)
     assert all((folder / row["file"]).is_file() for row in manifest)
+    config = parse_run_config(grid.run_config)
+    labels = [class_names(config.data).index(row["class"]) for row in manifest]
+    numbers = [int(Path(row["file"]).stem) for row in manifest]
+    seeds = [
+        seed_of(config.seed, method, row["client"], label, number)
+        for row, label, number in zip(manifest, labels, numbers, strict=True)
+    ]
+    assert [row["seed"] for row in manifest] == seeds
     sends = METHODS[method].client is not None or rounds
     assert [t for _, t in grid.sent].count("train") == (2 * (2 if rounds else 1) if sends else 0)
     assert result["rounds"] == (2 if rounds else int(sends))

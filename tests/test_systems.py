@@ -355,6 +355,20 @@ def test_fgl_sends_every_caption_and_uses_them_in_turn(tiny_kit) -> None:  # typ
     assert prompts == ["three, red", "three, blue", "three, red"]
 
 
+def test_fgl_sends_nothing_that_a_server_refuses(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    said = ["a cat \N{SKULL} \N{SLICE OF PIZZA}\n", "漢" * 400]
+
+    class Parrot:
+        fit = 32
+
+        def __call__(self, pixels: torch.Tensor, meter: object) -> list[str]:
+            return said
+
+    monkeypatch.setattr(fgl_half, "load_captioner", lambda *_: Parrot())
+    payload = fgl_half.make_payload(job_of(tiny_kit, images(3, 3), method="fgl"))
+    assert payload == Captions(("three",), (("a cat  ", "漢" * 300),))
+
+
 def test_a_negative_prompt_is_the_other_end_of_the_guidance(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     kit, plan = load_kit(tiny_kit), plan_images("m", 0, {"a": [0]}, 1)
     c, bad = random(1, 8, 32), random(1, 8, 32, seed=1)

@@ -450,6 +450,15 @@ def test_a_classifier_of_many_tensors_with_long_names_fits_its_bound() -> None:
     assert list(back.state) == list(state)
 
 
+def test_as_many_and_as_long_captions_as_may_be_fit_their_bound() -> None:
+    """Three bytes a character, and what a text's tag and length need, beyond 64 KiB together."""
+    expected = replace(expected_of("fgl"), max_bytes=10**9, max_images=7_000)
+    texts = ("\uac00" * wire.MAX_TEXT,) * 7_000
+    made = blob(Captions(("cat",), (texts,)), expected)
+    assert 7_000 * (3 * wire.MAX_TEXT + 3) < len(made) < 7_000 * (3 * wire.MAX_TEXT + 8)
+    assert wire.decode(made, expected) == Captions(("cat",), (texts,))
+
+
 @pytest.mark.parametrize("method", KINDS)
 @settings(max_examples=60)
 @given(data=st.data())

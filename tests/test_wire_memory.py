@@ -153,6 +153,14 @@ def test_a_field_has_the_wire_type_of_its_schema(wire_type: int) -> None:
     assert scanned(bytes(data), expected) == "client"
 
 
+def test_a_field_too_many_is_told_from_one_that_may_not_come_at_all() -> None:
+    made = pb.Payload(classes=["cat", "dog"]).SerializeToString()
+    for most, said in (({"Payload.classes": 1}, "more than"), ({}, "not")):
+        with pytest.raises(ScanError) as caught:
+            scan(made, pb.Payload.DESCRIPTOR, most, 100)
+        assert caught.value.problem == f"classes: {said} expected in this run"
+
+
 @settings(max_examples=300)
 @given(data=st.data())
 def test_what_the_scan_lets_through_has_no_unknown_fields(data: st.DataObject) -> None:

@@ -13,7 +13,7 @@ Payload: some 50 bytes an image; the words are readable by whoever sees the mess
 from client_app.job import ClientJob
 from osfl.encoders import load_captioner
 from osfl.payloads import Captions
-from osfl.wire import MAX_TEXT
+from osfl.wire import sendable
 
 
 def make_payload(job: ClientJob) -> Captions:
@@ -29,10 +29,10 @@ def make_payload(job: ClientJob) -> Captions:
     for pixels in images.pixels.split(16):
         captions += captioner(pixels, job.meter)
         job.progress(len(captions), len(images), "captioning image")
-    printable = ["".join(c for c in text if c.isprintable())[:MAX_TEXT] for text in captions]
+    captions = [sendable(text) for text in captions]
     held = images.held()
     texts = tuple(
-        tuple(t for t, y in zip(printable, images.labels.tolist(), strict=True) if y == label)
+        tuple(t for t, y in zip(captions, images.labels.tolist(), strict=True) if y == label)
         for label in held
     )
     return Captions(tuple(job.classes[label] for label in held), texts)
