@@ -18,6 +18,7 @@ from osfl.diffusion import Kit, load_kit
 from osfl.wire import PayloadError
 from server_app.synthesis import engine, images
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
+from server_app.synthesis.progress import step_done
 from server_app.synthesis.workers import Sample, sample_units
 
 CPU = torch.device("cpu")
@@ -64,17 +65,20 @@ def test_each_thread_has_a_sampler_and_its_share_of_the_cores() -> None:
                 # Neither goes on before the other has begun.
                 both.wait()
             seen.add((number, torch.get_num_threads()))
+            step_done(number, 10)
             return torch.zeros(len(jobs), 3, 4, 4, dtype=torch.uint8)
 
         return sample
 
     before = torch.get_num_threads()
-    names = [
-        unit.name
-        for unit, _, _ in sample_units(make, UNITS, CPU, settings(units_at_once=2, threads=6))
-    ]
+    told: list[tuple[int, int]] = []
+    two = settings(units_at_once=2, threads=6)
+    sampled = sample_units(make, UNITS, CPU, two, lambda *steps: told.append(steps))
+    names = [unit.name for unit, _, _ in sampled]
     assert sorted(names) == sorted(unit.name for unit in UNITS)
     assert seen == {(1, 3), (2, 3)}
+    # Steps of two units at once would jump to and fro: one sampler's are told
+    assert set(told) == {(1, 10)}
     assert torch.get_num_threads() == before
 
 

@@ -85,6 +85,13 @@ def test_a_proxy_set_smaller_than_asked_for_is_taken_whole_and_said(
     assert "rounds.proxy-images = 500: there are 6, and all are taken" in caplog.text
 
 
+def test_two_proxy_images_are_enough(tmp_path: Path) -> None:
+    assert len(taken(proxies.load_proxy(proxy_job(web(tmp_path / "two", 2, 1))))) == 2
+    one = proxy_job(web(tmp_path / "one", 1, 1))
+    with pytest.raises(ConfigError, match="at least two images"):
+        proxies.load_proxy(one)
+
+
 def test_few_proxy_images_are_decoded_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
