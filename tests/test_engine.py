@@ -235,6 +235,18 @@ def test_other_weights_of_a_small_decoder_are_other_images(
     assert not units[0] & units[1]
 
 
+def test_other_settings_of_the_sampling_are_other_images(tiny_kit: Path, home: Path) -> None:
+    """Who samples, and how many at a time, is not among them."""
+
+    def units(job_id: str, **given: object) -> set[str]:
+        start(quick(method="prompts-only", kit=str(tiny_kit), **given), job_id)
+        return {unit.name for unit in (home / "runs" / job_id / "units").iterdir()}
+
+    made = units("one")
+    assert units("two", synthesis__checkpointing="on") == made
+    assert not units("three", synthesis__steps=3) & made
+
+
 def test_every_setting_is_measured_with_what_was_chosen_before(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
