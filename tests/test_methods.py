@@ -282,6 +282,15 @@ def test_mixed_precision_is_of_the_products() -> None:
     )
 
 
+def test_mixed_precision_by_itself_is_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a process that trains on its CPU has a GPU that could."""
+    auto = replace(parse_run_config(quick()).classifier, precision="auto")
+    for able in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda able=able: able)
+        assert classifiers._in_bfloat16(auto, torch.device("cuda")) == able
+        assert not classifiers._in_bfloat16(auto, torch.device("cpu"))
+
+
 def test_dropout_is_seeded() -> None:
     pixels, labels = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
     settings, weights = parse_run_config(quick()).classifier, []

@@ -96,3 +96,12 @@ def test_a_caption_is_the_images_own(tiny_kit: Path) -> None:
     tokens = captioner._tokens(images)
     assert tokens.shape[1] <= 2 + encoders.MAX_TOKENS
     assert torch.equal(tokens, captioner._tokens(images))
+
+
+def test_a_caption_ends_after_thirty_tokens(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a captioner that never comes to an end by itself; the mark of the beginning is before them."""
+    captioner = encoders.load_captioner(str(tiny_kit), CPU)
+    monkeypatch.setattr(captioner.model.config.text_config, "sep_token_id", 10**6)
+    assert captioner._tokens(pictures(2)).shape == (2, 1 + 30)

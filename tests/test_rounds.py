@@ -322,6 +322,32 @@ def test_a_reply_that_is_wrong_is_refused(tiny_kit: Path, wrong: dict, message: 
         grid._checked("client-1", reply)
 
 
+def test_costs_add_up_from_nothing(tiny_kit: Path) -> None:
+    """Two rounds' replies: 1 s and 1 GFLOP each, and the larger one of 500 and 400 MB."""
+    config = parse_run_config(quick(method="fedavg", kit=str(tiny_kit)))
+    like = new_classifier(config.classifier, 10, str(tiny_kit), 0).state_dict()
+    architecture = config.classifier.architecture
+    grid = rounds_run.RoundsGrid(
+        LoopGrid(app, {}, []),
+        SimpleNamespace(architectures={"client-0": architecture}),  # type: ignore[arg-type]
+        config,
+        "job",
+        0,
+        {architecture: like},
+    )
+    model = pack_state(like)
+    for memory in (500.0, 400.0):
+        figures = {"num-examples": 30, "seconds": 1.0, "flops": 1e9, "peak_memory_mb": memory}
+        grid._checked("client-0", RecordDict({"model": model, "metrics": MetricRecord(figures)}))
+    assert grid.costs["client-0"] == {
+        "upload_bytes": 2 * rounds_run.size_of(model),
+        "seconds": 2.0,
+        "flops": 2e9,
+        "images": 30,
+        "peak_memory_mb": 500.0,
+    }
+
+
 def spoil(reply: RecordDict, wrong: dict) -> None:
     for name, value in wrong.items():
         if isinstance(value, torch.Tensor):

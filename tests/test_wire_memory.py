@@ -194,6 +194,12 @@ def test_every_way_to_write_a_payload_is_read() -> None:
     assert torch.equal(back.vectors, torch.arange(12.0).view(2, 2, 3))  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("length", [127, 128])
+def test_a_length_is_read_where_it_grows_by_a_byte(length: int) -> None:
+    """127 is the largest number of one byte."""
+    assert scanned(joined(2, b"x" * length), DESCRIPTIONS) == ""
+
+
 def with_tensor(more: bytes) -> bytes:
     """Descriptions whose tensor has more fields than an honest one's."""
     made = pb.Payload.FromString(blob())

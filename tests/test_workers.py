@@ -126,6 +126,17 @@ def test_threads_are_those_of_the_config(count: int) -> None:
     assert torch.get_num_threads() == before
 
 
+def test_more_workers_than_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(device: torch.device) -> Sample:
+        return lambda jobs: torch.full(
+            (len(jobs), 3, 4, 4), torch.get_num_threads(), dtype=torch.uint8
+        )
+
+    monkeypatch.setattr("server_app.synthesis.workers.os.cpu_count", lambda: 1)
+    sampled = list(sample_units(make, UNITS[:2], CPU, replace(workers(2), threads=0)))
+    assert [pixels.unique().tolist() for _, pixels, _ in sampled] == [[1]] * 2
+
+
 def test_a_dead_actor_costs_its_unit_alone(tmp_path: Path) -> None:
     """Two die, each at its second unit, in the middle of it."""
 

@@ -263,7 +263,8 @@ class Reach:
         by_line = self._known["lines"].get(mutant.file, {})
         first, last, begin, end = mutant.lines
         contexts = _contexts(by_line, first, last) or _contexts(by_line, begin, end)
-        if not contexts and not mutant.function:  # runs when the module is imported
+        # Its line runs when the module is imported, in whichever test that is.
+        if not mutant.function:
             contexts = _contexts(by_line, 1, 10**6)
         fixtures = {c.removeprefix("fixture ") for c in contexts if c.startswith("fixture ")}
         declared = () if contexts else self.project.declared.get(mutant.file, ())
