@@ -1,0 +1,103 @@
+"""Whether a change left every method's results as they were, to the last bit.
+
+    python -m benchmarks.golden record runs/before.json   # before the change
+    python -m benchmarks.golden compare runs/before.json  # after it, on the same machine
+
+Runs every method once, as a simulation with tiny settings, seed 0 and one thread, and takes the
+SHA-256 of each client's payload, of the manifest of all images and of each global model, and the
+accuracies. They hold for one machine: another processor rounds otherwise.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from osfl.methods import METHODS
+
+SETTINGS = (
+    "seed=0",
+    "num-clients=2",
+    "device=cpu",
+    "classifier.architecture=shufflenet_v2_x1_0",
+    "classifier.epochs=1",
+    "global-model.architecture=shufflenet_v2_x1_0",
+    "global-model.epochs=1",
+    "global-model.precision=float32",
+    "synthesis.images-per-class=2",
+    "synthesis.steps=3",
+    "synthesis.batch-size=20",
+    "synthesis.units-at-once=1",
+    "feddeo.epochs=1",
+    "feddeo.guidance-text=1.0",
+    "espresso.epochs=1",
+    "fedbip.epochs=1",
+    "fedcado.noise-edits=1",
+    "rounds.count=2",
+    "rounds.proxy-images=20",
+    "rounds.distillation-steps=2",
+)
+
+
+def digest_of(method: str, runs: Path) -> dict[str, Any]:
+    """Run a method and say what came out.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    job = f"golden-{method}"
+    command = [str(Path(sys.executable).parent / "osfl"), "run", *SETTINGS]
+    command += [f"method={method}", f"job-id={job}", "--runs", str(runs)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OSFL_CACHE": str(runs / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{method}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    folder = runs / job
+    metrics = json.loads((folder / "metrics.json").read_text())
+    manifest = folder / "manifest.jsonl"
+    return {
+        "payloads": digests(folder.glob("payloads/*.pb")),
+        "models": digests(folder.glob("models/*.safetensors")),
+        "manifest": hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else "",
+        "accuracy": metrics["accuracy"],
+    }
+
+
+def digests(files: Any) -> dict[str, str]:
+    """The SHA-256 of each file, by its name."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def main() -> None:
+    """Record, or compare and end with 1 where something differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("step", choices=["record", "compare"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    given = parser.parse_args()
+    before = json.loads(given.file.read_text()) if given.step == "compare" else {}
+    results = {}
+    others = []
+    with tempfile.TemporaryDirectory() as runs:
+        for method in given.methods:
+            results[method] = digest_of(method, Path(runs))
+            same = not before or results[method] == before[method]
+            print(f"{method}: {'as before' if before and same else 'recorded' if same else 'OTHER'}")
+            if not same:
+                others.append(method)
+                print(json.dumps({"before": before[method], "now": results[method]}, indent=1))
+    if given.step == "record":
+        given.file.write_text(json.dumps(results, indent=1) + "\n")
+    if others:
+        sys.exit(f"other results: {', '.join(others)}")
+
+
+if __name__ == "__main__":
+    main()
