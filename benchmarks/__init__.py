@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from osfl.compare import machine
+from osfl.cli.compare import machine
 
 TABLES = Path(__file__).resolve().parent / "tables"
 

@@ -20,19 +20,18 @@ from typing import Any
 import torch
 
 from benchmarks import TABLES, write_table
-from osfl.classifiers import confusion
+from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
-from osfl.launch import default_config
 from osfl.methods import server_half
+from osfl.models.classifiers import confusion
 from osfl.payloads import Payload
-from osfl.verify import read_picture
+from osfl.run_folder.layout import RunFolder, open_run_folder, read_picture
+from osfl.run_folder.status import Status
 from osfl.wire import decode
 from server_app.expected import expected_payload
 from server_app.job import ServerJob
-from server_app.run_folder import RunFolder, open_run_folder
-from server_app.status import Status
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "approximations"

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from osfl.classifiers import logits_of, normalise, rebuild
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names
+from osfl.models.classifiers import logits_of, normalise, rebuild
 
 CPU = torch.device("cpu")
 

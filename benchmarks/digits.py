@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from osfl.cli import app
+from osfl.cli.main import app
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent.parent)

@@ -33,17 +33,17 @@ from torch.nn import functional as F
 from benchmarks import TABLES, write_table
 from client_app.conditions import learn_conditions, posteriors
 from client_app.job import ClientJob
+from osfl.cli.launch import KEEP_MEMORY, default_config
 from osfl.config import NodeConfig, RunConfig, SynthesisConfig, parse_run_config
 from osfl.costs import Stopwatch
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
-from osfl.diffusion import Kit, forward_noise, load_kit, load_pipeline
-from osfl.kits import find_kit, kit_digest
-from osfl.launch import KEEP_MEMORY, default_config
+from osfl.models.diffusion import Kit, forward_noise, load_kit, load_pipeline
+from osfl.models.kits import find_kit, kit_digest
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
 from server_app.job import ServerJob
 from server_app.methods import prompts_only
-from server_app.run_folder import open_run_folder
-from server_app.status import Status
 from server_app.synthesis import images
 from server_app.synthesis.engine import DTYPES, load_engine, settled
 from server_app.synthesis.guidance import Condition, compose

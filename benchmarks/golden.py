@@ -89,7 +89,9 @@ def main() -> None:
         for method in given.methods:
             results[method] = digest_of(method, Path(runs))
             same = not before or results[method] == before[method]
-            print(f"{method}: {'as before' if before and same else 'recorded' if same else 'OTHER'}")
+            print(
+                f"{method}: {'as before' if before and same else 'recorded' if same else 'OTHER'}"
+            )
             if not same:
                 others.append(method)
                 print(json.dumps({"before": before[method], "now": results[method]}, indent=1))

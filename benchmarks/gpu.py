@@ -25,8 +25,9 @@ from benchmarks import TABLES, write_table
 from benchmarks.engine import CPU, config_with, textual_inversion_step
 from client_app.conditions import learn_conditions
 from client_app.job import ClientJob
-from osfl.classifiers import build_classifier
-from osfl.diffusion import Kit, new_scheduler
+from osfl.kit_recipe.untrained import new_scheduler
+from osfl.models.classifiers import build_classifier
+from osfl.models.diffusion import Kit
 from osfl.payloads import Mixtures
 from server_app.methods import espresso, fedcado, feddeo, fedlmg, prompts_only
 from server_app.synthesis.guidance import as_teacher

@@ -27,20 +27,20 @@ from typing import Any
 import torch
 
 from benchmarks import TABLES, write_table
-from osfl.classifiers import confusion
+from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.costs import Stopwatch
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
-from osfl.launch import default_config
 from osfl.methods import METHODS, server_half
+from osfl.models.classifiers import confusion
 from osfl.payloads import Payload
-from osfl.report import over_images
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.report import over_images
+from osfl.run_folder.status import Status
 from osfl.wire import decode
 from server_app.expected import expected_payload
 from server_app.job import ServerJob
-from server_app.run_folder import open_run_folder
-from server_app.status import Status
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "guidance"

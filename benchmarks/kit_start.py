@@ -30,9 +30,9 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks import TABLES, write_table
-from osfl.diffusion import new_scheduler
-from osfl.kits import find_kit
-from osfl.launch import end_process_tree
+from osfl.cli.launch import end_process_tree
+from osfl.kit_recipe.untrained import new_scheduler
+from osfl.models.kits import find_kit
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "kit-start"

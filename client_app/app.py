@@ -31,10 +31,11 @@ from osfl.config import (
 )
 from osfl.data.parts import check_images, simulated_folder
 from osfl.files import OWNER_ONLY, private_folder
-from osfl.initialisation import initial_weights
-from osfl.kit_check import check_captioner, check_image_encoder, check_kit
-from osfl.kits import find_kit, kit_digest, weights_digests
-from osfl.methods import METHODS, kit_parts
+from osfl.methods import METHODS
+from osfl.models.initialisation import initial_weights
+from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
+from osfl.models.kits import find_kit, kit_digest, weights_digests
+from osfl.models.used_parts import kit_parts
 from osfl.words import plain_lines, plain_record
 
 KEY_LENGTH = 12

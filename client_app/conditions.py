@@ -7,7 +7,7 @@ import torch
 from client_app.job import ClientJob
 from osfl.config import ConditionTraining
 from osfl.data.load import Images
-from osfl.diffusion import Kit, forward_noise, load_kit
+from osfl.models.diffusion import Kit, forward_noise, load_kit
 from osfl.seeds import generator_of
 
 

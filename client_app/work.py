@@ -30,7 +30,7 @@ def train(
 ) -> RecordDict:
     """The reply to `train`; `folder` is the client's own for this job, and the same for the same settings."""
     if METHODS[config.method].rounds:
-        from client_app.rounds import train_round
+        from client_app.local_training import train_round
 
         return train_round(content, _job(config, node, client, kit, folder), folder)
     return _payload(config, node, client, job_id, kit, folder)
@@ -39,7 +39,7 @@ def train(
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig) -> RecordDict:
     """The reply to `evaluate`: the confusion matrix of the global model on this node's test images."""
     watch = Stopwatch()
-    from osfl import classifiers
+    from osfl.models import classifiers
 
     names = class_names(config.data)
     state, architecture, small_stem = unpack_model(content)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from osfl.methods import METHODS
+from osfl.prompts import fill
 from osfl.words import name_problem, plain
 
 Scalar = int | float | bool | str
@@ -137,8 +139,6 @@ class SynthesisConfig:
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """The prompt of every class."""
-        from osfl.prompts import fill  # with torch, which joining does without
-
         return [fill(self.prompt, {"class": name}) for name in names]
 
 
@@ -433,8 +433,6 @@ def _suggest(key: str, known: Mapping[str, Any]) -> str:
 
 
 def _check_together(config: RunConfig) -> None:
-    from osfl.methods import METHODS
-
     problems = []
     if config.method not in METHODS:
         problems.append(f"method = {config.method!r}: must be one of {', '.join(METHODS)}")

@@ -6,16 +6,21 @@ from dataclasses import replace
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from osfl.classifiers import new_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.parts import class_names
 from osfl.devices import pick_device
-from osfl.kits import find_kit, image_size
-from osfl.methods import METHODS, initial_models, server_half
+from osfl.log import log
+from osfl.methods import METHODS, server_half
+from osfl.models.classifiers import new_classifier
+from osfl.models.kits import find_kit, image_size
+from osfl.models.used_parts import initial_models
 from osfl.payloads import Payload
-from osfl.report import write_report
-from osfl.verify import seal
+from osfl.run_folder.layout import RunFolder, open_run_folder
+from osfl.run_folder.report import write_report
+from osfl.run_folder.status import Status
+from osfl.run_folder.verify import seal
 from osfl.wire import PayloadError
+from server_app.averaging.run import run_rounds
 from server_app.expected import expected_payload, expected_tensors
 from server_app.federation.collect import collect, leave_out
 from server_app.federation.evaluate import evaluate_on_clients
@@ -23,9 +28,6 @@ from server_app.federation.join import join
 from server_app.job import ServerJob
 from server_app.kit import bind_to_kit, check_sampling_kit, kit_bytes, kit_of_clients
 from server_app.outliers import find_outliers
-from server_app.rounds.run import run_rounds
-from server_app.run_folder import RunFolder, open_run_folder
-from server_app.status import Status, log
 from server_app.synthesis.workers import check_workers
 
 app = ServerApp()
@@ -147,7 +149,7 @@ def check_server(config: RunConfig) -> None:
     if method.samples:
         check_workers(config.synthesis, device)
         check_sampling_kit(config)
-        from osfl.diffusion import check_schedule  # seconds to import
+        from osfl.models.diffusion import check_schedule  # seconds to import
 
         check_schedule(find_kit(config.sampling_kit))
     for key, settings in initial_models(config):

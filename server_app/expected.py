@@ -6,11 +6,11 @@ from functools import cache
 import torch
 
 from osfl import wire
-from osfl.classifiers import blank_classifier, logits_of, rebuild
 from osfl.config import RunConfig, split_names
 from osfl.data.parts import class_names
-from osfl.kits import find_kit
 from osfl.methods import METHODS
+from osfl.models.classifiers import blank_classifier, logits_of, rebuild
+from osfl.models.kits import find_kit
 from osfl.payloads import Classifier, Payload
 from osfl.seeds import generator_of
 
@@ -74,8 +74,8 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
 
 @cache
 def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """What `osfl.diffusion.kit_shapes` says; of a hub id it fetches the small files."""
-    from osfl.diffusion import kit_shapes
+    """What `osfl.models.diffusion.kit_shapes` says; of a hub id it fetches the small files."""
+    from osfl.models.diffusion import kit_shapes
 
     return kit_shapes(kit)
 

@@ -10,10 +10,10 @@ from torch import nn
 from osfl.config import RunConfig
 from osfl.data.parts import class_names
 from osfl.devices import pick_device
-from osfl.kits import find_kit
+from osfl.models.kits import find_kit
 from osfl.payloads import Payload
-from server_app.run_folder import RunFolder
-from server_app.status import Status
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
 
 
 @dataclass(frozen=True)

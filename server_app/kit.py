@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig
-from osfl.kit_check import check_kit, check_small_decoder
-from osfl.kits import download_bytes, find_kit, weights_digests
-from osfl.methods import METHODS, kit_parts, sampling_parts, unread_kit_bytes, used_digests
+from osfl.methods import METHODS
+from osfl.models.kit_check import check_kit, check_small_decoder
+from osfl.models.kits import download_bytes, find_kit, weights_digests
+from osfl.models.used_parts import kit_parts, sampling_parts, unread_kit_bytes, used_digests
 from osfl.payloads import Classifier, Payload
-from server_app.run_folder import RunFolder
-from server_app.status import Status
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
 
 STEPS = {  # of a job, and what of them is on the disk
     "payloads": ("payloads/*.pb",),

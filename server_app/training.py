@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osfl import classifiers
-from osfl.classifiers import logits_of
 from osfl.costs import Stopwatch
+from osfl.models import classifiers
+from osfl.models.classifiers import logits_of
 from osfl.wire import PayloadError
 from server_app.job import GlobalModel, ServerJob
 

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from osfl.diffusion import Kit, new_scheduler
-from osfl.encoders import TextEncoder, new_text_encoder
+from osfl.kit_recipe.untrained import new_scheduler, new_text_encoder
+from osfl.models.diffusion import Kit
+from osfl.models.encoders import TextEncoder
 
 CHANNELS, SIDE, IMAGE_SIDE = 2, 4, 8
 LENGTH, WIDTH = 12, 8  # of a condition

@@ -193,24 +193,25 @@ def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _make_tiny_kit(folder: Path) -> None:
     import torch
 
-    from osfl import classifiers, diffusion, encoders
     from osfl.data.digits import CLASSES
+    from osfl.kit_recipe import untrained
+    from osfl.models import classifiers
 
     torch.manual_seed(0)
-    text = encoders.new_text_encoder(
+    text = untrained.new_text_encoder(
         [f"an image of {name}" for name in CLASSES], length=8, width=32
     )
-    diffusion.pipeline(diffusion.new_vae(), diffusion.new_unet(32), text).save_pretrained(folder)
+    untrained.pipeline(untrained.new_vae(), untrained.new_unet(32), text).save_pretrained(folder)
     (folder / "classifiers").mkdir()
     for architecture in ("resnet18", "shufflenet_v2_x1_0"):
         model = classifiers.build_classifier(architecture, 24, small_stem=True)
         classifiers.save_initialisation(
             model, folder / "classifiers" / f"{architecture}.safetensors"
         )
-    captioner = encoders.new_captioner([f"a neon of a {name}" for name in CLASSES], 32, 16)
+    captioner = untrained.new_captioner([f"a neon of a {name}" for name in CLASSES], 32, 16)
     captioner.model.save_pretrained(folder / "captioner")
     captioner.processor.save_pretrained(folder / "captioner")
-    encoder = encoders.new_image_encoder(32, 16, 12)
+    encoder = untrained.new_image_encoder(32, 16, 12)
     encoder.model.save_pretrained(folder / "image_encoder")
     encoder.processor.save_pretrained(folder / "feature_extractor")
 
@@ -228,21 +229,22 @@ def tiny_unclip(tiny_kit: Path) -> Path:
 def _make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
     import torch
 
-    from osfl import diffusion, encoders
+    from osfl.kit_recipe import untrained
+    from osfl.models import diffusion, encoders
 
     torch.manual_seed(1)
     kit, encoder = (
         diffusion.load_kit(tiny_kit),
         encoders.load_image_encoder(str(tiny_kit), torch.device("cpu")),
     )
-    unet = diffusion.new_unclip_unet(kit.unet, encoder.width)
+    unet = untrained.new_unclip_unet(kit.unet, encoder.width)
     torch.nn.init.normal_(
         unet.class_embedding.linear_2.weight, std=0.1
     )  # else embeddings would do nothing
-    noise = diffusion.new_embedding_noise(
+    noise = untrained.new_embedding_noise(
         torch.linspace(-1, 1, encoder.width), torch.linspace(0.5, 2, encoder.width)
     )
-    diffusion.unclip_pipeline(kit, unet, encoder, noise).save_pretrained(folder)
+    untrained.unclip_pipeline(kit, unet, encoder, noise).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

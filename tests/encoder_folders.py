@@ -13,7 +13,8 @@ from transformers import (
     Dinov2Model,
 )
 
-from osfl.encoders import Captioner, ImageEncoder, new_captioner
+from osfl.kit_recipe.untrained import new_captioner
+from osfl.models.encoders import Captioner, ImageEncoder
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 

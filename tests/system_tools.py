@@ -19,8 +19,8 @@ from conftest import defaults, quick
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from osfl import certs
-from osfl.launch import _free_ports, end_process_tree, flower_environment
+from osfl.cli import certs
+from osfl.cli.launch import _free_ports, end_process_tree, flower_environment
 
 BIN = Path(sys.executable).parent
 # Every client that is simulated at the same time is a process that imports torch: half of what a small run costs.

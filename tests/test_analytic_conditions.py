@@ -26,7 +26,7 @@ from client_app.methods import fedbip as fedbip_half
 from client_app.methods import feddeo as feddeo_half
 from osfl.config import parse_run_config
 from osfl.data.load import Images
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from osfl.payloads import Concepts
 from osfl.seeds import seed_of
 

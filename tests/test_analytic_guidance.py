@@ -27,7 +27,7 @@ from test_analytic_sampling import HELD, LABELS, PLAN, assert_made, empty_mean, 
 from torch import nn
 
 from osfl.config import FedCADOConfig, parse_run_config
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from server_app.methods import fedcado, fedlmg
 from server_app.synthesis.guidance import Teacher, as_teacher
 from server_app.synthesis.plan import ImageJob, plan_images

@@ -23,7 +23,7 @@ from conftest import quick
 from diffusers import DDIMInverseScheduler
 
 from osfl.config import RunConfig, parse_run_config
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from osfl.payloads import Concepts, Mixtures
 from osfl.seeds import seed_of
 from server_app.methods import espresso, fedbip, feddeo, feddisc, prompts_only

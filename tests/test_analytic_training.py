@@ -21,17 +21,17 @@ from safetensors.torch import load_file
 from test_round import start
 
 from client_app.job import ClientJob
-from client_app.rounds import train_round
-from osfl import classifiers
+from client_app.local_training import train_round
 from osfl.config import NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
+from osfl.models import classifiers
 from osfl.payloads import Classifier
 from osfl.protocol import pack_state, unpack_state
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
 from osfl.seeds import seed_of
+from server_app.averaging.feddyn import FedDyn
 from server_app.methods import fedcado, fedlmg
-from server_app.rounds.feddyn import FedDyn
-from server_app.run_folder import RunFolder
-from server_app.status import Status
 
 CPU = torch.device("cpu")
 TRAINING = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_compare import metrics, outcome
 
-from osfl import compare
-from osfl.launch import default_config
-from osfl.report import gather, write_report
+from osfl.cli import compare
+from osfl.cli.launch import default_config
+from osfl.run_folder.report import gather, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,7 +14,7 @@ from conftest import quick
 from test_round import files, start
 
 from osfl.config import SynthesisConfig, parse_run_config
-from osfl.diffusion import Kit, load_kit
+from osfl.models.diffusion import Kit, load_kit
 from osfl.wire import PayloadError
 from server_app.synthesis import engine, images
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images

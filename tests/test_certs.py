@@ -10,8 +10,8 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from typer.testing import CliRunner
 
-from osfl import certs
-from osfl.cli import app
+from osfl.cli import certs
+from osfl.cli.main import app
 from osfl.config import ConfigError
 
 
@@ -187,7 +187,7 @@ def test_an_expired_certificate_is_shown(tmp_path: Path, monkeypatch: pytest.Mon
         def now(cls, tz=None):  # type: ignore[no-untyped-def]
             return datetime.now(tz) + timedelta(days=4)
 
-    monkeypatch.setattr("osfl.cli.datetime", Later)
+    monkeypatch.setattr("osfl.cli.main.datetime", Later)
     result = CliRunner().invoke(app, ["certs", "show", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stdout.count("expired") == 1

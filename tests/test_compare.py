@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, defaults, quick
 
-from osfl import compare
+from osfl.cli import compare
 from osfl.config import ConfigError
 
 TABLE = """

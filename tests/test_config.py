@@ -5,8 +5,8 @@ import tomllib
 import pytest
 from conftest import ROOT, defaults
 
+from osfl.cli.launch import resolve_config
 from osfl.config import ConfigError, flatten, parse_node_config, parse_run_config, schema
-from osfl.launch import resolve_config
 
 
 def test_defaults_and_schema_have_the_same_keys() -> None:

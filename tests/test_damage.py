@@ -22,15 +22,15 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from client_app.app import app
-from osfl import compare
-from osfl.cli import app as cli
+from osfl.cli import compare
+from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.files import DamageError
-from osfl.verify import SUMS, read_picture, read_rows, seal, verify_run
+from osfl.run_folder.layout import SUMS, RunFolder, open_run_folder, read_picture, read_rows
+from osfl.run_folder.status import Status
+from osfl.run_folder.verify import seal, verify_run
 from server_app.app import run_job
-from server_app.rounds.run import _keep, _resume
-from server_app.run_folder import RunFolder, open_run_folder
-from server_app.status import Status
+from server_app.averaging.run import _keep, _resume
 
 NOBODY = 65534
 GARBAGE = b"\x00\xff\x1b[2J\x1b]52;c;cm0gLXJm\x07\xe2\x80\xae" * 20
@@ -195,6 +195,20 @@ def test_verify_notices_each_file_that_is_gone(run: Path) -> None:
         (run / ".away").rename(run / name)
 
 
+def test_verify_notices_two_files_that_are_gone_together(run: Path) -> None:
+    """Each alone would vouch for the other."""
+    for kept in ("metrics.json", "report.html"):
+        gone = [
+            name for name in (SUMS, "status.json", "metrics.json", "report.html") if name != kept
+        ]
+        for name in gone:
+            (run / name).rename(run / f".{name}")
+        assert {f"{SUMS} is missing", "status.json is missing"} <= set(wrong(run))
+        for name in gone:
+            (run / f".{name}").rename(run / name)
+    assert wrong(run) == []
+
+
 def test_verify_looks_at_nothing_outside_of_the_run(run: Path) -> None:
     """Whatever a row or a list of digests says."""
     os.mkfifo(run.parent / "pipe")  # who opens it waits for ever
@@ -351,7 +365,7 @@ def test_a_run_without_its_config_is_refused(home: Path, config: dict) -> None:
 def test_config_changes_only_while_no_server_is_at_work(
     home: Path, config: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server_app.run_folder.LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("osfl.run_folder.layout.LOCK_SECONDS", 0.05)
     folder = open_run_folder(parse_run_config(config), "job", 0)
     before = (folder.path / "config.json").read_bytes()
     with (

@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT
 from system_tools import BIN
 
-from osfl.launch import _FLOWER_SWITCHES, KEEP_MEMORY
+from osfl.cli.launch import _FLOWER_SWITCHES, KEEP_MEMORY
 
 COMPOSE = ROOT / "docker-compose.yml"
 SERVER, CLIENT = ROOT / "deploy" / "server.yml", ROOT / "deploy" / "client.yml"

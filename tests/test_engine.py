@@ -11,12 +11,12 @@ from conftest import quick
 from test_round import start
 from torch.nn import functional as F
 
-from osfl.classifiers import build_classifier
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
 from osfl.devices import saves_memory
-from osfl.diffusion import Attention, Kit, Sampling, load_kit, load_pipeline, new_solver
-from osfl.kits import KitError
-from osfl.report import gather
+from osfl.models.classifiers import build_classifier
+from osfl.models.diffusion import Attention, Kit, Sampling, load_kit, load_pipeline, new_solver
+from osfl.models.kits import KitError
+from osfl.run_folder.report import gather
 from server_app.app import check_server
 from server_app.methods import fedlmg, prompts_only
 from server_app.synthesis import engine

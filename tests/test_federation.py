@@ -27,11 +27,16 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import osfl
 from osfl import wire
-from osfl.classifiers import build_classifier
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.parts import class_names
+from osfl.models.classifiers import build_classifier
 from osfl.payloads import Domain
-from osfl.protocol import COST_KEYS, pack_payload
+from osfl.protocol import COST_KEYS, pack_payload, pack_state, unpack_state
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
+from server_app.averaging import feddf
+from server_app.averaging.models import initial_state
+from server_app.averaging.run import RoundsGrid, _shapes
 from server_app.expected import expected_payload
 from server_app.federation import pulls
 from server_app.federation.collect import collect
@@ -40,11 +45,6 @@ from server_app.federation.exchange import Exchange, RoundError, UnfitError
 from server_app.federation.join import Members, join
 from server_app.federation.pulls import MOST, Pulls
 from server_app.job import GlobalModel, ServerJob
-from server_app.rounds import feddf
-from server_app.rounds.models import initial_state
-from server_app.rounds.run import RoundsGrid, _shapes
-from server_app.run_folder import RunFolder
-from server_app.status import Status
 
 ARCHITECTURE = "shufflenet_v2_x1_0"
 Answer = Callable[[Message], RecordDict | Error | None]
@@ -526,6 +526,96 @@ def test_a_spare_takes_over_within_a_round(tmp_path: Path) -> None:
     assert [reply.metadata.dst_node_id for reply in replies] == [1, 2]
     assert list(between.get_node_ids()) == [1, 2]
     assert between.costs["client-2"]["download_bytes"] > 0
+
+
+@pytest.mark.parametrize("method", ["prompts-domain", "fedavg"])
+def test_a_spare_takes_the_place_of_a_node_that_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It was asked, and is offline from then on; its place is not kept until the deadline."""
+    monkeypatch.setattr("server_app.federation.exchange.AWAY_SECONDS", 0.5)
+    config = settings(method=method, num_clients=2, deadline=60.0)
+
+    def leaves(_: Message) -> None:
+        grid.online.discard(0)
+
+    work = trained if method == "fedavg" else None
+    answers = {n: but(f"client-{n}", "train", work or fit(f"client-{n}")) for n in range(3)}
+    grid = NodesGrid({**answers, 0: but("client-0", "train", leaves)})
+    members = joined(grid, config, tmp_path)
+    began = time.monotonic()
+    if method == "fedavg":
+        between, messages = rounds_grid(grid, config, members)
+        replies = between.send_and_receive(messages)
+        assert [reply.metadata.dst_node_id for reply in replies] == [1, 2]
+    else:
+        assert collected(grid, config, members, tmp_path) == {"client-1", "client-2"}
+    assert 0.5 < time.monotonic() - began < 20.0
+    assert list(members.nodes) == ["client-1", "client-2"]
+
+
+def test_a_node_that_is_away_keeps_its_place_where_no_spare_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And delivers when it is back; a SuperLink that names nobody for a while is no absence."""
+    monkeypatch.setattr("server_app.federation.exchange.AWAY_SECONDS", 0.2)
+    config = settings(num_clients=2, deadline=60.0)
+    calls: list[float] = []
+
+    def away_then_back(message: Message) -> RecordDict | None:
+        calls.append(time.monotonic())
+        if calls[-1] - calls[0] < 1.0:
+            grid.online.discard(0)
+            return None
+        grid.online.add(0)
+        return fit("client-0")(message)
+
+    grid = NodesGrid({0: but("client-0", "train", away_then_back), 1: fit("client-1")})
+    members = joined(grid, config, tmp_path)
+    assert collected(grid, config, members, tmp_path) == {"client-0", "client-1"}
+
+
+def test_nobody_is_away_while_the_superlink_names_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server_app.federation.exchange.AWAY_SECONDS", 0.2)
+    config = settings(num_clients=2, deadline=60.0)
+    first: list[float] = []
+
+    def slow(message: Message) -> RecordDict | None:
+        first.append(time.monotonic())
+        if first[-1] - first[0] < 1.0:
+            grid.online.clear()
+            return None
+        grid.online.update(range(3))
+        return fit("client-0")(message)
+
+    grid = NodesGrid({0: but("client-0", "train", slow), 1: fit("client-1"), 2: fit("client-2")})
+    members = joined(grid, config, tmp_path)
+    assert collected(grid, config, members, tmp_path) == {"client-0", "client-1"}
+
+
+def test_a_rounds_model_that_is_far_from_the_others_is_told_once(tmp_path: Path) -> None:
+    """And used, as payloads are: an honest client may be an exception."""
+    config = settings(method="fedavg", num_clients=3)
+
+    def scaled(message: Message) -> RecordDict:
+        state = unpack_state(message.content.array_records["model"], 10_000)
+        larger = {**state, "fc.weight": state["fc.weight"] * 1000}
+        reply = trained(message)
+        reply["model"] = pack_state(larger)
+        return reply
+
+    answers = {n: but(f"client-{n}", "train", trained) for n in range(2)}
+    grid = NodesGrid({**answers, 2: but("client-2", "train", scaled)})
+    between, messages = rounds_grid(grid, config, joined(grid, config, tmp_path))
+    told: list[list[str]] = []
+    between.warn = told.append
+    for _ in range(2):
+        assert len(between.send_and_receive(messages)) == 3
+    assert len(told) == 1
+    assert len(told[0]) == 1
+    assert told[0][0].startswith("round 1: client-2: fc.weight has a norm of 1e+03 times")
 
 
 def test_a_spare_of_another_architecture_takes_over_with_its_own_model(

@@ -8,6 +8,7 @@ import pytest
 
 from osfl import files
 from osfl.files import DamageError, open_private, private_folder, read_json, write_atomically
+from osfl.models.digests import SMALL_BYTES, sha256_of
 
 
 def mode(path: Path) -> int:
@@ -35,6 +36,17 @@ def test_what_is_written_is_its_owners_alone(tmp_path: Path) -> None:
         log.write("line\n")
     assert mode(tmp_path / "log") == 0o600
     assert [f.name for f in file.parent.iterdir()] == ["c.json"]
+
+
+def test_the_memory_of_digests_is_its_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so are the folders above it, where it is the first thing there."""
+    monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "osfl" / "cache"))
+    (tmp_path / "weights").write_bytes(bytes(SMALL_BYTES))
+    sha256_of(tmp_path / "weights")
+    made = [tmp_path / "osfl", tmp_path / "osfl" / "cache"]
+    assert [mode(path) for path in made] == [0o700, 0o700]
 
 
 def test_a_public_file_is_public_under_a_private_umask(tmp_path: Path) -> None:

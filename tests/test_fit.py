@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, BlipProcessor
 from client_app.methods import espresso, feddisc, fgl, oscar
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.load import Images, load_images, to_pixels
-from osfl.encoders import load_captioner, load_image_encoder
+from osfl.models.encoders import load_captioner, load_image_encoder
 
 CPU = torch.device("cpu")
 SHAPES = [(400, 300), (301, 451), (90, 231), (500, 256), (224, 224), (64, 64), (1, 3)]

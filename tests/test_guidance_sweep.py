@@ -10,8 +10,8 @@ from conftest import quick
 from test_methods import CLASSES
 
 from benchmarks import guidance
+from osfl.cli.launch import default_config
 from osfl.config import flatten
-from osfl.launch import default_config
 from osfl.methods import METHODS
 from osfl.payloads import Descriptions
 from server_app.methods import feddeo, prompts_only

@@ -17,10 +17,10 @@ from test_round import metrics, start
 from torch import nn
 from torchvision.models import ResNet50_Weights, VisionTransformer, get_model_weights
 
-from osfl import classifiers, initialisation
-from osfl.classifiers import ClassifierError
 from osfl.config import ClassifierConfig, ConfigError, parse_run_config
-from osfl.methods import kit_parts, used_parts
+from osfl.models import classifiers, initialisation
+from osfl.models.classifiers import ClassifierError
+from osfl.models.used_parts import kit_parts, used_parts
 from osfl.payloads import Classifier
 from server_app.app import check_server
 from server_app.federation.exchange import RoundError

@@ -15,16 +15,18 @@ from rich.progress import Progress
 from sklearn.svm import SVC
 from torch.utils.flop_counter import FlopCounterMode
 
-from osfl import classifiers, compare, encoders, kit_recipe
+from osfl import kit_recipe
+from osfl.cli import compare
+from osfl.cli.launch import resolve_config
 from osfl.config import ConfigError
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.diffusion import load_kit, load_small_decoder, load_unclip_pipeline
-from osfl.kit_check import check_kit
 from osfl.kit_recipe import card
-from osfl.kits import SMALL_DECODER, find_kit
-from osfl.launch import resolve_config
-from osfl.methods import kit_parts
+from osfl.models import classifiers, encoders
+from osfl.models.diffusion import load_kit, load_small_decoder, load_unclip_pipeline
+from osfl.models.kit_check import check_kit
+from osfl.models.kits import SMALL_DECODER, find_kit
+from osfl.models.used_parts import kit_parts
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.plan import plan_images
 
@@ -209,7 +211,7 @@ def test_initialisations_know_turns_and_styles(file: Path, seen) -> None:  # typ
 
 
 def test_tokens_are_numbered_the_same_every_time() -> None:
-    from osfl.encoders import new_text_encoder
+    from osfl.kit_recipe.untrained import new_text_encoder
 
     captions = [*digits.CLASSES, "an image of a", "in style, photo"]
     one, two = (new_text_encoder(captions, 16, 16).tokenizer for _ in range(2))

@@ -19,13 +19,13 @@ from conftest import LoopGrid, quick
 from safetensors.torch import load_file, save_file
 
 from client_app.app import app
-from osfl import digests, kit_check
 from osfl.config import ConfigError, parse_run_config
-from osfl.diffusion import load_kit
-from osfl.encoders import load_captioner, load_image_encoder
 from osfl.files import write_atomically
-from osfl.kit_check import check_captioner, check_image_encoder, check_kit
-from osfl.kits import (
+from osfl.models import digests, kit_check
+from osfl.models.diffusion import load_kit
+from osfl.models.encoders import load_captioner, load_image_encoder
+from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
+from osfl.models.kits import (
     DIFFUSION_PARTS,
     KitError,
     download_bytes,
@@ -33,12 +33,12 @@ from osfl.kits import (
     kit_digest,
     weights_digests,
 )
+from osfl.run_folder.layout import RunFolder, open_run_folder
+from osfl.run_folder.status import Status
 from server_app.app import run_job
 from server_app.job import ServerJob
 from server_app.kit import bind_to_kit, check_sampling_kit
 from server_app.methods import fedlmg
-from server_app.run_folder import RunFolder, open_run_folder
-from server_app.status import Status
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, plan_images
 

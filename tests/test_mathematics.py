@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from osfl.classifiers import MEAN, STD, pack, unpack
-from osfl.diffusion import Kit, Sampling, forward_noise, load_kit
+from osfl.models.classifiers import MEAN, STD, pack, unpack
+from osfl.models.diffusion import Kit, Sampling, forward_noise, load_kit
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide
 from server_app.synthesis.samplers import ddim, ddim_step, x0hat
 from server_app.training import mean_teacher, own_teacher
@@ -162,7 +162,7 @@ def exact(tiny_kit) -> Kit:  # type: ignore[no-untyped-def]
 
 def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
     """Through UNet, x0hat, VAE decoder, normalisation and classifier, in float64."""
-    from osfl.classifiers import build_classifier
+    from osfl.models.classifiers import build_classifier
 
     torch.manual_seed(1)
     teacher = as_teacher(build_classifier("resnet18", 10, small_stem=True).double())
@@ -191,7 +191,7 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
 
 def test_guided_loss_falls_along_the_whole_sampling(exact: Kit) -> None:
     """One seed, with and without guidance: the classifier's loss at the end must be lower with it, and higher with the papers' minus."""
-    from osfl.classifiers import build_classifier
+    from osfl.models.classifiers import build_classifier
 
     torch.manual_seed(2)
     teacher = as_teacher(build_classifier("resnet18", 10, small_stem=True).double())
@@ -245,8 +245,8 @@ def test_own_teacher_by_hand() -> None:
 
 def test_distillation_term_by_hand() -> None:
     """One SGD step on a bias: the gradient of CE + w KL(teacher || softmax) is (p - onehot) + w (p - teacher)."""
-    from osfl.classifiers import fit
     from osfl.config import ClassifierConfig
+    from osfl.models.classifiers import fit
 
     model = Constant(0.5, 0.25, 0.25)
     before = model.logits.detach().clone()

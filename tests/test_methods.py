@@ -12,12 +12,12 @@ from client_app import conditions
 from client_app.job import ClientJob
 from client_app.methods import classifier as classifier_half
 from client_app.methods import feddeo as feddeo_half
-from osfl import classifiers
-from osfl.classifiers import ClassifierError
 from osfl.config import ClassifierConfig, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data.load import Images
-from osfl.diffusion import KitError, forward_noise, load_kit
+from osfl.models import classifiers
+from osfl.models.classifiers import ClassifierError
+from osfl.models.diffusion import KitError, forward_noise, load_kit
 from osfl.seeds import generator_of, seed_of
 from server_app.methods import feddeo, fedlmg, prompts_only
 from server_app.synthesis.guidance import as_teacher
@@ -434,7 +434,7 @@ def test_sampling_equals_diffusers_own_pipeline(
     )
     from diffusers import DDIMScheduler
 
-    from osfl.diffusion import load_pipeline
+    from osfl.models.diffusion import load_pipeline
     from server_app.synthesis.guidance import Condition, compose
     from server_app.synthesis.samplers import ddim
 

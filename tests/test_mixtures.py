@@ -10,7 +10,7 @@ from test_methods import images, job_of
 
 from client_app.methods import espresso
 from osfl.config import ConfigError, parse_run_config
-from osfl.diffusion import load_kit
+from osfl.models.diffusion import load_kit
 from osfl.seeds import generator_of, seed_of
 from server_app.synthesis.samplers import ddim_schedule
 

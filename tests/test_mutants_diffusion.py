@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from osfl.diffusion import load_kit, load_small_decoder, new_small_decoder
+from osfl.kit_recipe.untrained import new_small_decoder
+from osfl.models.diffusion import load_kit, load_small_decoder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
-from osfl import encoders
+from osfl.models import encoders
 
 CPU = torch.device("cpu")
 LONG = " ".join(["an image of seven"] * 10)

@@ -10,13 +10,13 @@ import torch
 from conftest import quick
 from torch import nn
 
-from osfl.classifiers import fit, logits_of, new_classifier
 from osfl.config import parse_run_config
-from osfl.diffusion import load_kit
+from osfl.models.classifiers import fit, logits_of, new_classifier
+from osfl.models.diffusion import load_kit
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
-from server_app.run_folder import open_run_folder
-from server_app.status import Status
 from server_app.synthesis.engine import _calibrated, _seconds
 from server_app.synthesis.plan import Unit, cut_units, plan_images
 from server_app.synthesis.samplers import NotFiniteError, to_images
@@ -159,7 +159,7 @@ def test_a_global_model_is_kept_for_the_same_images_labels_and_teachers(
     teacher = torch.full((6, 10), 0.1)
     first = train_global(job, "FT", pixels, labels, teacher, 1.0)
     trained: list[int] = []
-    monkeypatch.setattr("osfl.classifiers.fit", lambda *args, **named: trained.append(1))
+    monkeypatch.setattr("osfl.models.classifiers.fit", lambda *args, **named: trained.append(1))
     again = train_global(job, "FT", pixels, labels, teacher, 1.0)
     assert torch.equal(outputs(first.model), outputs(again.model))
     assert not again.model.training

@@ -17,18 +17,18 @@ from test_wire import KINDS
 from typer.testing import CliRunner
 
 from osfl import wire
-from osfl.cli import app as cli
+from osfl.cli.main import app as cli
 from osfl.payloads import Classifier, Descriptions, Payload
 from osfl.protocol import COST_KEYS, pack_payload
+from osfl.run_folder.layout import MOST_ENDS, RunFolder
 from server_app.federation import collect as collecting
 from server_app.federation.exchange import RoundError
 from server_app.outliers import DEVIATIONS, FACTOR, FLOOR, Outlier, find_outliers
-from server_app.run_folder import MOST_ENDS, RunFolder
 
 END = """
 import os, sys
 from pathlib import Path
-from server_app.run_folder import RunFolder
+from osfl.run_folder.layout import RunFolder
 
 with RunFolder(Path(sys.argv[1])).decoding(sys.argv[2]):
     os.abort()

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from osfl.data.load import to_pixels
-from osfl.encoders import load_captioner, load_image_encoder
+from osfl.models.encoders import load_captioner, load_image_encoder
 
 CPU = torch.device("cpu")
 # one of 256 grey levels after normalisation: the deviations are 0.224 to 0.276

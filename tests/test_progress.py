@@ -22,17 +22,17 @@ from client_app import decoded, work
 from client_app.decoded import files_key, load_once
 from client_app.methods import classifier, espresso, fedbip, feddeo, feddisc, fgl, oscar
 from client_app.methods.oscar import mean_encoding
-from osfl import cli
+from osfl.cli import main as cli
 from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data.load import Images
-from osfl.diffusion import load_kit
+from osfl.models.diffusion import load_kit
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
 from server_app.job import ServerJob
 from server_app.methods import prompts_only
-from server_app.run_folder import open_run_folder
-from server_app.status import Status
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.progress import step_done, watched
@@ -105,7 +105,7 @@ def test_every_sampler_tells_of_its_steps(tiny_kit: Path, loop: str) -> None:
     if loop == "unipc":
         from dataclasses import replace
 
-        from osfl.diffusion import Sampling
+        from osfl.models.diffusion import Sampling
 
         other = replace(kit, sampling=Sampling("unipc"))
         run["unipc"] = lambda: denoise(other, z, 3, still)

@@ -8,7 +8,8 @@ from conftest import defaults, quick
 
 from osfl.config import parse_run_config
 from osfl.data.render import CLASSES, STYLES
-from osfl.prompts import concept_prompts, fill, in_words
+from osfl.models.concepts import concept_prompts
+from osfl.prompts import fill, in_words
 from server_app.methods import fgl, prompts_domain
 
 FOLDERS = ("alarm_clock", "hourglass", "Unicorn", "umbrella", "dog")

@@ -31,11 +31,11 @@ import server_app.synthesis.images as synthesis_images
 from client_app.app import app
 from client_app.job import ClientJob
 from osfl import wire
-from osfl.cli import app as cli
+from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.parts import class_names
-from osfl.kits import KitError
 from osfl.methods import METHODS
+from osfl.models.kits import KitError
 from osfl.payloads import Payload
 from osfl.protocol import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
 from osfl.seeds import seed_of
@@ -699,7 +699,7 @@ def test_the_ceiling_needs_no_numbers_in_the_clients_names(home: Path, tiny_kit:
 
 
 def test_global_models_are_kept_and_usable(home: Path, tiny_kit: Path) -> None:
-    from osfl.classifiers import build_classifier
+    from osfl.models.classifiers import build_classifier
 
     start(quick(method="ceiling", kit=str(tiny_kit)))
     model = build_classifier("shufflenet_v2_x1_0", 10, small_stem=True)

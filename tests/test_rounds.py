@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from test_round import Killed, metrics, nodes, start
 
 from client_app import app as client_app
-from client_app import rounds as client_rounds
+from client_app import local_training as client_rounds
 from client_app.app import app
-from osfl.classifiers import new_classifier
 from osfl.config import ConfigError, parse_run_config
+from osfl.models.classifiers import new_classifier
 from osfl.protocol import pack_bytes, pack_state, unpack_state
 from server_app.app import run_job
+from server_app.averaging import feddf
+from server_app.averaging import run as rounds_run
 from server_app.federation.exchange import RoundError
-from server_app.rounds import feddf
-from server_app.rounds import run as rounds_run
 
 
 def model(home: Path, method: str, job: str = "job") -> dict[str, torch.Tensor]:
@@ -428,7 +428,7 @@ def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(
 def test_a_mean_that_is_not_finite_is_not_kept(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from server_app.rounds.feddyn import FedDyn
+    from server_app.averaging.feddyn import FedDyn
 
     aggregate = FedDyn.aggregate_train
 

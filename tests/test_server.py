@@ -14,19 +14,21 @@ from conftest import quick
 from PIL import Image
 from torch import nn
 
-from osfl import classifiers, cli, launch
-from osfl.classifiers import fit
+from osfl.cli import launch
+from osfl.cli import main as cli
 from osfl.config import ClassifierConfig, ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
-from osfl.diffusion import load_kit
+from osfl.models import classifiers
+from osfl.models.classifiers import fit
+from osfl.models.diffusion import load_kit
 from osfl.payloads import Classifier, Descriptions
-from osfl.report import gather, write_report
+from osfl.run_folder import layout as run_folder
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.report import gather, write_report
+from osfl.run_folder.status import Status
 from osfl.seeds import generator_of
-from server_app import run_folder
 from server_app.job import ServerJob
 from server_app.methods import feddeo, fedlmg, local, prompts_only
-from server_app.run_folder import open_run_folder
-from server_app.status import Status
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images

@@ -11,10 +11,10 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 from typer.testing import CliRunner
 
-from osfl.cli import app
+from osfl.cli.main import app
 from osfl.config import ConfigError
-from osfl.shards import write_shards
-from osfl.verify import picture_digest
+from osfl.run_folder.layout import picture_digest
+from osfl.run_folder.shards import write_shards
 
 NAMES = ("cat", "dog")
 

@@ -18,28 +18,30 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from client_app import conditions
+from client_app.local_training import dynamic, proximal
 from client_app.methods import espresso as espresso_half
 from client_app.methods import fedbip as fedbip_half
 from client_app.methods import feddisc as feddisc_half
 from client_app.methods import fgl as fgl_half
 from client_app.methods import oscar as oscar_half
-from client_app.rounds import dynamic, proximal
-from osfl import classifiers, encoders, wire
+from osfl import wire
 from osfl.config import ClassifierConfig, NodeConfig, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data.load import domain_name
-from osfl.diffusion import (
+from osfl.models import classifiers, encoders
+from osfl.models.concepts import concept_prompt, concept_starts
+from osfl.models.diffusion import (
     forward_noise,
     load_embedding_noise,
     load_kit,
     load_pipeline,
     load_unclip_pipeline,
 )
-from osfl.kits import KitError
+from osfl.models.kits import KitError
 from osfl.payloads import Captions, Classifier, Concepts, Mixtures
-from osfl.prompts import concept_prompt, concept_starts
 from osfl.seeds import generator_of
 from server_app import expected
+from server_app.averaging import feddf
 from server_app.kit import kit_bytes
 from server_app.methods import (
     espresso,
@@ -52,7 +54,6 @@ from server_app.methods import (
     oscar,
     prompts_only,
 )
-from server_app.rounds import feddf
 from server_app.synthesis.guidance import Condition, as_teacher, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, ddim_schedule, ddim_step, z_sampling
@@ -835,7 +836,7 @@ def test_feddyns_server_step_by_hand() -> None:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.task_identity import TaskIdentity
 
-    from server_app.rounds.feddyn import FedDyn
+    from server_app.averaging.feddyn import FedDyn
 
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     strategy = FedDyn(

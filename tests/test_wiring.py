@@ -11,10 +11,11 @@ from torch import nn
 
 from client_app.methods import espresso as espresso_half
 from client_app.methods import feddisc as feddisc_half
-from osfl import classifiers
 from osfl.config import RunConfig, parse_run_config
-from osfl.diffusion import load_embedding_noise, load_kit
-from osfl.encoders import load_image_encoder
+from osfl.models import classifiers
+from osfl.models.concepts import concept_prompt
+from osfl.models.diffusion import load_embedding_noise, load_kit
+from osfl.models.encoders import load_image_encoder
 from osfl.payloads import (
     Captions,
     Classifier,
@@ -25,7 +26,6 @@ from osfl.payloads import (
     Encodings,
     Mixtures,
 )
-from osfl.prompts import concept_prompt
 from server_app.methods import (
     espresso,
     fedbip,

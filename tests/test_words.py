@@ -21,16 +21,16 @@ from typer.testing import CliRunner
 
 from client_app.app import ClientError, plain_errors
 from client_app.app import app as client_app
-from osfl import compare, launch
-from osfl.cli import _clients, _print_error, console
-from osfl.cli import app as cli
+from osfl.cli import compare, launch
+from osfl.cli.main import _clients, _print_error, console
+from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.parts import DataError
-from osfl.report import write_report
+from osfl.run_folder.report import write_report
+from osfl.run_folder.status import Status
 from osfl.wire import PayloadError
 from osfl.words import MARK, name_problem, plain, plain_lines, plain_record
 from server_app.app import run_job
-from server_app.status import Status
 
 ESC = "\x1b"
 # By what each would do to a terminal, or to who reads it
@@ -256,7 +256,7 @@ def test_a_servers_log_status_and_error_are_plain(
     assert len(written) < 20_000
 
 
-@pytest.mark.parametrize("module", ["server_app.status", "client_app.app"])
+@pytest.mark.parametrize("module", ["osfl.run_folder.status", "client_app.app"])
 def test_flowers_logger_is_plain_on_either_side_alone(module: str) -> None:
     code = f"import logging, {module}; logging.getLogger('flwr').error('%s', 'a\\x1b[2J\\u202eb')"
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}

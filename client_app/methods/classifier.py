@@ -16,7 +16,7 @@ Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parame
 """
 
 from client_app.job import ClientJob
-from osfl import classifiers
+from osfl.models import classifiers
 from osfl.payloads import Classifier
 
 

@@ -30,8 +30,8 @@ from sklearn.mixture import GaussianMixture
 
 from client_app.conditions import learn_conditions, load_kit_to_learn, posteriors
 from client_app.job import ClientJob
-from osfl.diffusion import forward_noise
-from osfl.encoders import load_image_encoder
+from osfl.models.diffusion import forward_noise
+from osfl.models.encoders import load_image_encoder
 from osfl.payloads import Mixtures
 from osfl.seeds import generator_of, seed_of
 

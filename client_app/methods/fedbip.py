@@ -21,9 +21,9 @@ import torch
 
 from client_app.conditions import load_kit_to_learn, minibatches, posteriors
 from client_app.job import ClientJob
-from osfl.diffusion import Kit, forward_noise
+from osfl.models.concepts import concept_prompt, concept_starts
+from osfl.models.diffusion import Kit, forward_noise
 from osfl.payloads import Concepts
-from osfl.prompts import concept_prompt, concept_starts
 from osfl.seeds import generator_of
 
 

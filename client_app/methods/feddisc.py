@@ -16,8 +16,8 @@ import torch
 from sklearn.cluster import KMeans
 
 from client_app.job import ClientJob
-from osfl.diffusion import load_embedding_noise
-from osfl.encoders import load_image_encoder
+from osfl.models.diffusion import load_embedding_noise
+from osfl.models.encoders import load_image_encoder
 from osfl.payloads import Embeddings
 from osfl.seeds import generator_of, seed_of
 

@@ -11,7 +11,7 @@ Payload: some 50 bytes an image; the words are readable by whoever sees the mess
 """
 
 from client_app.job import ClientJob
-from osfl.encoders import load_captioner
+from osfl.models.encoders import load_captioner
 from osfl.payloads import Captions
 from osfl.wire import sendable
 

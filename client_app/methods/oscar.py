@@ -20,7 +20,7 @@ import torch
 
 from client_app.job import ClientJob
 from osfl.costs import FlopMeter
-from osfl.encoders import load_captioner, load_text_encoder
+from osfl.models.encoders import load_captioner, load_text_encoder
 from osfl.payloads import Encodings
 
 BATCH = 16  # images that are captioned, and captions that are encoded, together

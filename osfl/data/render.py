@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 from PIL import Image, ImageFilter
 
+from osfl.prompts import DIGITS
+
 SIZE = 32
 Array = np.ndarray
 
@@ -52,7 +54,7 @@ DOMAIN_SLICES: dict[str, Ranges] = {
     "infograph": _slice(hue=0.50, ink_hue=0.03, light=0.75, stroke=0.55, texture=0.75, angle=0.50),
 }
 STYLES: tuple[str, ...] = tuple(DOMAIN_SLICES)
-CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+CLASSES = DIGITS
 
 
 def draw_look(ranges: Ranges, rng: np.random.Generator) -> Look:

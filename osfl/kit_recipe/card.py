@@ -8,10 +8,10 @@ from PIL import Image
 from rich.progress import Progress
 from sklearn.linear_model import LogisticRegression
 
-from osfl import classifiers, diffusion, encoders
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.kits import SMALL_DECODER
+from osfl.models import classifiers, diffusion, encoders
+from osfl.models.kits import SMALL_DECODER
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from rich.progress import Progress
 from torch import nn
 from torch.nn import functional as F
 
-from osfl import diffusion, encoders
 from osfl.data.render import STYLES
-from osfl.kit_recipe import Recipe
+from osfl.kit_recipe import Recipe, untrained
 from osfl.kit_recipe.stages import Corpus, Stage, run_stage
+from osfl.models import diffusion, encoders
 from osfl.seeds import seed_of
 
 
@@ -24,8 +24,8 @@ def train(
     """
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "diffusion model"))
-    vae, unet = diffusion.new_vae(), diffusion.new_unet(recipe.text_width)
-    text = encoders.new_text_encoder(corpus.captions, recipe.text_length, recipe.text_width)
+    vae, unet = untrained.new_vae(), untrained.new_unet(recipe.text_width)
+    text = untrained.new_text_encoder(corpus.captions, recipe.text_length, recipe.text_width)
 
     def vae_loss(generator: torch.Generator) -> torch.Tensor:
         x = corpus.images(corpus.draw_balanced(recipe.vae_batch, generator))
@@ -55,7 +55,7 @@ def train(
         scale = float(1 / (mean + std * noise).std())
     vae.register_to_config(scaling_factor=scale)
     tokens, nothing = text.tokens(corpus.captions).to(device), text.tokens([""]).to(device)
-    alphas_cumprod = diffusion.new_scheduler().alphas_cumprod.to(device)
+    alphas_cumprod = untrained.new_scheduler().alphas_cumprod.to(device)
     named = torch.tensor([any(s in c for s in STYLES) for c in corpus.captions], device=device)
     weights = 1 + (recipe.style_weight - 1) * named
 
@@ -76,7 +76,7 @@ def train(
         "denoiser", both, recipe.denoiser_steps, recipe.denoiser_lr, denoiser_loss, recipe.ema_decay
     )
     log["denoiser"] = run_stage(stage, work, recipe.seed, device, progress)
-    diffusion.pipeline(
+    untrained.pipeline(
         vae.half(), unet.half(), encoders.TextEncoder(text.model.half(), text.tokenizer)
     ).save_pretrained(out)
     return log

@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
-from osfl import classifiers, diffusion, encoders
 from osfl.data.render import STYLES
-from osfl.kit_recipe import Recipe
+from osfl.kit_recipe import Recipe, untrained
 from osfl.kit_recipe.diffusion_model import noise_prediction_loss
 from osfl.kit_recipe.stages import Corpus, Stage, run_stage
-from osfl.kits import SMALL_DECODER
+from osfl.models import classifiers, diffusion, encoders
+from osfl.models.kits import SMALL_DECODER
 from osfl.seeds import seed_of
 
 BITS = {"resnet18": 8}  # the others are stored with 4
@@ -88,7 +88,7 @@ def train_image_encoder(
     """SLIP: captions among all captions, and views among the batch's."""
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "image_encoder"))
-    encoder = encoders.new_image_encoder(
+    encoder = untrained.new_image_encoder(
         corpus.pixels.shape[-1], recipe.image_encoder_width, recipe.embedding
     )
     text = encoders.load_text_encoder(str(out), device, torch.float32)
@@ -174,7 +174,7 @@ def train_captioner(
     """BLIP's captioning loss on the images that have a caption."""
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "captioner"))
-    captioner = encoders.new_captioner(
+    captioner = untrained.new_captioner(
         corpus.captions, corpus.pixels.shape[-1], recipe.captioner_width
     )
     captioned = torch.tensor([bool(c) for c in corpus.captions], device=device)
@@ -216,7 +216,7 @@ def train_unclip(
     device = corpus.pixels.device
     kit, encoder = diffusion.load_kit(out, device), encoders.load_image_encoder(str(out), device)
     embeddings = encoder(corpus.pixels.cpu()).to(device)
-    noise = diffusion.new_embedding_noise(embeddings.mean(dim=0), embeddings.std(dim=0))
+    noise = untrained.new_embedding_noise(embeddings.mean(dim=0), embeddings.std(dim=0))
     posteriors = [kit.encode(chunk.float() / 127.5 - 1) for chunk in corpus.pixels.split(500)]
     mean, logvar = (torch.cat(part) for part in zip(*posteriors, strict=True))
     distinct = ["", *sorted(set(corpus.captions) - {""})]
@@ -226,7 +226,7 @@ def train_unclip(
         torch.tensor([number[c] for c in corpus.captions], device=device),
     )
     torch.manual_seed(seed_of(recipe.seed, "unclip"))
-    unet = diffusion.new_unclip_unet(kit.unet, recipe.embedding).requires_grad_()
+    unet = untrained.new_unclip_unet(kit.unet, recipe.embedding).requires_grad_()
     levels_count = noise.scheduler.config.num_train_timesteps
 
     def loss(generator: torch.Generator) -> torch.Tensor:
@@ -256,7 +256,7 @@ def train_unclip(
     )
     log = run_stage(stage, work, recipe.seed, device, progress)
     half = diffusion.load_kit(out, "cpu", torch.float16)
-    pipe = diffusion.unclip_pipeline(
+    pipe = untrained.unclip_pipeline(
         half, unet.cpu().half(), encoders.load_image_encoder(str(out), torch.device("cpu")), noise
     )
     pipe.image_encoder.half()
@@ -277,7 +277,7 @@ def train_small_decoder(
     device = corpus.pixels.device
     kit = diffusion.load_kit(out, device)
     torch.manual_seed(seed_of(recipe.seed, "small_decoder"))
-    small = diffusion.new_small_decoder(recipe.small_decoder_width)
+    small = untrained.new_small_decoder(recipe.small_decoder_width)
     hidden = kit.text([""])
 
     def loss(generator: torch.Generator) -> torch.Tensor:

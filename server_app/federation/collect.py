@@ -9,15 +9,16 @@ from flwr.serverapp import Grid
 from osfl import wire
 from osfl.config import RunConfig
 from osfl.costs import release_memory
+from osfl.log import log
 from osfl.payloads import Payload
 from osfl.protocol import ACKNOWLEDGE, unpack_payload
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
 from osfl.words import plain
 from server_app.expected import ExpectedOf, probe
 from server_app.federation import exchange as under_way
 from server_app.federation.exchange import Exchange, RoundError, ignore, listed
 from server_app.federation.join import Members
-from server_app.run_folder import RunFolder
-from server_app.status import Status, log
 
 
 @dataclass
@@ -103,8 +104,13 @@ class Collection:
         return self.config.num_clients - there
 
     def _fill_places(self) -> None:
-        if self._vacant() > 0:
+        away = self._exchange.away()
+        if self._vacant() > 0 or away:
             self.members.look(self.end)
+        # Only as many as spares can replace: without one, a node may still come back
+        for node in away[: max(0, len(self.members.spares()) - self._vacant())]:
+            self._exchange.give_up(node)
+            self._fail(node, f"offline for {under_way.AWAY_SECONDS:g} s, and another is there")
         for spare in self.members.spares()[: max(0, self._vacant())]:
             gone = [client for client in self.members.nodes if client in self.problems]
             self.ask(spare, self.members.take_in(spare, gone[0] if gone else None))

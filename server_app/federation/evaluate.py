@@ -10,11 +10,12 @@ from flwr.serverapp import Grid
 from osfl.config import RunConfig
 from osfl.costs import release_memory
 from osfl.data.parts import class_names
+from osfl.log import log
 from osfl.protocol import MOST_IMAGES, pack_model
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
 from server_app.federation.exchange import Exchange, RoundError, UnfitError
 from server_app.job import GlobalModel
-from server_app.run_folder import RunFolder
-from server_app.status import Status, log
 
 Matrix = list[list[int]]
 

@@ -18,10 +18,10 @@ from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from osfl.log import log
 from osfl.wire import PayloadError
 from osfl.words import plain
 from server_app.federation.pulls import Pulls, Result
-from server_app.status import log
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
@@ -32,6 +32,9 @@ PATIENCE_SECONDS = 120.0
 # With what takes long; a client that is asked twice sends what it made, or waits for it.
 WORK_PATIENCE_SECONDS = 600.0
 THANKS_SECONDS = 30.0  # for acknowledgements, at most
+# A node that is offline for so long loses its place where another can take it. A SuperNode that
+# crashed and starts again is back within some 60 s.
+AWAY_SECONDS = 90.0
 GRACE_SECONDS = 2.0  # after a phase's end, to use replies that are here already
 MOST_REASONS = 20  # in one error's text
 LAST_LETTERS = 10_000  # of a client's exception, to look for its last line
@@ -81,6 +84,8 @@ class Exchange:
     _later: list[tuple[float, _Request]] = field(default_factory=list)
     _heard: float = field(default_factory=time.monotonic)  # when something last came
     _online: dict[int, str] | None = None
+    _looked: float = 0.0  # when, by time.monotonic()
+    _absent: dict[int, float] = field(default_factory=dict)  # since which look, by node
 
     def __post_init__(self) -> None:
         self._pulls = Pulls(self.grid, self.largest)
@@ -88,6 +93,10 @@ class Exchange:
     def look_around(self) -> dict[int, str]:
         """The nodes that are online, and when each came: a request to the SuperLink."""
         self._online = online_nodes(self.grid)
+        self._looked = time.monotonic()
+        # Where the SuperLink names nobody, it may be the one that is away
+        missing = set(self.waiting()) - self._online.keys() if self._online else set()
+        self._absent = {node: self._absent.get(node, self._looked) for node in missing}
         return self._online
 
     def push(
@@ -259,6 +268,15 @@ class Exchange:
         """Nodes that still owe a reply."""
         later = [request for _, request in self._later]
         return list(dict.fromkeys(request.node for request in (*self._open.values(), *later)))
+
+    def away(self) -> list[int]:
+        """Nodes that owe a reply and were offline at every look for `AWAY_SECONDS`."""
+        limit = self._looked - AWAY_SECONDS
+        return [node for node in self.waiting() if self._absent.get(node, math.inf) < limit]
+
+    def give_up(self, node: int) -> None:
+        """Wait no longer for a node; what it still sends is dropped."""
+        self._forget(node)
 
 
 def ignore(*_: Any) -> None:

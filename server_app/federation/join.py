@@ -8,11 +8,12 @@ from flwr.serverapp import Grid
 
 import osfl
 from osfl.config import RunConfig, is_identifier, split_names
+from osfl.log import log
 from osfl.methods import METHODS
 from osfl.protocol import JOIN
+from osfl.run_folder.status import Status
 from osfl.words import plain
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, listed
-from server_app.status import Status, log
 
 # While enough others are there, a client whose payload is stored is expected for so long after
 # the last one came. It is welcome later, too.

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from osfl.config import EspressoConfig
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from osfl.payloads import Mixtures, Payload
 from osfl.seeds import generator_of
 from server_app.job import GlobalModel, ServerJob

@@ -18,9 +18,9 @@ from typing import cast
 import torch
 
 from osfl.config import FedBiPConfig
-from osfl.diffusion import Kit, forward_noise
+from osfl.models.concepts import concept_prompt
+from osfl.models.diffusion import Kit, forward_noise
 from osfl.payloads import Concepts, Payload
-from osfl.prompts import concept_prompt
 from osfl.seeds import generator_of
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from osfl.config import FedCADOConfig
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from osfl.payloads import Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.methods.fedlmg import LossAt, guidance_loss, guided, run_guided

@@ -17,7 +17,7 @@ from typing import cast
 
 import torch
 
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from osfl.payloads import Descriptions, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine

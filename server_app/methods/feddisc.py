@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from osfl.config import FedDISCConfig
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from osfl.payloads import Embeddings, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine

@@ -27,9 +27,9 @@ from typing import cast
 
 import torch
 
-from osfl.classifiers import rebuild
 from osfl.config import FedLMGConfig, split_names
-from osfl.diffusion import Kit
+from osfl.models.classifiers import rebuild
+from osfl.models.diffusion import Kit
 from osfl.payloads import Classifier, Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine

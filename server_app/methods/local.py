@@ -6,7 +6,7 @@ A reference, not a method: what a client has without the federation.
 from collections.abc import Mapping
 from typing import cast
 
-from osfl.classifiers import rebuild
+from osfl.models.classifiers import rebuild
 from osfl.payloads import Classifier, Payload
 from server_app.job import GlobalModel, ServerJob
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 from osfl.payloads import Payload
 from server_app.job import GlobalModel, ServerJob
 from server_app.synthesis.engine import load_engine

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osfl.diffusion import Kit
+from osfl.models.diffusion import Kit
 
 
 def cache_features(kit: Kit, interval: int) -> None:

@@ -22,9 +22,9 @@ from filelock import FileLock
 
 from osfl.config import SynthesisConfig
 from osfl.devices import saves_memory
-from osfl.diffusion import Attention, Kit, Sampling, load_kit, load_small_decoder
 from osfl.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
-from osfl.kits import SMALL_DECODER, kit_digest
+from osfl.models.diffusion import Attention, Kit, Sampling, load_kit, load_small_decoder
+from osfl.models.kits import SMALL_DECODER, kit_digest
 from server_app.synthesis.caching import cache_features
 
 # What may be chosen by a measurement: of the networks, and with all that a run records.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osfl.classifiers import normalise
-from osfl.diffusion import Kit
+from osfl.models.classifiers import normalise
+from osfl.models.diffusion import Kit
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from PIL import Image
 from osfl.config import flatten
 from osfl.data.load import to_pixels
 from osfl.files import DamageError, open_private, private_folder, write_atomically
-from osfl.kits import SMALL_DECODER, kit_digest, part_digest
-from osfl.methods import sampling_parts
-from osfl.verify import picture_digest, read_picture, read_rows
+from osfl.log import log
+from osfl.models.kits import SMALL_DECODER, kit_digest, part_digest
+from osfl.models.used_parts import sampling_parts
+from osfl.run_folder.layout import picture_digest, read_picture, read_rows
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
-from server_app.status import log
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
 from server_app.synthesis.samplers import NotFiniteError
 from server_app.synthesis.workers import MakeSampler, Sample, sample_units

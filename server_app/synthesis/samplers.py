@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from osfl.diffusion import Kit, new_solver
+from osfl.models.diffusion import Kit, new_solver
 from server_app.synthesis.progress import step_done
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from system_tools import Federation, wait_for
 
-from osfl import certs
+from osfl.cli import certs
 
 pytestmark = pytest.mark.system
 ONLINE = "online"

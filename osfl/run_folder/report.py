@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from osfl.files import DamageError, read_json, write_atomically
-from osfl.verify import MADE_ANEW
+from osfl.run_folder.layout import MADE_ANEW
 from osfl.words import plain
 
 MOST_PICTURED = 12  # classes
@@ -264,7 +264,7 @@ def human_flops(count: float) -> str:
 def _page() -> Any:
     from jinja2 import Environment
 
-    from osfl.report_template import TEMPLATE
+    from osfl.run_folder.report_template import TEMPLATE
 
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     page.filters.update(bytes=human_bytes, flops=human_flops)

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from osfl.digests import sha256_of
-
-DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
-SMALL_DECODER = "small_decoder"  # a part that few kits have
+from osfl.methods import DIFFUSION_PARTS, SMALL_DECODER
+from osfl.models.digests import sha256_of
 
 # How the file of a part's weights begins: diffusers' name, or transformers'.
 WEIGHTS: Mapping[str, str] = {
@@ -86,7 +84,7 @@ def _kit_roots() -> list[Path]:
         spec := importlib.util.find_spec("osfl_kits")
     ) and spec.submodule_search_locations:  # installed from a wheel
         roots.append(Path(next(iter(spec.submodule_search_locations))))
-    roots.append(Path(__file__).resolve().parent.parent / "kits")
+    roots.append(Path(__file__).resolve().parents[2] / "kits")
     return [root for root in roots if root.is_dir()]
 
 

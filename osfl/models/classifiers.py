@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
 from osfl.files import PUBLIC, write_atomically
-from osfl.initialisation import initial_weights
+from osfl.models.initialisation import initial_weights
 from osfl.seeds import seed_of
 
 # Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to them.

@@ -37,11 +37,11 @@ from typing import Any
 
 import numpy as np
 
+from osfl.cli.launch import flat_toml, resolve_config
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.files import DamageError, private_folder, read_json, write_atomically
-from osfl.launch import flat_toml, resolve_config
-from osfl.methods import used_digests
-from osfl.report import human_bytes, human_flops, over_images, read_metrics
+from osfl.models.used_parts import used_digests
+from osfl.run_folder.report import human_bytes, human_flops, over_images, read_metrics
 from osfl.words import plain
 
 OWN = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run

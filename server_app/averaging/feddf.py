@@ -33,14 +33,14 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 from torch.nn import functional as F
 
-from osfl.classifiers import logits_of, normalise, rebuild
-from osfl.methods import final_model, initial_models
+from osfl.models.classifiers import logits_of, normalise, rebuild
+from osfl.models.used_parts import final_model, initial_models
 from osfl.seeds import generator_of, seed_of
+from server_app.averaging.fedavg import everyone
+from server_app.averaging.models import initial_state
+from server_app.averaging.proxy import Proxy, check_proxy, load_proxy, pixels
+from server_app.averaging.run import RoundsGrid
 from server_app.job import ServerJob
-from server_app.rounds.fedavg import everyone
-from server_app.rounds.models import initial_state
-from server_app.rounds.proxy import Proxy, check_proxy, load_proxy, pixels
-from server_app.rounds.run import RoundsGrid
 
 CHUNK = 256  # images that the teachers see at a time
 

@@ -10,10 +10,10 @@ from safetensors.torch import load, save
 from torch import nn
 
 from client_app.job import ClientJob
-from osfl import classifiers
 from osfl.config import ConfigError
 from osfl.costs import Stopwatch, peak_memory_mb
 from osfl.files import write_atomically
+from osfl.models import classifiers
 from osfl.protocol import pack_state, unpack_state
 from osfl.seeds import seed_of
 

@@ -7,29 +7,29 @@ Images, payloads and models have their SHA-256 in records beside them: `units/*.
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from osfl.files import DamageError, read_json, write_atomically
+from osfl.run_folder.layout import (
+    MADE_ANEW,
+    NOT_A_RECORD,
+    SUMS,
+    picture_digest,
+    read_picture,
+    read_rows,
+)
 from osfl.words import plain
 
-if TYPE_CHECKING:
-    import torch  # seconds to import, and only images need it
-
-SUMS = "SHA256SUMS"
-NOT_A_RECORD = frozenset({"status.json", "server.log"})  # they change when nobody is at work
-MADE_ANEW = "the same `osfl run` again makes it anew"
 _RECORDS = (
     *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),
     *("tests/*.json", "rounds/*.json", "rounds/*.safetensors"),
 )
-_ROW = {"file": str, "client": str, "class": str, "seed": int, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,6 @@ class Finding:
     kind: str
     good: int
     wrong: tuple[str, ...]
-
-
-# ---- Images and their rows ----
-
-
-def read_picture(file: Path) -> "torch.Tensor | None":
-    """uint8 [3, H, W], or None if the file is missing or damaged."""
-    from PIL import Image
-    from torchvision.transforms.v2.functional import pil_to_tensor
-
-    try:
-        with Image.open(file) as image:
-            return pil_to_tensor(image)
-    except Exception:  # what Pillow raises at a damaged file is its plugins' choice
-        return None
-
-
-def picture_digest(picture: "torch.Tensor") -> str:
-    """SHA-256 of an image's pixels."""
-    return hashlib.sha256(picture.contiguous().numpy().tobytes()).hexdigest()
 
 
 def picture_problem(folder: Path, row: dict[str, Any]) -> str:
@@ -72,36 +52,6 @@ def picture_problem(folder: Path, row: dict[str, Any]) -> str:
     if picture_digest(picture) != row["sha256"]:
         return f"{name} is another image than the one that was made"
     return ""
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a manifest or of a unit, an image each.
-
-    Raises:
-        DamageError: it is missing, or not as it was written.
-        PermissionError: this user may not read it.
-    """
-    if not os.path.isfile(file):
-        problem = "is not a file" if os.path.lexists(file) else "is missing"
-        raise DamageError(f"{plain(file, 1000)} {problem}; {MADE_ANEW}")
-    content = file.read_bytes()
-    try:
-        rows = [json.loads(line) for line in content.splitlines()]
-    except (ValueError, RecursionError):
-        rows = []
-    if not rows or not content.endswith(b"\n") or not all(map(_is_row, rows)):
-        raise DamageError(f"{plain(file, 1000)} is damaged; {MADE_ANEW}")
-    return rows
-
-
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, dict):
-        return False
-    if not all(isinstance(row.get(key), kind) for key, kind in _ROW.items()):
-        return False
-    path = PurePosixPath(row["file"])
-    # Nothing outside of the run's folder is opened, whatever a row says
-    return path.parts[:1] == ("images",) and ".." not in path.parts
 
 
 # ---- The whole folder ----
@@ -212,18 +162,20 @@ def _of_vouched(folder: Path, kind: str, ending: str) -> Finding:
 
 def _of_records(folder: Path) -> Finding:
     """Of a finished run all that `SHA256SUMS` names, and `status.json`; else `config.json` alone."""
-    phase, sealed = None, os.path.lexists(folder / SUMS)
+    phase = None
+    sealed = os.path.lexists(folder / SUMS)
+    ended = any(os.path.lexists(folder / name) for name in ("metrics.json", "report.html"))
     wrong = []
     try:
         phase = read_json(folder / "status.json").get("phase")
     except OSError:
         # A run that has just begun has none
-        if sealed or os.path.lexists(folder / "status.json"):
+        if sealed or ended or os.path.lexists(folder / "status.json"):
             wrong.append(_damaged(folder, folder / "status.json"))
     else:
         if sealed and phase != "finished":
             wrong.append("status.json does not say that the run has finished")
-    if sealed or phase == "finished":
+    if sealed or phase == "finished" or (phase is None and ended):
         sums = _read_sums(folder)
         found = [_problem(folder, name, digest) for name, digest in sums.items()]
         wrong += [] if sums else [_damaged(folder, folder / SUMS)]

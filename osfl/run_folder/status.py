@@ -1,17 +1,15 @@
 """What a run is doing, for whoever watches: `status.json` in the run's folder, and the log."""
 
 import json
-import logging
 import time
 from pathlib import Path
 from typing import Any
 
 from osfl.files import write_atomically
-from osfl.words import plain, plain_lines, plain_record
+from osfl.log import log
+from osfl.words import plain, plain_lines
 
 MOST_ERROR = 10_000  # characters; a line for each of many clients
-log = logging.getLogger("flwr")  # Flower carries this logger's lines to `flwr log`
-log.addFilter(plain_record)
 
 
 class Status:

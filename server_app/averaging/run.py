@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,10 +11,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from osfl.classifiers import blank_classifier, rebuild
 from osfl.config import RunConfig, split_names
-from osfl.methods import final_model
-from osfl.payloads import Classifier
+from osfl.log import log
+from osfl.models.classifiers import blank_classifier, rebuild
+from osfl.models.used_parts import final_model
+from osfl.payloads import Classifier, Payload
 from osfl.protocol import (
     ACKNOWLEDGE,
     HEADER_BYTES,
@@ -24,13 +25,13 @@ from osfl.protocol import (
     unpack_state,
 )
 from osfl.wire import MAX_MAGNITUDE, PayloadError
+from server_app.averaging.models import initial_state
 from server_app.expected import probe
 from server_app.federation import exchange as under_way
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, ignore, listed
 from server_app.federation.join import Members
 from server_app.job import GlobalModel, ServerJob
-from server_app.rounds.models import initial_state
-from server_app.status import log
+from server_app.outliers import find_outliers
 
 MODEL, MEMORY = ".safetensors", ".memory.safetensors"
 BEGIN_AGAIN = "move the folder rounds away, and the same `osfl run` begins with the first round"
@@ -50,9 +51,9 @@ def run_rounds(
     start = initial_state(job, settings)
     done, seconds, state, costs = _resume(job, strategy, start)
     strategy.first = done  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
-    between, began = (
-        RoundsGrid(grid, members, job.config, job_id, done, _shapes(job), costs),
-        time.monotonic(),
+    began = time.monotonic()
+    between = RoundsGrid(
+        grid, members, job.config, job_id, done, _shapes(job), costs, job.status.warn
     )
     job.status.phase("rounds", count)
     job.status.advance(done, count)
@@ -175,6 +176,7 @@ class RoundsGrid:
         first: rounds that were done before.
         likes: for each architecture the state dict that a reply must look like; without numbers.
         costs: of each client, summed over the rounds; bytes as serialised.
+        warn: told of clients whose model's norms are far from the others', of all rounds so far.
         contents: what a strategy has for a spare, by its architecture, where it may be another than
             those of the clients that the strategy asks.
     """
@@ -186,10 +188,11 @@ class RoundsGrid:
     first: int
     likes: Mapping[str, State]
     costs: Costs = field(default_factory=dict)
+    warn: Callable[[list[str]], None] = ignore
     contents: dict[str, RecordDict] = field(default_factory=dict)
-    _absent: set[str] = field(
-        default_factory=set
-    )  # in the last round: they are not waited for as long as the others
+    # In the last round: they are not waited for as long as the others.
+    _absent: set[str] = field(default_factory=set)
+    _far: dict[str, str] = field(default_factory=dict)  # what was told, by client
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes of the clients that joined."""
@@ -223,10 +226,25 @@ class RoundsGrid:
                 f"used; {self.config.needed_clients} are needed (min-clients, num-clients)"
                 f"{listed(asked.problems)}"
             )
+        self._look_for_outliers(usable, messages[0].content)
         return [
             Message(usable[client], dst_node_id=self.members.nodes[client], message_type="train")
             for client in sorted(usable)
         ]
+
+    def _look_for_outliers(self, usable: Mapping[str, RecordDict], sent: RecordDict) -> None:
+        """Tell of models whose norms are far from the others'; each client once. They are used."""
+        number = self.first + int(cast(int, sent.config_records["config"]["server-round"]))
+        models: dict[str, Payload] = {}
+        for client, content in usable.items():
+            state = content.array_records["arrays"].to_torch_state_dict()
+            models[client] = Classifier((), self.members.architectures[client], state)
+        far = {outlier.client: outlier for outlier in find_outliers(models)}
+        new = far.keys() - self._far.keys()
+        for client in sorted(new):
+            self._far[client] = f"round {number}: {far[client]}"
+        if new:
+            self.warn(list(self._far.values()))
 
     def _checked(self, client: str, content: RecordDict) -> RecordDict:
         """What the strategy may see of a reply: exactly the model's arrays, read and checked, and the number of images.
@@ -335,8 +353,13 @@ class _Round:
 
     def _fill_places(self, until: float) -> None:
         gone = [client for client in self.members.nodes if client in self.problems]
-        if gone and not self.members.spares():
+        away = self.exchange.away()
+        if (gone or away) and not self.members.spares():
             self.members.look(until)
+        for node in away[: max(0, len(self.members.spares()) - len(gone))]:
+            self.exchange.give_up(node)
+            self._fail(node, f"offline for {under_way.AWAY_SECONDS:g} s, and another is there")
+            gone.append(self._client_of[node])
         for client, spare in zip(gone, self.members.spares(), strict=False):
             node = self.members.take_in(spare, client)
             self._client_of[node] = spare

@@ -12,7 +12,7 @@ models/<name>.safetensors the global models
 tests/<name>.json         their confusion matrices, client by client
 status.json               what is going on now
 manifest.jsonl metrics.json report.html
-SHA256SUMS                of a finished run: the digests of its records (osfl/verify.py)
+SHA256SUMS                of a finished run: the digests of its records (osfl/run_folder/verify.py)
 """
 
 import hashlib
@@ -22,12 +22,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load, save
 
 from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
 from osfl.files import (
@@ -37,10 +35,16 @@ from osfl.files import (
     read_json,
     write_atomically,
 )
-from osfl.verify import NOT_A_RECORD, SUMS
-from osfl.wire import PayloadError
-from server_app.status import log
+from osfl.log import log
+from osfl.words import plain
 
+if TYPE_CHECKING:
+    import torch  # seconds to import, and few readers need it
+
+SUMS = "SHA256SUMS"
+NOT_A_RECORD = frozenset({"status.json", "server.log"})  # they change when nobody is at work
+MADE_ANEW = "the same `osfl run` again makes it anew"
+_ROW = {"file": str, "client": str, "class": str, "seed": int, "sha256": str}
 LOCK_SECONDS = 5.0  # for a server that is just ending
 # How often the server may end while it reads what a client sent: once may be another's doing.
 MOST_ENDS = 2
@@ -75,13 +79,15 @@ class RunFolder:
             raise DamageError(f"{self.path / name} is not as it was written; {cure}")
         return value
 
-    def write_weights(self, name: str, state: Mapping[str, torch.Tensor]) -> str:
+    def write_weights(self, name: str, state: "Mapping[str, torch.Tensor]") -> str:
         """Store tensors in safetensors' format; returns the file's SHA-256."""
+        from safetensors.torch import save
+
         weights = save({n: t.contiguous() for n, t in state.items()})
         write_atomically(self.path / name, weights)
         return hashlib.sha256(weights).hexdigest()
 
-    def read_weights(self, name: str, sha256: object, cure: str) -> dict[str, torch.Tensor]:
+    def read_weights(self, name: str, sha256: object, cure: str) -> "dict[str, torch.Tensor]":
         """The tensors of `write_weights`.
 
         Raises:
@@ -95,6 +101,8 @@ class RunFolder:
         except OSError:
             weights = b""
         if hashlib.sha256(weights).hexdigest() == sha256:
+            from safetensors.torch import load
+
             return load(weights)
         state = "is not as it was written" if file.exists() else "is missing"
         raise DamageError(f"{file} {state}; {cure}")
@@ -150,6 +158,8 @@ class RunFolder:
             PayloadError: the server ended while it read this payload, or too often while it read
                 what this client sent; or there is not enough memory to read it.
         """
+        from osfl.wire import PayloadError
+
         marker = f"payloads/{client}.decoding"
         if self.read_json(marker) is not None:
             raise PayloadError(client, "message", "the server ended while it read this payload")
@@ -173,14 +183,14 @@ class RunFolder:
                 _set_aside(file)
 
     def store_model(
-        self, name: str, state: Mapping[str, torch.Tensor], about: dict[str, Any]
+        self, name: str, state: "Mapping[str, torch.Tensor]", about: dict[str, Any]
     ) -> None:
         """Put a global model on the disk, then what vouches for it."""
         (self.path / "models" / f"{name}.json").unlink(missing_ok=True)
         digest = self.write_weights(f"models/{name}.safetensors", state)
         self.write_json(f"models/{name}.json", {**about, "sha256": digest})
 
-    def stored_model(self, name: str, inputs: str) -> dict[str, torch.Tensor] | None:
+    def stored_model(self, name: str, inputs: str) -> "dict[str, torch.Tensor] | None":
         """The model that was trained on just these inputs, if it is there as it was written."""
         file = self.path / "models" / f"{name}.safetensors"
         try:
@@ -191,7 +201,11 @@ class RunFolder:
             return None
         weights = file.read_bytes()
         sound = hashlib.sha256(weights).hexdigest() == about.get("sha256")
-        return load(weights) if sound and isinstance(about.get("seconds"), int | float) else None
+        if not sound or not isinstance(about.get("seconds"), int | float):
+            return None
+        from safetensors.torch import load
+
+        return load(weights)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -281,3 +295,53 @@ def _set_aside(file: Path) -> None:
     else:
         aside.unlink(missing_ok=True)
     file.replace(aside)
+
+
+# ---- Images and their rows ----
+
+
+def read_picture(file: Path) -> "torch.Tensor | None":
+    """uint8 [3, H, W], or None if the file is missing or damaged."""
+    from PIL import Image
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    try:
+        with Image.open(file) as image:
+            return pil_to_tensor(image)
+    except Exception:  # what Pillow raises at a damaged file is its plugins' choice
+        return None
+
+
+def picture_digest(picture: "torch.Tensor") -> str:
+    """SHA-256 of an image's pixels."""
+    return hashlib.sha256(picture.contiguous().numpy().tobytes()).hexdigest()
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a manifest or of a unit, an image each.
+
+    Raises:
+        DamageError: it is missing, or not as it was written.
+        PermissionError: this user may not read it.
+    """
+    if not os.path.isfile(file):
+        problem = "is not a file" if os.path.lexists(file) else "is missing"
+        raise DamageError(f"{plain(file, 1000)} {problem}; {MADE_ANEW}")
+    content = file.read_bytes()
+    try:
+        rows = [json.loads(line) for line in content.splitlines()]
+    except (ValueError, RecursionError):
+        rows = []
+    if not rows or not content.endswith(b"\n") or not all(map(_is_row, rows)):
+        raise DamageError(f"{plain(file, 1000)} is damaged; {MADE_ANEW}")
+    return rows
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    if not all(isinstance(row.get(key), kind) for key, kind in _ROW.items()):
+        return False
+    path = PurePosixPath(row["file"])
+    # Nothing outside of the run's folder is opened, whatever a row says
+    return path.parts[:1] == ("images",) and ".." not in path.parts

@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from osfl.files import OWNER_ONLY, write_atomically
+from osfl.files import OWNER_ONLY, private_folder, write_atomically
 
 SMALL_BYTES = 2**20  # a file below it is read each time
 YOUNG_SECONDS = 2.0  # a file that has just changed may change again within its clock's tick
@@ -101,7 +101,7 @@ def _alone() -> Iterator[None]:
     """One process after the other, where there is a place for a lock."""
     lock = FileLock(_cache_file().with_suffix(".lock"), mode=OWNER_ONLY)
     with suppress(OSError):
-        _cache_file().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(_cache_file().parent)
         lock.acquire()
     try:
         yield

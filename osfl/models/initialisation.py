@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from osfl.config import ClassifierConfig, ConfigError
-from osfl.kits import initialisation_part
+from osfl.models.kits import initialisation_part
 
 
 def initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Path | None:

@@ -18,9 +18,9 @@ from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import 
 from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from osfl.encoders import ImageEncoder, TextEncoder, load_text_encoder, text_shape
-from osfl.kit_check import check_kit
-from osfl.kits import DIFFUSION_PARTS, KitError
+from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
+from osfl.models.kit_check import check_kit
+from osfl.models.kits import DIFFUSION_PARTS, KitError
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -309,124 +309,7 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
     return EmbeddingNoise(normalizer.float().requires_grad_(False), scheduler)
 
 
-# ---- Building a miniature kit (osfl/kit_recipe/). Diffusers' pipeline takes seconds to import, and only a new kit needs it ----
-
-
-def new_vae() -> AutoencoderKL:
-    """An untrained 0.5 M autoencoder: 32 x 32 images to 4 x 8 x 8 latents (f = 4)."""
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(24, 48, 48),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-        sample_size=32,
-    )
-
-
-def new_unet(text_width: int) -> UNet2DConditionModel:
-    """An untrained 3.1 M text-conditioned UNet on 4 x 8 x 8 latents."""
-    return UNet2DConditionModel(
-        sample_size=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        block_out_channels=(64, 128),
-        layers_per_block=1,
-        cross_attention_dim=text_width,
-        attention_head_dim=4,
-        norm_num_groups=16,
-    )
-
-
-def new_unclip_unet(text_to_image: UNet2DConditionModel, embedding: int) -> UNet2DConditionModel:
-    """A UNet conditioned on text and on an image embedding, which begins as the text-conditioned one: the new projection ends in zeros."""
-    config = {
-        **text_to_image.config,
-        "class_embed_type": "projection",
-        "projection_class_embeddings_input_dim": 2 * embedding,
-    }
-    unet = UNet2DConditionModel.from_config(config)
-    new = {
-        name: value
-        for name, value in unet.state_dict().items()
-        if name.startswith("class_embedding.")
-    }
-    unet.load_state_dict({**text_to_image.state_dict(), **new})
-    torch.nn.init.zeros_(unet.class_embedding.linear_2.weight)
-    torch.nn.init.zeros_(unet.class_embedding.linear_2.bias)
-    return unet
-
-
-def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise:
-    """Of embeddings with a mean and a standard deviation, each [e]; the schedule of Stable unCLIP 2.1."""
-    normalizer = StableUnCLIPImageNormalizer(len(mean))
-    normalizer.mean.data, normalizer.std.data = mean[None].clone(), std[None].clone()
-    return EmbeddingNoise(
-        normalizer.requires_grad_(False), DDPMScheduler(beta_schedule="squaredcos_cap_v2")
-    )
-
-
-def new_small_decoder(width: int) -> "AutoencoderTiny":
-    """An untrained decoder in TAESD's format for `new_vae`'s latents; its encoder, which nobody uses, is as small as it can be."""
-    from diffusers import AutoencoderTiny
-
-    return AutoencoderTiny(
-        encoder_block_out_channels=(4, 4, 4),
-        decoder_block_out_channels=(width,) * 3,
-        num_encoder_blocks=(1, 1, 1),
-        num_decoder_blocks=(2, 2, 1),
-        latent_channels=4,
-    )
-
-
-def new_scheduler() -> DDIMScheduler:
-    """Stable Diffusion 1.5's noise schedule."""
-    return DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
-
-
-def pipeline(
-    vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder
-) -> "StableDiffusionPipeline":
-    """Diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
-    from diffusers import StableDiffusionPipeline
-
-    return StableDiffusionPipeline(
-        vae=vae,
-        unet=unet,
-        text_encoder=text.model,
-        tokenizer=text.tokenizer,
-        scheduler=new_scheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-
-
-def unclip_pipeline(
-    kit: Kit, unet: UNet2DConditionModel, encoder: ImageEncoder, noise: EmbeddingNoise
-) -> "StableUnCLIPImg2ImgPipeline":
-    """Diffusers' own unCLIP pipeline; text encoder, autoencoder and scheduler are the kit's."""
-    from diffusers import StableUnCLIPImg2ImgPipeline
-
-    return StableUnCLIPImg2ImgPipeline(
-        feature_extractor=encoder.processor,
-        image_encoder=encoder.model,
-        image_normalizer=noise.normalizer,
-        image_noising_scheduler=noise.scheduler,
-        tokenizer=kit.text.tokenizer,
-        text_encoder=kit.text.model,
-        unet=unet,
-        scheduler=kit.scheduler,
-        vae=kit.vae,
-    )
+# ---- As diffusers' own pipelines, which take seconds to import ----
 
 
 def load_pipeline(folder: str | Path) -> "StableDiffusionPipeline":

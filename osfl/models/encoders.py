@@ -1,38 +1,28 @@
 """Text encoders, image encoders and captioners of a kit. The only file that imports transformers."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
-    BertTokenizer,
-    BlipConfig,
     BlipForConditionalGeneration,
-    BlipImageProcessor,
     BlipProcessor,
-    BlipTextConfig,
-    BlipVisionConfig,
     CLIPImageProcessor,
-    CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
-    CLIPVisionConfig,
     CLIPVisionModelWithProjection,
     Dinov2Model,
 )
 
 from osfl.costs import FlopMeter
-from osfl.kit_check import IMAGE_ENCODERS
-from osfl.kits import KitError
+from osfl.models.kit_check import IMAGE_ENCODERS
+from osfl.models.kits import KitError
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -239,129 +229,3 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise KitError(f"captioner = {place!r} cannot be loaded: {error}") from error
     return Captioner(model.to(device).eval().requires_grad_(False), processor)
-
-
-# ---- Building a miniature kit (osfl/kit_recipe/) ----
-
-
-def new_text_encoder(captions: Sequence[str], length: int, width: int) -> TextEncoder:
-    """An untrained miniature CLIP text encoder whose tokenizer is learned from `captions`."""
-    tokenizer = _train_tokenizer(captions, length)
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=length,
-        projection_dim=width,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return TextEncoder(CLIPTextModel(config), tokenizer)
-
-
-def _train_tokenizer(captions: Sequence[str], length: int) -> CLIPTokenizer:
-    """A byte-pair tokenizer in which every word of the captions is one token.
-
-    The library's own trainer breaks ties in the order of a hash map: it numbers tokens differently from call to call, and a resumed
-    training would meet other numbers than it began with. Here ties are broken alphabetically.
-    """
-    split = CLIPTokenizer().backend_tokenizer.pre_tokenizer.pre_tokenize_str
-    words = Counter(
-        word
-        for caption, count in Counter(captions).items()
-        for word, _ in split(caption)
-        for _ in range(count)
-    )
-    pieces = {word: [*word[:-1], word[-1] + "</w>"] for word in words}
-    merges: list[tuple[str, str]] = []
-    while pairs := Counter({pair: 0 for p in pieces.values() for pair in pairwise(p)}):
-        for word, parts in pieces.items():
-            for pair in pairwise(parts):
-                pairs[pair] += words[word]
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        merges.append(best)
-        pieces = {word: _merge(parts, best) for word, parts in pieces.items()}
-    letters = sorted(ByteLevel.alphabet())
-    order = [
-        "<|startoftext|>",
-        "<|endoftext|>",
-        *letters,
-        *(f"{letter}</w>" for letter in letters),
-        *("".join(m) for m in merges),
-    ]
-    tokenizer = CLIPTokenizer(
-        vocab={token: number for number, token in enumerate(dict.fromkeys(order))}, merges=merges
-    )
-    tokenizer.model_max_length = length
-    return tokenizer
-
-
-def _merge(parts: list[str], pair: tuple[str, str]) -> list[str]:
-    merged: list[str] = []
-    for part in parts:
-        if merged and (merged[-1], part) == pair:
-            merged[-1] += part
-        else:
-            merged.append(part)
-    return merged
-
-
-def new_image_encoder(size: int, width: int, projection: int) -> ImageEncoder:
-    """An untrained miniature CLIP image encoder: patches of 4, four layers."""
-    config = CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        projection_dim=projection,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        image_size=size,
-        patch_size=4,
-    )
-    edge = {"height": size, "width": size}
-    processor = CLIPImageProcessor(size=edge, crop_size=edge, do_center_crop=False)
-    return ImageEncoder(CLIPVisionModelWithProjection(config), processor)
-
-
-def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
-    """An untrained miniature BLIP whose WordPiece vocabulary is the words of `captions`."""
-    words = sorted({word for caption in captions for word in caption.replace(",", " , ").split()})
-    vocabulary = {
-        token: number
-        for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
-    }
-    tokenizer = BertTokenizer(vocab=vocabulary)
-    text = BlipTextConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=width,
-        encoder_hidden_size=width,
-        intermediate_size=4 * width,
-        projection_dim=width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        initializer_range=width**-0.5,
-        bos_token_id=tokenizer.cls_token_id,  # BLIP begins with a token of its own; here training and decoding begin alike
-        sep_token_id=tokenizer.sep_token_id,
-        eos_token_id=tokenizer.sep_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    vision = BlipVisionConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        projection_dim=width,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        image_size=size,
-        patch_size=4,
-        initializer_range=width
-        ** -0.5,  # BERT's 0.02 is for a width of 768: here attention would stay uniform, digits unread
-    )
-    config = BlipConfig(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=width
-    )
-    edge = {"height": size, "width": size}
-    processor = BlipProcessor(BlipImageProcessor(size=edge), tokenizer)
-    return Captioner(BlipForConditionalGeneration(config), processor)

@@ -65,7 +65,7 @@ def run(
 
     Example: osfl run configs/demo.toml method=fedlmg seed=1
     """
-    from osfl import launch
+    from osfl.cli import launch
 
     for ending in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: end the SuperLink and its clients too
         if hasattr(signal, ending):  # Windows has no SIGHUP
@@ -120,8 +120,8 @@ def _simulate(
     root: Path,
     federation: dict[str, Scalar],
 ) -> None:
-    from osfl import launch
-    from osfl.report import read_metrics
+    from osfl.cli import launch
+    from osfl.run_folder.report import read_metrics
 
     folder, cache = root / job_id, root / ".client-cache"
     (folder / "status.json").unlink(missing_ok=True)
@@ -162,7 +162,7 @@ def _simulate(
 
 def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
     """Submit to a real federation and follow its log; results are on the server's machine."""
-    from osfl import launch
+    from osfl.cli import launch
 
     environment = launch.flower_environment()
     run_id = launch.submit(overrides, connection, environment)
@@ -265,7 +265,7 @@ def _print_error(error: Exception) -> None:
 
 def print_metrics(metrics: dict[str, Any]) -> None:
     """The table at the end of a run."""
-    from osfl.report import human_bytes
+    from osfl.run_folder.report import human_bytes
 
     names = list(metrics["clients"])
     console.print(
@@ -307,7 +307,7 @@ def show(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
 ) -> None:
     """Print the results of a run that has finished."""
-    from osfl.report import read_metrics
+    from osfl.run_folder.report import read_metrics
 
     with _named_errors():
         if not os.path.lexists(metrics := folder / "metrics.json"):
@@ -321,7 +321,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
 ) -> None:
     """Read every payload, image, model and record of a run, and compare it with its SHA-256."""
-    from osfl.verify import is_run, verify_run
+    from osfl.run_folder.verify import is_run, verify_run
 
     with _named_errors():
         if not is_run(folder):
@@ -353,7 +353,7 @@ def shards(
     size: Annotated[int, typer.Option(min=1, help="Images in a shard.")] = 10_000,
 ) -> None:
     """Write a run's synthetic images as WebDataset shards (image, label, about), shuffled."""
-    from osfl.shards import write_shards
+    from osfl.run_folder.shards import write_shards
 
     with _named_errors():
         with Progress(
@@ -395,8 +395,8 @@ def compare(
 
     Example: osfl compare configs/tables/digits.toml --seeds 0
     """
-    from osfl import compare as tables
-    from osfl.report import human_bytes
+    from osfl.cli import compare as tables
+    from osfl.run_folder.report import human_bytes
 
     for ending in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, ending):
@@ -496,7 +496,7 @@ def certs_ca(
 
     To rotate it: `ca --rotate`; give ca.crt to all nodes and restart them; `server` again, and restart the SuperLink; `ca --drop-old`, and ca.crt to all once more.
     """
-    from osfl import certs
+    from osfl.cli import certs
 
     with _named_errors():
         if rotate and drop_old:
@@ -517,7 +517,7 @@ def certs_server(
     days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = 397,
 ) -> None:
     """Make the SuperLink's key and certificate, in place of the former; restart the SuperLink after it."""
-    from osfl import certs
+    from osfl.cli import certs
 
     with _named_errors():
         file = certs.make_server(folder, host, days)
@@ -532,7 +532,7 @@ def certs_node(
     names: Annotated[list[str], typer.Argument(help="The nodes' names, such as their client ids.")],
 ) -> None:
     """Make a key pair for every node: NAME goes to that node alone, NAME.pub is registered with the SuperLink."""
-    from osfl import certs
+    from osfl.cli import certs
 
     with _named_errors():
         for name in names:
@@ -543,7 +543,7 @@ def certs_node(
 @certs_app.command("show")
 def certs_show(folder: CertsFolder) -> None:
     """List the certificates, whom they are for, and until when they are valid; exits with 1 if one has expired."""
-    from osfl import certs
+    from osfl.cli import certs
 
     with _named_errors():
         rows = certs.describe(folder)

@@ -1,7 +1,7 @@
 """FedDyn (Acar et al., arXiv 2111.04263): the clients' objectives are corrected so that their minima and the global one agree.
 
 Server (algorithm 1): h <- h - alpha (1/m) sum_k (theta_k - theta); theta <- mean_k theta_k - h / alpha. The client's part, with its own
-gradient, is in client_app/rounds.py.
+gradient, is in client_app/local_training.py.
 
 Differences from the paper:
 
@@ -16,9 +16,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from osfl.classifiers import blank_classifier
+from osfl.models.classifiers import blank_classifier
+from server_app.averaging.fedavg import everyone
 from server_app.job import ServerJob
-from server_app.rounds.fedavg import everyone
 
 
 class FedDyn(FedAvg):

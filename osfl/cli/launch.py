@@ -59,7 +59,7 @@ def app_folder() -> Path:
     Raises:
         LaunchError: osfl was not installed from a checkout.
     """
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / "server_app").is_dir() or not (root / "pyproject.toml").is_file():
         raise LaunchError(
             "osfl run needs the project's checkout: clone it and install it with `pip install -e '.[simulation]'`"

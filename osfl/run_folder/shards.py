@@ -13,7 +13,8 @@ from typing import Any
 
 from osfl.config import ConfigError
 from osfl.files import open_private, private_folder, read_json, write_atomically
-from osfl.verify import check_sealed, picture_problem, read_rows
+from osfl.run_folder.layout import read_rows
+from osfl.run_folder.verify import check_sealed, picture_problem
 
 
 def write_shards(

@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from osfl.kits import (
+from osfl.models.kits import (
     DIFFUSION_PARTS,
     SETTINGS,
     SMALL_DECODER,

@@ -2,9 +2,9 @@
 
 import torch
 
-from osfl.classifiers import new_classifier
 from osfl.config import ClassifierConfig
-from osfl.kits import find_kit
+from osfl.models.classifiers import new_classifier
+from osfl.models.kits import find_kit
 from server_app.job import ServerJob
 
 

@@ -1,12 +1,12 @@
-"""FedProx (Li et al., arXiv 1812.06127): Flower's own strategy; the clients add mu/2 ||theta - theta_global||^2 (client_app/rounds.py).
+"""FedProx (Li et al., arXiv 1812.06127): Flower's own strategy; the clients add mu/2 ||theta - theta_global||^2 (client_app/local_training.py).
 
 Differences: those of fedavg.py; no client does less work than others.
 """
 
 from flwr.serverapp.strategy import FedAvg, FedProx
 
+from server_app.averaging.fedavg import everyone
 from server_app.job import ServerJob
-from server_app.rounds.fedavg import everyone
 
 
 def strategy(job: ServerJob) -> FedAvg:

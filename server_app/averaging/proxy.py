@@ -8,9 +8,9 @@ from PIL import Image, UnidentifiedImageError
 
 from osfl.config import ConfigError
 from osfl.data.load import to_pixels
+from osfl.log import log
 from osfl.seeds import generator_of
 from server_app.job import ServerJob
-from server_app.status import log
 
 
 class Pictures:

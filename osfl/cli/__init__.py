@@ -1,0 +1,1 @@
+"""The `osfl` command. It stands above all else, and nothing imports it."""

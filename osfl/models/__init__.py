@@ -1,0 +1,1 @@
+"""The foundation models and classifiers: the only doors to diffusers and transformers."""
