@@ -126,7 +126,7 @@ def check_size(size: int, expected: Expected) -> None:
 
 
 def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Payload:
-    """Parse and validate a payload; in memory, at most four times its size.
+    """Parse and validate a payload; in memory, at most four times its size and 6 MB.
 
     Args:
         blob: the serialised message.

@@ -175,16 +175,16 @@ def test_a_slow_upload_holds_up_neither_the_others_nor_the_deadline(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
     """And what it brings after the deadline is dropped for good."""
-    config = settings(num_clients=3, min_clients=2, deadline=2.0)
+    config = settings(num_clients=3, min_clients=2, deadline=5.0)
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(3)})
     members = joined(grid, config, tmp_path)
     slow_upload(grid, 0, stuck)
     began, clock = time.monotonic(), time.time()
     assert collected(grid, config, members, tmp_path) == {"client-1", "client-2"}
-    assert 2.0 <= time.monotonic() - began < 2.0 + TIGHT
+    assert 5.0 <= time.monotonic() - began < 5.0 + TIGHT
     for name in ("client-1", "client-2"):
         stored = tmp_path / "payloads" / f"{name}.pb"
-        assert stored.stat().st_mtime - clock < 2.0
+        assert stored.stat().st_mtime - clock < 5.0
     assert set(grid.asked("query.acknowledge")) == {1, 2}
     stuck.set()
     time.sleep(0.2)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,41 @@ def test_the_halves_do_not_import_each_other() -> None:
 
 
 def test_heavy_libraries_have_one_door_each() -> None:
-    for library, door in (
-        ("diffusers", "osfl/models/diffusion.py"),
-        ("transformers", "osfl/models/encoders.py"),
-    ):
-        users = [str(f.relative_to(ROOT)) for f in sources() if library in imports(f)]
-        assert users == [door]
+    """But for what builds the untrained parts of a kit."""
+    doors = {"diffusers": "osfl/models/diffusion.py", "transformers": "osfl/models/encoders.py"}
+    for library, door in doors.items():
+        users = {str(f.relative_to(ROOT)) for f in sources() if library in imports(f)}
+        assert users == {door, "osfl/kit_recipe/untrained.py"}
+
+
+def test_nobody_imports_what_stands_above() -> None:
+    """The command and the kits' recipe stand above all; who reads a run's folder needs no model."""
+    for file in sources():
+        name = file.relative_to(ROOT).as_posix()
+        text = file.read_text()
+        above = {"osfl.cli": "osfl/cli/", "osfl.kit_recipe": ("osfl/kit_recipe/", "osfl/cli/")}
+        for package, users in above.items():
+            assert name.startswith(users) or f"from {package}" not in text, (name, package)
+        if name.startswith("osfl/run_folder/"):
+            assert "osfl.models" not in text, name
+
+
+def own_imports(file: Path) -> set[str]:
+    """The project's modules that are imported with this one."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if (ROOT / f"{name.replace('.', '/')}.py").is_file()}
+
+
+def test_imports_run_in_no_circle() -> None:
+    graph = {}
+    for file in sources():
+        name = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        graph[name] = own_imports(file)
+    order = list(TopologicalSorter(graph).static_order())  # a circle raises CycleError
+    assert order.index("osfl.methods") < order.index("osfl.config")
 
 
 def test_nothing_is_ever_unpickled() -> None:
@@ -97,7 +127,7 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
     for name, method in METHODS.items():
         for half, module in (("client_app", method.client), ("server_app", method.server)):
             if module:
-                file = ROOT / half / ("rounds" if method.rounds else "methods") / f"{module}.py"
+                file = ROOT / half / ("averaging" if method.rounds else "methods") / f"{module}.py"
                 assert file.is_file(), (name, file)
                 assert len(file.read_text().splitlines()) <= 250
                 docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
