@@ -11,7 +11,9 @@ TABLES = Path(__file__).resolve().parent / "tables"
 
 
 def write_table(out: Path, rows: Sequence[Mapping[str, object]], about: str) -> None:
-    """Rows as `<out>.md` and `<out>.json`, with what they are `about`, the machine and the versions."""
+    """Rows as `<out>.md` and `<out>.json`, with what they are `about`, the machine and the
+    versions.
+    """
     head = list(dict.fromkeys(key for row in rows for key in row))
     cells = [head, ["---:"] * len(head), *([str(row.get(key, "")) for key in head] for row in rows)]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "flwr", "diffusers"))

@@ -1,9 +1,12 @@
-"""Why FedAvg is low under feature skew: its model with other BatchNorm statistics than the clients' averaged ones, all weights as they are.
+"""Why FedAvg is low under feature skew.
+
+Its model with other BatchNorm statistics than the clients' averaged ones, all weights as they are.
 
     python -m benchmarks.batchnorm runs/tables/digits-FedAvg-s0-...
 
-The mean of six domains' variances is not the variance of their mixture, and fits no domain. "own" gives each client the statistics of its
-own training images, as FedBN (Li et al., arXiv 2102.07623) keeps them.
+The mean of six domains' variances is not the variance of their mixture, and fits no domain. "own"
+gives each client the statistics of its own training images, as FedBN (Li et al., arXiv 2102.07623)
+keeps them.
 """
 
 import argparse

@@ -1,14 +1,17 @@
-"""What the synthesis engine and the clients' description training reach on this machine's CPU; to benchmarks/tables/engine-*.{md,json}.
+"""What the synthesis engine and the clients' description training reach on this machine's CPU.
 
-python -m benchmarks.engine sampling      # a batch against diffusers' own pipeline, one image at a time and batched; parity
-python -m benchmarks.engine descriptions  # ten classes at once against a loop of batch 1 that encodes in every step
+To benchmarks/tables/engine-*.{md,json}.
+
+python -m benchmarks.engine sampling      # against diffusers' pipeline; parity
+python -m benchmarks.engine descriptions  # ten classes at once, or a loop of batch 1
 python -m benchmarks.engine choices       # precision, attention, memory format, compilation
-python -m benchmarks.engine workers       # one and two real workers; 1 to 40 that only sleep; one that is ten times as slow
-python -m benchmarks.engine kills         # 20 times kill -9 of workers and server while it draws, against a quiet run
-python -m benchmarks.engine scan          # how soon a run with 100,000 images knows that all are there
-python -m benchmarks.engine memory        # the server's memory while it draws 2,000 and 20,000 images
+python -m benchmarks.engine workers       # two real ones; 40 that sleep; a slow one
+python -m benchmarks.engine kills         # 20 times kill -9, against a quiet run
+python -m benchmarks.engine scan          # how soon 100,000 images are found
+python -m benchmarks.engine memory        # while 2,000 and 20,000 images are drawn
 
-Ratios are of pairs A B A B in one process; with seven pairs, their median lies between the least and the largest with 98 % (sign test).
+Ratios are of pairs A B A B in one process; with seven pairs, their median lies between the least
+and the largest with 98 % (sign test).
 """
 
 import argparse
@@ -182,7 +185,9 @@ def latents_differ(plan: list[ImageJob], settings: SynthesisConfig) -> float:
 
 
 def choices() -> Rows:
-    """A UNet pass of sixty images with guidance, by what `synthesis` lets choose, against the default: float32, contiguous, eager, torch's own attention."""
+    """A UNet pass of sixty images with guidance, by what `synthesis` lets choose, against the
+    default: float32, contiguous, eager, torch's own attention.
+    """
     tried = {
         "the default again": {},
         "channels-last": {"memory_format": "channels-last"},
@@ -211,7 +216,10 @@ def choices() -> Rows:
 
 
 def descriptions() -> Rows:
-    """Ten images each of ten classes, three epochs; samples a second, and whether a class learns what it would alone."""
+    """Ten images each of ten classes, three epochs.
+
+    Samples a second, and whether a class learns what it would alone.
+    """
     config = config_with(method="feddeo", feddeo__epochs=3, num_clients=6)
     data = load_images(
         config.data, NodeConfig(partition_id=0, num_partitions=6), "train", 0, size=32
@@ -265,10 +273,12 @@ def textual_inversion_step(
 
 
 def workers() -> Rows:
-    """Units a second from the moment when every worker has given its first, until the last are handed out.
+    """Units a second from the moment when every worker has given its first, until the last are
+    handed out.
 
-    Busy: the share of that time in which a worker samples. Of a core: its CPU time in it, which says the same of a machine whose speed changes meanwhile,
-    and what Ray's own processes take from it.
+    Busy: the share of that time in which a worker samples. Of a core: its CPU time in it, which
+    says the same of a machine whose speed changes meanwhile, and what Ray's own processes take from
+    it.
     """
     rows: Rows = []
     job, real = job_of("workers", per_class=24), prompts_only._sampler
@@ -333,7 +343,10 @@ def sleeping(seconds: float, slow: Path | None = None) -> Sample:
 def rate(
     make_sampler: Callable[[torch.device], Sample], units: list[Unit], count: int
 ) -> dict[str, Any]:
-    """Units a second in the steady state; what a worker's part in it is; the seconds from then to the end."""
+    """Units a second in the steady state; what a worker's part in it is.
+
+    The seconds from then to the end.
+    """
     settings = replace(config_with().synthesis, workers=count, threads=1)
     (WORK / "who is slow").unlink(missing_ok=True)
     given: dict[
@@ -411,7 +424,9 @@ def draw(folder: Path, count: int) -> None:
 
 
 def kills() -> Rows:
-    """A quiet run in one process, then one with two workers, in which every few seconds a worker or the server is killed."""
+    """A quiet run in one process, then one with two workers, in which every few seconds a worker or
+    the server is killed.
+    """
     command = [sys.executable, "-m", "benchmarks.engine", "draw"]
     subprocess.run([*command, str(WORK / "quiet"), "0"], cwd=ROOT, check=True)
     dice, killed, folder = random.Random(0), {"worker": 0, "server": 0}, WORK / "rough"
@@ -461,7 +476,9 @@ def actors_of(server: subprocess.Popen) -> list[int]:
 
 
 def scan() -> Rows:
-    """A run whose 100,000 images are all there, blank ones of 32 pixels, looked for soon after they were written."""
+    """A run whose 100,000 images are all there, blank ones of 32 pixels, looked for soon after they
+    were written.
+    """
     job = job_of("scan", 10_000, synthesis__unit_size=60)
     units = cut_units(plan_of(job), 60, {}, {})
     blank = torch.zeros(3, 32, 32, dtype=torch.uint8)
@@ -483,7 +500,10 @@ def scan() -> Rows:
 
 
 def memory() -> Rows:
-    """Each in a process of its own with the ServerApp's settings of malloc; it draws nothing: its sampler gives grey images of 256 pixels."""
+    """Each in a process of its own with the ServerApp's settings of malloc.
+
+    It draws nothing: its sampler gives grey images of 256 pixels.
+    """
     rows: Rows = []
     for count in (200, 2000):
         done = subprocess.run(

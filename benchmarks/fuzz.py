@@ -204,7 +204,10 @@ def mutated(run: Run, rng: random.Random) -> bytes:
 
 
 def en_masse(run: Run, rng: random.Random) -> bytes:
-    """One small field, as often as the message may be long; before, after or without the honest ones."""
+    """One small field, as often as the message may be long.
+
+    Before, after or without the honest ones.
+    """
     expected, payload = run
     place = rng.choice(list(FIELDS))
     element = rng.choice((*FIELDS[place], rng.choice(STRANGE)))
@@ -332,7 +335,9 @@ def in_a_process(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def cost(file: Path, expected: wire.Expected, warm: Run) -> dict[str, Any]:
-    """Peak memory beside what was there before (MB), and CPU seconds, of reading and decoding a file."""
+    """Peak memory beside what was there before (MB), and CPU seconds, of reading and decoding a
+    file.
+    """
     usual, payload = warm
     blob = wire.encode(payload, usual.method, usual.job, usual.client)
     wire.decode(blob, usual)  # code that was never used is loaded from the disk: not the input's

@@ -1,11 +1,14 @@
-"""Stable Diffusion v1.5's shapes with random weights on a GPU: speed and memory, never quality; to benchmarks/tables/gpu-*.{md,json}.
+"""Stable Diffusion v1.5's shapes with random weights on a GPU: speed and memory, never quality.
 
-python -m benchmarks.gpu ceilings   # what the card can do, and diffusers' own pipeline: one at a time, batched, compiled
+To benchmarks/tables/gpu-*.{md,json}.
+
+python -m benchmarks.gpu ceilings   # what the card and diffusers' pipeline can do
 python -m benchmarks.gpu ours       # the same images by this project's sampler
-python -m benchmarks.gpu guided     # FedDEO, FedLMG, FedCADO, Espresso, and description training against a loop of batch 1
+python -m benchmarks.gpu guided     # guidance, zig-zags, description training
 
-Each is one call of a few minutes. `--small` proves the script on a CPU in a minute, with a model of the same kind of 64 px. FLOPs are counted, on one
-image; a rate is those of all images over the seconds of the whole loop, decoding included.
+Each is one call of a few minutes. `--small` proves the script on a CPU in a minute, with a model of
+the same kind of 64 px. FLOPs are counted, on one image; a rate is those of all images over the
+seconds of the whole loop, decoding included.
 """
 
 import argparse
@@ -49,7 +52,10 @@ class RandomText:
 
 
 def random_kit(small: bool) -> Kit:
-    """Stable Diffusion v1.5's UNet and VAE in bfloat16 on the GPU; or small ones in float32 on the CPU."""
+    """Stable Diffusion v1.5's UNet and VAE in bfloat16 on the GPU.
+
+    Or small ones in float32 on the CPU.
+    """
     device, dtype = (CPU, torch.float32) if small else (torch.device("cuda"), torch.bfloat16)
     widths = (32, 64, 64, 64) if small else (320, 640, 1280, 1280)
     torch.manual_seed(0)
@@ -184,7 +190,10 @@ def sampled(kit: Kit, batch: int, steps: int) -> torch.Tensor:
 
 
 def per_image(kit: Kit, steps: int) -> float:
-    """TF of an image with classifier-free guidance: what two steps cost more than one step, steps times, and the decoding."""
+    """TF of an image with classifier-free guidance.
+
+    What two steps cost more than one step, steps times, and the decoding.
+    """
     two, three = (tera_flops(lambda n=n: sampled(kit, 1, n)) for n in (2, 3))
     return two + (steps - 2) * (three - two)
 
@@ -257,7 +266,10 @@ def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any
 
 
 def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
-    """Samples a second: so many classes in a UNet batch, each image encoded once; and one at a time with the VAE in every step."""
+    """Samples a second: so many classes in a UNet batch, each image encoded once.
+
+    And one at a time with the VAE in every step.
+    """
     config = config_with(method="feddeo", feddeo__epochs=3, feddeo__at_once=at_once)
     job = ClientJob(config, "a", CLASSES, lambda size: None, "", kit.device)
     start, names = kit.text(["x"] * at_once).float(), [f"class {n}" for n in range(at_once)]

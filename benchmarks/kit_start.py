@@ -1,13 +1,17 @@
-"""From `osfl run` to the first client at work with a kit of Stable Diffusion v1.5's full size; to benchmarks/tables/kit-start.{md,json}.
+"""From `osfl run` to the first client at work with a kit of Stable Diffusion v1.5's full size.
 
-python -m benchmarks.kit_start build                      # random weights, 6.4 GB below runs/kit-start
-python -m benchmarks.kit_start time --code PATH --label before   # the code in another checkout; without, this one
+To benchmarks/tables/kit-start.{md,json}.
+
+python -m benchmarks.kit_start build   # random weights, 6.4 GB, in runs/
+python -m benchmarks.kit_start time --code PATH --label before   # another checkout's code
 python -m benchmarks.kit_start table                      # what was timed
 python -m benchmarks.kit_start remove
 
-The folder has float32 weights in safetensors, 4.3 GB, which are loaded, and beside them the variants in float16, which are not, as a clone of the hub's
-repository has them. *Cold*: no digest is remembered; *known*: a second start of another job. In both the files are in the page cache. A client
-is at work when it has what it needs to begin its payload, before it loads the kit.
+The folder has float32 weights in safetensors, 4.3 GB, which are loaded, and beside them the
+variants in float16, which are not, as a clone of the hub's
+repository has them. *Cold*: no digest is remembered; *known*: a second start of another job. In
+both the files are in the page cache. A client is at work when it has what it needs to begin its
+payload, before it loads the kit.
 """
 
 import argparse
@@ -171,9 +175,12 @@ def table() -> None:
     loaded = sum(f.stat().st_size for f in KIT.rglob("*.safetensors") if ".fp16." not in f.name)
     whole = sum(f.stat().st_size for f in KIT.rglob("*.safetensors"))
     about = (
-        "Seconds from the start of `osfl run` (feddeo, one simulated client) to each phase, and to the client at work, with random weights of "
-        f"Stable Diffusion v1.5's shapes: {loaded / 1e9:.1f} GB that are loaded, {whole / 1e9:.1f} GB in the folder. Cold: no digest is "
-        "remembered. One start each, on a machine that others used as well (load 4 to 5). Command: `python -m benchmarks.kit_start`."
+        "Seconds from the start of `osfl run` (feddeo, one simulated client) to each phase, and to "
+        "the client at work, with random weights of "
+        f"Stable Diffusion v1.5's shapes: {loaded / 1e9:.1f} GB that are loaded, {whole / 1e9:.1f} "
+        "GB in the folder. Cold: no digest is "
+        "remembered. One start each, on a machine that others used as well (load 4 to 5). Command: "
+        "`python -m benchmarks.kit_start`."
     )
     write_table(TABLES / "kit-start", rows, about)
 

@@ -1,6 +1,9 @@
-"""What a federation on a network costs: all roles in processes of their own, TLS and node keys, on loopback; to benchmarks/tables/network-*.md.
+"""What a federation on a network costs.
 
-python -m benchmarks.network payloads   # one client, payloads from 41 kB to 537 MB: seconds, and each process's peak memory
+All roles in processes of their own, TLS and node keys, on loopback; to
+benchmarks/tables/network-*.md.
+
+python -m benchmarks.network payloads   # one client, 41 kB to 537 MB: seconds, memory
 python -m benchmarks.network demo       # the demo by six clients over TLS, and in simulation
 python -m benchmarks.network clients    # 64 simulated clients that send 5 MB each
 """
@@ -77,7 +80,11 @@ class Memory(threading.Thread):
 
 
 def begin(made: Federation, clients: int) -> None:
-    """The SuperLink, and clients with registered keys: as in a simulation, each on one core where they are several, or they would wait for each other's threads."""
+    """The SuperLink, and clients with registered keys.
+
+    As in a simulation, each on one core where they are several, or they would wait for each other's
+    threads.
+    """
     threads = {"OMP_NUM_THREADS": "1"} if clients > 1 else {}
     made.begin_superlink()
     for k in range(clients):

@@ -1,6 +1,7 @@
 """The Flower ClientApp: join, make a payload, forget it once it is stored, test the global model.
 
-Flower starts a process for every message, so what joining and forgetting do without is imported where it is needed: torch takes seconds.
+Flower starts a process for every message, so what joining and forgetting do without is imported
+where it is needed: torch takes seconds.
 """
 
 import hashlib
@@ -102,7 +103,10 @@ def join(message: Message, context: Context) -> Message:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Make this client's payload, or send again the one it made for this job; a method with rounds: one round."""
+    """Make this client's payload, or send again the one it made for this job.
+
+    A method with rounds: one round.
+    """
     from client_app import work
 
     config, node, client = _settings(context)
@@ -119,7 +123,10 @@ def train(message: Message, context: Context) -> Message:
 
 @app.query("acknowledge")
 def acknowledge(message: Message, context: Context) -> Message:
-    """The server has the payload on its disk, or the rounds are over: forget what was kept for the job."""
+    """The server has the payload on its disk, or the rounds are over.
+
+    Forget what was kept for the job.
+    """
     _, node, client = _settings(context)
     for folder in _cache(node, _job_id(message)).glob(f"{client}-{'?' * KEY_LENGTH}"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -147,7 +154,8 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     client = node.client_id or own_name
     if not is_identifier(client):
         raise ConfigError(
-            f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not 'average'"
+            f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not "
+            "'average'"
         )
     return (
         replace(
@@ -165,7 +173,8 @@ def _architecture(config: RunConfig, node: NodeConfig) -> str:
         return config.classifier.architecture
     if node.architecture and node.architecture not in of_the_run:
         raise ConfigError(
-            f"node-config architecture = {node.architecture!r}: this run allows {', '.join(of_the_run)}"
+            f"node-config architecture = {node.architecture!r}: this run allows "
+            f"{', '.join(of_the_run)}"
         )
     return node.architecture or of_the_run[max(node.partition_id, 0) % len(of_the_run)]
 
@@ -199,7 +208,10 @@ def _check_encoders(config: RunConfig) -> None:
 
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
-    """The weights that this node and the server both have must be the same: a description learned with others draws something else."""
+    """The weights that this node and the server both have must be the same.
+
+    A description learned with others draws something else.
+    """
     here, there = (
         weights_digests(kit, kit_parts(config, kit)) if kit else {},
         message.content.config_records["kit"],
@@ -207,12 +219,16 @@ def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
     for file, digest in here.items():
         if there.get(file, digest) != digest:
             raise ConfigError(
-                f"kit = {kit!r}: its {file} ({digest[:8]}) is not the server's ({str(there[file])[:8]}); take the kit from the same place"
+                f"kit = {kit!r}: its {file} ({digest[:8]}) is not the server's "
+                f"({str(there[file])[:8]}); take the kit from the same place"
             )
 
 
 def _installed_version() -> str:
-    """Of the package on this node, whose kits and dependencies are used; the code itself came with the run."""
+    """Of the package on this node, whose kits and dependencies are used.
+
+    The code itself came with the run.
+    """
     try:
         return version("osfl")
     except PackageNotFoundError:

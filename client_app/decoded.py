@@ -1,4 +1,7 @@
-"""A client's decoded images, kept between the rounds of a job: each message is a process of its own, which would decode them again."""
+"""A client's decoded images, kept between the rounds of a job.
+
+Each message is a process of its own, which would decode them again.
+"""
 
 import hashlib
 import io
@@ -20,7 +23,9 @@ MOST_BYTES = 2**30  # of pixels that are kept; more are decoded each time
 
 
 def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
-    """The images that were kept under this key, their pixels mapped into memory; else those that `load` decodes.
+    """The images that were kept under this key, their pixels mapped into memory.
+
+    Else those that `load` decodes.
 
     Args:
         folder: of the job, on this machine; what is kept there is forgotten with it.
@@ -38,7 +43,10 @@ def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
 
 
 def files_key(config: DataConfig, node: NodeConfig, split: str, size: int) -> str:
-    """Of an image folder's files: their paths, sizes, times and labels; of the digits, which are drawn, of the settings alone."""
+    """Of an image folder's files: their paths, sizes, times and labels.
+
+    Of the digits, which are drawn, of the settings alone.
+    """
     files: list[Any] = []
     if config.name == "folder":
         for file, label in list_folder(config, node, split):

@@ -1,4 +1,7 @@
-"""The client's part of FedAvg and its kin: train the global model on the local images for some epochs, and send it back."""
+"""The client's part of FedAvg and its kin.
+
+Train the global model on the local images for some epochs, and send it back.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +24,12 @@ Penalty = Callable[[nn.Module], None]  # adds its gradient to the parameters'
 
 
 def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict:
-    """One round of `fedavg`, `fedprox`, `feddyn` or `feddf`, which differ in the penalty on the local objective.
+    """One round of `fedavg`, `fedprox`, `feddyn` or `feddf`, which differ in the penalty on the
+    local objective.
 
     Args:
-        content: `model`, the global one; `config`, with the round's number and FedProx's or FedDyn's constant.
+        content: `model`, the global one; `config`, with the round's number and FedProx's or
+            FedDyn's constant.
         folder: where this client keeps FedDyn's state between the rounds of the job.
 
     Raises:
@@ -34,7 +39,8 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     settings, said = job.config.classifier, content.config_records["config"]
     if (sent := said["architecture"]) != settings.architecture:
         raise ConfigError(
-            f"node-config architecture: this node has {settings.architecture!r} now, and joined the "
+            f"node-config architecture: this node has {settings.architecture!r} now, and joined "
+            "the "
             f"run with {str(sent)[:80]!r}. Start the job again, or give it back"
         )
     watch, number = Stopwatch(), int(cast(int, said["server-round"]))
@@ -84,9 +90,12 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
 
 
 def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
-    """mu/2 ||theta - theta_global||^2 (FedProx, Li et al., arXiv 1812.06127, eq. 2): mu (theta - theta_global) onto the gradients.
+    """FedProx's penalty mu/2 ||theta - theta_global||^2 (Li et al., arXiv 1812.06127, eq. 2).
 
-    As gradients, because through autograd the penalty of a ResNet-18 takes half as long again as a step on eight small images.
+    Its gradient mu (theta - theta_global) is added to the gradients.
+
+    As gradients, because through autograd the penalty of a ResNet-18 takes half as long again as a
+    step on eight small images.
     """
 
     def add_gradient(model: nn.Module) -> None:
@@ -99,7 +108,9 @@ def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
 def dynamic(
     start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], alpha: float
 ) -> Penalty:
-    """-<grad L_k(theta_k), theta> + alpha/2 ||theta - theta_global||^2 (FedDyn, Acar et al., arXiv 2111.04263, algorithm 1)."""
+    """-<grad L_k(theta_k), theta> + alpha/2 ||theta - theta_global||^2 (FedDyn, Acar et al., arXiv
+    2111.04263, algorithm 1).
+    """
     add_quadratic = proximal(start, alpha)
 
     def add_gradient(model: nn.Module) -> None:
@@ -111,7 +122,10 @@ def dynamic(
 
 
 def _load_correction(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """FedDyn's gradient after the last round that this client took part in; zeros before the first."""
+    """FedDyn's gradient after the last round that this client took part in.
+
+    Zeros before the first.
+    """
     kept = sorted(folder.glob("feddyn-*.safetensors"))
     if not kept:
         return {name: torch.zeros_like(p) for name, p in like.items()}

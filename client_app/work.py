@@ -1,4 +1,7 @@
-"""What a client spends its time on: its payload or its round, and the test of a global model. With torch, which joining does without."""
+"""What a client spends its time on: its payload or its round, and the test of a global model.
+
+With torch, which joining does without.
+"""
 
 import json
 from functools import partial
@@ -28,7 +31,10 @@ def train(
     kit: str,
     folder: Path,
 ) -> RecordDict:
-    """The reply to `train`; `folder` is the client's own for this job, and the same for the same settings."""
+    """The reply to `train`.
+
+    `folder` is the client's own for this job, and the same for the same settings.
+    """
     if METHODS[config.method].rounds:
         from client_app.local_training import train_round
 
@@ -37,7 +43,10 @@ def train(
 
 
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig) -> RecordDict:
-    """The reply to `evaluate`: the confusion matrix of the global model on this node's test images."""
+    """The reply to `evaluate`.
+
+    The confusion matrix of the global model on this node's test images.
+    """
     watch = Stopwatch()
     from osfl.models import classifiers
 
@@ -110,7 +119,8 @@ def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Pat
 def _within_limit(blob: bytes, config: RunConfig) -> bytes:
     if len(blob) > config.max_payload_mb * 1e6:
         raise ConfigError(
-            f"this node's payload has {len(blob):,} bytes, more than max-payload-mb = {config.max_payload_mb:g} allows; it was not sent. It "
+            f"this node's payload has {len(blob):,} bytes, more than max-payload-mb = "
+            f"{config.max_payload_mb:g} allows; it was not sent. It "
             "is kept: raise the limit and start the job again"
         )
     return blob

@@ -17,7 +17,8 @@ T = TypeVar("T")
 class FlopMeter:
     """Counts the FLOPs (2 per multiply-add) of repeated steps by counting each kind of step once.
 
-    Counting slows a step down by an order of magnitude, and a step of fixed shapes costs the same every time.
+    Counting slows a step down by an order of magnitude, and a step of fixed shapes costs the same
+    every time.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,10 @@ class FlopMeter:
         return result
 
     def run_then(self, step: Callable[[], T], kind_of: Callable[[T], Hashable]) -> T:
-        """Run a step whose cost its result tells, such as a text's length; of every kind the first is run twice, so it must be repeatable."""
+        """Run a step whose cost its result tells, such as a text's length.
+
+        Of every kind the first is run twice, so it must be repeatable.
+        """
         result = step()
         kind = kind_of(result)
         if kind not in self._of:
@@ -58,7 +62,10 @@ class Stopwatch:
 
 
 def peak_memory_mb() -> float:
-    """Peak resident memory of this process in MB (1e6 bytes); on CUDA, plus the peak of its allocator."""
+    """Peak resident memory of this process in MB (1e6 bytes).
+
+    On CUDA, plus the peak of its allocator.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak += sum(
@@ -68,7 +75,10 @@ def peak_memory_mb() -> float:
 
 
 def release_memory() -> None:
-    """Give freed memory back to the kernel: of what comes and goes in Flower's chunks of 5 MB, glibc would keep as much as the message has."""
+    """Give freed memory back to the kernel.
+
+    Of what comes and goes in Flower's chunks of 5 MB, glibc would keep as much as the message has.
+    """
     gc.collect()
     with suppress(AttributeError, OSError):  # not every C library can
         ctypes.CDLL(None).malloc_trim(0)

@@ -22,5 +22,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def saves_memory(checkpointing: str, device: torch.device) -> bool:
-    """Whether `checkpointing` (off, on, auto) says that a gradient's activations are computed again: auto does on a GPU, whose memory ends sooner."""
+    """Whether `checkpointing` (off, on, auto) says that a gradient's activations are computed
+    again: auto does on a GPU, whose memory ends sooner.
+    """
     return device.type == "cuda" if checkpointing == "auto" else checkpointing == "on"

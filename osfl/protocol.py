@@ -1,14 +1,16 @@
 """What server and clients say to each other: message types, headers, and the model on its way back.
 
-=====================  ==========================================  ==================================================
-message                server -> client                            client -> server
-=====================  ==========================================  ==================================================
-query.join             digests of the kit's weights                client id, installed version, architecture
-train                  job id                                      payload (as bytes), header, costs
+=====================  ==========================================
+================================================== message                server -> client
+client -> server =====================  ==========================================
+================================================== query.join             digests of the kit's
+weights                client id, installed version, architecture train                  job id
+payload (as bytes), header, costs
 query.acknowledge      job id: stored, forget your copy            nothing
 evaluate               global model, its architecture              confusion matrix, seconds
-train (with rounds)    model, its architecture, round, job id      trained model, number of images, costs
-=====================  ==========================================  ==================================================
+train (with rounds)    model, its architecture, round, job id      trained model, number of images,
+costs =====================  ==========================================
+==================================================
 
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
 """
@@ -40,7 +42,10 @@ COST_KEYS = tuple(COSTS)
 
 
 def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
-    """The reply to `train`. The payload goes as arrays: Flower sends those in chunks of 5 MB, a config as one piece."""
+    """The reply to `train`.
+
+    The payload goes as arrays: Flower sends those in chunks of 5 MB, a config as one piece.
+    """
     header = ConfigRecord({"version": wire.VERSION, "sha256": wire.digest(blob)})
     return RecordDict(
         {
@@ -54,10 +59,13 @@ def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
 def unpack_payload(
     content: RecordDict, expected: wire.Expected
 ) -> tuple[bytes, str, dict[str, float]]:
-    """(payload, sha256 of the header, costs); the payload is not decoded yet. It is taken out of `content`: a large one is held once.
+    """(payload, sha256 of the header, costs); the payload is not decoded yet.
+
+    It is taken out of `content`: a large one is held once.
 
     Raises:
-        wire.PayloadError: a part is missing or of the wrong type, or the payload is too large (before it is copied).
+        wire.PayloadError: a part is missing or of the wrong type, or the payload is too large
+            (before it is copied).
     """
     client = expected.client
     try:
@@ -114,7 +122,8 @@ def unpack_model(content: RecordDict) -> tuple[dict[str, torch.Tensor], str, boo
 def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
     """A state dict in safetensors' format.
 
-    Flower sends, stores and fetches every array of a record by itself, and each costs it some ten milliseconds on every hop: a ResNet-18 has 122.
+    Flower sends, stores and fetches every array of a record by itself, and each costs it some ten
+    milliseconds on every hop: a ResNet-18 has 122.
     """
     return pack_bytes(
         save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}),
@@ -142,7 +151,10 @@ def unpack_state(record: ArrayRecord, tensors: int | None = None) -> dict[str, t
 
 
 def pack_bytes(blob: bytes, stype: str) -> ArrayRecord:
-    """Bytes as arrays of at most 64 MB, named 0000, 0001, ...: while Flower puts an array together it holds it twice more."""
+    """Bytes as arrays of at most 64 MB, named 0000, 0001, ....
+
+    While Flower puts an array together it holds it twice more.
+    """
     parts = [blob[start : start + PART_BYTES] for start in range(0, max(len(blob), 1), PART_BYTES)]
     return ArrayRecord(
         {

@@ -1,4 +1,7 @@
-"""Randomness is an argument: seeds that depend on what is drawn, never on when or where it is drawn."""
+"""Randomness is an argument.
+
+Seeds that depend on what is drawn, never on when or where it is drawn.
+"""
 
 import numpy as np
 import torch

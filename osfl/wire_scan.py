@@ -1,4 +1,6 @@
-"""A first look at a payload's bytes, in place: protobuf makes objects of up to 130 times a hostile message's size.
+"""A first look at a payload's bytes, in place.
+
+Protobuf makes objects of up to 130 times a hostile message's size.
 
 Protobuf's wire format is a row of fields. Each is a tag (number << 3 | wire type), then either a
 number of seven bits a byte (a varint), or a length and that many bytes. The scan jumps over bytes

@@ -1,12 +1,15 @@
-"""How many small faults the tests notice: a sample of mutants of what computes; to benchmarks/tables/mutants.{md,json}.
+"""How many small faults the tests notice: a sample of mutants of what computes.
+
+To benchmarks/tables/mutants.{md,json}.
 
     python -m benchmarks.mutants --sample 100 --minutes 60 --seed 0
-    python -m benchmarks.mutants --only osfl/wire.py    # or any part of a mutant's name; writes no table
+    python -m benchmarks.mutants --only osfl/wire.py    # a part of a mutant's name; no table
 
-A mutant is run against the unit tests that reach its line (`trials.py`), in a copy of the project below runs/mutants, by a process that has
-torch imported and forks (`server.py`). Stopped, it goes on where it was. After a change, the tests in changed files are measured again (all,
-if other code changed); survivors are tried again, and mutants whose code or whose killing test's file changed, first with the test that
-killed them before.
+A mutant is run against the unit tests that reach its line (`trials.py`), in a copy of the project
+below runs/mutants, by a process that has torch imported and forks (`server.py`). Stopped, it goes
+on where it was. After a change, the tests in changed files are measured again (all, if other code
+changed); survivors are tried again, and mutants whose code or whose killing test's file changed,
+first with the test that killed them before.
 
 A survivor that no test can kill is explained in equivalent.toml, and then only tried with --only.
 """
@@ -117,7 +120,10 @@ def try_all(
     patience: float = 60.0,
     jobs: int = 1,
 ) -> dict[str, Verdict]:
-    """Verdicts on this tree, by the mutants' names; of earlier runs, or of this one until the deadline."""
+    """Verdicts on this tree, by the mutants' names.
+
+    Of earlier runs, or of this one until the deadline.
+    """
     kept, lock = work / "verdicts.jsonl", Lock()
     known = load_verdicts(kept)
     with Servers(project, work, jobs) as servers:
@@ -180,9 +186,12 @@ def write_report(
     size = len(split(chosen)[0])
     seconds = sum(verdict.seconds for verdict in verdicts.values())
     about = (
-        f"Command: `python -m benchmarks.mutants --sample {size} --seed {seed}`; {len(tried)} of {len(chosen)} tried, "
-        f"{seconds / 60:.0f} minutes of tests. Equivalent: no test can tell, benchmarks/mutants/equivalent.toml says why. "
-        "%: killed of those that are not equivalent. The rest: messages, reports, progress, the kits' recipe."
+        f"Command: `python -m benchmarks.mutants --sample {size} --seed {seed}`; {len(tried)} of "
+        f"{len(chosen)} tried, "
+        f"{seconds / 60:.0f} minutes of tests. Equivalent: no test can tell, "
+        "benchmarks/mutants/equivalent.toml says why. "
+        "%: killed of those that are not equivalent. The rest: messages, reports, progress, the "
+        "kits' recipe."
     )
     out = TABLES / "mutants"
     write_table(out, rows, about)

@@ -1,17 +1,20 @@
 """What a mutant is, and which there are: small changes of the source that a test should notice.
 
-The operators are mutmut's where it has them; those below it are the classic ones that it lacks (PIT has them under the names given).
-mutmut's own runner is not used: it leaves decorated functions out, which are all that run under `torch.no_grad`, and
-it knows which tests call a function, not which reach a line.
+The operators are mutmut's where it has them; those below it are the classic ones that it lacks (PIT
+has them under the names given). mutmut's own runner is not used: it leaves decorated functions out,
+which are all that run under `torch.no_grad`, and it knows which tests call a function, not which
+reach a line.
 
 A mutant *computes*, by this rule: it lies in none of the following.
 
-- A `raise` or `assert`, or text that is put together (an f-string). The condition of a check does compute.
+- A `raise` or `assert`, or text that is put together (an f-string). The condition of a check does
+compute.
 - A call that reports (`QUIET`): logs, warnings, progress, the phase that `osfl status` shows.
 - What is measured along the way: stopwatches, costs, the meter of FLOPs.
-- The arguments of `ASIDE`: where a tensor is made (a test on a CPU cannot tell), `zip`'s `strict` (an
-  assertion), how a JSON file is indented.
-- The recipe of the miniature kits (`RECIPE`), whose numbers are choices that its own training has to justify.
+- The arguments of `ASIDE`: where a tensor is made (a test on a CPU cannot tell), `zip`'s `strict`
+  (an assertion), how a JSON file is indented.
+- The recipe of the miniature kits (`RECIPE`), whose numbers are choices that its own training has
+to justify.
 
 Annotations, imports, decorators and docstrings are not mutated at all.
 """
@@ -82,7 +85,10 @@ class Mutant:
         return f"{self.file} {self.function}: {self.before} -> {self.after} #{self.number}"
 
     def rank(self, seed: int) -> str:
-        """Its place in a seed's order: a sample stays nearly the same when code elsewhere changes."""
+        """Its place in a seed's order.
+
+        A sample stays nearly the same when code elsewhere changes.
+        """
         return hashlib.sha256(f"{seed} {self.name}".encode()).hexdigest()
 
 
@@ -234,7 +240,10 @@ COMMUTATIVE = frozenset({"min", "max", "cast", "isinstance", "gcd"})
 
 
 def drop_keyword(node: cst.Call) -> Iterator[NODE]:
-    """mutmut drops every argument, or puts None there; without a positional one most calls fail at once, whatever a test looks at."""
+    """mutmut drops every argument, or puts None there.
+
+    Without a positional one most calls fail at once, whatever a test looks at.
+    """
     for after in mutators.operator_arg_removal(node):
         kept = {id(arg) for arg in after.args}
         dropped = [arg for arg in node.args if id(arg) not in kept]
@@ -273,7 +282,9 @@ def drop_call(node: cst.Call) -> Iterator[NODE]:
 
 
 def drop_statement(node: cst.SimpleStatementLine) -> Iterator[NODE]:
-    """PIT's void method call, and assignments to a part of something, which leave no name without a value."""
+    """PIT's void method call, and assignments to a part of something, which leave no name without a
+    value.
+    """
     part = m.AssignTarget(m.Subscript() | m.Attribute())
     dropped = m.Expr(m.Call()) | m.AugAssign() | m.Assign([part]) | m.Del()
     if m.matches(node, m.SimpleStatementLine([dropped])):

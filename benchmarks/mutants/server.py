@@ -1,7 +1,8 @@
 """A process that has imported what is slow to import, and forks a child for every run of pytest.
 
-It is started as a script, so that it imports nothing of the project: a child imports all of that itself, from its own tree, mutated or
-not. A request is a line of JSON on standard input, `run`'s arguments; the answer is a line on standard output, what `run` returns.
+It is started as a script, so that it imports nothing of the project: a child imports all of that
+itself, from its own tree, mutated or not. A request is a line of JSON on standard input, `run`'s
+arguments; the answer is a line on standard output, what `run` returns.
 
     python server.py torch diffusers ...
 """
@@ -61,8 +62,9 @@ def run(
         measure: files whose reached lines are wanted.
 
     Returns:
-        `end`: "passed", "failed", or what ended it early: "timeout", "memory", "crash"; `test`: the one that failed or ran last; `why`;
-        `seconds`; and what `Recorder` found besides, where `measure` is given.
+        `end`: "passed", "failed", or what ended it early: "timeout", "memory", "crash"; `test`: the
+        one that failed or ran last; `why`; `seconds`; and what `Recorder` found besides, where
+        `measure` is given.
     """
     notes = Path(tree).with_suffix(".notes")
     notes.unlink(missing_ok=True)

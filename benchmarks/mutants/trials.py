@@ -39,7 +39,8 @@ class Project:
         targets: glob patterns of the files to mutate, relative to the root.
         options: pytest's, that choose among the tests.
         preload: modules that the server imports.
-        declared: test files for a target's lines that no test reaches in its own process, such as those that only Ray's actors run.
+        declared: test files for a target's lines that no test reaches in its own process, such as
+            those that only Ray's actors run.
     """
 
     root: Path
@@ -59,7 +60,8 @@ class Verdict:
     """What became of a mutant.
 
     Attributes:
-        tree: what it holds for: the code and the file of the test that killed; of a survivor, the code and all tests.
+        tree: what it holds for: the code and the file of the test that killed; of a survivor, the
+            code and all tests.
         end: killed, survived, or unreached: no test runs its line.
         test: the one that noticed.
         why: its last words, or "timeout", "memory", "crash".
@@ -186,7 +188,10 @@ def sources(project: Project) -> tuple[str, dict[str, str]]:
 
 
 class Reach:
-    """A map from lines to the tests that reach them, kept in a file; only what changed is measured again."""
+    """A map from lines to the tests that reach them, kept in a file.
+
+    Only what changed is measured again.
+    """
 
     def __init__(self, project: Project, servers: Servers, file: Path, deadline: float):
         self.project, self._file, self._lock = project, file, Lock()
@@ -250,7 +255,9 @@ class Reach:
         return self._known["tests"][test]["seconds"]
 
     def tests(self, mutant: Mutant, patience: float) -> list[str]:
-        """Those that pass and reach the mutant's line, quickest first, and so many seconds of them; one at least."""
+        """Those that pass and reach the mutant's line, quickest first, and so many seconds of them;
+        one at least.
+        """
         tests = [test for test in self._reaching(mutant) if self._known["clean"].get(test, True)]
         sums = accumulate(self.seconds(test) for test in tests)
         return [
@@ -282,7 +289,10 @@ class Reach:
         return sorted(found, key=lambda test: (self.seconds(test), test))
 
     def is_clean(self, test: str, server: Server) -> bool:
-        """Whether a test passes alone on the tree as it is, looked at once. Else it says nothing about a mutant."""
+        """Whether a test passes alone on the tree as it is, looked at once.
+
+        Else it says nothing about a mutant.
+        """
         clean = self._known["clean"]
         if test not in clean:
             passed = server.run([test], _timeout([self.seconds(test)]))["end"] == "passed"
@@ -300,12 +310,17 @@ def _contexts(by_line: dict[str, list[str]], first: int, last: int) -> set[str]:
 
 
 def _timeout(seconds: Iterable[float]) -> float:
-    """Generous: a machine at work, and a child's own imports and fixtures, which no test's seconds hold."""
+    """Generous: the machine is at work, and a child has imports and fixtures of its own,
+    which no test's seconds hold.
+    """
     return 60 + 10 * sum(seconds)
 
 
 def holds(known: Verdict | None, mutant: Mutant, reach: Reach, patience: float) -> bool:
-    """Whether an earlier verdict is as good as a new one: what it was found with is unchanged, and there are no more tests to try."""
+    """Whether an earlier verdict is as good as a new one.
+
+    What it was found with is unchanged, and there are no more tests to try.
+    """
     if known is None or known.end == "killed":
         return known is not None and known.tree == reach.version(known.test)
     return known.tree == reach.tree and known.tests >= len(reach.tests(mutant, patience))

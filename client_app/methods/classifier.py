@@ -1,18 +1,23 @@
 """A classifier trained on the client's own images: the client half of FedLMG and of Local.
 
-FedLMG (Yang et al., arXiv 2311.08870), section 3.2: cross-entropy on the local data, nothing else; no foundation model on the client,
-nothing to download.
+FedLMG (Yang et al., arXiv 2311.08870), section 3.2: cross-entropy on the local data, nothing else;
+no foundation model on the client, nothing to download.
 
 Differences from the paper:
 
-1. Theirs: ResNet-18 from ImageNet weights. Ours: from the kit's initialisation (`classifier.init = "kit"`), because the embedded
-   digits have a miniature world of their own; `imagenet` is torchvision's, and configs/methods has it.
-2. Theirs: 224 px. Ours: `data.image-size`, with a 3x3 stride-2 stem at 32 px (`classifier.small-stem`).
-3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): 100 images make 4 steps an epoch at 32, and the
-   classifiers stay half trained; 32 is in configs/methods/fedlmg.toml.
-4. Order and dropout are seeded by the run's seed alone: clients with equally many images take them in the same order of places.
+1. Theirs: ResNet-18 from ImageNet weights. Ours: from the kit's initialisation (`classifier.init =
+   "kit"`), because the embedded digits have a miniature world of their own; `imagenet` is
+   torchvision's, and configs/methods has it.
+2. Theirs: 224 px. Ours: `data.image-size`, with a 3x3 stride-2 stem at 32 px
+   (`classifier.small-stem`).
+3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): 100 images make 4
+   steps an epoch at 32, and the classifiers stay half trained; 32 is in
+   configs/methods/fedlmg.toml.
+4. Order and dropout are seeded by the run's seed alone: clients with equally many images take them
+   in the same order of places.
 
-Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parameters, and 9,620 BatchNorm statistics.
+Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parameters, and 9,620
+BatchNorm statistics.
 """
 
 from client_app.job import ClientJob
@@ -24,7 +29,8 @@ def make_payload(job: ClientJob) -> Classifier:
     """Train the classifier and send it whole: parameters and BatchNorm's running statistics.
 
     Raises:
-        ClassifierError: too few images, no such architecture or initialisation, or the training diverged.
+        ClassifierError: too few images, no such architecture or initialisation, or the training
+            diverged.
     """
     settings = job.config.classifier
     images = job.load(job.config.data.image_size)

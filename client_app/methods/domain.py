@@ -1,7 +1,7 @@
 """The client half of prompts-domain: the name of this client's domain, and nothing else.
 
-A reference, not a method of the papers: it gives away what OSFL keeps from the server. Espresso (CVPR 2026) calls it its prompts-only
-baseline.
+A reference, not a method of the papers: it gives away what OSFL keeps from the server. Espresso
+(CVPR 2026) calls it its prompts-only baseline.
 
 Differences: none; the papers say only that the prompt names the domain.
 """
@@ -20,7 +20,8 @@ def make_payload(job: ClientJob) -> Domain:
     domain = job.domain()
     if not domain:
         raise DataError(
-            "prompts-domain needs node-config domain: the name of this client's kind of images, such as 'sketch'"
+            "prompts-domain needs node-config domain: the name of this client's kind of images, "
+            "such as 'sketch'"
         )
     images = job.load(job.config.data.image_size)
     return Domain(tuple(job.classes[label] for label in images.held()), domain)

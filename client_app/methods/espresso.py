@@ -1,25 +1,35 @@
-"""Espresso's client half: a condition for every visual sub-pattern of a class, and a Gaussian mixture of its noised latents.
+"""Espresso's client half.
 
-Espresso ("Guiding Diffusion Models with Fine-Grained Conditions and Semantics-Preserving Sampling", CVPR 2026; its code is not public), phase 1. (C) A frozen image encoder's features are
-clustered inside every class; each cluster learns a condition as FedDEO's description (eq. 8). (G) The class's latents, mixed by MixUp, are
-diffused forward to the first sampling timestep, and a diagonal Gaussian mixture is fitted to them.
+A condition for every visual sub-pattern of a class, and a Gaussian mixture of its noised latents.
+
+Espresso ("Guiding Diffusion Models with Fine-Grained Conditions and Semantics-Preserving Sampling",
+CVPR 2026; its code is not public), phase 1. (C) A frozen image encoder's features are clustered
+inside every class; each cluster learns a condition as FedDEO's description (eq. 8). (G) The class's
+latents, mixed by MixUp, are diffused forward to the first sampling timestep, and a diagonal
+Gaussian mixture is fitted to them.
 
 Differences from the paper:
 
-1. Theirs: DINOv2, or CLIP. Ours: the kit's image encoder (a small CLIP), or any DINOv2 or CLIP by `image-encoder`.
-2. Theirs: "hierarchical clustering". Ours: agglomerative with Ward's criterion, scikit-learn's default.
-3. Theirs, silent on where a condition begins: ours begins at the class prompt's encoding, as FedDEO's.
+1. Theirs: DINOv2, or CLIP. Ours: the kit's image encoder (a small CLIP), or any DINOv2 or CLIP by
+   `image-encoder`.
+2. Theirs: "hierarchical clustering". Ours: agglomerative with Ward's criterion, scikit-learn's
+   default.
+3. Theirs, silent on where a condition begins: ours begins at the class prompt's encoding, as
+   FedDEO's.
 4. Theirs, silent on MixUp's law and the number of draws: ours Beta(1, 1) between two images of the
-   class, one mixture for every image. Theirs: a mixture fitted to noised latents. Ours: fitted to the
-   clean ones and diffused forward in closed form, as if by infinitely many draws; a fit to a few draws
+   class, one mixture for every image. Theirs: a mixture fitted to noised latents. Ours: fitted to
+   the clean ones and diffused forward in closed form, as if by infinitely many draws; a fit to a
+   few draws
    is a fit to their noise: with 16 images and 10 draws of each, the component means have 10 to 20
    times the power of the class's signal. `espresso.mixture-fit = "sampled"` is the paper's wording,
-   with `espresso.noise-draws` draws. A class with fewer images than M has fewer components; the places left over have weight 0.
-5. Theirs: SD's [77, 768] conditions; a class with fewer images than J has fewer clusters. Ours: the same, sent in J places with weight 0 in
-   those left over.
+   with `espresso.noise-draws` draws. A class with fewer images than M has fewer components; the
+   places left over have weight 0.
+5. Theirs: SD's [77, 768] conditions; a class with fewer images than J has fewer clusters. Ours: the
+   same, sent in J places with weight 0 in those left over.
 6. `espresso.gmm = false` sends no mixture (rows C and C+Z of its ablation).
 
-Payload for Stable Diffusion 1.5 at 512 px: J x 59,136 + J + M x (1 + 2 x 16,384) = 367,624 numbers a class with J = M = 4.
+Payload for Stable Diffusion 1.5 at 512 px: J x 59,136 + J + M x (1 + 2 x 16,384) = 367,624 numbers
+a class with J = M = 4.
 """
 
 from functools import partial
@@ -106,7 +116,10 @@ def _mixture(
 
 
 def cluster(features: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Ward clusters of features [N, e]: the members of each, at most `count` and at most N of them."""
+    """Ward clusters of features [N, e].
+
+    The members of each, at most `count` and at most N of them.
+    """
     count = min(count, len(features))
     if count == 1:
         return [torch.arange(len(features))]
@@ -175,7 +188,10 @@ def closed_mixture(
 def fit_mixture(
     latents: torch.Tensor, components: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A diagonal Gaussian mixture of latents [N, c, h, w]: weights [M], means and variances [M, c, h, w]."""
+    """A diagonal Gaussian mixture of latents [N, c, h, w].
+
+    Weights [M], means and variances [M, c, h, w].
+    """
     shape = latents.shape[1:]
     mixture = GaussianMixture(components, covariance_type="diag", random_state=seed % 2**32)
     mixture.fit(latents.flatten(1).double().numpy())

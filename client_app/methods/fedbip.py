@@ -1,20 +1,23 @@
-"""FedBiP's client half: a learned word for the domain, one for each class, and the latent posterior of every image.
+"""FedBiP's client half.
 
-FedBiP (Chen et al., arXiv 2410.04810, CVPR 2025). Concept level: in the prompt "a S style of a V" the vectors of S (one for
-the client) and V (one a class) are learned through the frozen diffusion model. Instance level: the VAE's posterior of every image.
+A learned word for the domain, one for each class, and the latent posterior of every image.
+
+FedBiP (Chen et al., arXiv 2410.04810, CVPR 2025). Concept level: in the prompt "a S style of a V"
+the vectors of S (one for the client) and V (one a class) are learned through the frozen diffusion
+model. Instance level: the VAE's posterior of every image.
 
 Differences from the paper:
 
-1. Theirs (text): S and V are embeddings that enter the text encoder. Theirs (code) and ours: they take
-   the place of two of its output vectors, in the prompt "a x style of a x" without padding: six
-   positions beside them, and eight in all, whatever the class is called. (Padded to 77, as ours once
-   were, two learned vectors stand among 75 fixed ones.)
-2. Theirs (code): S begins at the encoding of the domain's name, V at the class's. Ours: "a x style of a
-   CLASS", so that the domain's name is not used; V at the last token of the class's name.
+1. Theirs (text): S and V are embeddings that enter the text encoder. Theirs (code) and ours: they
+   take the place of two of its output vectors, in the prompt "a x style of a x" without padding:
+   six positions beside them, and eight in all, whatever the class is called. (Padded to 77, as ours
+   once were, two learned vectors stand among 75 fixed ones.)
+2. Theirs (code): S begins at the encoding of the domain's name, V at the class's. Ours: "a x style
+   of a CLASS", so that the domain's name is not used; V at the last token of the class's name.
 3. Theirs: which images to send is the client's choice. Ours: all.
 
-Payload for Stable Diffusion 1.5 at 512 px: 768 + 768 a class + 2 x 16,384 an image. A posterior decodes to a close likeness of its image: of all
-methods here this one gives the most away.
+Payload for Stable Diffusion 1.5 at 512 px: 768 + 768 a class + 2 x 16,384 an image. A posterior
+decodes to a close likeness of its image: of all methods here this one gives the most away.
 """
 
 import torch

@@ -1,16 +1,19 @@
 """FedDEO's client half: one description a class, learned through the frozen diffusion model.
 
-FedDEO (Yang et al., arXiv 2407.19953), section 3.2: a description d_y of class y takes the place of the prompt's encoding and minimises
-`|| eps - eps(sqrt(a_t) E(x) + sqrt(1 - a_t) eps, t, d_y) ||^2` over the client's images of y; everything else is frozen.
+FedDEO (Yang et al., arXiv 2407.19953), section 3.2: a description d_y of class y takes the place of
+the prompt's encoding and minimises `|| eps - eps(sqrt(a_t) E(x) + sqrt(1 - a_t) eps, t, d_y) ||^2`
+over the client's images of y; everything else is frozen.
 
 Differences from the paper:
 
-1. Theirs (code): SGD, lr 10, fp16. Ours: Adam in fp32 (`feddeo.lr`); configs/tables/description-training.toml is the sweep.
-2. Theirs (code): images normalised with CLIP's mean and deviation. Ours: [-1, 1], what the VAE was trained on.
-3. Theirs: the VAE encodes the images in every step. Ours: once; each step draws a new sample from the stored posterior (the same
-   distribution at a fraction of the cost).
-4. Theirs: one class after the other. Ours: `feddeo.at-once` classes in one UNet batch; exact, as no term couples two classes and each class has
-   its own stream of random numbers.
+1. Theirs (code): SGD, lr 10, fp16. Ours: Adam in fp32 (`feddeo.lr`);
+   configs/tables/description-training.toml is the sweep.
+2. Theirs (code): images normalised with CLIP's mean and deviation. Ours: [-1, 1], what the VAE was
+   trained on.
+3. Theirs: the VAE encodes the images in every step. Ours: once; each step draws a new sample from
+   the stored posterior (the same distribution at a fraction of the cost).
+4. Theirs: one class after the other. Ours: `feddeo.at-once` classes in one UNet batch; exact, as no
+   term couples two classes and each class has its own stream of random numbers.
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes.
 """

@@ -1,15 +1,19 @@
 """FedDISC's client half: cluster centres of a class's noised image embeddings, and their mean.
 
-FedDISC (Yang et al., arXiv 2305.04063), as FedDEO and FedLMG compare with it: the true labels take the place of its pseudo-labels.
+FedDISC (Yang et al., arXiv 2305.04063), as FedDEO and FedLMG compare with it: the true labels take
+the place of its pseudo-labels.
 
 Differences from the paper:
 
-1. Theirs: Stable unCLIP's CLIP ViT-H. Ours: the image encoder of the Stable unCLIP folder `feddisc.kit`, whatever it is.
-2. The domain's feature: ours is the mean of each class's images, as an upload of (K + 1) vectors a class says.
-3. The order: ours noises every image's embedding once at `feddisc.noise-level`, then clusters; a class with fewer than K images sends some
-   centres twice.
+1. Theirs: Stable unCLIP's CLIP ViT-H. Ours: the image encoder of the Stable unCLIP folder
+   `feddisc.kit`, whatever it is.
+2. The domain's feature: ours is the mean of each class's images, as an upload of (K + 1) vectors a
+   class says.
+3. The order: ours noises every image's embedding once at `feddisc.noise-level`, then clusters; a
+   class with fewer than K images sends some centres twice.
 
-Payload for Stable unCLIP 2.1 (embeddings of 1024 and their level's encoding): (5 + 1) x 2048 = 12,288 numbers a class.
+Payload for Stable unCLIP 2.1 (embeddings of 1024 and their level's encoding): (5 + 1) x 2048 =
+12,288 numbers a class.
 """
 
 import torch

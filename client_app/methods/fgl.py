@@ -1,6 +1,7 @@
 """FGL's client half: a caption of every image, as text.
 
-FGL (Zhang et al., arXiv 2306.16064): a captioner describes every private image, and the captions are the server's prompts.
+FGL (Zhang et al., arXiv 2306.16064): a captioner describes every private image, and the captions
+are the server's prompts.
 
 Differences from the paper:
 

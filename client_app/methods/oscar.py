@@ -1,16 +1,19 @@
 """OSCAR's client half: the mean encoding of a class's captions. No training.
 
-OSCAR (Zaland et al., arXiv 2502.08488), section III: BLIP captions every image, the diffusion model's text encoder encodes the
-captions, and the encodings are averaged over the images of a class.
+OSCAR (Zaland et al., arXiv 2502.08488), section III: BLIP captions every image, the diffusion
+model's text encoder encodes the captions, and the encodings are averaged over the images of a
+class.
 
 Differences from the paper:
 
-1. Theirs (text): 512 numbers a class; (code): the hidden states [77, 768], and no projection to 512 exists. Ours: both. `oscar` sends the mean
-   hidden states [L, d]; `oscar-pooled` sends the mean end-of-text state [d], from which the server builds a condition.
-2. Theirs: a captioner of BLIP's first kind, whose size is not said. Ours: the kit's `captioner/`, or any BLIP by `captioner`; greedy decoding, so that the same image
-   gives the same caption.
+1. Theirs (text): 512 numbers a class; (code): the hidden states [77, 768], and no projection to 512
+   exists. Ours: both. `oscar` sends the mean hidden states [L, d]; `oscar-pooled` sends the mean
+   end-of-text state [d], from which the server builds a condition.
+2. Theirs: a captioner of BLIP's first kind, whose size is not said. Ours: the kit's `captioner/`,
+   or any BLIP by `captioner`; greedy decoding, so that the same image gives the same caption.
 
-Payload for Stable Diffusion 1.5: 77 x 768 = 59,136 numbers a class, 5.322 M for 90 classes; pooled 768 a class.
+Payload for Stable Diffusion 1.5: 77 x 768 = 59,136 numbers a class, 5.322 M for 90 classes; pooled
+768 a class.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +57,9 @@ def mean_encoding(
 ) -> torch.Tensor:
     """The mean of a class's encodings (OSCAR, eq. 7), [L, d] or [d], in float32 on the CPU.
 
-    Batch by batch, so that memory does not grow with the images; summed in float64, so that the mean is that of all at once but
-    for the encoder's own rounding, which differs with the size of a batch.
+    Batch by batch, so that memory does not grow with the images; summed in float64, so that the
+    mean is that of all at once but for the encoder's own rounding, which differs with the size of a
+    batch.
     """
     total = torch.zeros(())
     for first in range(0, len(captions), BATCH):

@@ -1,4 +1,6 @@
-"""Six handwritten domains: scikit-learn's 1,797 real handwritten digits, drawn in six styles at 32 px.
+"""Six handwritten domains.
+
+Scikit-learn's 1,797 real handwritten digits, drawn in six styles at 32 px.
 
 The scans are split by source image, so that no scan is in two of the first three splits:
 
@@ -12,8 +14,9 @@ validation  30 a class, of the  as test, drawn anew: to choose settings by, so t
             public ones         chooses none
 ==========  ==================  =================================================================
 
-The public corpus is long-tailed like the web: 75 % photographs, nearly always captioned by class alone, and 5 % of each
-other style, nearly always captioned with the style. A client's domain is a narrow slice of its style (`DOMAIN_SLICES`).
+The public corpus is long-tailed like the web: 75 % photographs, nearly always captioned by class
+alone, and 5 % of each other style, nearly always captioned with the style. A client's domain is a
+narrow slice of its style (`DOMAIN_SLICES`).
 """
 
 from functools import lru_cache

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
 
 
-# How big, and in which part, a picture is seen: pixels on a side (short side resized, the middle cut
-# out), or an encoder's own way with [3, H, W] uint8.
+# How big, and in which part, a picture is seen: pixels on a side (short side resized, the middle
+# cut out), or an encoder's own way with [3, H, W] uint8.
 Fit = int | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -33,7 +33,10 @@ class Images:
         return len(self.labels)
 
     def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """The images as floats in [-1, 1], what the kit's encoder takes; [<=size, 3, S, S] at a time."""
+        """The images as floats in [-1, 1], what the kit's encoder takes.
+
+        [<=size, 3, S, S] at a time.
+        """
         for part in self.pixels.split(size):
             yield part.float() / 127.5 - 1
 
@@ -43,7 +46,10 @@ class Images:
 
 
 def domain_name(config: DataConfig, node: NodeConfig) -> str:
-    """The name of a simulated client's domain: the digits' style, or the client's folder; "" where nobody knows it."""
+    """The name of a simulated client's domain: the digits' style, or the client's folder.
+
+    "" where nobody knows it.
+    """
     if config.name == "digits" and config.partition == "domain" and node.partition_id >= 0:
         return str(_digits_partition(config, node, "test", 0)[0]["domain"])
     folder = simulated_folder(config, node)
@@ -79,9 +85,12 @@ def load_images(
     maxsize=16
 )  # a message needs its partition several times, and cutting takes longer than reading it
 def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
-    """Cut the embedded digits with flwr-datasets: by domain is feature skew, by label or Dirichlet is label skew.
+    """Cut the embedded digits with flwr-datasets.
 
-    A node's test and validation images are its own domain's; under the other partitions, its equal share of all domains'.
+    By domain is feature skew, by label or Dirichlet is label skew.
+
+    A node's test and validation images are its own domain's; under the other partitions, its equal
+    share of all domains'.
     """
     from flwr_datasets import partitioner as cut
 
@@ -102,7 +111,8 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
         chosen = cut.DirichletPartitioner(
             count, "label", config.alpha, min_partition_size=1, seed=seed
         )
-    # The split lies class by class and domain by domain: a run of one class's rows would be one domain's.
+    # The split lies class by class and domain by domain: a run of one class's rows would be one
+    # domain's.
     chosen.dataset = whole if config.partition == "domain" else whole.shuffle(seed=seed)
     return chosen.load_partition(node.partition_id)
 
@@ -131,7 +141,9 @@ def _load_folder(config: DataConfig, node: NodeConfig, split: str, fit: Fit) -> 
 
 
 def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
-    """A picture of any mode and shape as [3, S, S] uint8 RGB: upright, transparent on white, and of the size that fits.
+    """A picture of any mode and shape as [3, S, S] uint8 RGB.
+
+    Upright, transparent on white, and of the size that fits.
 
     16 bits a channel are taken for the whole range, 0 to 65,535.
 

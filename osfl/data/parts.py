@@ -1,4 +1,7 @@
-"""Which images are a node's own: a part of an embedded data set, or a folder. Imports no torch: joining takes no second."""
+"""Which images are a node's own: a part of an embedded data set, or a folder.
+
+Imports no torch: joining takes no second.
+"""
 
 from pathlib import Path
 
@@ -19,10 +22,13 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
 
 
 def check_images(config: DataConfig, node: NodeConfig) -> None:
-    """Whether this node has images to train and to test on; folders are listed, no image is opened or drawn.
+    """Whether this node has images to train and to test on.
+
+    Folders are listed, no image is opened or drawn.
 
     Raises:
-        DataError: as `load_images`, but for corrupt images, and for a part of the digits that is empty.
+        DataError: as `load_images`, but for corrupt images, and for a part of the digits that is
+            empty.
     """
     if config.name == "digits":
         count_parts(config, node)
@@ -36,7 +42,8 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
     home = Path(node.data_dir).expanduser() if node.data_dir else simulated_folder(config, node)
     if home is None:
         raise DataError(
-            "data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and test/<class>/*; in a simulation, "
+            "data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and "
+            "test/<class>/*; in a simulation, "
             "data.root: the folder with all clients' folders"
         )
     root = home / split
@@ -54,7 +61,8 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
         files = sorted(p for p in (root / name).glob("*") if not p.name.startswith("."))
         if name in folders and not files:
             raise DataError(
-                f"{plain(root / name, 1000)}: the class has no images. Remove the empty folder, or add images to it"
+                f"{plain(root / name, 1000)}: the class has no images. Remove the empty folder, or "
+                "add images to it"
             )
         listed += [(file, label) for file in files]
     if not listed:
@@ -70,7 +78,9 @@ def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
 
 
 def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
-    """Where a simulated client finds its images: the folder number `partition-id` of `data.root`, alphabetically.
+    """Where a simulated client finds its images.
+
+    The folder number `partition-id` of `data.root`, alphabetically.
 
     Returns:
         None if the node has a `data-dir` of its own, or the data are no folders.
@@ -86,7 +96,8 @@ def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if node.partition_id >= len(folders):
         raise DataError(
-            f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to at most that"
+            f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to "
+            "at most that"
         )
     return folders[node.partition_id]
 
@@ -99,12 +110,14 @@ def count_parts(config: DataConfig, node: NodeConfig) -> int:
     """
     if node.partition_id < 0:
         raise DataError(
-            "data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this node is"
+            "data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this "
+            "node is"
         )
     count = len(STYLES) if config.partition == "domain" else node.num_partitions or len(STYLES)
     if node.partition_id >= count:
         raise DataError(
-            f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), so this client has no data. "
+            f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), "
+            "so this client has no data. "
             f"Use at most {count} clients, or another data.partition"
         )
     return count

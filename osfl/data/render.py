@@ -1,8 +1,11 @@
-"""Six styles that a handwritten digit is drawn in: photo, clipart, sketch, painting, neon, infograph.
+"""Six styles that a handwritten digit is drawn in.
 
-A style is a function of an ink map and a `Look`: the few numbers (hues, stroke, clutter, ...) that vary inside the style.
-The public corpus draws its looks from the whole style; a client's look comes from a narrow slice of it, which no caption
-names. That is what makes a client's images its own, as a hospital's scanner does.
+Photo, clipart, sketch, painting, neon, infograph.
+
+A style is a function of an ink map and a `Look`: the few numbers (hues, stroke, clutter, ...) that
+vary inside the style. The public corpus draws its looks from the whole style; a client's look comes
+from a narrow slice of it, which no caption names. That is what makes a client's images its own, as
+a hospital's scanner does.
 """
 
 from collections.abc import Callable, Mapping
@@ -166,7 +169,10 @@ def _sketch(ink: Array, look: Look, rng: np.random.Generator) -> Array:
 
 
 def _painting(ink: Array, look: Look, rng: np.random.Generator) -> Array:
-    """Two pigments laid with a brush: streaks along one direction, colour that wanders, a wobbling edge."""
+    """Two pigments laid with a brush.
+
+    Streaks along one direction, colour that wanders, a wobbling edge.
+    """
     streak = _cloud(rng, (3, 14)) if np.cos(4 * np.pi * look.angle) > 0 else _cloud(rng, (14, 3))
     wander = 0.16 * (_cloud(rng, (4, 4)) - 0.5)
     value = 0.45 + 0.35 * look.light + 0.35 * look.texture * (streak - 0.5)

@@ -1,20 +1,26 @@
-"""How the shipped kits were made: `osfl kit train`. Resumable, seeded, CPU or CUDA; public split only.
+"""How the shipped kits were made: `osfl kit train`.
+
+Resumable, seeded, CPU or CUDA; public split only.
 
 Each stage is a plain training loop with its own checkpoint:
 
-1. `vae`: autoencoder, L1 + KL, as Stable Diffusion's first stage without the perceptual and adversarial losses; every style equally
-   often, so that no style's detail is lost before the denoiser sees it.
-2. `denoiser`: UNet and text encoder together, noise prediction, min-SNR-5 weights (Hang et al. 2023), captions dropped for
-   classifier-free guidance, exponential moving average of the weights. Images whose caption names a style are drawn five times
-   as often; what a class-only caption means, nearly always a photograph, is left as the corpus has it.
-3. `image_encoder`: a small CLIP vision tower by SLIP's two losses (Mu et al. 2021): an image's caption among all captions, encoded by the
-   kit's own text encoder, and an image's other view among the batch's.
+1. `vae`: autoencoder, L1 + KL, as Stable Diffusion's first stage without the perceptual and
+   adversarial losses; every style equally often, so that no style's detail is lost before the
+   denoiser sees it.
+2. `denoiser`: UNet and text encoder together, noise prediction, min-SNR-5 weights (Hang et al.
+   2023), captions dropped for classifier-free guidance, exponential moving average of the weights.
+   Images whose caption names a style are drawn five times as often; what a class-only caption
+   means, nearly always a photograph, is left as the corpus has it.
+3. `image_encoder`: a small CLIP vision tower by SLIP's two losses (Mu et al. 2021): an image's
+   caption among all captions, encoded by the kit's own text encoder, and an image's other view
+   among the batch's.
 4. `captioner`: a small BLIP, captioning loss, every style equally often.
-5. `unclip`: the denoiser's UNet, trained on with the noised image embedding as one more condition (Ramesh et al. 2022, in Stable unCLIP's
-   form), embeddings and captions dropped for guidance.
-6. `small_decoder`: TAESD's architecture, L1 to what the autoencoder's own decoder makes, of images' latents and of those that
-   a denoiser would predict from noised ones.
-7. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that uses no digit label (RotNet, Gidaris
+5. `unclip`: the denoiser's UNet, trained on with the noised image embedding as one more condition
+   (Ramesh et al. 2022, in Stable unCLIP's form), embeddings and captions dropped for guidance.
+6. `small_decoder`: TAESD's architecture, L1 to what the autoencoder's own decoder makes, of images'
+   latents and of those that a denoiser would predict from noised ones.
+7. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that
+   uses no digit label (RotNet, Gidaris
    et al. 2018: which of four turns; and which style).
 """
 
@@ -85,10 +91,13 @@ def train_kit(
     progress: Progress,
     base: Path | None = None,
 ) -> dict:
-    """Train the kit into `out`, and its unCLIP sister into `<out>-unclip`; an interrupted training resumes from `work`.
+    """Train the kit into `out`, and its unCLIP sister into `<out>-unclip`.
+
+    An interrupted training resumes from `work`.
 
     Args:
-        base: a finished kit, taken over with its sister; the stages that its `training.json` lacks are trained.
+        base: a finished kit, taken over with its sister; the stages that its `training.json` lacks
+            are trained.
 
     Returns:
         the log written to the kit's `training.json`.
@@ -103,7 +112,8 @@ def train_kit(
     own = json.dumps({**asdict(recipe), "device": device}, indent=1)
     if (file := work / "recipe.json").is_file() and file.read_text() != own:
         raise ConfigError(
-            f"--work {work}: its checkpoints are of another recipe or device; remove them, or name another folder"
+            f"--work {work}: its checkpoints are of another recipe or device; remove them, or name "
+            "another folder"
         )
     file.write_text(own)
     target = torch.device(device)

@@ -26,7 +26,8 @@ def check_kit(
 ) -> dict[str, dict]:
     """Everything that the cards say of quality, and the pictures beside them.
 
-    Captions and embeddings are measured on the clients' kind of images: the test split, in all six domains, which no stage has seen.
+    Captions and embeddings are measured on the clients' kind of images: the test split, in all six
+    domains, which no stage has seen.
     """
     test = digits.load_split("test").with_format("numpy")
     pixels = torch.from_numpy(np.stack(test["image"])).permute(0, 3, 1, 2)
@@ -47,10 +48,12 @@ def check_kit(
 def _check_styles(
     kit: Path, progress: Progress, per_prompt: int = 10, columns: int = 2, steps: int = 50
 ) -> dict[str, float]:
-    """Sample every class from class prompts and from each style's prompts with diffusers' own pipeline; draw `samples.png`.
+    """Sample every class from class prompts and from each style's prompts with diffusers' own
+    pipeline; draw `samples.png`.
 
     Returns:
-        for each kind of prompt, the share of samples that the pretext classifier takes for the style asked for.
+        for each kind of prompt, the share of samples that the pretext classifier takes for the
+        style asked for.
     """
     pretext = classifiers.build_classifier("resnet18", 4 * len(STYLES), small_stem=True)
     classifiers.load_initialisation(pretext, kit / "classifiers" / "resnet18.safetensors")
@@ -90,7 +93,9 @@ def _check_styles(
 def _check_captions(
     captioner: encoders.Captioner, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """For each domain, the share of captions that name the digit, that name the style, and that name another style."""
+    """For each domain, the share of captions that name the digit, that name the style, and that
+    name another style.
+    """
     captions = [text.replace(",", " ").split() for text in captioner(pixels)]
     digit = np.array(
         [digits.CLASSES[y] in words for words, y in zip(captions, labels, strict=True)]
@@ -133,11 +138,13 @@ def _check_unclip(
     steps: int,
     per_domain: int,
 ) -> dict[str, dict[str, float]]:
-    """Draw test images again from their embeddings with diffusers' own pipeline; draw `samples.png`.
+    """Draw test images again from their embeddings with diffusers' own pipeline.
+
+    Draw `samples.png`.
 
     Returns:
-        for each noise level, the mean cosine between the embeddings of image and sample, and of the sample and another image of
-        the same digit and domain.
+        for each noise level, the mean cosine between the embeddings of image and sample, and of the
+        sample and another image of the same digit and domain.
     """
     encoder, pipe = (
         encoders.load_image_encoder(str(unclip), CPU),
@@ -189,7 +196,9 @@ def _check_unclip(
 
 
 def _check_small_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) -> dict[str, float]:
-    """How far, in shades of 255, what the small decoder makes of test images' latents is from what D makes, and how far that is from the images."""
+    """How far, in shades of 255, what the small decoder makes of test images' latents is from what
+    D makes, and how far that is from the images.
+    """
     small = diffusion.load_small_decoder(source, kit, SMALL_DECODER)
     images = pixels[:: max(1, len(pixels) // 600)].float() / 127.5 - 1
     with torch.no_grad():
@@ -212,7 +221,8 @@ def write_cards(kit: Path, unclip: Path, log: dict) -> None:
     trained = [name for name in stages if name.startswith("classifier-")]
     kinds = {name: name.partition("-")[0] for name in stages}  # the recipe's prefix of a stage
     losses = "".join(
-        f"| {name} | {r[f'{kinds[name]}_steps']:,} of {r[f'{kinds[name]}_batch']} | {about['seconds']:,.0f} "
+        f"| {name} | {r[f'{kinds[name]}_steps']:,} of {r[f'{kinds[name]}_batch']} | "
+        f"{about['seconds']:,.0f} "
         f"| {about['losses'][0]:.4f} | {about['losses'][-1]:.4f} |\n"
         for name, about in stages.items()
     )
@@ -273,7 +283,8 @@ Accuracy of the initialisations on their pretext task (which of four turns and o
 |---|---:|
 {pretext}""")
     levels = "".join(
-        f"| {level.removeprefix('level ')} | {about['own image']:.2f} | {about['another of its class and domain']:.2f} |\n"
+        f"| {level.removeprefix('level ')} | {about['own image']:.2f} | "
+        f"{about['another of its class and domain']:.2f} |\n"
         for level, about in checks["unclip"].items()
     )
     (unclip / "README.md").write_text(f"""# kits/digits-unclip

@@ -90,7 +90,8 @@ def noise_prediction_loss(
     alphas_cumprod: torch.Tensor,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Mean squared error of the predicted noise at uniform timesteps, weighted by min(SNR, 5) / SNR.
+    """Mean squared error of the predicted noise at uniform timesteps, weighted by min(SNR, 5) /
+    SNR.
 
     Args:
         x0: scaled latents [B, c, h, w].

@@ -1,4 +1,7 @@
-"""Stages 3 to 7: what clients and baselines need beside the diffusion model. Each writes its part of the kit when it is done."""
+"""Stages 3 to 7: what clients and baselines need beside the diffusion model.
+
+Each writes its part of the kit when it is done.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +31,10 @@ def train_classifiers(
     progress: Progress,
     kept: frozenset[str] = frozenset(),
 ) -> dict[str, dict]:
-    """Initialisations of the recipe's architectures but those that are `kept`; the pretext task has 4 turns x 6 styles."""
+    """Initialisations of the recipe's architectures but those that are `kept`.
+
+    The pretext task has 4 turns x 6 styles.
+    """
     device, log = corpus.pixels.device, {}
 
     def pretext(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +137,9 @@ def train_image_encoder(
 
 
 def _captions(text: encoders.TextEncoder, corpus: Corpus) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the end-of-text state of every distinct caption [U, d], each image's caption's number there [N], -1 for none)."""
+    """(the end-of-text state of every distinct caption [U, d], each image's caption's number there
+    [N], -1 for none).
+    """
     distinct = sorted(set(corpus.captions) - {""})
     number = {caption: index for index, caption in enumerate(distinct)}
     return text.pooled(distinct), torch.tensor(
@@ -140,7 +148,10 @@ def _captions(text: encoders.TextEncoder, corpus: Corpus) -> tuple[torch.Tensor,
 
 
 def _view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> torch.Tensor:
-    """A shifted, scaled and slightly noisy view [B, 3, H, W], turned by up to `turn` radians; colours stay: a client's look has its own."""
+    """A shifted, scaled and slightly noisy view [B, 3, H, W], turned by up to `turn` radians.
+
+    Colours stay: a client's look has its own.
+    """
 
     def uniform(low: float, high: float) -> torch.Tensor:
         return low + (high - low) * torch.rand(len(x), generator=generator, device=x.device)
@@ -163,7 +174,10 @@ def _view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> tor
 
 
 def _recolour(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each image's colour channels in an order of its own: of a rare style the corpus has few colours for each digit."""
+    """Each image's colour channels in an order of its own.
+
+    Of a rare style the corpus has few colours for each digit.
+    """
     order = torch.rand(len(x), 3, generator=generator, device=x.device).argsort(dim=1)
     return x.gather(1, order[:, :, None, None].expand_as(x))
 
@@ -212,7 +226,10 @@ def train_captioner(
 def train_unclip(
     out: Path, unclip: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
 ) -> dict[str, dict]:
-    """The kit's UNet with an image embedding as one more condition; written as a Stable unCLIP folder of its own."""
+    """The kit's UNet with an image embedding as one more condition.
+
+    Written as a Stable unCLIP folder of its own.
+    """
     device = corpus.pixels.device
     kit, encoder = diffusion.load_kit(out, device), encoders.load_image_encoder(str(out), device)
     embeddings = encoder(corpus.pixels.cpu()).to(device)
@@ -273,7 +290,9 @@ def train_unclip(
 def train_small_decoder(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
 ) -> dict[str, dict]:
-    """A decoder in TAESD's format that learns what the kit's own makes of x0hat, at every noise level: there a classifier's guidance uses it."""
+    """A decoder in TAESD's format that learns what the kit's own makes of x0hat, at every noise
+    level: there a classifier's guidance uses it.
+    """
     device = corpus.pixels.device
     kit = diffusion.load_kit(out, device)
     torch.manual_seed(seed_of(recipe.seed, "small_decoder"))

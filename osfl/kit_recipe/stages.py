@@ -72,9 +72,12 @@ class Stage:
 def run_stage(
     stage: Stage, folder: Path, seed: int, device: torch.device, progress: Progress
 ) -> dict:
-    """Train a stage to its end, from its checkpoint if there is one. Leaves `stage.modules` at the (averaged) final weights.
+    """Train a stage to its end, from its checkpoint if there is one.
 
-    Every step's randomness is seeded by (seed, stage, step), so an interrupted training continues as if it had not been.
+    Leaves `stage.modules` at the (averaged) final weights.
+
+    Every step's randomness is seeded by (seed, stage, step), so an interrupted training continues
+    as if it had not been.
 
     Returns:
         seconds spent and the mean loss of every 100 steps.

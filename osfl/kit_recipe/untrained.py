@@ -65,7 +65,9 @@ def new_unet(text_width: int) -> UNet2DConditionModel:
 
 
 def new_unclip_unet(text_to_image: UNet2DConditionModel, embedding: int) -> UNet2DConditionModel:
-    """A UNet conditioned on text and on an image embedding, which begins as the text-conditioned one: the new projection ends in zeros."""
+    """A UNet conditioned on text and on an image embedding, which begins as the text-conditioned
+    one: the new projection ends in zeros.
+    """
     config = {
         **text_to_image.config,
         "class_embed_type": "projection",
@@ -84,7 +86,10 @@ def new_unclip_unet(text_to_image: UNet2DConditionModel, embedding: int) -> UNet
 
 
 def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise:
-    """Of embeddings with a mean and a standard deviation, each [e]; the schedule of Stable unCLIP 2.1."""
+    """Of embeddings with a mean and a standard deviation, each [e].
+
+    The schedule of Stable unCLIP 2.1.
+    """
     normalizer = StableUnCLIPImageNormalizer(len(mean))
     normalizer.mean.data, normalizer.std.data = mean[None].clone(), std[None].clone()
     return EmbeddingNoise(
@@ -93,7 +98,10 @@ def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise
 
 
 def new_small_decoder(width: int) -> "AutoencoderTiny":
-    """An untrained decoder in TAESD's format for `new_vae`'s latents; its encoder, which nobody uses, is as small as it can be."""
+    """An untrained decoder in TAESD's format for `new_vae`'s latents.
+
+    Its encoder, which nobody uses, is as small as it can be.
+    """
     from diffusers import AutoencoderTiny
 
     return AutoencoderTiny(
@@ -120,7 +128,10 @@ def new_scheduler() -> DDIMScheduler:
 def pipeline(
     vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder
 ) -> "StableDiffusionPipeline":
-    """Diffusers' own pipeline over the parts; `save_pretrained` writes the Stable Diffusion folder."""
+    """Diffusers' own pipeline over the parts.
+
+    `save_pretrained` writes the Stable Diffusion folder.
+    """
     from diffusers import StableDiffusionPipeline
 
     return StableDiffusionPipeline(
@@ -178,8 +189,9 @@ def new_text_encoder(captions: Sequence[str], length: int, width: int) -> TextEn
 def _train_tokenizer(captions: Sequence[str], length: int) -> CLIPTokenizer:
     """A byte-pair tokenizer in which every word of the captions is one token.
 
-    The library's own trainer breaks ties in the order of a hash map: it numbers tokens differently from call to call, and a resumed
-    training would meet other numbers than it began with. Here ties are broken alphabetically.
+    The library's own trainer breaks ties in the order of a hash map: it numbers tokens differently
+    from call to call, and a resumed training would meet other numbers than it began with. Here ties
+    are broken alphabetically.
     """
     split = CLIPTokenizer().backend_tokenizer.pre_tokenizer.pre_tokenize_str
     words = Counter(
@@ -256,7 +268,8 @@ def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
         num_attention_heads=4,
         max_position_embeddings=32,
         initializer_range=width**-0.5,
-        bos_token_id=tokenizer.cls_token_id,  # BLIP begins with a token of its own; here training and decoding begin alike
+        # BLIP begins with a token of its own; here training and decoding begin alike
+        bos_token_id=tokenizer.cls_token_id,
         sep_token_id=tokenizer.sep_token_id,
         eos_token_id=tokenizer.sep_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -270,7 +283,8 @@ def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
         image_size=size,
         patch_size=4,
         initializer_range=width
-        ** -0.5,  # BERT's 0.02 is for a width of 768: here attention would stay uniform, digits unread
+        # BERT's 0.02 is for a width of 768: here attention would stay uniform, digits unread
+        ** -0.5,
     )
     config = BlipConfig(
         text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=width

@@ -20,7 +20,10 @@ class ConceptPrompt:
     class_place: int
 
     def filled(self, domain: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Conditions [B, Lu, d] with S [B, d] and V [B, d] in their places; differentiable in both."""
+        """Conditions [B, Lu, d] with S [B, d] and V [B, d] in their places.
+
+        Differentiable in both.
+        """
         condition = self.base.repeat(len(vectors), 1, 1)
         condition[:, self.domain_place] = domain.to(condition.dtype)
         condition[:, self.class_place] = vectors.to(condition.dtype)

@@ -1,7 +1,10 @@
-"""The frozen diffusion model ("kit") that clients and server share. The only file that imports diffusers.
+"""The frozen diffusion model ("kit") that clients and server share.
 
-A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_encoder/ tokenizer/ scheduler/`) or a hub id.
-`kits/digits` and `stable-diffusion-v1-5/stable-diffusion-v1-5` go through the same code.
+The only file that imports diffusers.
+
+A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_encoder/ tokenizer/
+scheduler/`) or a hub id. `kits/digits` and `stable-diffusion-v1-5/stable-diffusion-v1-5` go through
+the same code.
 """
 
 from dataclasses import dataclass
@@ -73,9 +76,12 @@ class Kit:
     def eps(
         self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d]; image [B, 2e]: an unCLIP UNet's condition.
+        """eps(z, t, c): the predicted noise. z [B, C, H, W], t [B] or [], c [B, L, d].
 
-        A UNet that predicts v (Salimans & Ho, arXiv 2202.00512; Stable Diffusion 2.1) is read as eps = sqrt(a_t) v + sqrt(1 - a_t) z.
+        Image [B, 2e]: an unCLIP UNet's condition.
+
+        A UNet that predicts v (Salimans & Ho, arXiv 2202.00512; Stable Diffusion 2.1) is read as
+        eps = sqrt(a_t) v + sqrt(1 - a_t) z.
         """
         image = image if image is None else image.to(self.dtype)
         output = self.unet(
@@ -88,7 +94,11 @@ class Kit:
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """E(x): mean and log-variance of the scaled latents' posterior, each [B, C, h, w], of images [B, 3, H, W] in [-1, 1]."""
+        """E(x).
+
+        Mean and log-variance of the scaled latents' posterior, each [B, C, h, w], of images [B, 3,
+        H, W] in [-1, 1].
+        """
         posterior = self.vae.encode(images.to(self.device, self.dtype)).latent_dist
         scale = self.vae.config.scaling_factor
         return posterior.mean * scale, posterior.logvar + 2 * torch.log(torch.tensor(scale))
@@ -100,22 +110,26 @@ class Kit:
         )
 
     def decode_for_guidance(self, z: torch.Tensor) -> torch.Tensor:
-        """D(z), or what the small decoder makes of it (TAESD takes z as it is), where there is one."""
+        """D(z), or where there is a small decoder what it makes of z (TAESD takes z as it is)."""
         if self.small_decoder is None:
             return self.decode(z)
         return self.small_decoder.decode(z.to(self.dtype)).sample.to(z.dtype)
 
     def checkpointed(self) -> "Kit":
-        """The same, but a gradient's activations are computed again in place of being kept (Chen et al., arXiv 1604.06174): same numbers, less memory."""
+        """The same, but a gradient's activations are computed again in place of being kept (Chen et
+        al., arXiv 1604.06174): same numbers, less memory.
+        """
         for network in (self.unet, self.vae):
             network.enable_gradient_checkpointing()
         return self
 
 
 class Attention(AttnProcessor2_0):
-    """A UNet's attention by one of torch's implementations, or by another where that one cannot (flash attention in float32 on a GPU, say).
+    """A UNet's attention by one of torch's implementations, or by another where that one cannot
+    (flash attention in float32 on a GPU, say).
 
-    In the processor and not around the UNet, so that activations which are computed again for a gradient are computed alike.
+    In the processor and not around the UNet, so that activations which are computed again for a
+    gradient are computed alike.
     """
 
     IMPLEMENTATIONS: ClassVar = {
@@ -187,7 +201,8 @@ def check_schedule(source: str) -> DDIMScheduler:
         raise KitError(f"kit = {source!r}: its scheduler/ cannot be read: {error}") from error
     if not bool((scheduler.alphas_cumprod > 0).all()):
         raise KitError(
-            f"kit = {source!r} has zero terminal SNR: its scheduler's alphas_cumprod ends at 0, where "
+            f"kit = {source!r} has zero terminal SNR: its scheduler's alphas_cumprod ends at 0, "
+            "where "
             "no noise prediction tells an image. Take another kit, or one whose "
             "scheduler/scheduler_config.json has rescale_betas_zero_snr = false"
         )
@@ -220,18 +235,21 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
     c, h, w = kit.latent_shape
     if small.config.latent_channels != c:
         raise KitError(
-            f"synthesis.small-decoder = {source!r} takes {small.config.latent_channels} channels; the kit's latents have {c}"
+            f"synthesis.small-decoder = {source!r} takes {small.config.latent_channels} channels; "
+            f"the kit's latents have {c}"
         )
     made = small.decode(torch.zeros(1, c, h, w, device=kit.device, dtype=kit.dtype)).sample
     if made.shape[-1] != kit.image_size:
         raise KitError(
-            f"synthesis.small-decoder = {source!r} makes images of {made.shape[-1]} px; the kit's have {kit.image_size}"
+            f"synthesis.small-decoder = {source!r} makes images of {made.shape[-1]} px; the kit's "
+            f"have {kit.image_size}"
         )
     return small
 
 
 def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit, without loading its weights.
+    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit,
+    without loading its weights.
 
     Raises:
         KitError: a part is missing or damaged.
@@ -250,7 +268,10 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
 
 
 def new_solver(kit: Kit) -> "DPMSolverMultistepScheduler | UniPCMultistepScheduler":
-    """The multistep solver that `kit.sampling` names, on the kit's noise schedule; `Kit.eps` predicts noise, whatever the UNet does."""
+    """The multistep solver that `kit.sampling` names, on the kit's noise schedule.
+
+    `Kit.eps` predicts noise, whatever the UNet does.
+    """
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
     solver = {"dpm-solver++": DPMSolverMultistepScheduler, "unipc": UniPCMultistepScheduler}[
@@ -278,7 +299,9 @@ class EmbeddingNoise:
     def __call__(
         self, embeddings: torch.Tensor, levels: torch.Tensor, noise: torch.Tensor
     ) -> torch.Tensor:
-        """The UNet's image condition [N, 2e]: the noised embedding, then the sinusoidal encoding of its level.
+        """The UNet's image condition [N, 2e].
+
+        The noised embedding, then the sinusoidal encoding of its level.
 
         Args:
             embeddings: [N, e].
@@ -294,7 +317,8 @@ class EmbeddingNoise:
 
 
 def load_embedding_noise(kit: str) -> EmbeddingNoise:
-    """The `image_normalizer/` and `image_noising_scheduler/` of a Stable-unCLIP-format folder or hub id; on the CPU.
+    """The `image_normalizer/` and `image_noising_scheduler/` of a Stable-unCLIP-format folder or
+    hub id; on the CPU.
 
     Raises:
         KitError: they are not there, or damaged.
@@ -313,7 +337,10 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
 
 
 def load_pipeline(folder: str | Path) -> "StableDiffusionPipeline":
-    """A kit as diffusers' own pipeline, in fp32 on the CPU: what our samples are checked against."""
+    """A kit as diffusers' own pipeline, in fp32 on the CPU.
+
+    What our samples are checked against.
+    """
     from diffusers import StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(

@@ -1,4 +1,7 @@
-"""Text encoders, image encoders and captioners of a kit. The only file that imports transformers."""
+"""Text encoders, image encoders and captioners of a kit.
+
+The only file that imports transformers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,7 +85,10 @@ def text_shape(kit: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """A frozen image encoder with its preprocessing: CLIP's projected embedding, or DINOv2's class token."""
+    """A frozen image encoder with its preprocessing.
+
+    CLIP's projected embedding, or DINOv2's class token.
+    """
 
     model: CLIPVisionModelWithProjection | Dinov2Model
     processor: "CLIPImageProcessor | BitImageProcessor"
@@ -103,7 +109,9 @@ class ImageEncoder:
         return _resized_to(self.processor)
 
     def fit(self, picture: torch.Tensor) -> torch.Tensor:
-        """A picture [3, H, W] uint8 at `image_size`, resized as the encoder's own processor does it."""
+        """A picture [3, H, W] uint8 at `image_size`, resized as the encoder's own processor does
+        it.
+        """
         return _fit(self.processor, picture)
 
     @torch.no_grad()
@@ -136,7 +144,10 @@ class Captioner:
         return _fit(self.processor.image_processor, picture)
 
     def __call__(self, pixels: torch.Tensor, meter: FlopMeter | None = None) -> list[str]:
-        """A caption for each of the uint8 images [N, 3, H, W]; greedy decoding, so the same image gets the same caption."""
+        """A caption for each of the uint8 images [N, 3, H, W].
+
+        Greedy decoding, so the same image gets the same caption.
+        """
         texts = []
         for chunk in pixels.split(16):
             step = partial(self._tokens, chunk)
@@ -177,7 +188,10 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
 
 
 def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
-    """CLIP or DINOv2: from a kit (`image_encoder/` and `feature_extractor/`, as Stable unCLIP has them), or a folder or hub id of its own.
+    """CLIP or DINOv2.
+
+    From a kit (`image_encoder/` and `feature_extractor/`, as Stable unCLIP has them), or a folder
+    or hub id of its own.
 
     Raises:
         KitError: neither is there, or it is another kind of model.
@@ -191,7 +205,8 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
             kind = AutoConfig.from_pretrained(source).model_type
         if kind not in _IMAGE_ENCODERS:
             raise KitError(
-                f"image-encoder = {source!r} is a {kind!r}; it must be one of {', '.join(IMAGE_ENCODERS)}"
+                f"image-encoder = {source!r} is a {kind!r}; it must be one of "
+                f"{', '.join(IMAGE_ENCODERS)}"
             )
         model = _IMAGE_ENCODERS[kind].from_pretrained(
             source, **folders[0], dtype=torch.float32, use_safetensors=True

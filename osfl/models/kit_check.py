@@ -1,4 +1,7 @@
-"""Whether a kit can be used, before anybody works with it: by names, settings and the headers of the weights. No weight is loaded."""
+"""Whether a kit can be used, before anybody works with it.
+
+By names, settings and the headers of the weights. No weight is loaded.
+"""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -61,10 +64,12 @@ def check_kit(
         kit: a folder or hub id.
         parts: folders and files of it.
         key: of the configuration, for messages.
-        image_condition: whether its UNet must take an image's embedding, as Stable unCLIP's does, or must not; None: either.
+        image_condition: whether its UNet must take an image's embedding, as Stable unCLIP's does,
+            or must not; None: either.
 
     Raises:
-        KitError: the kit is not there or not reached, is of another kind, or a file is missing, damaged, or of another size.
+        KitError: the kit is not there or not reached, is of another kind, or a file is missing,
+            damaged, or of another size.
     """
     parts = tuple(parts)
     if not parts:
@@ -109,7 +114,8 @@ def check_image_encoder(source: str) -> None:
 
 
 def check_small_decoder(source: str) -> None:
-    """Whether a folder or hub id that `synthesis.small-decoder` names is in TAESD's format, and can be loaded.
+    """Whether a folder or hub id that `synthesis.small-decoder` names is in TAESD's format, and can
+    be loaded.
 
     Raises:
         KitError: as `check_kit`.
@@ -152,7 +158,8 @@ def _on_hub(name: str, said: str) -> KitFolder:
         raise KitError(f"{said}: no hub id: {error}") from None
     except RepositoryNotFoundError:
         raise KitError(
-            f"{said}: the hub has no such model, or shows it only to who is logged in (hf auth login)"
+            f"{said}: the hub has no such model, or shows it only to who is logged in (hf auth "
+            "login)"
         ) from None
     except (httpx.HTTPError, OSError) as error:
         try:
@@ -169,7 +176,8 @@ def _shapes(folder: KitFolder, file: str) -> Shapes:
     """The shape of every tensor in a file of weights, by its header.
 
     Raises:
-        KitError: the file is missing or damaged, or its header speaks of more or fewer bytes than it has.
+        KitError: the file is missing or damaged, or its header speaks of more or fewer bytes than
+            it has.
     """
     if not folder.has(file):
         raise KitError(f"{folder.said} lacks {file}, which its index names; fetch it")
@@ -200,7 +208,9 @@ def _shapes_on_hub(repository: str, file: str) -> Shapes:
 
 
 def _check_part(folder: KitFolder, part: str, kind: str = "") -> Shapes:
-    """Whether a part has the files that its loader reads, and its weights the sizes of its settings; returns their shapes."""
+    """Whether a part has the files that its loader reads, and its weights the sizes of its
+    settings; returns their shapes.
+    """
     kind = kind or part
     if part.endswith(".safetensors"):
         return _shapes(folder, part)
@@ -348,7 +358,8 @@ def _check_together(
     width = text.get("text_config", text).get("hidden_size", 512)
     if width != unet.get("cross_attention_dim", 1280):
         raise KitError(
-            f"{folder.said}: text width {width}, but the UNet expects {unet.get('cross_attention_dim')}"
+            f"{folder.said}: text width {width}, but the UNet expects "
+            f"{unet.get('cross_attention_dim')}"
         )
     channels, taken = vae.get("latent_channels", 4), unet.get("in_channels", 4)
     if channels != taken:
@@ -358,13 +369,15 @@ def _check_together(
         )
     if not isinstance(unet.get("sample_size"), int):
         raise KitError(
-            f"{folder.said}: unet/config.json says sample_size = {unet.get('sample_size')!r}; it must be a whole number"
+            f"{folder.said}: unet/config.json says sample_size = {unet.get('sample_size')!r}; it "
+            "must be a whole number"
         )
     if SMALL_DECODER in shapes:
         small = folder.settings(f"{SMALL_DECODER}/config.json").get("latent_channels", 4)
         if small != channels:
             raise KitError(
-                f"{folder.said}: its small_decoder takes {small} channels; the latents have {channels}"
+                f"{folder.said}: its small_decoder takes {small} channels; the latents have "
+                f"{channels}"
             )
     _check_image_condition(folder, unet, image_condition)
 
@@ -377,11 +390,13 @@ def _check_image_condition(folder: KitFolder, unet: Mapping[str, Any], wanted: b
         raise KitError(f"{folder.said}: its UNet wants a further condition ({what!r}). {TAKEN}")
     if wanted is False and kind:
         raise KitError(
-            f"{folder.said} is a Stable unCLIP, which draws from an image's embedding: for FedDISC alone. {TAKEN}"
+            f"{folder.said} is a Stable unCLIP, which draws from an image's embedding: for FedDISC "
+            f"alone. {TAKEN}"
         )
     if wanted and not (kind and width):
         raise KitError(
-            f"{folder.said} is no Stable unCLIP, which FedDISC needs: its UNet takes no image's embedding. "
+            f"{folder.said} is no Stable unCLIP, which FedDISC needs: its UNet takes no image's "
+            "embedding. "
             "Take stabilityai/stable-diffusion-2-1-unclip, say (feddisc.kit=)"
         )
 
@@ -393,11 +408,13 @@ def _check_embedding(folder: KitFolder) -> None:
         encoder = folder.settings("image_encoder/config.json").get("projection_dim", 512)
         if encoder != width:
             raise KitError(
-                f"{folder.said}: the image encoder's embeddings have {encoder} numbers, but image_normalizer's {width}"
+                f"{folder.said}: the image encoder's embeddings have {encoder} numbers, but "
+                f"image_normalizer's {width}"
             )
     if folder.has("unet/config.json"):
         taken = folder.settings("unet/config.json").get("projection_class_embeddings_input_dim")
         if taken not in (None, 2 * width):
             raise KitError(
-                f"{folder.said}: the UNet takes an image condition of {taken} numbers, but image_normalizer makes {2 * width}"
+                f"{folder.said}: the UNet takes an image condition of {taken} numbers, but "
+                f"image_normalizer makes {2 * width}"
             )

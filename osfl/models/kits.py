@@ -1,4 +1,7 @@
-"""Where a kit is, and which of its files are loaded. Imports no model library: a client that needs only a file of it stays small."""
+"""Where a kit is, and which of its files are loaded.
+
+Imports no model library: a client that needs only a file of it stays small.
+"""
 
 import hashlib
 import importlib.util
@@ -67,12 +70,16 @@ def find_kit(name: str) -> str:
         {p.parent.name for root in _kit_roots() for p in root.glob("*/model_index.json")}
     )
     raise FileNotFoundError(
-        f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an absolute path or a hub id"
+        f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an "
+        "absolute path or a hub id"
     )
 
 
 def _kit_roots() -> list[Path]:
-    """The installed package's kits: not beside this file, which may be the copy in a Flower bundle, where kits are left out."""
+    """The installed package's kits.
+
+    Not beside this file, which may be the copy in a Flower bundle, where kits are left out.
+    """
     roots = []
     with suppress(
         PackageNotFoundError
@@ -127,7 +134,9 @@ class KitFolder:
         return content
 
     def weights(self, part: str, kind: str = "") -> list[str]:
-        """The file of weights that a part's loader takes, or the index of several and they; [] where there is neither.
+        """The file of weights that a part's loader takes, or the index of several and they.
+
+        [] where there is neither.
 
         Args:
             part: a folder of the kit; "" for the folder itself.
@@ -157,7 +166,10 @@ class KitFolder:
         return [index, *(file_in(part, shard) for shard in sorted(set(shards.values())))]
 
     def loaded(self, part: str, kind: str = "") -> list[str]:
-        """Every file of a part that is loaded: not the variants, formats and examples that lie beside them."""
+        """Every file of a part that is loaded.
+
+        Not the variants, formats and examples that lie beside them.
+        """
         if (self.path / part).is_file() and part:
             return [part]
         settings = [file_in(part, name) for name in SETTINGS]
@@ -165,7 +177,10 @@ class KitFolder:
 
 
 def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
-    """The files of some of a kit folder's parts that are loaded, by their paths in it; of a hub id, none."""
+    """The files of some of a kit folder's parts that are loaded, by their paths in it.
+
+    Of a hub id, none.
+    """
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
     if not folder.path.is_dir():
         return {}
@@ -187,7 +202,8 @@ def download_bytes(kit: str, parts: Iterable[str]) -> int:
 def file_digests(
     kit: str, parts: Iterable[str], progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, str]:
-    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit; of a hub id's, nothing.
+    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit;
+    of a hub id's, nothing.
 
     Args:
         progress: called with the number of bytes that were read since it was last called.
@@ -202,14 +218,17 @@ def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
 
 
 def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
-    """SHA-256 over the names and bytes of the files that are loaded of some parts; a hub id is hashed by its name."""
+    """SHA-256 over the names and bytes of the files that are loaded of some parts.
+
+    A hub id is hashed by its name.
+    """
     if not Path(kit).is_dir():
         return hashlib.sha256(str(kit).encode()).hexdigest()
     return _together(file_digests(str(kit), parts))
 
 
 def part_digest(source: str, kind: str) -> str:
-    """As `kit_digest`, of a folder or hub id that is one part by itself, such as a small decoder."""
+    """As `kit_digest`, of a folder or hub id that is one part alone, such as a small decoder."""
     folder = KitFolder(source, Path(source))
     if not folder.path.is_dir():
         return hashlib.sha256(source.encode()).hexdigest()
@@ -224,7 +243,10 @@ def _together(of_files: Mapping[str, str]) -> str:
 
 
 def image_size(kit: str) -> int:
-    """Pixels on a side of the kit's images; 512, Stable Diffusion 1.5's, for a hub id that is not on this machine."""
+    """Pixels on a side of the kit's images.
+
+    512, Stable Diffusion 1.5's, for a hub id that is not on this machine.
+    """
     unet, vae = Path(kit) / "unet" / "config.json", Path(kit) / "vae" / "config.json"
     if not (unet.is_file() and vae.is_file()):
         return 512

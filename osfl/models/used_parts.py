@@ -42,7 +42,10 @@ def sampling_parts(config: RunConfig) -> tuple[str, ...]:
 
 
 def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """(kit, its parts) that each step of a run comes from: the clients' payloads, the images, the global models."""
+    """(kit, its parts) that each step of a run comes from.
+
+    The clients' payloads, the images, the global models.
+    """
     method, used = METHODS[config.method], {}
     if method.client and (parts := kit_parts(config, _folder(config.sampling_kit))):
         used["payloads"] = (config.sampling_kit, parts)
@@ -96,7 +99,10 @@ def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
 def used_digests(
     config: RunConfig, progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, dict[str, str]]:
-    """SHA-256 of every file of a kit that a step of the run comes from; of a hub id, or a kit that is not there, nothing."""
+    """SHA-256 of every file of a kit that a step of the run comes from.
+
+    Of a hub id, or a kit that is not there, nothing.
+    """
     digests: dict[str, dict[str, str]] = {}
     for step, (kit, parts) in used_parts(config).items():
         digests[step] = {}
