@@ -44,6 +44,9 @@ KEEP_MEMORY = {
 }
 
 
+# `flwr list osfl` and its kin take a folder `osfl` where they are called, a checkout's say, for an app
+# of older days: they are called where there is none.
+HERE = Path(__file__).parent
 _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,9}m")  # Flower's own, of its log's levels
 MOST_SAID = 2000  # characters of what Flower says
 MOST_LINE = 10_000  # characters of a line of the log
@@ -289,7 +292,7 @@ def submit(
                 "--federation-config",
                 " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items()),
             ]
-        done = subprocess.run(command, env=environment, capture_output=True)
+        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True)
     try:
         answer = json.loads(done.stdout[done.stdout.index(b"{") :])
         if answer["success"]:
@@ -310,7 +313,7 @@ def outcome(
     command = ["flwr", "list", connection, "--run-id", str(run_id), "--format", "json"]
     end = time.monotonic() + seconds
     while True:
-        done = subprocess.run(command, env=environment, capture_output=True)
+        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True)
         try:
             run = json.loads(done.stdout[done.stdout.index(b"{") :])["runs"][0]
             status = plain(run["status"])
@@ -329,7 +332,7 @@ def follow_log(
     command = ["flwr", "log", str(run_id), connection, "--stream"]
     unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=HERE, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as streaming:
         assert streaming.stdout is not None
         try:

@@ -136,6 +136,7 @@ def _simulate(
             open_private(logs, "w") as sink,
             subprocess.Popen(
                 ["flwr", "log", str(run_id), "osfl", "--stream"],
+                cwd=launch.HERE,
                 env=environment,
                 stdout=sink,
                 stderr=sink,

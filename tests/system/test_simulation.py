@@ -43,6 +43,9 @@ def test_a_killed_run_resumes_from_the_store_and_reports(
     """kill -9 of everything in the middle of synthesis; the same command goes on without asking the clients again."""
     for name in ("a", "b", "c"):
         make_images(tmp_path / "sites" / name)
+    # A checkout beside it, which Flower's commands would take for an app
+    (tmp_path / "osfl").mkdir()
+    (tmp_path / "osfl" / "pyproject.toml").write_text('[project]\nname = "osfl"\n')
     slow = quick_arguments(
         tiny_kit,
         method="feddeo",
