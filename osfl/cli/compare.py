@@ -41,7 +41,8 @@ from osfl.cli.launch import flat_toml, resolve_config
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.files import DamageError, private_folder, write_atomically
 from osfl.models.used_parts import used_digests
-from osfl.run_folder.report import human_bytes, human_flops, over_images, read_metrics
+from osfl.run_folder.report import over_images, read_metrics
+from osfl.run_folder.report_page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
 from osfl.words import plain
 

@@ -252,7 +252,7 @@ def _print_error(error: Exception) -> None:
 
 def print_metrics(metrics: dict[str, Any]) -> None:
     """The table at the end of a run."""
-    from osfl.run_folder.report import human_bytes
+    from osfl.run_folder.report_page import human_bytes
 
     names = list(metrics["clients"])
     console.print(
@@ -383,7 +383,7 @@ def compare(
     Example: osfl compare configs/tables/digits.toml --seeds 0
     """
     from osfl.cli import compare as tables
-    from osfl.run_folder.report import human_bytes
+    from osfl.run_folder.report_page import human_bytes
 
     for ending in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, ending):
