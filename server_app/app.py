@@ -110,7 +110,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
             )
         seal(folder.path)
         status.phase("finished")
-        log.info("report: %s", folder.path / "report.html")
+        log.info("report: %s", folder.report_file)
     except BaseException as error:
         with suppress(OSError):  # the reason may be a full disk; it is what to say
             status.failed(error)
@@ -127,13 +127,13 @@ def settled_config(config: RunConfig, folder: RunFolder, status: Status) -> RunC
     from server_app.synthesis import engine  # seconds to import, and not every method samples
 
     kinds = dict.fromkeys(engine.NETWORKS, str) | {"batch_size": int, "units_at_once": int}
-    choice = folder.read_json("synthesis.json", kinds, "remove it, and the images are drawn anew")
+    choice = folder.sampling_choice(kinds)
     if choice is None:
         status.phase("choosing how to sample")
         kit, device = find_kit(config.sampling_kit), pick_device(config.device)
         settings = engine.settled(kit, device, config.synthesis)
         choice = {name: getattr(settings, name) for name in engine.CHOSEN}
-        folder.write_json("synthesis.json", choice)
+        folder.store_sampling_choice(choice)
     chosen = {name: choice[name] for name in engine.CHOSEN}
     return replace(config, synthesis=replace(config.synthesis, **chosen))
 

@@ -14,11 +14,6 @@ from osfl.payloads import Classifier, Payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 
-STEPS = {  # of a job, and what of them is on the disk
-    "payloads": ("payloads/*.pb",),
-    "images": ("units/*.jsonl",),
-    "models": ("models/*.json", "rounds/done.json"),
-}
 MB = 10**6
 
 
@@ -54,19 +49,15 @@ def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
         read += count
         status.advance(min(read // MB, total), total)
 
-    now, before = used_digests(config, progress), folder.read_json("kit.json") or {}
+    now, before = used_digests(config, progress), folder.kit_digests()
     for step in now:
-        if _has_begun(folder, step) and now[step] != before.get(step, now[step]):
+        if folder.has_begun(step) and now[step] != before.get(step, now[step]):
             file = _differing(now[step], before[step])
             raise ConfigError(
                 f"job-id = {folder.path.name!r}: its {step} were made with another {file} than the "
                 "kit has now. Give the former kit to resume it, or take another job-id"
             )
-    folder.write_json("kit.json", now)
-
-
-def _has_begun(folder: RunFolder, step: str) -> bool:
-    return any(any(folder.path.glob(pattern)) for pattern in STEPS[step])
+    folder.store_kit_digests(now)
 
 
 def _differing(now: Mapping[str, str], before: Mapping[str, str]) -> str:

@@ -40,11 +40,14 @@ def test_clients_count_once_or_by_their_images(tmp_path: Path) -> None:
 def test_the_report_shows_both(tmp_path: Path) -> None:
     write_report(run_folder(tmp_path / "x", {"FT": UNEQUAL}), ("cat", "dog"))
     page = (tmp_path / "x" / "report.html").read_text()
-    assert "<th>average</th><th>all images</th></tr>" in page
-    assert re.findall(r'<td class="heat"[^>]*>([\d.]+)</td>', page) == [
-        *("75.0", "3.1", "39.1"),
-        "17.5",
-    ]
+    assert "<th>average</th><th>all images</th><th>balanced</th><th>macro-F1</th></tr>" in page
+    figures = re.findall(r'<td class="heat"[^>]*>([\d.]+)</td>', page)
+    # Of 20 true cats 4 are right, of 20 dogs 3; predicted were 21 cats and 19 dogs
+    assert figures[:4] == ["39.1", "17.5", "17.5", "17.4"]
+    # Each client: its accuracy, balanced accuracy and macro-F1
+    assert figures[4:10] == ["75.0", "75.0", "75.0", "3.1", "3.1", "3.0"]
+    # The weakest class first: accuracy, precision, F1
+    assert figures[10:] == ["15.0", "15.8", "15.4", "20.0", "19.0", "19.5"]
 
 
 def table_of(tmp_path: Path, outcomes: list[compare.Outcome]) -> str:

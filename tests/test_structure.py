@@ -90,6 +90,40 @@ def test_imports_run_in_no_circle() -> None:
     assert order.index("osfl.methods") < order.index("osfl.config")
 
 
+_RUN_FILES = re.compile(
+    r"(^|/)((status|metrics|synthesis|kit|config)\.json|server\.log|report\.html|SHA256SUMS)$"
+    r"|\.jsonl|(^|/)(payloads|units|rounds|tests|models|images)/"
+)
+_RUN_FOLDERS = {"payloads", "units", "rounds", "tests", "models", "images"}
+
+
+def paths_of_runs(file: Path) -> list[str]:
+    """The text constants of a file that spell a path inside a run's folder."""
+    of_kits = {"models", "kit_recipe"} & set(file.parts)
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # A text with blanks is prose; kits have a config.json too
+            spelled = _RUN_FILES.search(node.value) and not re.search(r"\s", node.value)
+            if spelled and not (of_kits and node.value.endswith("config.json")):
+                found.append(node.value)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            right = node.right.value if isinstance(node.right, ast.Constant) else None
+            if right in _RUN_FOLDERS:
+                found.append(str(right))
+    return found
+
+
+def test_nobody_but_run_folder_spells_a_path_inside_a_runs_folder() -> None:
+    room = ROOT / "osfl" / "run_folder"
+    spelled = {file.relative_to(ROOT).as_posix(): paths_of_runs(file) for file in sources()}
+    inside = {name for name in spelled if (ROOT / name).is_relative_to(room)}
+    assert {name: paths for name, paths in spelled.items() if paths and name not in inside} == {}
+    assert {"rounds/done.json", "kit.json", "units"} <= set(
+        spelled["osfl/run_folder/layout.py"]
+    )  # it would be found elsewhere
+
+
 def test_nothing_is_ever_unpickled() -> None:
     for file in sources():
         text = file.read_text()

@@ -39,9 +39,11 @@ import numpy as np
 
 from osfl.cli.launch import flat_toml, resolve_config
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
-from osfl.files import DamageError, private_folder, read_json, write_atomically
+from osfl.files import DamageError, private_folder, write_atomically
 from osfl.models.used_parts import used_digests
-from osfl.run_folder.report import human_bytes, human_flops, over_images, read_metrics
+from osfl.run_folder.report import over_images, read_metrics
+from osfl.run_folder.report_page import human_bytes, human_flops
+from osfl.run_folder.status import has_finished
 from osfl.words import plain
 
 OWN = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
@@ -282,7 +284,7 @@ class Runner:
     def _finished(self, cell: Cell) -> Outcome | None:
         folder = self.runs / cell.job_id
         try:
-            if read_json(folder / "status.json").get("phase") == "finished":
+            if has_finished(folder):
                 return Outcome(cell, read_metrics(folder))
         except DamageError:  # or missing: `osfl run` makes it anew, or says what cannot be
             pass

@@ -25,7 +25,9 @@ from rich.progress import (
 from rich.table import Table
 
 from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
-from osfl.files import open_private, private_folder, read_json
+from osfl.files import open_private, private_folder
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import read_status
 from osfl.words import plain, plain_lines
 
 app = typer.Typer(
@@ -123,8 +125,8 @@ def _simulate(
     from osfl.cli import launch
     from osfl.run_folder.report import read_metrics
 
-    folder, cache = root / job_id, root / ".client-cache"
-    (folder / "status.json").unlink(missing_ok=True)
+    folder, cache = RunFolder(root / job_id), root / ".client-cache"
+    folder.forget_status()
     with launch.local_superlink(root, cache) as environment:
         run_id = launch.submit(overrides, "osfl", environment, federation)
         console.print(
@@ -143,22 +145,18 @@ def _simulate(
             ) as streaming,
         ):
             try:
-                _watch(streaming, folder, cache / job_id)
+                _watch(streaming, folder.path, cache / job_id)
             finally:
                 streaming.terminate()
         status, details = launch.outcome(run_id, "osfl", environment)
-    if folder.is_dir():
-        with suppress(
-            FileNotFoundError
-        ):  # the same job was started twice, and the other, which was refused, took it
-            logs.replace(folder / "server.log")
-        logs = folder / "server.log"
-    state = _status(folder)
+    if folder.path.is_dir():
+        logs = folder.take_log(logs)
+    state = read_status(folder.path)
     if not status.startswith("finished:completed") or state.get("phase") != "finished":
         reason = state.get("error") or details or f"Flower says: {status}"
         raise launch.LaunchError(f"the run failed: {reason}\nlog: {logs}")
-    print_metrics(read_metrics(folder))
-    console.print(f"report: [bold]{folder / 'report.html'}[/]", highlight=False, soft_wrap=True)
+    print_metrics(read_metrics(folder.path))
+    console.print(f"report: [bold]{folder.report_file}[/]", highlight=False, soft_wrap=True)
 
 
 def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
@@ -196,7 +194,7 @@ def _watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
     display = Live(console=console, refresh_per_second=4, transient=False)
     with _whole_lines(), display as live:
         while streaming.poll() is None:
-            state = _status(folder)
+            state = read_status(folder)
             phase = state.get("phase", "")
             over = phase in ("finished", "failed")
             if phase not in rows and phase != "failed":
@@ -243,17 +241,6 @@ def _clients(states: dict[str, str], cache: Path) -> Table:
     return table
 
 
-def _status(folder: Path) -> dict[str, Any]:
-    """What a run is doing; empty where `status.json` is missing or damaged: it is written anew."""
-    try:
-        state = read_json(folder / "status.json")
-    except OSError:
-        return {}
-    kinds = {"phase": str, "clients": dict, "done": int, "total": int}
-    good = all(isinstance(state.get(key), kind) for key, kind in kinds.items())
-    return state if good else {}
-
-
 def _words(text: object) -> str:
     """Words from outside, as rich's markup has them."""
     return escape(plain(text))
@@ -266,7 +253,7 @@ def _print_error(error: Exception) -> None:
 
 def print_metrics(metrics: dict[str, Any]) -> None:
     """The table at the end of a run."""
-    from osfl.run_folder.report import human_bytes
+    from osfl.run_folder.report_page import human_bytes
 
     names = list(metrics["clients"])
     console.print(
@@ -311,8 +298,8 @@ def show(
     from osfl.run_folder.report import read_metrics
 
     with _named_errors():
-        if not os.path.lexists(metrics := folder / "metrics.json"):
-            phase = _status(folder).get("phase", "no run at all")
+        if not os.path.lexists(metrics := RunFolder(folder).metrics_file):
+            phase = read_status(folder).get("phase", "no run at all")
             raise ConfigError(f"{metrics} does not exist; this run has not finished ({phase})")
         print_metrics(read_metrics(folder))
 
@@ -397,7 +384,7 @@ def compare(
     Example: osfl compare configs/tables/digits.toml --seeds 0
     """
     from osfl.cli import compare as tables
-    from osfl.run_folder.report import human_bytes
+    from osfl.run_folder.report_page import human_bytes
 
     for ending in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, ending):

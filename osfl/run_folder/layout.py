@@ -8,9 +8,13 @@ payloads/<client>.pb      as received; <client>.json: its digest and what it cos
 synthesis.json            how images are sampled, where the configuration left it to a measurement
 images/<client>/<class>/  the synthetic images
 units/<unit>.jsonl        a manifest row for every image of a finished unit of work
+timings.jsonl             how long each unit took
+rounds/                   of FedAvg and its kin: the last round's model, and done.json, which
+                          vouches for it and has the times of all rounds
 models/<name>.safetensors the global models
 tests/<name>.json         their confusion matrices, client by client
-status.json               what is going on now
+status.json               what is going on now, and when each phase began
+server.log                of a simulation: what the server and the clients said
 manifest.jsonl metrics.json report.html
 SHA256SUMS                of a finished run: the digests of its records (osfl/run_folder/verify.py)
 """
@@ -20,7 +24,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -49,6 +53,16 @@ LOCK_SECONDS = 5.0  # for a server that is just ending
 # How often the server may end while it reads what a client sent: once may be another's doing.
 MOST_ENDS = 2
 OTHER_JOB = "put it back from a copy, or use another job-id"
+DRAW_ANEW = "remove it, and the images are drawn anew"
+BEGIN_AGAIN = "move the folder rounds away, and the same `osfl run` begins with the first round"
+_MODEL, _MEMORY = ".safetensors", ".memory.safetensors"  # of a round
+_ROUND = {"round": int, "seconds": int | float, "costs": dict, "sha256": dict}
+# What each step of a job leaves on the disk
+_STEPS = {
+    "payloads": ("payloads/*.pb",),
+    "images": ("units/*.jsonl",),
+    "models": ("models/*.json", "rounds/done.json"),
+}
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,41 @@ class RunFolder:
         state = "is not as it was written" if file.exists() else "is missing"
         raise DamageError(f"{file} {state}; {cure}")
 
+    # ---- What a job comes from ----
+
+    def kit_digests(self) -> dict[str, dict[str, str]]:
+        """SHA-256 of the kit's files by step of the job; empty before the first step.
+
+        Raises:
+            DamageError: `kit.json` is damaged.
+        """
+        return self.read_json("kit.json") or {}
+
+    def store_kit_digests(self, digests: Mapping[str, Mapping[str, str]]) -> None:
+        """Remember which files of the kit each step comes from."""
+        self.write_json("kit.json", digests)
+
+    def has_begun(self, step: str) -> bool:
+        """Whether a step of the job, `payloads`, `images` or `models`, has left anything."""
+        return any(any(self.path.glob(pattern)) for pattern in _STEPS[step])
+
+    def sampling_choice(self, kinds: Mapping[str, Any]) -> dict[str, Any] | None:
+        """How images are sampled, where that was measured before.
+
+        Args:
+            kinds: which values it must have.
+
+        Raises:
+            DamageError: `synthesis.json` is damaged.
+        """
+        return self.read_json("synthesis.json", kinds, DRAW_ANEW)
+
+    def store_sampling_choice(self, choice: Mapping[str, Any]) -> None:
+        """Keep a measurement's choice; the job goes on with it."""
+        self.write_json("synthesis.json", choice)
+
+    # ---- Payloads ----
+
     def store_payload(self, client: str, blob: bytes, about: dict[str, Any]) -> None:
         """Put a payload on the disk; when this returns, the client may forget it."""
         self.write_json(f"payloads/{client}.json", about)
@@ -119,6 +168,11 @@ class RunFolder:
     def payload_size(self, client: str) -> int:
         """In bytes."""
         return (self.path / "payloads" / f"{client}.pb").stat().st_size
+
+    def payload_digest(self, client: str) -> str:
+        """Its SHA-256 as recorded; empty for a client without a payload."""
+        about = self.read_json(f"payloads/{client}.json") or {}
+        return str(about.get("sha256", ""))
 
     def stored_clients(self) -> list[str]:
         """Whose payloads are there, with their records; others are set aside, and asked for again."""
@@ -182,6 +236,82 @@ class RunFolder:
             if os.path.lexists(file):
                 _set_aside(file)
 
+    # ---- Images: their units of work, manifest and times ----
+
+    def unit_file(self, unit: str) -> Path:
+        """The rows of a unit's images; it is there when, and only when, the unit is done."""
+        return self.path / "units" / f"{unit}.jsonl"
+
+    def unit_files(self) -> list[Path]:
+        """Those of all units that are done."""
+        return list((self.path / "units").glob("*.jsonl"))
+
+    @property
+    def manifest_file(self) -> Path:
+        """The rows of all images, in the plan's order."""
+        return self.path / "manifest.jsonl"
+
+    @property
+    def timings_file(self) -> Path:
+        """A line for every unit: its name, its number of images, its seconds."""
+        return self.path / "timings.jsonl"
+
+    # ---- Rounds of FedAvg and its kin ----
+
+    def store_round(
+        self,
+        number: int,
+        seconds: float,
+        costs: Mapping[str, Any],
+        model: "Mapping[str, torch.Tensor]",
+        memory: "Mapping[str, torch.Tensor]",
+    ) -> None:
+        """Keep a finished round: its weights, then the number, which vouches for them.
+
+        Args:
+            seconds: since the first round began.
+            costs: of each client, of all rounds so far.
+            memory: what the strategy remembers between rounds.
+        """
+        digests = {
+            "model": self.write_weights(f"rounds/{number:06d}{_MODEL}", model),
+            "memory": self.write_weights(f"rounds/{number:06d}{_MEMORY}", memory),
+        }
+        earlier = self.last_round() or {}
+        times = [*earlier.get("times", []), {"round": number, "seconds": seconds}]
+        done = {"round": number, "seconds": seconds, "costs": costs, "sha256": digests}
+        self.write_json("rounds/done.json", {**done, "times": times})
+        for old in (self.path / "rounds").glob("*.safetensors"):
+            if not old.name.startswith(f"{number:06d}"):
+                old.unlink()
+
+    def last_round(self) -> dict[str, Any] | None:
+        """`round`, its number; `seconds`, `costs` and `times` of all rounds so far; None: no round.
+
+        Raises:
+            DamageError: it is not as it was written.
+        """
+        return self.read_json("rounds/done.json", _ROUND, BEGIN_AGAIN)
+
+    def round_model(self, done: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
+        """The model after the last round.
+
+        Args:
+            done: what `last_round` gives.
+
+        Raises:
+            DamageError: it is missing, or not as it was written.
+        """
+        name = f"rounds/{done['round']:06d}{_MODEL}"
+        return self.read_weights(name, done["sha256"].get("model"), BEGIN_AGAIN)
+
+    def round_memory(self, done: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
+        """What the strategy remembered after the last round; as `round_model`."""
+        name = f"rounds/{done['round']:06d}{_MEMORY}"
+        return self.read_weights(name, done["sha256"].get("memory"), BEGIN_AGAIN)
+
+    # ---- Global models and their tests ----
+
     def store_model(
         self, name: str, state: "Mapping[str, torch.Tensor]", about: dict[str, Any]
     ) -> None:
@@ -206,6 +336,36 @@ class RunFolder:
         from safetensors.torch import load
 
         return load(weights)
+
+    def store_test(self, name: str, matrices: Mapping[str, list[list[int]]]) -> None:
+        """Confusion matrices of a global model by client: counts of [true class, predicted]."""
+        self.write_json(f"tests/{name}.json", dict(sorted(matrices.items())))
+
+    # ---- What the `osfl` command looks at ----
+
+    @property
+    def metrics_file(self) -> Path:
+        """The figures of a run that has finished."""
+        return self.path / "metrics.json"
+
+    @property
+    def report_file(self) -> Path:
+        """The same as a page."""
+        return self.path / "report.html"
+
+    def forget_status(self) -> None:
+        """A run begins: what the one before was doing is no news."""
+        (self.path / "status.json").unlink(missing_ok=True)
+
+    def take_log(self, log_file: Path) -> Path:
+        """Move a simulation's log into the folder; returns where it is then.
+
+        A log that is not there was taken by another start of the same job.
+        """
+        kept = self.path / "server.log"
+        with suppress(FileNotFoundError):
+            log_file.replace(kept)
+        return kept
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -298,6 +458,12 @@ def _set_aside(file: Path) -> None:
 
 
 # ---- Images and their rows ----
+
+
+def image_name(client: str, label: int, class_name: str, index: int) -> str:
+    """Where an image lies, relative to the run's folder. Class names are made safe for a disk."""
+    name = "".join(c if c.isalnum() else "_" for c in class_name)
+    return f"images/{client}/{label:03d}-{name}/{index:05d}.png"
 
 
 def read_picture(file: Path) -> "torch.Tensor | None":

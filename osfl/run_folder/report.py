@@ -1,14 +1,11 @@
 """What a run gives: `metrics.json` for machines, `report.html` for people (one file, opens offline)."""
 
-import base64
 import hashlib
-import io
 import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,9 @@ import numpy as np
 
 from osfl.files import DamageError, read_json, write_atomically
 from osfl.run_folder.layout import MADE_ANEW
-from osfl.words import plain
+from osfl.run_folder.report_page import render, scores
 
-MOST_PICTURED = 12  # classes
-MOST_WORDS = 2000  # characters of a setting, or of any other text on the page
+Matrices = Mapping[str, list[list[int]]]  # of a model: confusion matrices by client
 # What those who read `metrics.json` count on
 _METRICS = {
     "method": str,
@@ -61,7 +57,7 @@ def write_report(
     """
     metrics = gather(folder, kit_download_bytes)
     write_atomically(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
-    page = _render(folder, metrics, classes)
+    page = render(folder, metrics, classes, _lines(folder / "manifest.jsonl"))
     write_atomically(folder / "report.html", page.encode())
     return metrics
 
@@ -72,88 +68,155 @@ def gather(
     """The figures of a run."""
     fetched = kit_download_bytes or {}
     config = _json(folder / "config.json")
+    status = _json(folder / "status.json") if (folder / "status.json").is_file() else {}
     tests = {f.stem: _json(f) for f in sorted((folder / "tests").glob("*.json"))}
+    rounds = _rounds(folder)
+    clients = _clients(folder, tests, status, fetched)
+    for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
+        both = clients[client].get("download_bytes", 0) + about["download_bytes"]
+        clients[client].update(about, download_bytes=both)
+        clients[client].setdefault("upload_bytes", 0)
+    return {
+        "job_id": folder.name,
+        "method": config["method"],
+        "seed": config["seed"],
+        **_accuracies(tests, config["method"]),
+        "rounds": rounds["round"],
+        "round_seconds": _seconds_of_rounds(rounds.get("times", [])),
+        "phases": _seconds_of_phases(status.get("phases", []), time.time()),
+        "confusion": tests,
+        "clients": dict(sorted(clients.items())),
+        "kit_not_counted": any(size is None for size in fetched.values()),
+        "warnings": status.get("warnings", []),
+        "not_tested": _not_tested(tests, clients),
+        "server": _server(folder),
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "approximations": _approximations(config),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kits": _kits(config),
+        "kit_sha256": _kit_sha256(folder),
+        "config": config,
+    }
+
+
+def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
+    """All that follows from the confusion matrices, of one model and of the clients together."""
     accuracy = {
         name: {client: _accuracy(matrix) for client, matrix in by_client.items()}
         for name, by_client in tests.items()
     }
-    everywhere = (
-        set.intersection(*map(set, accuracy.values())) if accuracy else set()
-    )  # models are compared where all were tested
-    shown = ""  # FT where there is one: by their accuracy on the clients' test images nobody could choose
-    if accuracy and config["method"] != "local":
+    averages = {name: _mean(by_client) for name, by_client in accuracy.items()}
+    # FT where there is one: by their accuracy on the clients' test images nobody could choose
+    shown = ""
+    if accuracy and method != "local":
         shown = "FT" if "FT" in accuracy else next(iter(accuracy))
+    return {
+        "accuracy": {
+            name: {**by_client, "average": averages[name]} for name, by_client in accuracy.items()
+        },
+        "shown": shown,
+        "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
+        "scores": {name: scores(_together(by_client)) for name, by_client in tests.items()},
+        "average": averages[shown] if shown else _mean(averages),
+    }
+
+
+def _clients(
+    folder: Path,
+    tests: Mapping[str, Matrices],
+    status: Mapping[str, Any],
+    fetched: Mapping[str, int | None],
+) -> dict[str, dict[str, float]]:
+    """What every client sent and received, and what its payload cost it."""
     clients: dict[str, dict[str, float]] = defaultdict(dict)
-    for client in {c for by_client in tests.values() for c in by_client}:
-        models = list((folder / "models").glob("*.safetensors")) or (folder / "payloads").glob(
-            "*.pb"
-        )  # Local's are the payloads
-        clients[client]["download_bytes"] = (fetched.get(client) or 0) + sum(
-            file.stat().st_size for file in models
-        )
+    models = list((folder / "models").glob("*.safetensors"))
+    # Local's are the payloads
+    models = models or list((folder / "payloads").glob("*.pb"))
+    sent = sum(file.stat().st_size for file in models)
+    tested = {client for by_client in tests.values() for client in by_client}
+    for client in tested:
+        clients[client]["download_bytes"] = (fetched.get(client) or 0) + sent
         clients[client]["upload_bytes"] = 0
-    status = _json(folder / "status.json") if (folder / "status.json").is_file() else {}
     # One that tested nothing is in the tables too, as not tested
     for client in status.get("clients", {}):
         clients[client].setdefault("upload_bytes", 0)
     for file in sorted((folder / "payloads").glob("*.json")):
         about = _json(file)
         clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])
-    any_payload = any((folder / "payloads").glob("*.pb"))
-    rounds: dict[str, Any] = (
-        _json(done)
-        if (done := folder / "rounds" / "done.json").is_file()
-        else {"round": int(any_payload), "costs": {}}
-    )
-    for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
-        both = clients[client].get("download_bytes", 0) + about["download_bytes"]
-        clients[client].update(about, download_bytes=both)
-        clients[client].setdefault("upload_bytes", 0)
+    return clients
+
+
+def _not_tested(tests: Mapping[str, Matrices], clients: Mapping[str, Any]) -> list[str]:
+    """Models are compared where all were tested."""
+    everywhere = set.intersection(*map(set, tests.values())) if tests else set()
+    return sorted(set(clients) - everywhere)
+
+
+def _rounds(folder: Path) -> dict[str, Any]:
+    """The record of the last round; of a method without rounds, what stands for it."""
+    done = folder / "rounds" / "done.json"
+    if done.is_file():
+        return _json(done)
+    return {"round": int(any((folder / "payloads").glob("*.pb"))), "costs": {}}
+
+
+def _seconds_of_rounds(times: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How long each round took.
+
+    Args:
+        times: the number of every round, and the seconds from the first one's begin to its end.
+            The first entry may be of a later round, where an older version did those before it.
+    """
+    found = []
+    number, seconds = 0, 0.0
+    for one in times:
+        each = (one["seconds"] - seconds) / max(1, one["round"] - number)
+        found.append({"round": one["round"], "seconds": max(0.0, each)})
+        number, seconds = one["round"], one["seconds"]
+    return found
+
+
+def _seconds_of_phases(phases: Sequence[Mapping[str, Any]], end: float) -> list[dict[str, Any]]:
+    """How long each phase took.
+
+    Args:
+        phases: name and begin of each, in seconds since 1970.
+        end: of the last one.
+    """
+    begins = [*(phase["began"] for phase in phases), end]
+    return [
+        # A clock may be set back
+        {"phase": phase["phase"], "seconds": max(0.0, after - phase["began"])}
+        for phase, after in zip(phases, begins[1:], strict=True)
+    ]
+
+
+def _server(folder: Path) -> dict[str, Any]:
+    """What the server's half took."""
     timings = [t for line in _lines(folder / "timings.jsonl") if (t := _timing(line))]
-    images, seconds = sum(t["images"] for t in timings), sum(t["seconds"] for t in timings)
+    images = sum(t["images"] for t in timings)
+    seconds = sum(t["seconds"] for t in timings)
     trained = {f.stem: _json(f) for f in sorted((folder / "models").glob("*.json"))}
     return {
-        "job_id": folder.name,
-        "method": config["method"],
-        "seed": config["seed"],
-        "accuracy": {
-            name: {**by_client, "average": _mean(by_client)} for name, by_client in accuracy.items()
-        },
-        "shown": shown,
-        "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
-        "average": _mean(accuracy[shown])
-        if shown
-        else _mean({name: _mean(row) for name, row in accuracy.items()}),
-        "rounds": rounds["round"],
-        "confusion": tests,
-        "clients": dict(sorted(clients.items())),
-        "kit_not_counted": any(size is None for size in fetched.values()),
-        "warnings": status.get("warnings", []),
-        "not_tested": sorted(set(clients) - everywhere),
-        "server": {
-            "synthetic_images": len(_lines(folder / "manifest.jsonl")),
-            "seconds_per_image": seconds / images if images else None,
-            "synthesis_seconds": seconds,
-            "training_seconds": {name: about["seconds"] for name, about in trained.items()},
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{p: v for p in PACKAGES if (v := _version(p))},
-        },
-        "platform": platform.platform(),
-        "approximations": _approximations(config),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "kits": [
-            name
-            for name in (
-                config.get("kit"),
-                config.get("feddisc.kit") if config["method"] == "feddisc" else "",
-            )
-            if name
-        ],
-        "kit_sha256": _kit_sha256(folder),
-        "config": config,
+        "synthetic_images": len(_lines(folder / "manifest.jsonl")),
+        "seconds_per_image": seconds / images if images else None,
+        "synthesis_seconds": seconds,
+        "training_seconds": {name: about["seconds"] for name, about in trained.items()},
     }
+
+
+def _versions() -> dict[str, str]:
+    found = {package: _version(package) for package in PACKAGES}
+    known = {package: number for package, number in found.items() if number}
+    return {"python": platform.python_version(), **known}
+
+
+def _kits(config: Mapping[str, Any]) -> list[str]:
+    names = [config.get("kit")]
+    if config["method"] == "feddisc":
+        names.append(config.get("feddisc.kit"))
+    return [name for name in names if name]
 
 
 def _kit_sha256(folder: Path) -> str:
@@ -208,17 +271,22 @@ def _timing(line: str) -> dict[str, Any] | None:
         return None
 
 
-def _accuracy(matrix: list[list[int]]) -> float:
+def _accuracy(matrix: list[list[int]] | np.ndarray) -> float:
     """Top-1 accuracy in percent."""
     cells = np.array(matrix)
     return float(100 * np.trace(cells) / max(cells.sum(), 1))
 
 
-def over_images(matrices: Mapping[str, list[list[int]]]) -> float:
+def over_images(matrices: Matrices) -> float:
     """Top-1 accuracy in percent over all clients' test images together, as OSCAR's tables have it."""
+    return _accuracy(_together(matrices)) if matrices else float("nan")
+
+
+def _together(matrices: Matrices) -> np.ndarray:
+    """The confusion matrix of all clients' test images; of no client, without a class."""
     if not matrices:
-        return float("nan")
-    return _accuracy(np.sum([np.array(matrix) for matrix in matrices.values()], axis=0).tolist())
+        return np.zeros((0, 0), dtype=int)
+    return np.sum([np.array(matrix) for matrix in matrices.values()], axis=0)
 
 
 def _mean(by_client: dict[str, float]) -> float:
@@ -238,97 +306,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-# ---- The page ----
-
-
-def human_bytes(count: float) -> str:
-    """1234567 to '1.23 MB' (powers of ten)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    raise AssertionError
-
-
-def human_flops(count: float) -> str:
-    """3.2e12 to '3.2 TFLOP'."""
-    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return "0" if count == 0 else f"{count:.0f} FLOP"
-
-
-@cache
-def _page() -> Any:
-    from jinja2 import Environment
-
-    from osfl.run_folder.report_template import TEMPLATE
-
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
-    page.filters.update(bytes=human_bytes, flops=human_flops)
-    return page.from_string(TEMPLATE)
-
-
-def _shown(value: Any) -> Any:
-    """What the page shows of a value: plain words, but for what is marked as safe (pictures)."""
-    return plain(value, MOST_WORDS) if type(value) is str else value
-
-
-def _render(folder: Path, metrics: dict[str, Any], classes: tuple[str, ...]) -> str:
-    pictures, pictured = _pictures(folder, classes)
-    return str(
-        _page().render(
-            m=metrics,
-            names=list(metrics["clients"]),
-            classes=classes,
-            pictures=pictures,
-            pictured=pictured,
-            confusion=_confusion(metrics),
-            upload=_total(metrics, "upload_bytes"),
-        )
-    )
-
-
-def _total(metrics: dict[str, Any], key: str) -> float:
-    return sum(about.get(key, 0) for about in metrics["clients"].values())
-
-
-def _pictures(
-    folder: Path, classes: tuple[str, ...]
-) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The first image of every client and class, by client, then class, as a data URL of at most 128 px a side; and which classes these are."""
-    from markupsafe import Markup
-    from PIL import Image
-
-    first: dict[str, dict[str, str]] = defaultdict(dict)
-    for line in _lines(folder / "manifest.jsonl"):
-        row = json.loads(line)
-        first[row["client"]].setdefault(row["class"], row["file"])
-    shown = [name for name in classes if any(name in files for files in first.values())][
-        :MOST_PICTURED
-    ]
-    pictures: dict[str, dict[str, str]] = {client: {} for client in sorted(first)}
-    for client, files in first.items():
-        for name in files.keys() & shown:
-            buffer = io.BytesIO()
-            with Image.open(folder / files[name]) as image:
-                image.thumbnail((128, 128))
-                image.save(buffer, format="png")
-            encoded = base64.b64encode(buffer.getvalue()).decode()
-            pictures[client][name] = Markup(f"data:image/png;base64,{encoded}")
-    return pictures, shown
-
-
-def _confusion(metrics: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    """The shown model's confusion matrix over all clients: rows of (images, percent of the row's); [] where no model is shown."""
-    if not metrics["shown"]:
-        return []
-    cells = np.sum(
-        [np.array(matrix) for matrix in metrics["confusion"][metrics["shown"]].values()], axis=0
-    )
-    shares = (100 * cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)).round().astype(int)
-    return [
-        list(zip(*rows, strict=True)) for rows in zip(cells.tolist(), shares.tolist(), strict=True)
-    ]

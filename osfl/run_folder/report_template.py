@@ -1,32 +1,75 @@
 """The page of `report.html` (jinja2). Python, because a Flower bundle carries no HTML files."""
 
-TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>OSFL · {{ m.job_id }}</title>
-<style>
-:root { --ink:#1c2430; --soft:#5b6675; --line:#e3e7ec; --card:#f6f8fa; --blue:#2463c2; }
-* { box-sizing:border-box } body { font:15px/1.5 system-ui,sans-serif; color:var(--ink); max-width:62rem; margin:2.5rem auto; padding:0 1.2rem }
-h1 { font-size:1.7rem; margin:0 } h2 { font-size:1.1rem; margin:2.4rem 0 .6rem } p.sub,.note { color:var(--soft); margin:.2rem 0 }
-.cards { display:flex; flex-wrap:wrap; gap:.8rem; margin:1.4rem 0 } .card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:.7rem 1rem; flex:1 1 8.5rem }
-.card b { display:block; font-size:1.45rem; line-height:1.3 } .card span { color:var(--soft); font-size:.85rem }
-.wide { overflow-x:auto } table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums }
-th,td { text-align:right; padding:.35rem .7rem; border-bottom:1px solid var(--line); white-space:nowrap } th:first-child,td:first-child { text-align:left }
+STYLE = """
+:root { color-scheme:light dark; --paper:#fff; --ink:#1c2430; --soft:#5b6675; --line:#e3e7ec;
+  --card:#f6f8fa; --blue:#2463c2; --heat:#d6e4f8; --bar:#2463c2 }
+@media (prefers-color-scheme:dark) { :root { --paper:#12161c; --ink:#e3e8ef; --soft:#98a4b3;
+  --line:#2b333d; --card:#1a2029; --blue:#7fb0ff; --heat:#1f3a63; --bar:#4f86d9 } }
+* { box-sizing:border-box }
+body { font:15px/1.5 system-ui,sans-serif; color:var(--ink); background:var(--paper);
+  max-width:62rem; margin:2.5rem auto; padding:0 1.2rem; overflow-wrap:anywhere }
+h1 { font-size:1.7rem; margin:0 } h2 { font-size:1.15rem; margin:2.4rem 0 .6rem }
+p.sub,.note { color:var(--soft); margin:.2rem 0 } .note { font-size:.88rem; margin-top:.5rem }
+.cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(8.6rem,1fr)); gap:.8rem;
+  margin:1.4rem 0 }
+.card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:.7rem 1rem }
+.card b { display:block; font-size:1.4rem; line-height:1.3 }
+.card span { color:var(--soft); font-size:.85rem }
+.wide { overflow:auto; max-height:36rem; overflow-wrap:normal }
+table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums }
+th,td { text-align:right; padding:.35rem .7rem; border-bottom:1px solid var(--line);
+  white-space:nowrap }
+th:first-child,td:first-child { text-align:left; position:sticky; left:0;
+  background:var(--paper) }
+th:first-child,td:first-child { max-width:16rem; overflow:hidden; text-overflow:ellipsis }
 th { font-weight:600; color:var(--soft); font-size:.85rem } tr.shown td { font-weight:600 }
-td.heat { background:linear-gradient(to right,#d6e4f8 var(--w),transparent var(--w)) }
-table.cells { width:auto } .cells th { text-align:right; font-weight:400 } .cells tr:first-child th { text-align:center } .cells th,.cells td { border:0; padding:.1rem .25rem }
-.cells td { text-align:center; min-width:2.6rem; height:1.9rem } .cells img { width:64px; display:block; margin:auto; image-rendering:pixelated }
+td.words { text-align:left; white-space:normal; max-width:22rem }
+td.heat { background:linear-gradient(to right,var(--heat) var(--w),transparent var(--w)) }
+table.cells { width:auto } .cells th,.cells td { border:0; padding:.1rem .25rem }
+.cells th { text-align:right; font-weight:400 } .cells tr:first-child th { text-align:center }
+.cells th:first-child { text-align:left; padding-right:.7rem }
+.cells td { text-align:center; min-width:2.6rem; height:1.9rem }
+.cells td:first-child { position:static }
+.cells img { width:64px; display:block; margin:auto } .small img { image-rendering:pixelated }
 td.shade { background:rgb(36 99 194 / var(--s)) } td.dark { color:#fff }
-details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code { font-size:.85rem }
-</style></head><body>
+img.map { width:min(100%,44rem); image-rendering:pixelated; border:1px solid var(--line) }
+details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue); padding:.2rem 0 }
+.time td:nth-child(3) { width:60% } .time td:nth-child(3) div { background:var(--bar);
+  height:.7rem; border-radius:3px; min-width:2px }
+.bars { display:flex; align-items:flex-end; gap:1px; height:7rem;
+  border-bottom:1px solid var(--line) }
+.bars i { flex:1; background:var(--bar); height:var(--h); min-height:1px }
+code { font-size:.85rem } td code { white-space:normal }
+@media (max-width:40rem) { body { margin:1.2rem auto; padding:0 .8rem }
+  th,td { padding:.3rem .45rem } .cards { gap:.5rem } .card { padding:.5rem .7rem }
+  .card b { font-size:1.2rem } th:first-child,td:first-child { max-width:8.5rem }
+  .time td:nth-child(3) { width:35% } }
+"""
+
+TEMPLATE = (
+    """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>OSFL · {{ m.job_id }}</title>
+<style>"""
+    + STYLE
+    + """</style></head><body>
+{% macro heat(value) %}
+{% if value is none %}<td>–</td>{% else %}<td class="heat" style="--w:{{ "%.0f"|format(value) }}%">{{ "%.1f"|format(value) }}</td>{% endif %}
+{% endmacro %}
+{% macro fold(count, what) %}<details{% if count <= most_open %} open{% endif %}><summary>{{ count }} {{ what }}</summary>{% endmacro %}
 <h1>{{ m.method }}</h1>
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}{% if m.approximations %} · <b>approximate sampling</b>: {{ m.approximations|join(", ") }}{% endif %}</p>
 <div class="cards">
 <div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.shown or "mean of all models" }}){% endif %}</span></div>
 <div class="card"><b>{{ m.clients|length }}</b><span>clients, {{ m.rounds }} round{{ '' if m.rounds == 1 else 's' }}</span></div>
 <div class="card"><b>{{ upload|bytes }}</b><span>uploaded by all clients</span></div>
-<div class="card"><b>{{ m.server.synthetic_images }}</b><span>synthetic images</span></div>
+<div class="card"><b>{{ "{:,}".format(m.server.synthetic_images) }}</b><span>synthetic images</span></div>
 {% if m.server.seconds_per_image %}
 <div class="card"><b>{{ "%.3g"|format(m.server.seconds_per_image) }} s</b><span>server, per image</span></div>
+{% endif %}
+{% if total_seconds %}
+<div class="card"><b>{{ total_seconds|seconds }}</b><span>from start to report</span></div>
 {% endif %}
 </div>
 {% if m.warnings %}
@@ -34,48 +77,100 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue) } code 
 <ul>{% for warning in m.warnings %}<li>{{ warning }}</li>{% endfor %}</ul>
 <p class="note">Payloads far larger or smaller than the others'. They were used: an honest client may be an exception, and one that harms the model need not stand out.</p>
 {% endif %}
-<h2>Accuracy on each client's own test images</h2>
-<div class="wide"><table><tr><th>global model</th>{% for n in names %}<th>{{ n }}</th>{% endfor %}<th>average</th><th>all images</th></tr>
+<h2>Accuracy</h2>
+<div class="wide"><table><tr><th>global model</th><th>average</th><th>all images</th><th>balanced</th><th>macro-F1</th></tr>
 {% for name, row in m.accuracy.items() %}
-<tr{% if name == m.shown and m.accuracy|length > 1 %} class="shown"{% endif %}><td>{{ name }}</td>
-{% for n in names + ["average"] %}
-{% if n in row %}<td class="heat" style="--w:{{ "%.0f"|format(row[n]) }}%">{{ "%.1f"|format(row[n]) }}</td>{% else %}<td>not tested</td>{% endif %}
-{% endfor %}<td class="heat" style="--w:{{ "%.0f"|format(m.over_images[name]) }}%">{{ "%.1f"|format(m.over_images[name]) }}</td></tr>
+<tr{% if name == m.shown and m.accuracy|length > 1 %} class="shown"{% endif %}><td>{{ name }}</td>{{ heat(row.average) }}{{ heat(m.over_images[name]) }}{{ heat(m.scores[name].balanced_accuracy) }}{{ heat(m.scores[name].macro_f1) }}</tr>
 {% endfor %}
 </table></div>
-<p class="note">Top-1, percent. Average: of the clients, each counting once; all images: of their test images together. Every client tested the model itself; its images did not leave it.
+<p class="note">Top-1, percent. Average: of the clients, each counting once; the others are over all clients' test images together. Balanced: the mean of the classes' accuracies. Every client tested the model itself; its images did not leave it.
 {% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
-{% if pictures %}
+{% if clients %}
+<h2>Each client</h2>
+{{ fold(clients|length, "clients") }}
+<div class="wide"><table><tr><th>client</th><th>test images</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}{% if m.shown %}<th>balanced</th><th>macro-F1</th>{% endif %}</tr>
+{% for client in clients %}
+<tr><td>{{ client.name }}</td><td>{{ client.images }}</td>{% for value in client.accuracy %}{% if value is none %}<td>not tested</td>{% else %}{{ heat(value) }}{% endif %}{% endfor %}{% if m.shown %}{{ heat(client.balanced_accuracy) }}{{ heat(client.macro_f1) }}{% endif %}</tr>
+{% endfor %}
+</table></div></details>
+{% if m.shown and m.accuracy|length > 1 %}<p class="note">Balanced accuracy and macro-F1 are those of {{ m.shown }}.</p>{% endif %}
+{% endif %}
+{% if by_class %}
+<h2>Each class{% if m.accuracy|length > 1 %}, {{ m.shown }}{% endif %}</h2>
+{{ fold(by_class|length, "classes, the weakest first") }}
+<div class="wide"><table><tr><th>class</th><th>test images</th><th>accuracy</th><th>precision</th><th>F1</th><th style="text-align:left">most often taken for</th></tr>
+{% for row in by_class %}
+<tr><td>{{ row.name }}</td><td>{{ row.images }}</td>{{ heat(row.accuracy) }}{{ heat(row.precision) }}{{ heat(row.f1) }}<td class="words">{% if row.taken_for %}{{ row.taken_for }} ({{ row.taken }}){% endif %}</td></tr>
+{% endfor %}
+</table></div></details>
+{% endif %}
+{% if gallery.first %}
 <h2>Synthetic images</h2>
-<div class="wide"><table class="cells"><tr><th></th>{% for c in pictured %}<th>{{ c }}</th>{% endfor %}</tr>
-{% for client, row in pictures.items() %}
-<tr><th>{{ client }}</th>{% for c in pictured %}<td>{% if c in row %}<img alt="{{ c }}, {{ client }}" src="{{ row[c] }}">{% endif %}</td>{% endfor %}</tr>
+<div class="wide"><table class="cells{% if gallery.small %} small{% endif %}"><tr><th></th>{% for c in gallery.classes %}<th>{{ c }}</th>{% endfor %}</tr>
+{% for client, row in gallery.first.items() %}
+<tr><th>{{ client }}</th>{% for c in gallery.classes %}<td>{% if c in row %}<img alt="{{ c }}, {{ client }}" src="{{ row[c] }}">{% endif %}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
-<p class="note">The first image of every class, a row for each client whose data it stands for.</p>
+<p class="note">The first image of every class, a row for each client whose data it stands for.{% if gallery.left_out %} Shown are {{ gallery.left_out }}; all images are in the run's folder <code>images</code>.{% endif %}</p>
+{% for client, row in gallery.more.items() %}
+<details><summary>{{ client }}: up to {{ gallery.each }} images of each class</summary>
+<div class="wide"><table class="cells{% if gallery.small %} small{% endif %}">
+{% for c, urls in row.items() %}
+<tr><th>{{ c }}</th>{% for url in urls %}<td><img loading="lazy" alt="{{ c }}, {{ client }}" src="{{ url }}"></td>{% endfor %}</tr>
+{% endfor %}
+</table></div></details>
+{% endfor %}
+{% endif %}
+{% if confusion or confusion_map %}
+<h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.shown }}{% endif %}</h2>
+{% if confusion %}
+{{ fold(classes|length, "classes") }}
+<div class="wide"><table class="cells"><tr><th>true \\ predicted</th>{% for c in classes %}<th>{{ c }}</th>{% endfor %}</tr>
+{% for row in confusion %}
+<tr><th>{{ classes[loop.index0] }}</th>{% for count, share in row %}<td{% if share %} class="shade{% if share > 50 %} dark{% endif %}" style="--s:{{ share }}%"{% endif %}>{{ count or "" }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div></details>
+{% else %}
+<p class="note">What was most often taken for something else:</p>
+<div class="wide"><table><tr><th>true</th><th style="text-align:left">predicted</th><th>images</th><th>of the class</th></tr>
+{% for row in mistakes %}
+<tr><td>{{ row.true }}</td><td class="words">{{ row.predicted }}</td><td>{{ row.images }}</td><td>{{ "%.0f"|format(row.share) }} %</td></tr>
+{% endfor %}
+</table></div>
+<details><summary>The whole matrix, {{ classes|length }} classes</summary>
+<img class="map" alt="confusion matrix: a row for each true class, a column for each predicted one" src="{{ confusion_map }}"></details>
+{% endif %}
+<p class="note">All clients' test images; shades are shares of a row.</p>
+{% endif %}
+{% if rounds %}
+<h2>Time of each round</h2>
+<div class="bars" role="img" aria-label="seconds of each round">{% for r in rounds %}<i style="--h:{{ "%.1f"|format(r.height) }}%" title="{{ r.title }}"></i>{% endfor %}</div>
+<p class="note">Rounds {{ rounds[0].first }} to {{ rounds[-1].last }}; the longest bar is {{ rounds|map(attribute="seconds")|max|seconds }}{% if rounds[0].first != rounds[0].last %} a round, and each bar the mean of several{% endif %}. Accuracy is measured once, at the end: the test images stay with the clients.</p>
+{% endif %}
+{% if phases %}
+<h2>What took how long</h2>
+<div class="wide"><table class="time"><tr><th>phase</th><th>time</th><th></th></tr>
+{% for p in phases %}
+<tr><td>{{ p.phase }}</td><td>{{ p.seconds|seconds }}</td><td><div style="margin-left:{{ "%.2f"|format(p.left) }}%;width:{{ "%.2f"|format(p.width) }}%"></div></td></tr>
+{% endfor %}
+</table></div>
+<p class="note">On the server's clock, since the server was last started for this job.</p>
 {% endif %}
 <h2>What it cost</h2>
+{{ fold(m.clients|length, "clients") }}
 <div class="wide"><table><tr><th>client</th><th>upload</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
 {% for name, c in m.clients.items() %}
 <tr><td>{{ name }}</td><td>{{ c.upload_bytes|bytes }}</td><td>{% if c.download_bytes is defined %}{{ c.download_bytes|bytes }}{% else %}–{% endif %}</td>
 {% if c.seconds is defined %}<td>{{ "%.0f"|format(c.images) }}</td><td>{{ "%.1f"|format(c.seconds) }}</td><td>{{ c.flops|flops }}</td><td>{{ (c.peak_memory_mb * 1e6)|bytes }}</td>
 {% else %}<td>–</td><td>0</td><td>0</td><td>–</td>{% endif %}</tr>
 {% endfor %}
-</table></div>
+</table></div></details>
 <p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models; a hub's kit is not counted. Server:
 {{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
-{% if confusion %}
-<h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.shown }}{% endif %}</h2>
-<div class="wide"><table class="cells"><tr><th>true \\ predicted</th>{% for c in classes %}<th>{{ c }}</th>{% endfor %}</tr>
-{% for row in confusion %}
-<tr><th>{{ classes[loop.index0] }}</th>{% for count, share in row %}<td{% if share %} class="shade{% if share > 50 %} dark{% endif %}" style="--s:{{ share }}%"{% endif %}>{{ count or "" }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
-<p class="note">All clients' test images; shades are shares of a row.</p>
-{% endif %}
 <h2>How to repeat it</h2>
 <p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
 <div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>
-<details><summary>Resolved configuration</summary><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></details>
+<details><summary>Resolved configuration</summary><div class="wide"><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></div></details>
 </body></html>
 """
+)

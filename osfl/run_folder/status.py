@@ -5,23 +5,48 @@ import time
 from pathlib import Path
 from typing import Any
 
-from osfl.files import write_atomically
+from osfl.files import read_json, write_atomically
 from osfl.log import log
 from osfl.words import plain, plain_lines
 
+MOST_PHASES = 50  # that `status.json` keeps
 MOST_ERROR = 10_000  # characters; a line for each of many clients
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """What a run is doing; empty where `status.json` is missing or damaged: it is written anew."""
+    try:
+        state = read_json(folder / "status.json")
+    except OSError:
+        return {}
+    kinds = {"phase": str, "clients": dict, "done": int, "total": int}
+    good = all(isinstance(state.get(key), kind) for key, kind in kinds.items())
+    return state if good else {}
+
+
+def has_finished(folder: Path) -> bool:
+    """Whether a run says that it has finished.
+
+    Raises:
+        DamageError: `status.json` is missing or damaged.
+    """
+    return read_json(folder / "status.json").get("phase") == "finished"
 
 
 class Status:
     """Phase, clients and counters; written at most about twice a second."""
 
     def __init__(self, folder: Path):
-        self._file, self._written = folder / "status.json", 0.0
+        self._file = folder / "status.json"
+        self._written = 0.0
         self.state: dict[str, Any] = {"phase": "", "clients": {}, "done": 0, "total": 0, "step": []}
+        self.state["phases"] = []
 
     def phase(self, name: str, total: int = 0) -> None:
-        """A new phase begins."""
+        """A new phase begins; when, is kept for the last phases of this process."""
         log.info("%s%s", name, f" ({total})" if total else "")
+        began = {"phase": name, "began": round(time.time(), 2)}
+        self.state["phases"] = [*self.state["phases"], began][-MOST_PHASES:]
         self.state.update(phase=name, done=0, total=total, step=[])
         self._write(now=True)
 

@@ -33,8 +33,6 @@ from server_app.federation.join import Members
 from server_app.job import GlobalModel, ServerJob
 from server_app.outliers import find_outliers
 
-MODEL, MEMORY = ".safetensors", ".memory.safetensors"
-BEGIN_AGAIN = "move the folder rounds away, and the same `osfl run` begins with the first round"
 Costs = dict[str, dict[str, float]]  # by client
 State = dict[str, torch.Tensor]
 
@@ -96,9 +94,9 @@ def run_rounds(
     members.end()
     _release(grid, members.nodes, job_id)
     name = job.config.method
-    job.folder.store_model(
-        name, state, {"seconds": job.folder.read_json("rounds/done.json")["seconds"]}
-    )
+    last = job.folder.last_round()
+    assert last is not None, "a round was kept"
+    job.folder.store_model(name, state, {"seconds": last["seconds"]})
     model = rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
     return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
 
@@ -120,19 +118,11 @@ def _keep(
     state: dict[str, torch.Tensor],
     costs: Costs,
 ) -> None:
-    """A finished round: the model and what the strategy remembers; then the number, which vouches for them, with the costs so far."""
+    """A finished round: the model, what the strategy remembers, and the costs so far."""
     memory = {
         name: torch.as_tensor(value) for name, value in getattr(strategy, "memory", {}).items()
     }
-    digests = {
-        kind: job.folder.write_weights(f"rounds/{number:06d}{ending}", tensors)
-        for kind, ending, tensors in (("model", MODEL, state), ("memory", MEMORY, memory))
-    }
-    done = {"round": number, "seconds": seconds, "costs": costs, "sha256": digests}
-    job.folder.write_json("rounds/done.json", done)
-    for old in (job.folder.path / "rounds").glob("*.safetensors"):
-        if not old.name.startswith(f"{number:06d}"):
-            old.unlink()
+    job.folder.store_round(number, seconds, costs, state, memory)
 
 
 def _resume(
@@ -143,18 +133,13 @@ def _resume(
     Raises:
         DamageError: they are not as they were written.
     """
-    folder = job.folder
-    kinds = {"round": int, "seconds": int | float, "costs": dict, "sha256": dict}
-    done = folder.read_json("rounds/done.json", kinds, BEGIN_AGAIN)
+    done = job.folder.last_round()
     if done is None:
         return 0, 0.0, start, {}
-    number, digests = done["round"], done["sha256"]
     if hasattr(strategy, "memory"):
-        name = f"rounds/{number:06d}{MEMORY}"
-        memory = folder.read_weights(name, digests.get("memory"), BEGIN_AGAIN)
+        memory = job.folder.round_memory(done)
         strategy.memory = {name: value.numpy() for name, value in memory.items()}
-    state = folder.read_weights(f"rounds/{number:06d}{MODEL}", digests.get("model"), BEGIN_AGAIN)
-    return number, done["seconds"], state, done["costs"]
+    return done["round"], done["seconds"], job.folder.round_model(done), done["costs"]
 
 
 def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:

@@ -73,7 +73,7 @@ class Collection:
         """Use a payload that came before."""
         # What was accepted once is not refused for a lower limit
         limits = replace(self.expected(client), max_bytes=self.folder.payload_size(client))
-        sha256 = self.folder.read_json(f"payloads/{client}.json")["sha256"]
+        sha256 = self.folder.payload_digest(client)
         if self._accept(client, sha256, limits) and client in self.members.nodes:
             self._thanks.push(self.members.nodes[client], ACKNOWLEDGE, self._job)
 

@@ -59,8 +59,8 @@ def evaluate_on_clients(
 ) -> None:
     """Send every global model to every client and store the confusion matrices.
 
-    They are in `tests/<name>.json`. A client that does not answer within `test-timeout` is left
-    out of that model's average, and the report says so.
+    A client that does not answer within `test-timeout` is left out of that model's average, and the
+    report says so.
 
     Raises:
         RoundError: no client could test a model.
@@ -85,4 +85,4 @@ def evaluate_on_clients(
         done += len(nodes)
         if not test.matrices:
             raise RoundError(f"no client could test the global model {name}; see the log above")
-        folder.write_json(f"tests/{name}.json", dict(sorted(test.matrices.items())))
+        folder.store_test(name, test.matrices)

@@ -18,7 +18,7 @@ from osfl.files import DamageError, open_private, private_folder, write_atomical
 from osfl.log import log
 from osfl.models.kits import SMALL_DECODER, kit_digest, part_digest
 from osfl.models.used_parts import sampling_parts
-from osfl.run_folder.layout import picture_digest, read_picture, read_rows
+from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
@@ -62,10 +62,7 @@ def render(
         PayloadError: sampling with a client's payload is led astray.
         NotFiniteError: it is without one.
     """
-    ingredients = {
-        client: (job.folder.read_json(f"payloads/{client}.json") or {}).get("sha256", "")
-        for client in job.clients
-    }
+    ingredients = {client: job.folder.payload_digest(client) for client in job.clients}
     shaping = {
         key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING
     }
@@ -100,12 +97,10 @@ def render(
         )
         for unit in damaged:
             _manifest(job, unit).unlink()
-    for stranger in set((job.folder.path / "units").glob("*.jsonl")) - {
-        _manifest(job, unit) for unit in units
-    }:
+    for stranger in set(job.folder.unit_files()) - {_manifest(job, unit) for unit in units}:
         stranger.unlink()  # of a payload that was replaced; its images are
     write_atomically(
-        job.folder.path / "manifest.jsonl",
+        job.folder.manifest_file,
         b"".join(_manifest(job, unit).read_bytes() for unit in units),
     )
     ordered = [image for unit in units for image in unit.jobs]
@@ -128,7 +123,7 @@ def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: i
             nonlocal done
             unit, seconds, written = pending.popleft()
             written.result()
-            with open_private(job.folder.path / "timings.jsonl", "a") as file:
+            with open_private(job.folder.timings_file, "a") as file:
                 file.write(
                     json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": seconds})
                     + "\n"
@@ -170,8 +165,7 @@ def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeS
 
 def image_file(job: ServerJob, image: ImageJob) -> str:
     """Where an image lies, relative to the run's folder. Class names are the run's, so they are made safe for a file system."""
-    name = "".join(c if c.isalnum() else "_" for c in job.classes[image.label])
-    return f"images/{image.client}/{image.label:03d}-{name}/{image.index:05d}.png"
+    return image_name(image.client, image.label, job.classes[image.label], image.index)
 
 
 def _in_batches(make_sampler: MakeSampler, batch_size: int) -> MakeSampler:
@@ -206,7 +200,7 @@ def _in_batches(make_sampler: MakeSampler, batch_size: int) -> MakeSampler:
 
 
 def _manifest(job: ServerJob, unit: Unit) -> Path:
-    return job.folder.path / "units" / f"{unit.name}.jsonl"
+    return job.folder.unit_file(unit.name)
 
 
 def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
