@@ -3,7 +3,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
-.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit mutants
+.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit mutants docs
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,10 @@ JOBS ?= 2
 
 mutants: setup ## how many small faults the unit tests notice: SAMPLE=100 of them, chosen by SEED=0, begun within MINUTES=60
 	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)
+
+docs: setup ## the documentation as a site, into site/; a broken link fails
+	$(UV) pip install --quiet --python $(BIN)/python -c requirements.txt -r pyproject.toml --extra docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 kit: setup ## train kits/digits again, into runs/kit
 	$(BIN)/osfl kit train

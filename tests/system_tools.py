@@ -244,7 +244,7 @@ class Federation:
         )
 
     def trusting(self, name: str, authority: Path | None = None) -> list[str]:
-        """What a node is started with that does as the README says, or trusts another authority."""
+        """What a node is started with that does as the guide says, or trusts another authority."""
         trusted = ["--root-certificates", str(authority or self.keys / "ca.crt")]
         return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]
 

@@ -101,7 +101,7 @@ def test_state_and_database_are_their_users_alone() -> None:
     assert "install -d -m 700 -o osfl -g osfl /data\n" in recipe
     keys = (ROOT / "deploy" / "compose_keys.sh").read_text()
     assert 'chmod 700 "$volume"' in keys
-    guide = (ROOT / "deploy" / "README.md").read_text()
+    guide = (ROOT / "docs" / "deployment.md").read_text()
     assert guide.index("umask 077") < guide.index("osfl certs ca keys")
 
 

@@ -233,7 +233,7 @@ def keys_and_registrations_outlive_the_containers(federation: Containers) -> Non
 
 
 def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) -> None:
-    """deploy/README.md: keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the server's address."""
+    """docs/deployment.md: keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the server's address."""
     if os.geteuid():
         pytest.skip("needs root: keys belong to the containers' user")
     look = ["docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}"]

@@ -1,4 +1,4 @@
-"""The machines of deploy/README.md as network namespaces with addresses of their own, which run what the systemd units run; and what a network does to a run."""
+"""The machines of docs/deployment.md as network namespaces with addresses of their own, which run what the systemd units run; and what a network does to a run."""
 
 import json
 import os
