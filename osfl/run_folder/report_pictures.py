@@ -1,4 +1,4 @@
-"""The report's pictures, as data URLs: few enough, and small enough, for a page that opens anywhere."""
+"""The report's pictures, as data URLs: few and small enough for a page that opens anywhere."""
 
 import base64
 import io

@@ -25,7 +25,7 @@ th,td { text-align:right; padding:.35rem .7rem; border-bottom:1px solid var(--li
 th:first-child,td:first-child { text-align:left; position:sticky; left:0;
   background:var(--paper) }
 td:first-child,.cells th:first-child { white-space:normal; overflow-wrap:anywhere;
-  min-width:6.5rem; max-width:22rem }
+  min-width:8rem; max-width:22rem } .cells tr th:first-child { min-width:4.5rem }
 th { font-weight:600; color:var(--soft); font-size:.85rem } tr.shown td { font-weight:600 }
 td.words { text-align:left; white-space:normal; min-width:9rem; max-width:22rem }
 td.heat { background:linear-gradient(to right,var(--heat) var(--w),transparent var(--w))
