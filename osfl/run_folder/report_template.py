@@ -43,7 +43,7 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue); paddin
   height:.7rem; border-radius:3px; min-width:2px }
 .bars { display:flex; align-items:flex-end; gap:1px; height:7rem;
   border-bottom:1px solid var(--line) }
-.bars i { flex:1; background:var(--bar); height:var(--h); min-height:1px }
+.bars i { flex:1; max-width:2.5rem; background:var(--bar); height:var(--h); min-height:1px }
 code { font-size:.85rem } td code { white-space:normal }
 @media (max-width:40rem) { body { margin:1.2rem auto; padding:0 .8rem }
   th,td { padding:.3rem .45rem } .cards { gap:.5rem } .card { padding:.5rem .7rem }
