@@ -1,4 +1,4 @@
-"""What a run gives: `metrics.json` for machines, `report.html` for people (one file, opens offline)."""
+"""What a run gives: `metrics.json` for machines, `report.html` for people."""
 
 import hashlib
 import json
@@ -50,7 +50,8 @@ def write_report(
     Args:
         folder: `runs/<job id>`.
         classes: the run's class names.
-        kit_download_bytes: what each client had to fetch of the kit before it could begin; None where that is not known.
+        kit_download_bytes: what each client had to fetch of the kit before it could begin; None
+            where that is not known.
 
     Returns:
         the metrics.
@@ -278,7 +279,7 @@ def _accuracy(matrix: list[list[int]] | np.ndarray) -> float:
 
 
 def over_images(matrices: Matrices) -> float:
-    """Top-1 accuracy in percent over all clients' test images together, as OSCAR's tables have it."""
+    """Top-1 accuracy in percent over all clients' test images, as OSCAR's tables have it."""
     return _accuracy(_together(matrices)) if matrices else float("nan")
 
 

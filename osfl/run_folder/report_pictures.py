@@ -1,4 +1,4 @@
-"""The report's pictures, as data URLs: few enough, and small enough, for a page that opens anywhere."""
+"""The report's pictures, as data URLs: few and small enough for a page that opens anywhere."""
 
 import base64
 import io
@@ -137,7 +137,7 @@ def matrix_url(shares: np.ndarray) -> str:
     """
     from PIL import Image
 
-    seen = np.where(shares > 0, np.maximum(shares, 12), 0)
+    seen = np.where(shares > 0, np.maximum(shares, 30), 0)
     pixels = np.empty((*shares.shape, 4), dtype=np.uint8)
     pixels[..., :3] = BLUE
     pixels[..., 3] = np.round(2.55 * seen)
@@ -149,7 +149,7 @@ def _url(image: "object", kind: str) -> str:
     from PIL.Image import Image
 
     assert isinstance(image, Image)
-    settings: Mapping[str, int] = {"quality": 88, "subsampling": 0} if kind == "jpeg" else {}
+    settings: Mapping[str, int] = {"quality": 80, "subsampling": 0} if kind == "jpeg" else {}
     buffer = io.BytesIO()
     image.save(buffer, format=kind, **settings)
     encoded = base64.b64encode(buffer.getvalue()).decode()

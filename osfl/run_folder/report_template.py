@@ -12,24 +12,29 @@ h1 { font-size:1.7rem; margin:0 } h2 { font-size:1.15rem; margin:2.4rem 0 .6rem 
 p.sub,.note { color:var(--soft); margin:.2rem 0 } .note { font-size:.88rem; margin-top:.5rem }
 .cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(8.6rem,1fr)); gap:.8rem;
   margin:1.4rem 0 }
-.card { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:.7rem 1rem }
-.card b { display:block; font-size:1.4rem; line-height:1.3 }
+.card { background:var(--card); border:1px solid var(--line); border-radius:8px;
+  padding:.7rem .8rem }
+.card b { display:block; font-size:1.25rem; line-height:1.4; white-space:nowrap }
 .card span { color:var(--soft); font-size:.85rem }
-.wide { overflow:auto; max-height:36rem; overflow-wrap:normal }
+.wide { overflow-x:auto; overflow-wrap:normal } .long { overflow-y:auto; max-height:44rem }
+.long tr:first-child th { position:sticky; top:0; background:var(--paper); z-index:1 }
+.long tr:first-child th:first-child { z-index:2 }
 table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums }
 th,td { text-align:right; padding:.35rem .7rem; border-bottom:1px solid var(--line);
   white-space:nowrap }
 th:first-child,td:first-child { text-align:left; position:sticky; left:0;
   background:var(--paper) }
-th:first-child,td:first-child { max-width:16rem; overflow:hidden; text-overflow:ellipsis }
+td:first-child,.cells th:first-child { white-space:normal; overflow-wrap:anywhere;
+  min-width:8rem; max-width:22rem } .cells tr th:first-child { min-width:4.5rem }
 th { font-weight:600; color:var(--soft); font-size:.85rem } tr.shown td { font-weight:600 }
-td.words { text-align:left; white-space:normal; max-width:22rem }
-td.heat { background:linear-gradient(to right,var(--heat) var(--w),transparent var(--w)) }
+td.words { text-align:left; white-space:normal; min-width:9rem; max-width:22rem }
+td.heat { background:linear-gradient(to right,var(--heat) var(--w),transparent var(--w))
+  no-repeat .6rem 0 / calc(100% - .6rem) 100% }
 table.cells { width:auto } .cells th,.cells td { border:0; padding:.1rem .25rem }
 .cells th { text-align:right; font-weight:400 } .cells tr:first-child th { text-align:center }
-.cells th:first-child { text-align:left; padding-right:.7rem }
+.cells tr th:first-child { text-align:left; padding-right:.7rem }
 .cells td { text-align:center; min-width:2.6rem; height:1.9rem }
-.cells td:first-child { position:static }
+.cells td:first-child { position:static; min-width:2.6rem }
 .cells img { width:64px; display:block; margin:auto } .small img { image-rendering:pixelated }
 td.shade { background:rgb(36 99 194 / var(--s)) } td.dark { color:#fff }
 img.map { width:min(100%,44rem); image-rendering:pixelated; border:1px solid var(--line) }
@@ -38,11 +43,11 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue); paddin
   height:.7rem; border-radius:3px; min-width:2px }
 .bars { display:flex; align-items:flex-end; gap:1px; height:7rem;
   border-bottom:1px solid var(--line) }
-.bars i { flex:1; background:var(--bar); height:var(--h); min-height:1px }
+.bars i { flex:1; max-width:2.5rem; background:var(--bar); height:var(--h); min-height:1px }
 code { font-size:.85rem } td code { white-space:normal }
 @media (max-width:40rem) { body { margin:1.2rem auto; padding:0 .8rem }
   th,td { padding:.3rem .45rem } .cards { gap:.5rem } .card { padding:.5rem .7rem }
-  .card b { font-size:1.2rem } th:first-child,td:first-child { max-width:8.5rem }
+  .card b { font-size:1.1rem }
   .time td:nth-child(3) { width:35% } }
 """
 
@@ -88,7 +93,7 @@ TEMPLATE = (
 {% if clients %}
 <h2>Each client</h2>
 {{ fold(clients|length, "clients") }}
-<div class="wide"><table><tr><th>client</th><th>test images</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}{% if m.shown %}<th>balanced</th><th>macro-F1</th>{% endif %}</tr>
+<div class="wide long"><table><tr><th>client</th><th>test images</th>{% for name in columns %}<th>{{ name }}</th>{% endfor %}{% if m.shown %}<th>balanced</th><th>macro-F1</th>{% endif %}</tr>
 {% for client in clients %}
 <tr><td>{{ client.name }}</td><td>{{ client.images }}</td>{% for value in client.accuracy %}{% if value is none %}<td>not tested</td>{% else %}{{ heat(value) }}{% endif %}{% endfor %}{% if m.shown %}{{ heat(client.balanced_accuracy) }}{{ heat(client.macro_f1) }}{% endif %}</tr>
 {% endfor %}
@@ -98,7 +103,7 @@ TEMPLATE = (
 {% if by_class %}
 <h2>Each class{% if m.accuracy|length > 1 %}, {{ m.shown }}{% endif %}</h2>
 {{ fold(by_class|length, "classes, the weakest first") }}
-<div class="wide"><table><tr><th>class</th><th>test images</th><th>accuracy</th><th>precision</th><th>F1</th><th style="text-align:left">most often taken for</th></tr>
+<div class="wide long"><table><tr><th>class</th><th>test images</th><th>accuracy</th><th>precision</th><th>F1</th><th style="text-align:left">most often taken for</th></tr>
 {% for row in by_class %}
 <tr><td>{{ row.name }}</td><td>{{ row.images }}</td>{{ heat(row.accuracy) }}{{ heat(row.precision) }}{{ heat(row.f1) }}<td class="words">{% if row.taken_for %}{{ row.taken_for }} ({{ row.taken }}){% endif %}</td></tr>
 {% endfor %}
@@ -158,7 +163,7 @@ TEMPLATE = (
 {% endif %}
 <h2>What it cost</h2>
 {{ fold(m.clients|length, "clients") }}
-<div class="wide"><table><tr><th>client</th><th>upload</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
+<div class="wide long"><table><tr><th>client</th><th>upload</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
 {% for name, c in m.clients.items() %}
 <tr><td>{{ name }}</td><td>{{ c.upload_bytes|bytes }}</td><td>{% if c.download_bytes is defined %}{{ c.download_bytes|bytes }}{% else %}–{% endif %}</td>
 {% if c.seconds is defined %}<td>{{ "%.0f"|format(c.images) }}</td><td>{{ "%.1f"|format(c.seconds) }}</td><td>{{ c.flops|flops }}</td><td>{{ (c.peak_memory_mb * 1e6)|bytes }}</td>
@@ -170,7 +175,7 @@ TEMPLATE = (
 <h2>How to repeat it</h2>
 <p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
 <div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>
-<details><summary>Resolved configuration</summary><div class="wide"><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></div></details>
+<details><summary>Resolved configuration</summary><div class="wide long"><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></div></details>
 </body></html>
 """
 )
