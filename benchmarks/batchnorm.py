@@ -24,6 +24,7 @@ from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names
 from osfl.models.classifiers import logits_of, normalise, rebuild
+from osfl.pixels import to_float
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def main() -> None:
 
 def settle(model: nn.Module, pixels: torch.Tensor) -> None:
     """Set the running statistics to those of some images [N, 3, S, S] uint8, in place."""
-    update_bn([normalise(batch.float() / 127.5 - 1) for batch in pixels.split(100)], model)
+    update_bn([normalise(to_float(batch)) for batch in pixels.split(100)], model)
 
 
 def accuracy(model: nn.Module, images: Images) -> float:

@@ -43,6 +43,7 @@ from osfl.data.load import load_images
 from osfl.data.parts import class_names
 from osfl.models.diffusion import Kit, forward_noise, load_kit, load_pipeline
 from osfl.models.kits import find_kit, kit_digest
+from osfl.pixels import to_float
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.job import ServerJob
@@ -263,7 +264,7 @@ def textual_inversion_step(
     kit: Kit, pixels: torch.Tensor, c: torch.Tensor, optimiser: torch.optim.Optimizer
 ) -> None:
     """As the papers' code does it: one image, its latent drawn anew by the VAE."""
-    mean, logvar = kit.encode(pixels.float() / 127.5 - 1)
+    mean, logvar = kit.encode(to_float(pixels))
     x0 = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
     t, noise = torch.randint(1000, (1,), device=mean.device), torch.randn_like(mean)
     loss = F.mse_loss(kit.eps(forward_noise(x0, noise, kit.alphas_cumprod[t]), t, c), noise)

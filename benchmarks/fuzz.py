@@ -28,6 +28,7 @@ from benchmarks import TABLES, write_table
 from osfl import wire
 from osfl.costs import release_memory
 from osfl.methods import METHODS
+from osfl.payload_fields import tensors_of
 from osfl.payloads import (
     Captions,
     Classifier,
@@ -38,6 +39,7 @@ from osfl.payloads import (
     Encodings,
     Mixtures,
     Payload,
+    kind_of,
 )
 from osfl.v1 import payload_pb2 as pb
 
@@ -64,21 +66,12 @@ def some_run(rng: random.Random) -> Run:
     text = rng.choice(((2, 3), (8, 32), (77, 768)))
     latent = rng.choice(((1, 2, 2), (4, 16, 16)))
     method = rng.choice([name for name, row in METHODS.items() if row.payload])
-    kind = METHODS[method].payload
-    shapes: dict[str, tuple[int, ...]] = {}
-    if kind == "Descriptions" or kind == "Encodings":
-        shapes = {"vectors": text}
-    elif kind == "Embeddings":
-        shapes = {"vectors": (6, 2 * text[1])}
-    elif kind == "Mixtures":
-        shapes = {"conditions": (2, *text), "weights": (2,), "component_weights": (2,)}
-        shapes |= dict.fromkeys(("component_means", "component_variances"), (2, *latent))
-    tensors: dict[str, Any] = {n: (("classes", *s), REAL) for n, s in shapes.items()}
+    kind = str(METHODS[method].payload)
+    sizes = dict(zip(("L", "d", "c", "h", "w"), (*text, *latent), strict=True))
+    sizes |= {"2e": 2 * text[1], "J": 2, "M": 2, "K + 1": 6}
+    tensors = tensors_of(kind_of(kind), sizes)
     images, states = rng.choice((5, 300)), {}
     if kind == "Concepts":
-        tensors = {"domain": (text[1:], REAL), "vectors": (("classes", *text[1:]), REAL)}
-        tensors["labels"] = (("images",), WHOLE)
-        tensors |= dict.fromkeys(("means", "deviations"), (("images", *latent), REAL))
         images = max(images, len(classes))
     elif kind == "Captions":
         images = rng.choice((100, 20_000))

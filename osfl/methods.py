@@ -1,4 +1,7 @@
-"""The methods: which client half and which server half a name stands for. Modules are imported late, by name."""
+"""The methods: what clients send, and which client half and server half a name stands for.
+
+Modules are imported late, by name.
+"""
 
 import importlib
 from dataclasses import dataclass
@@ -8,7 +11,8 @@ from types import ModuleType
 DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
 TEXT_PARTS = ("text_encoder", "tokenizer")
 IMAGE_ENCODER_PARTS = ("image_encoder", "feature_extractor")
-SMALL_DECODER = "small_decoder"  # a part that few kits have
+# A part that few kits have.
+SMALL_DECODER = "small_decoder"
 
 
 @dataclass(frozen=True)
@@ -16,9 +20,12 @@ class Method:
     """One row of the table.
 
     Attributes:
-        client: module in `client_app.methods` with `make_payload(job)`; None: clients send nothing.
-        server: module in `server_app.methods` with `run(job, payloads)`; of a method with rounds, in `server_app.averaging` with `strategy(job)`.
-        payload: class in `osfl.payloads` that clients send; None: nothing.
+        client: module in `client_app.methods` with `make_payload(job)`; None: clients make no payload.
+        server: module in `server_app.methods` with `run(job, payloads)`; of a method with rounds, in
+            `server_app.averaging` with `strategy(job)`.
+        payload: class in `osfl.payloads` that clients send once; None: they send none.
+        sends: what leaves a client, in words; of a method with rounds it is no payload, and is sent
+            in every round.
         client_parts: what a client needs of the kit.
         rounds: whether it is one of those they compare with that send models to and fro.
         samples: whether the server needs the diffusion model.
@@ -27,47 +34,124 @@ class Method:
     client: str | None
     server: str
     payload: str | None
+    sends: str
     client_parts: tuple[str, ...] = ()
     rounds: bool = False
     samples: bool = True
 
 
+NOTHING = "nothing"
+CLASSIFIER = "its classifier, trained on its own images"
+CAPTION_PARTS = ("captioner", *TEXT_PARTS)
+MODEL_EVERY_ROUND = "its model, in every round"
+
 METHODS: dict[str, Method] = {
-    "prompts-only": Method(client=None, server="prompts_only", payload=None),
-    "prompts-domain": Method(client="domain", server="prompts_domain", payload="Domain"),
-    "feddeo": Method(
-        client="feddeo", server="feddeo", payload="Descriptions", client_parts=DIFFUSION_PARTS
+    "prompts-only": Method(client=None, server="prompts_only", payload=None, sends=NOTHING),
+    "prompts-domain": Method(
+        client="domain",
+        server="prompts_domain",
+        payload="Domain",
+        sends="the name of its domain",
     ),
-    "fedlmg": Method(client="classifier", server="fedlmg", payload="Classifier"),
-    "fedcado": Method(client="classifier", server="fedcado", payload="Classifier"),
+    "feddeo": Method(
+        client="feddeo",
+        server="feddeo",
+        payload="Descriptions",
+        sends="a learned description of every class",
+        client_parts=DIFFUSION_PARTS,
+    ),
+    "fedlmg": Method(client="classifier", server="fedlmg", payload="Classifier", sends=CLASSIFIER),
+    "fedcado": Method(
+        client="classifier", server="fedcado", payload="Classifier", sends=CLASSIFIER
+    ),
     "oscar": Method(
-        client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)
+        client="oscar",
+        server="oscar",
+        payload="Encodings",
+        sends="the mean encoding of every class's captions",
+        client_parts=CAPTION_PARTS,
     ),
     "oscar-pooled": Method(
-        client="oscar", server="oscar", payload="Encodings", client_parts=("captioner", *TEXT_PARTS)
+        client="oscar",
+        server="oscar",
+        payload="Encodings",
+        sends="the mean pooled encoding of every class's captions",
+        client_parts=CAPTION_PARTS,
     ),
     "espresso": Method(
         client="espresso",
         server="espresso",
         payload="Mixtures",
+        sends="conditions of every class's clusters, and a mixture of its noised latents",
         client_parts=(*DIFFUSION_PARTS, *IMAGE_ENCODER_PARTS),
     ),
-    "fgl": Method(client="fgl", server="fgl", payload="Captions", client_parts=("captioner",)),
+    "fgl": Method(
+        client="fgl",
+        server="fgl",
+        payload="Captions",
+        sends="a caption of every image",
+        client_parts=("captioner",),
+    ),
     "feddisc": Method(
         client="feddisc",
         server="feddisc",
         payload="Embeddings",
+        sends="cluster centres and the mean of every class's noised image embeddings",
         client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
     ),
     "fedbip": Method(
-        client="fedbip", server="fedbip", payload="Concepts", client_parts=DIFFUSION_PARTS
+        client="fedbip",
+        server="fedbip",
+        payload="Concepts",
+        sends="learned words for domain and classes, and the latent of every image",
+        client_parts=DIFFUSION_PARTS,
     ),
-    "fedavg": Method(client=None, server="fedavg", payload=None, rounds=True, samples=False),
-    "fedprox": Method(client=None, server="fedprox", payload=None, rounds=True, samples=False),
-    "feddyn": Method(client=None, server="feddyn", payload=None, rounds=True, samples=False),
-    "feddf": Method(client=None, server="feddf", payload=None, rounds=True, samples=False),
-    "local": Method(client="classifier", server="local", payload="Classifier", samples=False),
-    "ceiling": Method(client=None, server="ceiling", payload=None, samples=False),
+    "fedavg": Method(
+        client=None,
+        server="fedavg",
+        payload=None,
+        sends=MODEL_EVERY_ROUND,
+        rounds=True,
+        samples=False,
+    ),
+    "fedprox": Method(
+        client=None,
+        server="fedprox",
+        payload=None,
+        sends=MODEL_EVERY_ROUND,
+        rounds=True,
+        samples=False,
+    ),
+    "feddyn": Method(
+        client=None,
+        server="feddyn",
+        payload=None,
+        sends=MODEL_EVERY_ROUND,
+        rounds=True,
+        samples=False,
+    ),
+    "feddf": Method(
+        client=None,
+        server="feddf",
+        payload=None,
+        sends=MODEL_EVERY_ROUND,
+        rounds=True,
+        samples=False,
+    ),
+    "local": Method(
+        client="classifier",
+        server="local",
+        payload="Classifier",
+        sends=CLASSIFIER,
+        samples=False,
+    ),
+    "ceiling": Method(
+        client=None,
+        server="ceiling",
+        payload=None,
+        sends="nothing: the server has all their images itself, as no real server has",
+        samples=False,
+    ),
 }
 
 

@@ -1,33 +1,44 @@
-"""Everything that can leave a client, on one screen. There is no image field; where a payload can be turned back into pictures, it says so."""
+"""Everything that can leave a client, on one page. There is no image field.
+
+Where a payload can be turned back into pictures, it says so. A tensor's shape, its dtype and what
+its numbers must be stand beside it: the server expects, and osfl/wire.py takes, exactly that. What
+the dimensions' names stand for is in osfl/payload_fields.py.
+"""
 
 from dataclasses import dataclass
+from typing import Annotated, get_args
 
 import torch
+
+from osfl.payload_fields import Shape, Values, fields_of
 
 
 @dataclass(frozen=True)
 class Descriptions:
     """FedDEO: one learned description d_y a class, in the text encoder's output space."""
 
-    classes: tuple[str, ...]  # those the client holds, in the run's order
-    vectors: torch.Tensor  # [classes, L, d]
+    # Those the client holds, in the run's order
+    classes: tuple[str, ...]
+    vectors: Annotated[torch.Tensor, Shape("classes", "L", "d")]
 
 
 @dataclass(frozen=True)
 class Classifier:
     """FedLMG, FedCADO, Local: a classifier trained on the client's images, BatchNorm statistics included."""
 
-    classes: tuple[str, ...]  # those the client holds; the head has all of the run's classes
-    architecture: str  # a torchvision model name
-    state: dict[str, torch.Tensor]  # its state dict
+    # Those the client holds; the head has all of the run's classes
+    classes: tuple[str, ...]
+    # A torchvision model's name, and its state dict
+    architecture: str
+    state: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Encodings:
-    """OSCAR: the mean encoding of a class's captions."""
+    """OSCAR: the mean encoding of a class's captions. A pooled one has no tokens."""
 
     classes: tuple[str, ...]
-    vectors: torch.Tensor  # [classes, L, d]; oscar-pooled: [classes, d]
+    vectors: Annotated[torch.Tensor, Shape("classes", "L", "d"), Shape("classes", "d")]
 
 
 @dataclass(frozen=True)
@@ -35,11 +46,16 @@ class Mixtures:
     """Espresso: conditions of every class's clusters, and a Gaussian mixture of its noised latents."""
 
     classes: tuple[str, ...]
-    conditions: torch.Tensor  # [classes, J, L, d]; zeros where a class has fewer than J clusters
-    weights: torch.Tensor  # [classes, J], shares of the class's images
-    component_weights: torch.Tensor | None = None  # [classes, M]; None: without the mixture
-    component_means: torch.Tensor | None = None  # [classes, M, c, h, w]
-    component_variances: torch.Tensor | None = None  # [classes, M, c, h, w]
+    # Zeros where a class has fewer than J clusters
+    conditions: Annotated[torch.Tensor, Shape("classes", "J", "L", "d")]
+    # The clusters' shares of the class's images
+    weights: Annotated[torch.Tensor, Shape("classes", "J"), Values.SHARES]
+    # None: without the mixture
+    component_weights: Annotated[torch.Tensor | None, Shape("classes", "M"), Values.SHARES] = None
+    component_means: Annotated[torch.Tensor | None, Shape("classes", "M", "c", "h", "w")] = None
+    component_variances: Annotated[
+        torch.Tensor | None, Shape("classes", "M", "c", "h", "w"), Values.VARIANCES
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -47,27 +63,31 @@ class Captions:
     """FGL: a caption of every image, in plain words."""
 
     classes: tuple[str, ...]
-    texts: tuple[tuple[str, ...], ...]  # of every class
+    # Of every class
+    texts: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """FedDISC: cluster centres and the mean of a class's noised image embeddings."""
+    """FedDISC: K cluster centres of a class's noised image embeddings, then their mean."""
 
     classes: tuple[str, ...]
-    vectors: torch.Tensor  # [classes, K + 1, 2e]: K centres, then the mean
+    vectors: Annotated[torch.Tensor, Shape("classes", "K + 1", "2e")]
 
 
 @dataclass(frozen=True)
 class Concepts:
-    """FedBiP: learned words, and the latent posterior of every image. Whoever has the decoder can turn each posterior back into its image."""
+    """FedBiP: learned words, and the latent posterior of every image.
+
+    Whoever has the decoder can turn each posterior back into its image.
+    """
 
     classes: tuple[str, ...]
-    domain: torch.Tensor  # [d]
-    vectors: torch.Tensor  # [classes, d]
-    labels: torch.Tensor  # [images] int64
-    means: torch.Tensor  # [images, c, h, w]
-    deviations: torch.Tensor  # [images, c, h, w]
+    domain: Annotated[torch.Tensor, Shape("d")]
+    vectors: Annotated[torch.Tensor, Shape("classes", "d")]
+    labels: Annotated[torch.Tensor, Shape("images", dtype=torch.int64), Values.LABELS]
+    means: Annotated[torch.Tensor, Shape("images", "c", "h", "w")]
+    deviations: Annotated[torch.Tensor, Shape("images", "c", "h", "w"), Values.DEVIATIONS]
 
 
 @dataclass(frozen=True)
@@ -81,3 +101,21 @@ class Domain:
 Payload = (
     Descriptions | Classifier | Encodings | Mixtures | Captions | Embeddings | Concepts | Domain
 )
+
+# Every kind by its name. A declaration that cannot be read ends the import.
+KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Payload)}
+for _kind in KINDS.values():
+    fields_of(_kind)
+
+
+def kind_of(name: str) -> type:
+    """The class of this name.
+
+    Raises:
+        TypeError: it is not one of `Payload`.
+    """
+    if name not in KINDS:
+        raise TypeError(
+            f"payload {name!r} is not one of Payload in osfl/payloads.py: {', '.join(KINDS)}"
+        )
+    return KINDS[name]

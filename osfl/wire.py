@@ -16,24 +16,25 @@ import torch
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from osfl import payloads
 from osfl.methods import METHODS
-from osfl.payloads import Captions, Classifier, Concepts, Domain, Mixtures, Payload
+from osfl.payload_fields import Field, Form, Values, fields_of
+from osfl.payloads import Payload, kind_of
 from osfl.v1 import payload_pb2 as pb
 from osfl.wire_scan import ScanError, scan
 from osfl.words import plain
 
 VERSION = 1
 MAX_MAGNITUDE = 1e6
-MAX_TEXT = 300  # characters of a caption or a name
+# Characters of a caption or a name
+MAX_TEXT = 300
 # One character beyond, and Python holds the whole text at four bytes a character
 WIDEST = "\uffff"
 TEXT_BYTES = len(WIDEST.encode()) * MAX_TEXT
-MAX_DIMENSIONS = 8  # of a tensor, the field that they are packed in included
+# Of a tensor, the field that they are packed in included
+MAX_DIMENSIONS = 8
 
-Shape = tuple[
-    int | str, ...
-]  # a dimension may be "classes", those the client holds, or "images", as many as it says
+# A dimension may be "classes", those the client holds, or "images", as many as it says
+Shape = tuple[int | str, ...]
 Tensors = Mapping[str, tuple[Shape, torch.dtype]]
 Bytes = bytes | memoryview
 
@@ -170,9 +171,7 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     body, wanted = message.WhichOneof("body"), METHODS[expected.method].payload or "nothing"
     if body != wanted.lower():
         raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {wanted.lower()}")
-    payload = _read_body(
-        getattr(payloads, wanted), getattr(message, body), classes, expected, refuse
-    )
+    payload = _read_body(kind_of(wanted), getattr(message, body), classes, expected, refuse)
     _check_values(payload, expected, refuse)
     return payload
 
@@ -181,81 +180,96 @@ def _read_body(
     kind: type, body: Any, classes: tuple[str, ...], expected: Expected, refuse: "Refuse"
 ) -> Payload:
     """The dataclass `kind` from the message of the same fields."""
-    if kind is Classifier:
-        architecture = body.architecture
-        if architecture not in expected.architectures:
-            raise refuse(
-                "architecture",
-                f"{architecture[:100]!r}; this run allows {', '.join(expected.architectures)}",
-            )
-        return Classifier(
-            classes, architecture, _read(body.state, expected.architectures[architecture], refuse)
-        )
-    if kind is Captions:
-        if len(body.texts) != len(classes):
-            raise refuse("texts", f"not one list for each of {len(classes)} classes")
-        return Captions(classes, tuple(_checked_texts(each.text, refuse) for each in body.texts))
-    if kind is Domain:
-        return Domain(classes, body.name)
+    wanted = _whole_shapes(body, len(classes), expected, refuse)
+    values: dict[str, Any] = {}
+    for name, declared in fields_of(kind).items():
+        found = getattr(body, name)
+        match declared.form:
+            case Form.TENSOR if name in wanted:
+                values[name] = _read([found], {name: wanted[name]}, refuse)[name]
+            case Form.STATE:
+                values[name] = _read(found, _state_of(body.architecture, expected, refuse), refuse)
+            case Form.TEXTS:
+                values[name] = _read_texts(name, found, len(classes), refuse)
+            case Form.TEXT:
+                values[name] = found
+    return cast(Payload, kind(classes, **values))
+
+
+def _whole_shapes(body: Any, classes: int, expected: Expected, refuse: "Refuse") -> Tensors:
+    """Shapes of numbers alone; the tensor that has one number for each image says how many."""
     for name in expected.tensors:
         if not body.HasField(name):
             raise refuse(name, "is missing")
-    images = len(body.labels.data) // 8 if kind is Concepts else 0
-    if images > expected.max_images:
-        raise refuse("labels", f"{images:,} images; at most {expected.max_images:,}")
-    size = {"classes": len(classes), "images": images}
-    wanted = {
+    images = 0
+    for name, (shape, dtype) in expected.tensors.items():
+        if shape == ("images",):
+            images = len(getattr(body, name).data) // dtype.itemsize
+            if images > expected.max_images:
+                raise refuse(name, f"{images:,} images; at most {expected.max_images:,}")
+    size = {"classes": classes, "images": images}
+    return {
         name: (_resolve(shape, size), dtype) for name, (shape, dtype) in expected.tensors.items()
     }
-    return kind(
-        classes,
-        **{
-            name: _read([getattr(body, name)], {name: want}, refuse)[name]
-            for name, want in wanted.items()
-        },
-    )
+
+
+def _state_of(architecture: str, expected: Expected, refuse: "Refuse") -> Tensors:
+    if architecture not in expected.architectures:
+        raise refuse(
+            "architecture",
+            f"{architecture[:100]!r}; this run allows {', '.join(expected.architectures)}",
+        )
+    return expected.architectures[architecture]
+
+
+def _read_texts(
+    name: str, lists: Any, classes: int, refuse: "Refuse"
+) -> tuple[tuple[str, ...], ...]:
+    if len(lists) != classes:
+        raise refuse(name, f"not one list for each of {classes} classes")
+    return tuple(_checked_texts(name, each.text, refuse) for each in lists)
 
 
 def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> None:
-    """What the numbers and texts of a kind must be beyond finite."""
-    match payload:
-        case Classifier():
-            for name, value in payload.state.items():
-                if name.endswith("running_var") and bool((value < 0).any()):
-                    raise refuse(name, "a variance below zero")
-        case Mixtures():
-            for name in ("weights", "component_weights"):
-                shares = getattr(payload, name)
-                if shares is not None and (
-                    bool((shares < 0).any()) or bool(((shares.sum(dim=1) - 1).abs() > 1e-3).any())
-                ):
-                    raise refuse(name, "must not be negative, and sum to 1 in every class")
-            if payload.component_variances is not None and bool(
-                (payload.component_variances < 0).any()
-            ):
-                raise refuse("component_variances", "a variance below zero")
-        case Concepts():
-            held = [expected.classes.index(name) for name in payload.classes]
-            if payload.labels.unique().tolist() != held:
-                raise refuse(
-                    "labels", "must be the labels of the payload's classes, each at least once"
-                )
-            if bool((payload.deviations < 0).any()):
-                raise refuse("deviations", "a standard deviation below zero")
-        case Captions():
-            if not all(payload.texts):
-                raise refuse("texts", "a class without a text; each needs at least one")
-        case Domain():
-            _check_text("name", payload.name, refuse)
-            if not payload.name.strip():
-                raise refuse("name", f"{payload.name!r}; a domain has a name")
+    """What the numbers and texts of a payload must be beyond finite."""
+    kind: type = type(payload)
+    for name, declared in fields_of(kind).items():
+        value = getattr(payload, name)
+        match declared.form:
+            case Form.TENSOR if value is not None:
+                held = [expected.classes.index(c) for c in payload.classes]
+                for rule in declared.values:
+                    if not _keeps(rule, value, held):
+                        raise refuse(name, rule.value)
+            case Form.STATE:
+                for tensor, numbers in value.items():
+                    if tensor.endswith("running_var") and bool((numbers < 0).any()):
+                        raise refuse(tensor, Values.VARIANCES.value)
+            case Form.TEXTS if not all(value):
+                raise refuse(name, "a class without a text; each needs at least one")
+            case Form.TEXT:
+                _check_text(name, value, refuse)
+                if not value.strip():
+                    raise refuse(name, f"{value!r}; a {kind.__name__.lower()} has a {name}")
 
 
-def _checked_texts(texts: Iterable[str], refuse: "Refuse") -> tuple[str, ...]:
+def _keeps(rule: Values, numbers: torch.Tensor, held: list[int]) -> bool:
+    """Whether a tensor of the classes with the labels `held` is as it must be."""
+    match rule:
+        case Values.SHARES:
+            sums = numbers.sum(dim=1)
+            return not bool((numbers < 0).any() or ((sums - 1).abs() > 1e-3).any())
+        case Values.LABELS:
+            return bool(numbers.unique().tolist() == held)
+        case Values.VARIANCES | Values.DEVIATIONS:
+            return not bool((numbers < 0).any())
+
+
+def _checked_texts(name: str, texts: Iterable[str], refuse: "Refuse") -> tuple[str, ...]:
     """A class's texts, each checked before the next is made."""
     found = list[str]()
     for text in texts:
-        _check_text("texts", text, refuse)
+        _check_text(name, text, refuse)
         found.append(text)
     return tuple(found)
 
@@ -288,11 +302,13 @@ def _most_fields(expected: Expected) -> dict[str, int]:
     most = {
         "Payload.classes": len(expected.classes),
         f"Payload.{kind.lower()}": 1,
-        "Captions.texts": len(expected.classes),
         "Texts.text": expected.max_images,
-        "Classifier.state": tensors,
         "Tensor.shape": tensors * MAX_DIMENSIONS,
     }
+    many = {Form.TEXTS: len(expected.classes), Form.STATE: tensors}
+    for name, declared in _declared(expected).items():
+        if declared.form in many:
+            most[f"{kind}.{name}"] = many[declared.form]
     return most | {f"{kind}.{name}": 1 for name in expected.tensors}
 
 
@@ -306,9 +322,8 @@ def _longest_text(expected: Expected) -> int:
 
 def _most_bytes(expected: Expected) -> int:
     """The size of the largest valid payload, and a little for names and lengths."""
-    if METHODS[expected.method].payload in ("Captions", "Domain"):
-        texts = expected.max_images if METHODS[expected.method].payload == "Captions" else 1
-        return texts * (TEXT_BYTES + 8) + 65_536
+    forms = [declared.form for declared in _declared(expected).values()]
+    texts = forms.count(Form.TEXT) + forms.count(Form.TEXTS) * expected.max_images
     size = {"classes": len(expected.classes), "images": expected.max_images}
 
     def most(tensors: Tensors) -> int:
@@ -318,7 +333,14 @@ def _most_bytes(expected: Expected) -> int:
         )
 
     largest = max([most(expected.tensors), *map(most, expected.architectures.values())])
-    return largest + sum(len(c.encode()) + 8 for c in expected.classes) + 65_536
+    names = sum(len(c.encode()) + 8 for c in expected.classes)
+    return largest + texts * (TEXT_BYTES + 8) + names + 65_536
+
+
+def _declared(expected: Expected) -> Mapping[str, Field]:
+    """The fields of the payload that the method's clients send."""
+    kind = METHODS[expected.method].payload
+    return fields_of(kind_of(kind)) if kind else {}
 
 
 def _field(number: int, *parts: Bytes) -> list[Bytes]:

@@ -11,7 +11,8 @@ from osfl.data.parts import class_names
 from osfl.methods import METHODS
 from osfl.models.classifiers import blank_classifier, logits_of, rebuild
 from osfl.models.kits import find_kit
-from osfl.payloads import Classifier, Payload
+from osfl.payload_fields import fields_of, tensors_of
+from osfl.payloads import Classifier, Payload, kind_of
 from osfl.seeds import generator_of
 
 ExpectedOf = Callable[[str], wire.Expected]
@@ -35,41 +36,43 @@ def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
 
 
 def expected_tensors(config: RunConfig) -> wire.Tensors:
-    """Shape and dtype of every tensor of the method's payload, by the server's own kit; {} for a payload without."""
-    payload, real = METHODS[config.method].payload, torch.float32
-    if payload in (None, "Classifier", "Captions", "Domain"):
+    """Shape and dtype of every tensor of the method's payload, by the server's own kit.
+
+    {} for a payload without tensors of its own.
+
+    Raises:
+        TypeError: a tensor's shape has a dimension that the run has not.
+    """
+    payload = METHODS[config.method].payload
+    if payload is None or not any(field.shapes for field in fields_of(kind_of(payload)).values()):
         return {}
+    return tensors_of(kind_of(payload), run_dimensions(config))
+
+
+def run_dimensions(config: RunConfig) -> dict[str, int]:
+    """The sizes that a run gives the dimensions of `osfl.payload_fields.DIMENSIONS`.
+
+    Without L where conditions are pooled, and without M where Espresso has no mixture.
+    """
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
-    match payload:
-        case "Descriptions":
-            return {"vectors": (("classes", *text), real)}
-        case "Encodings":
-            return {
-                "vectors": (
-                    ("classes", *(text[1:] if config.method == "oscar-pooled" else text)),
-                    real,
-                )
-            }
-        case "Embeddings":
-            return {"vectors": (("classes", config.feddisc.clusters + 1, image), real)}
-        case "Concepts":
-            return {
-                "domain": (text[1:], real),
-                "vectors": (("classes", *text[1:]), real),
-                "labels": (("images",), torch.int64),
-                "means": (("images", *latent), real),
-                "deviations": (("images", *latent), real),
-            }
-    settings = config.espresso
-    tensors: dict[str, tuple[wire.Shape, torch.dtype]] = {
-        "conditions": (("classes", settings.clusters, *text), real),
-        "weights": (("classes", settings.clusters), real),
+    length, width = text
+    channels, height, latent_width = latent
+    sizes = {
+        "L": length,
+        "d": width,
+        "c": channels,
+        "h": height,
+        "w": latent_width,
+        "2e": image,
+        "J": config.espresso.clusters,
+        "M": config.espresso.components,
+        "K + 1": config.feddisc.clusters + 1,
     }
-    if settings.gmm:
-        tensors["component_weights"] = (("classes", settings.components), real)
-        tensors["component_means"] = (("classes", settings.components, *latent), real)
-        tensors["component_variances"] = (("classes", settings.components, *latent), real)
-    return tensors
+    if config.method == "oscar-pooled":
+        del sizes["L"]
+    if not config.espresso.gmm:
+        del sizes["M"]
+    return sizes
 
 
 @cache

@@ -27,6 +27,7 @@ from osfl.models.diffusion import load_kit, load_small_decoder, load_unclip_pipe
 from osfl.models.kit_check import check_kit
 from osfl.models.kits import SMALL_DECODER, find_kit
 from osfl.models.used_parts import kit_parts
+from osfl.pixels import LEVELS, to_float
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.plan import plan_images
 
@@ -182,7 +183,7 @@ def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, see
     small = load_small_decoder(str(shipped_kit), kit, SMALL_DECODER)
     flops = []
     with torch.no_grad():
-        latents = kit.encode(seen[0].float() / 127.5 - 1)[0]
+        latents = kit.encode(to_float(seen[0]))[0]
         made = []
         for decode in (kit.decode, lambda z: small.decode(z).sample):
             with FlopCounterMode(display=False) as counter:
@@ -190,7 +191,7 @@ def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, see
             flops.append(counter.get_total_flops())
     own, its = made
     assert flops[1] < 0.4 * flops[0]
-    assert 127.5 * (its - own).abs().mean() < 10
+    assert LEVELS * (its - own).abs().mean() < 10
     assert torch.cdist(its, own).argmin(1).tolist() == list(range(len(own)))
 
 

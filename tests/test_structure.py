@@ -2,9 +2,7 @@
 
 import ast
 import io
-import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,11 +12,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from flwr.cli.build import build_fab_from_disk
+from toy import PACKAGES, add_row, copy_project, run_toy
 
 from osfl.cli import launch
 from osfl.methods import METHODS
-
-PACKAGES = ("osfl", "client_app", "server_app")
 
 
 def sources() -> list[Path]:
@@ -211,39 +208,15 @@ def make_payload(job):
 
 def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> None:
     """Contributing's steps, literally: a row, a client half, a server half; then it runs. Nothing else is touched."""
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    table = tmp_path / "osfl" / "methods.py"
-    row = '    "toy": Method(client="toy", server="toy", payload="Descriptions", client_parts=DIFFUSION_PARTS),\n}'
-    table.write_text(table.read_text().replace("\n}\n", f"\n{row}\n", 1))  # edit 1
-    (tmp_path / "client_app" / "methods" / "toy.py").write_text(
-        TOY.replace("SHAPE", "(8, 32)")
-    )  # edit 2
-    server = (
-        (ROOT / "server_app" / "methods" / "feddeo.py").read_text().replace('"feddeo"', '"toy"')
-    )
-    (tmp_path / "server_app" / "methods" / "toy.py").write_text(server)  # edit 3
-    (tmp_path / "go.py").write_text(
-        "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"
-        "from functools import partial\n"
-        "from conftest import LoopGrid, few_digits, quick\n"
-        "import osfl; assert osfl.__file__.startswith(sys.argv[1]), osfl.__file__\n"
-        "from client_app.app import app\n"
-        "from server_app.app import run_job\n"
-        "from osfl.config import parse_run_config\n"
-        "from osfl.data import digits\n"
-        "digits.load_split = partial(few_digits, digits.load_split)\n"
-        "config = quick(method='toy', kit=sys.argv[3])\n"
-        "grid = LoopGrid(app, config, [{'partition-id': k, 'num-partitions': 2} for k in range(2)])\n"
-        "run_job(grid, parse_run_config(config), 'job')\n"
-    )
-    environment = {
-        **os.environ,
-        "OSFL_RUNS": str(tmp_path / "runs"),
-        "OSFL_CACHE": str(tmp_path / "cache"),
-    }
-    command = [sys.executable, "go.py", str(tmp_path), str(ROOT / "tests"), str(tiny_kit)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    copy_project(tmp_path)
+    row = '"toy": Method(client="toy", server="toy", payload="Descriptions", sends="a toy", client_parts=DIFFUSION_PARTS)'
+    add_row(tmp_path, row)  # edit 1
+    client = tmp_path / "client_app" / "methods" / "toy.py"
+    client.write_text(TOY.replace("SHAPE", "(8, 32)"))  # edit 2
+    server = (ROOT / "server_app" / "methods" / "feddeo.py").read_text()
+    (tmp_path / "server_app" / "methods" / "toy.py").write_text(
+        server.replace('"feddeo"', '"toy"')
+    )  # edit 3
+    done = run_toy(tmp_path, tiny_kit)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs" / "job" / "report.html").is_file()

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.parts import DataError, count_parts, list_folder, simulated_folder
+from osfl.pixels import to_float
 from osfl.words import plain
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Images:
         [<=size, 3, S, S] at a time.
         """
         for part in self.pixels.split(size):
-            yield part.float() / 127.5 - 1
+            yield to_float(part)
 
     def held(self) -> list[int]:
         """The labels that occur, ascending."""

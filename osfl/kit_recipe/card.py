@@ -12,6 +12,7 @@ from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.models import classifiers, diffusion, encoders
 from osfl.models.kits import SMALL_DECODER
+from osfl.pixels import LEVELS, to_float
 
 CPU = torch.device("cpu")
 
@@ -200,13 +201,13 @@ def _check_small_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) 
     D makes, and how far that is from the images.
     """
     small = diffusion.load_small_decoder(source, kit, SMALL_DECODER)
-    images = pixels[:: max(1, len(pixels) // 600)].float() / 127.5 - 1
+    images = to_float(pixels[:: max(1, len(pixels) // 600)])
     with torch.no_grad():
         latents = kit.encode(images)[0]
         own, its = kit.decode(latents).clamp(-1, 1), small.decode(latents).sample.clamp(-1, 1)
     return {
-        "from D": round(127.5 * (its - own).abs().mean().item(), 1),
-        "D from the image": round(127.5 * (own - images).abs().mean().item(), 1),
+        "from D": round(LEVELS * (its - own).abs().mean().item(), 1),
+        "D from the image": round(LEVELS * (own - images).abs().mean().item(), 1),
     }
 
 

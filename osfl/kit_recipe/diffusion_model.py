@@ -11,6 +11,7 @@ from osfl.data.render import STYLES
 from osfl.kit_recipe import Recipe, untrained
 from osfl.kit_recipe.stages import Corpus, Stage, run_stage
 from osfl.models import diffusion, encoders
+from osfl.pixels import to_float
 from osfl.seeds import seed_of
 
 
@@ -45,9 +46,7 @@ def train(
     log = {"vae": run_stage(stage, work, recipe.seed, device, progress)}
 
     with torch.no_grad():  # latents once
-        posteriors = [
-            vae.encode(chunk.float() / 127.5 - 1).latent_dist for chunk in corpus.pixels.split(500)
-        ]
+        posteriors = [vae.encode(to_float(chunk)).latent_dist for chunk in corpus.pixels.split(500)]
         mean, std = torch.cat([p.mean for p in posteriors]), torch.cat([p.std for p in posteriors])
         noise = torch.randn(
             mean.shape, generator=torch.Generator(device).manual_seed(0), device=device

@@ -18,6 +18,7 @@ from osfl.kit_recipe.diffusion_model import noise_prediction_loss
 from osfl.kit_recipe.stages import Corpus, Stage, run_stage
 from osfl.models import classifiers, diffusion, encoders
 from osfl.models.kits import SMALL_DECODER
+from osfl.pixels import to_float
 from osfl.seeds import seed_of
 
 BITS = {"resnet18": 8}  # the others are stored with 4
@@ -234,7 +235,7 @@ def train_unclip(
     kit, encoder = diffusion.load_kit(out, device), encoders.load_image_encoder(str(out), device)
     embeddings = encoder(corpus.pixels.cpu()).to(device)
     noise = untrained.new_embedding_noise(embeddings.mean(dim=0), embeddings.std(dim=0))
-    posteriors = [kit.encode(chunk.float() / 127.5 - 1) for chunk in corpus.pixels.split(500)]
+    posteriors = [kit.encode(to_float(chunk)) for chunk in corpus.pixels.split(500)]
     mean, logvar = (torch.cat(part) for part in zip(*posteriors, strict=True))
     distinct = ["", *sorted(set(corpus.captions) - {""})]
     number = {caption: index for index, caption in enumerate(distinct)}

@@ -14,6 +14,7 @@ from torch import nn
 
 from osfl.data import digits
 from osfl.data.render import STYLES
+from osfl.pixels import to_float
 from osfl.seeds import seed_of
 
 
@@ -27,7 +28,7 @@ class Corpus:
 
     def images(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, 3, 32, 32] in [-1, 1]."""
-        return self.pixels[rows].float() / 127.5 - 1
+        return to_float(self.pixels[rows])
 
     def draw(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """Rows as the corpus has them, long tail and all."""

@@ -17,6 +17,7 @@ from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
 from osfl.files import PUBLIC, write_atomically
 from osfl.models.initialisation import initial_weights
+from osfl.pixels import to_float
 from osfl.seeds import seed_of
 
 # Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to them.
@@ -351,7 +352,7 @@ def fit(
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         with mixed:
-            logits = model(normalise(pixels[rows].float() / 127.5 - 1)).float()
+            logits = model(normalise(to_float(pixels[rows]))).float()
         loss = F.cross_entropy(logits, labels[rows])
         if teacher is not None:  # FedLMG eq. 12, 13
             loss = loss + distillation_weight * F.kl_div(
@@ -389,7 +390,7 @@ def logits_of(model: nn.Module, pixels: torch.Tensor, device: torch.device) -> t
     model = model.to(device).eval()
     return torch.cat(
         [
-            model(normalise(chunk.to(device).float() / 127.5 - 1)).cpu()
+            model(normalise(to_float(chunk.to(device)))).cpu()
             for chunk in pixels.contiguous().split(256)
         ]
     )

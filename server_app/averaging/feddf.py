@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 from osfl.models.classifiers import logits_of, normalise, rebuild
 from osfl.models.used_parts import final_model, initial_models
+from osfl.pixels import to_float
 from osfl.seeds import generator_of, seed_of
 from server_app.averaging.fedavg import everyone
 from server_app.averaging.models import initial_state
@@ -164,7 +165,7 @@ def distil(
     with torch.random.fork_rng(devices=[job.device] if job.device.type == "cuda" else []):
         torch.manual_seed(seed_of(job.config.seed, "feddf", "dropout", number))
         for batch in batches:
-            images = normalise(pixels(proxy, batch).to(job.device).float() / 127.5 - 1)
+            images = normalise(to_float(pixels(proxy, batch).to(job.device)))
             taught = target[torch.searchsorted(rows, batch)].to(job.device)
             for student, optimiser in zip(students, optimisers, strict=True):
                 loss = F.kl_div(

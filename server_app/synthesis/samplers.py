@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from osfl.models.diffusion import Kit, new_solver
+from osfl.pixels import to_uint8
 from server_app.synthesis.progress import step_done
 
 
@@ -128,4 +129,4 @@ def to_images(kit: Kit, z: torch.Tensor) -> torch.Tensor:
     finite = torch.isfinite(z).flatten(1).all(dim=1) & torch.isfinite(images).flatten(1).all(dim=1)
     if not finite.all():
         raise NotFiniteError((~finite).nonzero().flatten().tolist())
-    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
+    return to_uint8(images).cpu()
