@@ -20,9 +20,10 @@ class Method:
     """One row of the table.
 
     Attributes:
-        client: module in `client_app.methods` with `make_payload(job)`; None: clients make no payload.
-        server: module in `server_app.methods` with `run(job, payloads)`; of a method with rounds, in
-            `server_app.averaging` with `strategy(job)`.
+        client: module in `client_app.methods` with `make_payload(job)`; None: clients make no
+            payload.
+        server: module in `server_app.methods` with `run(job, payloads)`; of a method with rounds,
+            in `server_app.averaging` with `strategy(job)`.
         payload: class in `osfl.payloads` that clients send once; None: they send none.
         sends: what leaves a client, in words; of a method with rounds it is no payload, and is sent
             in every round.

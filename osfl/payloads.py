@@ -24,7 +24,7 @@ class Descriptions:
 
 @dataclass(frozen=True)
 class Classifier:
-    """FedLMG, FedCADO, Local: a classifier trained on the client's images, BatchNorm statistics included."""
+    """FedLMG, FedCADO, Local: a classifier trained on the client's images."""
 
     # Those the client holds; the head has all of the run's classes
     classes: tuple[str, ...]
@@ -43,7 +43,7 @@ class Encodings:
 
 @dataclass(frozen=True)
 class Mixtures:
-    """Espresso: conditions of every class's clusters, and a Gaussian mixture of its noised latents."""
+    """Espresso: conditions of every class's clusters, and a Gaussian mixture of noised latents."""
 
     classes: tuple[str, ...]
     # Zeros where a class has fewer than J clusters

@@ -1,7 +1,7 @@
-"""The wire format: a payload to and from one serialised protobuf message (proto/osfl/v1/payload.proto).
+"""The wire format: a payload as one protobuf message (proto/osfl/v1/payload.proto).
 
-Bytes from the network are hostile until `decode` has accepted them: every field is checked against what the server expects
-before any of it is used, and nothing is ever unpickled.
+Bytes from the network are hostile until `decode` has accepted them: every field is checked against
+what the server expects before any of it is used, and nothing is ever unpickled.
 """
 
 import hashlib
@@ -60,7 +60,8 @@ class Expected:
     Attributes:
         classes: the run's class names; a payload holds a part of them, in this order.
         tensors: shape and dtype of every tensor of the body, by field.
-        architectures: for each allowed classifier, the shape and dtype of every tensor of its state dict.
+        architectures: for each allowed classifier, the shape and dtype of every tensor of its state
+            dict.
         max_images: how many images a client may describe one by one.
     """
 
@@ -82,8 +83,8 @@ def digest(blob: bytes | memoryview) -> str:
 def encode(payload: Payload, method: str, job: str, client: str) -> bytes:
     """Serialise a payload; the same payload gives the same bytes.
 
-    What protobuf's own serialiser gives, without its copies, for it needs four times a large payload's memory: a tensor's
-    numbers go from where they are into the result.
+    What protobuf's own serialiser gives, without its copies, for it needs four times a large
+    payload's memory: a tensor's numbers go from where they are into the result.
     """
     head = pb.Payload(
         version=VERSION, method=method, job=job, client=client, classes=payload.classes
@@ -132,12 +133,13 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     Args:
         blob: the serialised message.
         expected: what was asked for.
-        sha256: the digest from the header; None skips that check (bytes that this process stored itself).
+        sha256: the digest from the header; None skips that check (bytes that this process stored
+            itself).
 
     Raises:
-        PayloadError: too large, wrong digest, not a payload, another schema version, method, job, client or class list,
-            a field that is unknown or comes too often, wrong or missing tensors, wrong shapes or
-            dtypes, a length that does not fit the shape, NaN or infinity.
+        PayloadError: too large, wrong digest, not a payload, another schema version, method, job,
+            client or class list, a field that is unknown or comes too often, wrong or missing
+            tensors, wrong shapes or dtypes, a length that does not fit the shape, NaN or infinity.
     """
 
     def refuse(field_name: str, problem: str) -> PayloadError:
@@ -275,7 +277,10 @@ def _checked_texts(name: str, texts: Iterable[str], refuse: "Refuse") -> tuple[s
 
 
 def sendable(text: str) -> str:
-    """What of a text a payload may hold: printable, nothing beyond U+FFFF, `MAX_TEXT` characters."""
+    """What of a text a payload may hold.
+
+    Printable, nothing beyond U+FFFF, `MAX_TEXT` characters.
+    """
     return "".join(c for c in text if c.isprintable() and c <= WIDEST)[:MAX_TEXT]
 
 
@@ -354,7 +359,10 @@ def _varint(number: int) -> bytes:
 
 
 def _tensor(number: int, name: str, value: torch.Tensor) -> list[Bytes]:
-    """A field of type Tensor. Its data come last, as their number says; of none there is no field."""
+    """A field of type Tensor.
+
+    Its data come last, as their number says; of none there is no field.
+    """
     code, numpy = _DTYPES[value.dtype]
     about = pb.Tensor(
         name=name, shape=value.shape, dtype=code, codec=pb.CODEC_RAW
@@ -372,7 +380,10 @@ Refuse = Callable[[str, str], PayloadError]
 
 
 def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict[str, torch.Tensor]:
-    """Exactly the wanted tensors, in their order; names, shapes, dtypes, lengths and values are checked."""
+    """Exactly the wanted tensors, in their order.
+
+    Names, shapes, dtypes, lengths and values are checked.
+    """
     found: dict[str, torch.Tensor] = {}
     for tensor in tensors:
         name = tensor.name

@@ -44,7 +44,8 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
     """All of a run on the server.
 
     Raises:
-        ConfigError, RoundError, and what the kit, the data and the method raise; `status.json` then says `failed` and why.
+        ConfigError, RoundError, and what the kit, the data and the method raise; `status.json` then
+        says `failed` and why.
     """
     folder = open_run_folder(config, job_id, needed_bytes(config))
     with folder.alone():
@@ -142,7 +143,8 @@ def check_server(config: RunConfig) -> None:
     """Look for all that the server will need after the clients have worked: better now than then.
 
     Raises:
-        ConfigError, ClassifierError, KitError, FileNotFoundError: no such device, kit, architecture or initialisation.
+        ConfigError, ClassifierError, KitError, FileNotFoundError: no such device, kit, architecture
+            or initialisation.
     """
     device = pick_device(config.device)
     method, classes = METHODS[config.method], len(class_names(config.data))

@@ -1,4 +1,7 @@
-"""What the server knows of its kit: that it can be used, what it is, which step of the job came from it."""
+"""What the server knows of its kit.
+
+That it can be used, what it is, which step of the job came from it.
+"""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,10 +35,12 @@ def check_sampling_kit(config: RunConfig) -> None:
 
 
 def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
-    """Tie every step of the job to the files of the kit that it comes from, from the moment it has begun.
+    """Tie every step of the job to the files of the kit that it comes from, from the moment it has
+    begun.
 
-    A step that has left nothing yet may begin with another kit, a repaired one say. `kit.json` has each step's files and their
-    SHA-256; computing those is a phase of its own, unless they are remembered.
+    A step that has left nothing yet may begin with another kit, a repaired one say. `kit.json` has
+    each step's files and their SHA-256; computing those is a phase of its own, unless they are
+    remembered.
 
     Raises:
         ConfigError: a step had begun with other files.
@@ -73,7 +78,10 @@ def kit_of_clients(config: RunConfig) -> dict[str, str]:
 
 
 def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
-    """What a client had to fetch of the kit before it could begin; None where a part is a hub id, or is named apart from the kit."""
+    """What a client had to fetch of the kit before it could begin.
+
+    None where a part is a hub id, or is named apart from the kit.
+    """
     method = METHODS[config.method]
     if method.payload == "Classifier" and config.classifier.init not in ("kit", "none"):
         return None

@@ -77,7 +77,10 @@ def _far(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _norms(payloads: Mapping[str, Payload]) -> dict[str, Norms]:
-    """The root mean squares of all tensors, by what can be compared: classifiers of one architecture."""
+    """The root mean squares of all tensors, by what can be compared.
+
+    Classifiers of one architecture.
+    """
     found = defaultdict[str, Norms](lambda: defaultdict(dict))
     for client, payload in payloads.items():
         kind = payload.architecture if isinstance(payload, Classifier) else ""

@@ -1,4 +1,7 @@
-"""The global model: trained on the synthetic images, with or without the clients' classifiers as teachers."""
+"""The global model.
+
+Trained on the synthetic images, with or without the clients' classifiers as teachers.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -74,10 +77,12 @@ def mean_teacher(
     device: torch.device,
     plain: bool,
 ) -> torch.Tensor:
-    """The mean of the clients' softmax outputs for every image [N, C]: multi-teacher distillation (FedLMG, eq. 12).
+    """The mean of the clients' softmax outputs for every image [N, C].
 
-    Under label skew a teacher knows nothing of the classes its client lacks; unless `plain`, each class is averaged over the
-    teachers that know it, and the rows are brought back to a sum of one.
+    Multi-teacher distillation (FedLMG, eq. 12).
+
+    Under label skew a teacher knows nothing of the classes its client lacks; unless `plain`, each
+    class is averaged over the teachers that know it, and the rows are brought back to a sum of one.
     """
     probabilities = {
         client: _softmax(client, model, pixels, device) for client, model in teachers.items()
@@ -110,7 +115,10 @@ def own_teacher(
     pixels: torch.Tensor,
     device: torch.device,
 ) -> torch.Tensor:
-    """For every image the softmax output of its own client's classifier [N, C]: specific-teacher distillation (FedLMG, eq. 13)."""
+    """For every image the softmax output of its own client's classifier [N, C].
+
+    Specific-teacher distillation (FedLMG, eq. 13).
+    """
     result = None
     for client, model in teachers.items():
         rows = torch.tensor(

@@ -175,7 +175,10 @@ class RunFolder:
         return str(about.get("sha256", ""))
 
     def stored_clients(self) -> list[str]:
-        """Whose payloads are there, with their records; others are set aside, and asked for again."""
+        """Whose payloads are there, with their records.
+
+        Others are set aside, and asked for again.
+        """
         clients = sorted(file.stem for file in (self.path / "payloads").glob("*.pb"))
         for client in clients:
             if problem := self._payload_problem(client):
@@ -206,7 +209,8 @@ class RunFolder:
         """Remember on the disk whose payload is being read, for as long as that takes.
 
         A payload that ends the process is stored by then, and would end each that resumes the run.
-        It is refused instead. What its client sends then is read; if the server ends again, no more.
+        It is refused instead. What its client sends then is read; if the server ends again, no
+        more.
 
         Raises:
             PayloadError: the server ended while it read this payload, or too often while it read
@@ -369,7 +373,9 @@ class RunFolder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other servers out of the folder; a lock that ends with this process, however it ends.
+        """Keep other servers out of the folder.
+
+        A lock that ends with this process, however it ends.
 
         Raises:
             ConfigError: a server is at work in it.
@@ -379,7 +385,8 @@ class RunFolder:
             lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
             raise ConfigError(
-                f"job-id = {self.path.name!r}: another server is at work on it; wait, end it, or use another job-id"
+                f"job-id = {self.path.name!r}: another server is at work on it; wait, end it, or "
+                "use another job-id"
             ) from None
         try:
             yield
@@ -407,7 +414,8 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
     is_new = not (folder.path / "config.json").exists()
     if is_new and (free := shutil.disk_usage(root).free) < needed_bytes:
         raise ConfigError(
-            f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about {needed_bytes / 1e6:,.0f} MB"
+            f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about "
+            f"{needed_bytes / 1e6:,.0f} MB"
         )
     private_folder(folder.path)
     with folder.alone():
@@ -434,7 +442,8 @@ def _bind(folder: RunFolder, now: dict[str, Any]) -> None:
         if differing := [key for key in identity | before if identity.get(key) != before.get(key)]:
             key = differing[0]
             raise ConfigError(
-                f"job-id = {job_id!r} was started with {key} = {before.get(key)!r}; this run has {identity.get(key)!r}. "
+                f"job-id = {job_id!r} was started with {key} = {before.get(key)!r}; this run has "
+                f"{identity.get(key)!r}. "
                 "Give the same configuration to resume it, or another job-id"
             )
     (folder.path / SUMS).unlink(missing_ok=True)  # the run is not finished any more

@@ -1,4 +1,7 @@
-"""A run's synthetic images as WebDataset shards: tar files that a training elsewhere reads in sequence."""
+"""A run's synthetic images as WebDataset shards.
+
+Tar files that a training elsewhere reads in sequence.
+"""
 
 import hashlib
 import io
@@ -20,24 +23,29 @@ from osfl.run_folder.verify import check_sealed, picture_problem
 def write_shards(
     run: Path, out: Path, size: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Path]:
-    """Write every image of a run's manifest, in a random order that is always the same, since shards are read from front to end.
+    """Write every image of a run's manifest, in a random order that is always the same, since
+    shards are read from front to end.
 
-    A sample is `<number>.png`, `<number>.cls` (the label) and `<number>.json` (client, class, seed of the noise). The same run gives the same bytes.
+    A sample is `<number>.png`, `<number>.cls` (the label) and `<number>.json` (client, class, seed
+    of the noise). The same run gives the same bytes.
 
     Args:
         run: the run's folder.
-        out: folder of the shards, `00000.tar` and so on, and of `shards.json`, which says what they are of.
+        out: folder of the shards, `00000.tar` and so on, and of `shards.json`, which says what they
+            are of.
         size: images in a shard.
         progress: called with (images written, images in all).
 
     Raises:
-        ConfigError: the run has no manifest yet, an image is not as it was written, or `out` already has shards of something else.
+        ConfigError: the run has no manifest yet, an image is not as it was written, or `out`
+            already has shards of something else.
         DamageError: the manifest, or `shards.json`, is not as it was written.
     """
     manifest = run / "manifest.jsonl"
     if not os.path.lexists(manifest):
         raise ConfigError(
-            f"{manifest} does not exist; the run has not finished its synthesis, or its method draws no images"
+            f"{manifest} does not exist; the run has not finished its synthesis, or its method "
+            "draws no images"
         )
     check_sealed(run, manifest.name)  # a whole number of lines may be missing
     rows = read_rows(manifest)

@@ -34,7 +34,10 @@ _RECORDS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Of the files of one kind: how many are as they were written, and what is wrong with the others."""
+    """Of the files of one kind.
+
+    How many are as they were written, and what is wrong with the others.
+    """
 
     kind: str
     good: int
@@ -128,7 +131,9 @@ def _rows_of_units(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _of_manifest(folder: Path, pictures: list[dict[str, Any]]) -> Finding:
-    """`manifest.jsonl`, which a run has from the end of its synthesis on, names images of its units alone."""
+    """`manifest.jsonl`, which a run has from the end of its synthesis on, names images of its units
+    alone.
+    """
     file = folder / "manifest.jsonl"
     if not os.path.lexists(file):
         return Finding("manifest rows", 0, ())
@@ -161,7 +166,10 @@ def _of_vouched(folder: Path, kind: str, ending: str) -> Finding:
 
 
 def _of_records(folder: Path) -> Finding:
-    """Of a finished run all that `SHA256SUMS` names, and `status.json`; else `config.json` alone."""
+    """Of a finished run all that `SHA256SUMS` names, and `status.json`.
+
+    Else `config.json` alone.
+    """
     phase = None
     sealed = os.path.lexists(folder / SUMS)
     ended = any(os.path.lexists(folder / name) for name in ("metrics.json", "report.html"))

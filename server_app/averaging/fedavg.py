@@ -1,6 +1,9 @@
-"""FedAvg (McMahan et al., arXiv 1602.05629): Flower's own strategy; the mean of the clients' models by their numbers of images.
+"""FedAvg (McMahan et al., arXiv 1602.05629): Flower's own strategy.
 
-Differences: BatchNorm's running statistics are averaged too, as FedAvg's implementations do; all clients take part in every round.
+The mean of the clients' models by their numbers of images.
+
+Differences: BatchNorm's running statistics are averaged too, as FedAvg's implementations do; all
+clients take part in every round.
 """
 
 from typing import Any

@@ -1,11 +1,14 @@
-"""FedDyn (Acar et al., arXiv 2111.04263): the clients' objectives are corrected so that their minima and the global one agree.
+"""FedDyn (Acar et al., arXiv 2111.04263).
 
-Server (algorithm 1): h <- h - alpha (1/m) sum_k (theta_k - theta); theta <- mean_k theta_k - h / alpha. The client's part, with its own
-gradient, is in client_app/local_training.py.
+The clients' objectives are corrected so that their minima and the global one agree.
+
+Server (algorithm 1): h <- h - alpha (1/m) sum_k (theta_k - theta); theta <- mean_k theta_k - h /
+alpha. The client's part, with its own gradient, is in client_app/local_training.py.
 
 Differences from the paper:
 
-1. Theirs: parameters only. Ours: BatchNorm's running statistics are averaged beside them, without correction.
+1. Theirs: parameters only. Ours: BatchNorm's running statistics are averaged beside them, without
+   correction.
 2. Theirs: a mean over clients. Ours: the same, not weighted by images as FedAvg's.
 """
 

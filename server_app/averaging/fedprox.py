@@ -1,4 +1,6 @@
-"""FedProx (Li et al., arXiv 1812.06127): Flower's own strategy; the clients add mu/2 ||theta - theta_global||^2 (client_app/local_training.py).
+"""FedProx (Li et al., arXiv 1812.06127): Flower's own strategy.
+
+The clients add mu/2 ||theta - theta_global||^2 (client_app/local_training.py).
 
 Differences: those of fedavg.py; no client does less work than others.
 """

@@ -1,4 +1,7 @@
-"""Rounds: a Flower strategy over our own exchange of messages, validated, counted, and resumable after every round."""
+"""Methods with rounds: a Flower strategy over our own exchange of messages.
+
+Replies are validated and counted, and a run goes on after the last round that was finished.
+"""
 
 import math
 import time
@@ -40,10 +43,13 @@ State = dict[str, torch.Tensor]
 def run_rounds(
     job: ServerJob, grid: Grid, members: Members, strategy: FedAvg, job_id: str
 ) -> dict[str, GlobalModel]:
-    """`rounds.count` rounds of a strategy; started again, it goes on after the last round that was finished.
+    """`rounds.count` rounds of a strategy.
+
+    Started again, it goes on after the last round that was finished.
 
     Raises:
-        RoundError: in a round, fewer than `min-clients` send a model that can be used, or their mean is not finite.
+        RoundError: in a round, fewer than `min-clients` send a model that can be used, or their
+            mean is not finite.
     """
     settings, count = final_model(job.config), job.config.rounds.count
     start = initial_state(job, settings)
@@ -69,7 +75,8 @@ def run_rounds(
             ]
             if not all(torch.isfinite(value.float()).all() for value in kept):
                 raise RoundError(
-                    f"the global model is not finite after round {done + number}; see the settings in [rounds]"
+                    f"the global model is not finite after round {done + number}; see the settings "
+                    "in [rounds]"
                 )
             _keep(
                 job,
@@ -102,7 +109,10 @@ def run_rounds(
 
 
 def _shapes(job: ServerJob) -> dict[str, State]:
-    """What a client's model must look like, by its architecture: a spare's may be any of the run's."""
+    """What a client's model must look like, by its architecture.
+
+    A spare's may be any of the run's.
+    """
     shapes = {}
     for architecture in split_names(job.config.classifier.architecture):
         model = blank_classifier(architecture, len(job.classes), job.config.classifier.small_stem)
@@ -128,7 +138,9 @@ def _keep(
 def _resume(
     job: ServerJob, strategy: FedAvg, start: dict[str, torch.Tensor]
 ) -> tuple[int, float, dict[str, torch.Tensor], Costs]:
-    """(rounds done, their seconds, model, costs) of the last round that was kept; what the strategy remembers is put back.
+    """(rounds done, their seconds, model, costs) of the last round that was kept.
+
+    What the strategy remembers is put back.
 
     Raises:
         DamageError: they are not as they were written.
@@ -232,10 +244,13 @@ class RoundsGrid:
             self.warn(list(self._far.values()))
 
     def _checked(self, client: str, content: RecordDict) -> RecordDict:
-        """What the strategy may see of a reply: exactly the model's arrays, read and checked, and the number of images.
+        """What the strategy may see of a reply.
+
+        Exactly the model's arrays, read and checked, and the number of images.
 
         Raises:
-            ValueError: another model, numbers that no trained model has, or figures that cannot be true.
+            ValueError: another model, numbers that no trained model has, or figures that cannot be
+                true.
         """
         if set(content.array_records) != {"model"} or "metrics" not in content.metric_records:
             raise ValueError("its reply must have one model and its figures")
@@ -368,11 +383,13 @@ def _check_tensor(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
     """Whether a client's tensor can be one of the model's.
 
     Raises:
-        ValueError: another shape or type, or its numbers are not finite, too large, or a variance below zero.
+        ValueError: another shape or type, or its numbers are not finite, too large, or a variance
+            below zero.
     """
     if value.shape != like.shape or value.dtype != like.dtype:
         raise ValueError(
-            f"{name} has shape {list(value.shape)[:8]} and type {value.dtype}; expected {list(like.shape)} and {like.dtype}"
+            f"{name} has shape {list(value.shape)[:8]} and type {value.dtype}; expected "
+            f"{list(like.shape)} and {like.dtype}"
         )
     if not torch.isfinite(value).all():
         raise ValueError(f"{name} contains NaN or infinity")

@@ -1,1 +1,4 @@
-"""The server's talk with the clients: messages under way, who joins, their payloads, their tests."""
+"""The server's talk with the clients.
+
+Messages under way, who joins, their payloads, their tests.
+"""

@@ -1,4 +1,7 @@
-"""Feature caching, an approximation: a UNet's inner blocks change little from step to step (DeepCache, Ma et al., arXiv 2312.00858)."""
+"""Feature caching, an approximation.
+
+A UNet's inner blocks change little from step to step (DeepCache, Ma et al., arXiv 2312.00858).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +13,13 @@ from osfl.models.diffusion import Kit
 
 
 def cache_features(kit: Kit, interval: int) -> None:
-    """Let only one of `interval` passes of a sampling compute all blocks, in place; the others compute the first block down and the last one up.
+    """Let only one of `interval` passes of a sampling compute all blocks, in place.
 
-    DeepCache's cut lies after any layer; ours after the outermost blocks, which take 38 % of Stable Diffusion 1.5's operations. A sampling begins
-    where the timestep is not below the one before, or the batch is another.
+    The others compute the first block down and the last one up.
+
+    DeepCache's cut lies after any layer; ours after the outermost blocks, which take 38 % of Stable
+    Diffusion 1.5's operations. A sampling begins where the timestep is not below the one before, or
+    the batch is another.
 
     Args:
         kit: its UNet is without a gradient through it: the kept features have none.

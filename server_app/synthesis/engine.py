@@ -1,7 +1,8 @@
 """The kit as the server samples with it: precision, attention, memory format, compilation, solver.
 
-*Exact* are float32 and checkpointing; *equivalent* are the 16-bit types, the attention's implementations, the memory formats and compilation, which
-differ by rounding; *approximate* are another solver than DDIM, a guidance interval, feature caching and a small decoder for the guidance.
+*Exact* are float32 and checkpointing; *equivalent* are the 16-bit types, the attention's
+implementations, the memory formats and compilation, which differ by rounding; *approximate* are
+another solver than DDIM, a guidance interval, feature caching and a small decoder for the guidance.
 """
 
 import json
@@ -177,7 +178,9 @@ def _options(device: torch.device, settings: SynthesisConfig) -> dict[str, tuple
 def _calibrated(
     seconds: Callable[[Mapping[str, Any]], float], options: Mapping[str, tuple[str, ...]], key: str
 ) -> dict[str, Any]:
-    """The fastest value of one setting after the other, the later ones at their first value meanwhile."""
+    """The fastest value of one setting after the other, the later ones at their first value
+    meanwhile.
+    """
 
     def measure() -> dict[str, Any]:
         choice: dict[str, Any] = {name: values[0] for name, values in options.items()}

@@ -1,4 +1,6 @@
-"""Guidance terms: functions that turn noise predictions, or classifiers, into a guided noise prediction.
+"""Guidance terms.
+
+Functions that turn noise predictions, or classifiers, into a guided noise prediction.
 
 All take batches whose rows may belong to different classes and clients.
 """
@@ -27,16 +29,20 @@ class Condition:
 def compose(
     kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]
 ) -> torch.Tensor:
-    """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714; FedDEO, eq. 5).
+    """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714.
 
-    With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in diffusers' convention.
-    All branches go through the UNet in one batch. Outside of the kit's guidance interval (Kynkaanniemi et al., arXiv 2404.07724), an
-    approximation that is off by default, the conditions' predictions are averaged by their scales, without the branch of c0.
+    FedDEO, eq. 5).
+
+    With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in
+    diffusers' convention. All branches go through the UNet in one batch. Outside of the kit's
+    guidance interval (Kynkaanniemi et al., arXiv 2404.07724), an approximation that is off by
+    default, the conditions' predictions are averaged by their scales, without the branch of c0.
 
     Args:
         z: [B, c, h, w].
         t: timestep, [].
-        c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image condition is zero, as in Stable unCLIP.
+        c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image
+            condition is zero, as in Stable unCLIP.
     """
     weighted = any(
         condition.scale for condition in conditions
@@ -101,16 +107,20 @@ def classifier_loss(
     size: int | None = None,
     bn_statistics: str = "image",
 ) -> torch.Tensor:
-    """L = w CE(F_k(x), y) + lambda L_BN for each image (FedLMG, eq. 7 and 9; FedCADO, eq. 4), shape [B].
+    """L = w CE(F_k(x), y) + lambda L_BN for each image (FedLMG, eq. 7 and 9.
 
-    `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm layer.
+    FedCADO, eq. 4), shape [B].
+
+    `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm
+    layer.
 
     Args:
         images: [B, 3, H, W] in about [-1, 1].
         labels: [B].
         size: pixels on a side that the classifier was trained at; None: H.
-        bn_statistics: what mu_l and var_l are taken over: `image`, each image's own positions, so that an image does not depend on
-            its batch; `unit`, all B images, which must then be a whole unit of the plan.
+        bn_statistics: what mu_l and var_l are taken over: `image`, each image's own positions, so
+            that an image does not depend on its batch; `unit`, all B images, which must then be a
+            whole unit of the plan.
     """
     images = images.clamp(-1, 1)
     if size is not None and images.shape[-1] != size:
@@ -149,14 +159,17 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 def guide(
     z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """e + scale sqrt(1 - a_t) grad_z L: classifier guidance (Dhariwal & Nichol, arXiv 2105.05233, alg. 2, with log p = -L).
+    """e + scale sqrt(1 - a_t) grad_z L.
+
+    Classifier guidance (Dhariwal & Nichol, arXiv 2105.05233, alg. 2, with log p = -L).
 
     The papers print a minus; with L a loss, that would increase it.
 
     Args:
         z: the leaf that `loss` was computed from.
         e: the noise prediction, detached here.
-        loss: L of each image, [B]; rows are independent (but for statistics over a unit), so the gradient of their sum is each row's own.
+        loss: L of each image, [B]; rows are independent (but for statistics over a unit), so the
+            gradient of their sum is each row's own.
     """
     (gradient,) = torch.autograd.grad(loss.sum(), z)
     return e.detach() + scale * (1 - a_t).sqrt() * gradient

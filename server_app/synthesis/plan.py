@@ -1,4 +1,7 @@
-"""Which images to make. Pure: the same payloads and settings give the same plan on every machine."""
+"""Which images to make.
+
+Pure: the same payloads and settings give the same plan on every machine.
+"""
 
 import hashlib
 import json
@@ -52,7 +55,10 @@ def plan_images(
 
 
 def mix_classes(jobs: Iterable[ImageJob]) -> list[ImageJob]:
-    """The same images, each client's classes in turn: the statistics of a unit are of all of them."""
+    """The same images, each client's classes in turn.
+
+    The statistics of a unit are of all of them.
+    """
     return sorted(jobs, key=lambda job: (job.client, job.index, job.label))
 
 
@@ -61,8 +67,8 @@ def cut_units(
 ) -> list[Unit]:
     """Cut a plan into units of at most `size` images of one client.
 
-    A unit's name covers its jobs, its client's payload and the settings, and nothing of other clients: a client that comes
-    later adds units and changes none.
+    A unit's name covers its jobs, its client's payload and the settings, and nothing of other
+    clients: a client that comes later adds units and changes none.
 
     Args:
         ingredients: for each client, the digest of its payload.
@@ -85,7 +91,10 @@ def cut_units(
 def initial_noise(
     jobs: Iterable[ImageJob], shape: tuple[int, int, int], device: torch.device
 ) -> torch.Tensor:
-    """z_T [B, *shape] ~ N(0, I), each row from its own image's seed; drawn on the CPU so that every device gets the same."""
+    """z_T [B, *shape] ~ N(0, I), each row from its own image's seed.
+
+    Drawn on the CPU so that every device gets the same.
+    """
     rows = [
         torch.randn(shape, generator=torch.Generator().manual_seed(job.noise_seed)) for job in jobs
     ]

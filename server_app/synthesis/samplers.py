@@ -1,4 +1,7 @@
-"""The denoise loop: DDIM (Song et al., arXiv 2010.02502) with eta = 0, or, approximately, a multistep solver in fewer steps.
+"""The denoise loop.
+
+DDIM (Song et al., arXiv 2010.02502) with eta = 0, or, approximately, a multistep solver in fewer
+steps.
 
 Rows of a batch are independent: each may have its own condition, guidance and noise.
 """
@@ -31,7 +34,10 @@ Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (z [B, ...], t
 
 
 def x0hat(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
-    """x0hat = (z - sqrt(1 - a_t) e) / sqrt(a_t) (DDIM, eq. 9): the clean latent that the noise prediction implies."""
+    """x0hat = (z - sqrt(1 - a_t) e) / sqrt(a_t) (DDIM, eq. 9).
+
+    The clean latent that the noise prediction implies.
+    """
     return (z - (1 - a_t).sqrt() * e) / a_t.sqrt()
 
 
@@ -43,7 +49,10 @@ def ddim_step(
 
 
 def ddim_schedule(kit: Kit, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(t, a_t, a_prev) of every step, from T down; timesteps spaced as the kit's scheduler spaces them."""
+    """(t, a_t, a_prev) of every step, from T down.
+
+    Timesteps spaced as the kit's scheduler spaces them.
+    """
     kit.scheduler.set_timesteps(steps)
     gap = kit.scheduler.config.num_train_timesteps // steps
     alphas_cumprod, a_final = kit.alphas_cumprod, kit.scheduler.final_alpha_cumprod.to(kit.device)
@@ -74,7 +83,8 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tenso
 def denoise(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tensor:
     """Denoise z_T to z_0 by the kit's solver; arguments and result as `ddim`.
 
-    DPM-Solver++ (Lu et al., arXiv 2211.01095) and UniPC (Zhao et al., arXiv 2302.04867) by diffusers.
+    DPM-Solver++ (Lu et al., arXiv 2211.01095) and UniPC (Zhao et al., arXiv 2302.04867) by
+    diffusers.
     """
     if kit.sampling.solver == "ddim":
         return ddim(kit, z, steps, predict)
@@ -98,7 +108,9 @@ def first_timestep(kit: Kit, steps: int) -> int:
 def z_sampling(
     kit: Kit, z: torch.Tensor, steps: int, strong: Predict, weak: Predict, threshold: int
 ) -> torch.Tensor:
-    """Denoise z_T to z_0 with a zig-zag at timesteps above the threshold (Espresso, Z-Sampling; Bai et al., arXiv 2412.10891).
+    """Denoise z_T to z_0 with a zig-zag at timesteps above the threshold (Espresso, Z-Sampling.
+
+    Bai et al., arXiv 2412.10891).
 
     Args:
         strong: the noise prediction with guidance gamma_1.
@@ -110,7 +122,8 @@ def z_sampling(
         if t > threshold:
             # 1. zig: a strong step down
             lower = ddim_step(z, strong(z, at), a_t, a_prev)
-            # 2. zag: back up with a weak prediction at the same timestep; a DDIM step is its own inverse with a_t and a_prev exchanged
+            # 2. zag: back up with a weak prediction at the same timestep; a DDIM step is its own
+            # inverse with a_t and a_prev exchanged
             z = ddim_step(lower, weak(lower, at), a_prev, a_t)
         # 3. the step that stays
         z = ddim_step(z, strong(z, at), a_t, a_prev)
