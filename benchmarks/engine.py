@@ -412,7 +412,7 @@ def draw(folder: Path, count: int) -> None:
     job = job_of("", 24, folder, synthesis__unit_size=6, synthesis__workers=count)
 
     def make(device: torch.device) -> Sample:
-        sample = prompts_only._sampler(job, device)
+        sample = prompts_only.sampler(job, device, {})
 
         def counted(jobs: Sequence[ImageJob]) -> torch.Tensor:
             with open(folder / "begun", "a") as file:
@@ -421,7 +421,7 @@ def draw(folder: Path, count: int) -> None:
 
         return counted
 
-    images.render(job, plan_of(job), make, {})
+    images.render(job, plan_of(job), make)
 
 
 def kills() -> Rows:

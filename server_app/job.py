@@ -1,8 +1,9 @@
 """What a server half gets to work with, and what it gives back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from osfl.models.kits import find_kit
 from osfl.payloads import Payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
+
+P = TypeVar("P", bound=Payload)
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -60,3 +64,18 @@ class ServerJob:
     @cached_property
     def device(self) -> torch.device:
         return pick_device(self.config.device)
+
+
+def by_class(
+    job: ServerJob, payloads: Mapping[str, P], rows: Callable[[P], Iterable[Row]]
+) -> dict[tuple[str, int], Row]:
+    """What a payload has for each of its classes, by (client, label).
+
+    Args:
+        rows: of a payload, one for each of its classes, in their order.
+    """
+    return {
+        (client, job.classes.index(name)): row
+        for client, payload in payloads.items()
+        for name, row in zip(payload.classes, rows(payload), strict=True)
+    }

@@ -30,6 +30,7 @@ from osfl.protocol import pack_state, unpack_state
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 from osfl.seeds import seed_of
+from server_app import driver
 from server_app.averaging.feddyn import FedDyn
 from server_app.methods import fedcado, fedlmg
 
@@ -315,7 +316,7 @@ def test_the_teachers_weight_reaches_the_global_model(
     made = SimpleNamespace(
         pixels=random_pixels(8, 16), labels=torch.tensor(labels), clients=tuple(owners)
     )
-    monkeypatch.setattr(fedlmg, "render", lambda *args, **named: made)
+    monkeypatch.setattr(driver, "render", lambda *args: made)
     job: Any = SimpleNamespace(
         config=config,
         classes=CLASSES,

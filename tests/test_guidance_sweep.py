@@ -69,13 +69,14 @@ def test_both_branches_share_the_guidance_and_other_payloads_are_other_cells(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[float, float]] = []
-    sampler = feddeo._sampler
+    sampler = feddeo.sampler
 
-    def watched(job, device, payloads, scales):  # type: ignore[no-untyped-def]
-        seen.append(scales)
-        return sampler(job, device, payloads, scales)
+    def watched(job, device, payloads):  # type: ignore[no-untyped-def]
+        settings = job.config.feddeo
+        seen.append((settings.guidance_text, settings.guidance_description))
+        return sampler(job, device, payloads)
 
-    monkeypatch.setattr(feddeo, "_sampler", watched)
+    monkeypatch.setattr(feddeo, "sampler", watched)
     taken = {"client-0": Descriptions(CLASSES[:2], torch.randn(2, 8, 32))}
     for name, sent in (
         ("FedDEO", "a"),

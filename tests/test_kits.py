@@ -35,10 +35,10 @@ from osfl.models.kits import (
 )
 from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.run_folder.status import Status
+from server_app import driver
 from server_app.app import run_job
 from server_app.job import ServerJob
 from server_app.kit import bind_to_kit, check_sampling_kit
-from server_app.methods import fedlmg
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, plan_images
 
@@ -581,7 +581,7 @@ def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_pat
         return torch.zeros(len(jobs), 3, 32, 32, dtype=torch.uint8)
 
     def made() -> int:
-        render(job, plan_images("m", 0, {"a": [1]}, 2), lambda device: paint, {})
+        render(job, plan_images("m", 0, {"a": [1]}, 2), lambda device: paint)
         return len(calls)
 
     assert made() == 1
@@ -606,7 +606,7 @@ def test_a_run_goes_on_with_a_repaired_kit_and_asks_nobody_again(
         return [kind for _, kind in grid.sent]
 
     with monkeypatch.context() as broken:
-        broken.setattr(fedlmg, "render", lambda *_, **__: 1 / 0)
+        broken.setattr(driver, "render", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             start()
     weights = {name: value + 0.01 for name, value in load_file(kit / UNET).items()}

@@ -130,7 +130,7 @@ def test_the_status_tells_of_the_steps_within_a_unit(
     def sample(jobs: Any) -> torch.Tensor:
         return prompts_only.sample(kit, jobs, c.expand(len(jobs), -1, -1), 2.0, 3)
 
-    render(job, plan_images("m", 0, {"a": [1]}, 4), lambda device: sample, {})
+    render(job, plan_images("m", 0, {"a": [1]}, 4), lambda device: sample)
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
     job.status.within(2, 3)
     job.status._write(now=True)

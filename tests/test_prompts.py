@@ -9,6 +9,7 @@ from conftest import defaults, quick
 from osfl.config import parse_run_config
 from osfl.data.render import CLASSES, STYLES
 from osfl.models.concepts import concept_prompts
+from osfl.payloads import Domain
 from osfl.prompts import fill, in_words
 from server_app.methods import fgl, prompts_domain
 
@@ -74,12 +75,12 @@ def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.Monke
     job = SimpleNamespace(config=parse_run_config(settings), classes=classes, kit="/kit")
     image = SimpleNamespace(client="a", label=0, index=0)
     assert job.config.synthesis.prompts(classes) == ["an image of alarm clock", "an image of dog"]
-    captions = {("a", 0): ("a clock on a_table",)}
-    assert fgl.prompt_of(job, captions, image) == "alarm clock, a clock on a_table"  # type: ignore[arg-type]
+    assert fgl.prompt_of(job, ["a clock on a_table"], image) == "alarm clock, a clock on a_table"  # type: ignore[arg-type]
     assert "alarm clock" in concept_prompts(classes)[0]
     said: list[str] = []
     kit = SimpleNamespace(text=lambda texts: said.extend(texts))
     monkeypatch.setattr(prompts_domain, "load_engine", lambda *_: kit)
     monkeypatch.setattr(prompts_domain, "sample", lambda *_: torch.zeros(1))
-    prompts_domain._sampler(job, torch.device("cpu"), {"a": "art_painting"})([image])  # type: ignore
+    payloads = {"a": Domain(classes, "art_painting")}
+    prompts_domain.sampler(job, torch.device("cpu"), payloads)([image])  # type: ignore
     assert said == ["an art painting of an alarm clock"]

@@ -26,6 +26,7 @@ from osfl.payloads import (
     Encodings,
     Mixtures,
 )
+from server_app import driver
 from server_app.methods import (
     espresso,
     fedbip,
@@ -88,11 +89,11 @@ def run_to_the_images(
     """A server half up to its images, all of one batch; no global model is trained."""
     job.held = lambda payloads: HELD
     monkeypatch.setattr(
-        method,
+        driver,
         "render",
-        lambda job, plan, make, sampling: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
+        lambda job, plan, make, divisible: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
     )
-    monkeypatch.setattr(method, "train_global", lambda *args: None)
+    monkeypatch.setattr(driver, "train_global", lambda *args: None)
     method.run(job, payloads)
 
 
@@ -104,9 +105,8 @@ CLASS_PROMPTS = ("an image of three", "an image of eight", "an image of eight")
 
 
 def test_prompts_only(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
-    prompts_only._sampler(server(tiny_kit, config_of(tiny_kit, prompts_only__guidance=4.0)), CPU)(
-        PLAN
-    )
+    job = server(tiny_kit, config_of(tiny_kit, prompts_only__guidance=4.0))
+    prompts_only.sampler(job, CPU, {})(PLAN)
     c0, (only,) = composed[0]
     assert torch.equal(only.c, prompts_of(tiny_kit, *CLASS_PROMPTS))
     assert torch.equal(c0, prompts_of(tiny_kit, ""))
@@ -126,7 +126,8 @@ def test_prompts_domain(tiny_kit, composed, monkeypatch) -> None:  # type: ignor
 
 def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
     payloads = {client: Descriptions(NAMES[client], rows(client, 8, 32)) for client in HELD}
-    feddeo._sampler(server(tiny_kit, config_of(tiny_kit)), CPU, payloads, (1.5, 2.5))(PLAN)
+    config = config_of(tiny_kit, feddeo__guidance_text=1.5, feddeo__guidance_description=2.5)
+    feddeo.sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
     text, description = composed[0][1]
     assert torch.equal(text.c, prompts_of(tiny_kit, *CLASS_PROMPTS))
     assert description.c[:, 3, 3].tolist() == OWN
@@ -137,7 +138,7 @@ def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
 def test_oscar(tiny_kit, composed, method: str) -> None:  # type: ignore[no-untyped-def]
     shape = (8, 32) if method == "oscar" else (32,)
     payloads = {client: Encodings(NAMES[client], rows(client, *shape)) for client in HELD}
-    oscar._sampler(
+    oscar.sampler(
         server(tiny_kit, config_of(tiny_kit, method=method, oscar__guidance=4.5)), CPU, payloads
     )(PLAN)
     (only,) = composed[0][1]
@@ -179,7 +180,7 @@ def test_feddisc(tiny_unclip, composed) -> None:  # type: ignore[no-untyped-def]
         feddisc__guidance_cluster=1.5,
         feddisc__guidance_domain=2.5,
     )
-    feddisc._sampler(server(tiny_unclip, config), CPU, payloads)(PLAN)
+    feddisc.sampler(server(tiny_unclip, config), CPU, payloads)(PLAN)
     cluster, domain = composed[0][1]
     for branch in (cluster, domain):
         assert torch.equal(branch.c, prompts_of(tiny_unclip, *CLASS_PROMPTS))
@@ -211,7 +212,7 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
         for client in HELD
     }
     config = config_of(tiny_kit, fedbip__guidance=4.5, fedbip__domain_noise=0.0)
-    fedbip._sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
+    fedbip.sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
     (only,), kit = composed[0][1], load_kit(tiny_kit)
     domains, words = torch.tensor([100.0, 100.0, 200.0]), torch.tensor(OWN)
     prompt = concept_prompt(kit.text)
@@ -252,7 +253,7 @@ def test_espresso(tiny_kit, composed, monkeypatch, gmm: bool) -> None:  # type: 
     config = config_of(
         tiny_kit, espresso__z_sampling=False, espresso__guidance=4.5, espresso__gmm=gmm
     )
-    espresso._sampler(server(tiny_kit, config), CPU, mixtures(deviation=0.5))(PLAN)
+    espresso.sampler(server(tiny_kit, config), CPU, mixtures(deviation=0.5))(PLAN)
     (only,) = composed[0][1]
     assert only.c[:, 3, 3].tolist() == OWN
     assert only.scale == 4.5
@@ -269,7 +270,7 @@ def test_espressos_two_guidances(tiny_kit, composed) -> None:  # type: ignore[no
         espresso__inversion_guidance=1.5,
         espresso__z_threshold=400,
     )
-    espresso._sampler(server(tiny_kit, config), CPU, mixtures())(PLAN)
+    espresso.sampler(server(tiny_kit, config), CPU, mixtures())(PLAN)
     assert [condition.scale for _, (condition,) in composed] == [4.5, 1.5, 4.5, 4.5]
     assert all(condition.c[:, 3, 3].tolist() == OWN for _, (condition,) in composed)
 
@@ -407,7 +408,9 @@ def test_each_strategy_has_its_own_teacher(
     made = SimpleNamespace(pixels=pixels, labels=torch.tensor([0, 1, 1, 2]), clients=owners)
     targets, parted = {}, []
     monkeypatch.setattr(
-        fedlmg, "render", lambda *args, divisible: (parted.append(divisible), made)[1]
+        driver,
+        "render",
+        lambda job, plan, make, divisible: (parted.append(divisible), made)[1],
     )
     monkeypatch.setattr(
         fedlmg,

@@ -1,1 +1,1 @@
-"""Server halves: `run(job, payloads) -> {name: GlobalModel}`."""
+"""Server halves: `run(job, payloads) -> {name: GlobalModel}`, most of them by `server_app.driver`."""

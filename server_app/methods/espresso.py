@@ -12,58 +12,38 @@ Differences from the paper:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 
 from osfl.config import EspressoConfig
 from osfl.models.diffusion import Kit
-from osfl.payloads import Mixtures, Payload
+from osfl.payloads import Mixtures
 from osfl.seeds import generator_of
-from server_app.job import GlobalModel, ServerJob
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob, by_class
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, to_images, z_sampling
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Mixtures]) -> Models:
     """R images for every class of every client; one global model, FT."""
-    s = job.config.espresso
-    plan = plan_images(
-        "espresso", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
-    )
-    sampling = {
-        "gamma": [s.guidance, s.inversion_guidance],
-        "threshold": s.z_threshold if s.z_sampling else None,
-        "gmm": s.gmm,
-    }
-    images = render(
-        job,
-        plan,
-        lambda device: _sampler(job, device, cast(Mapping[str, Mixtures], payloads)),
-        sampling,
-    )
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    return synthesise_and_train(job, payloads, sampler)
 
 
-def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtures]) -> Sample:
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtures]) -> Sample:
+    """Each image by its class's place in its client's payload."""
     kit = load_engine(job.kit, device, job.config.synthesis)
-    place = {
-        (client, job.classes.index(name)): row
-        for client, p in payloads.items()
-        for row, name in enumerate(p.classes)
-    }
-    return lambda jobs: sample(
-        kit,
-        jobs,
-        [(payloads[image.client], place[image.client, image.label]) for image in jobs],
-        job.config.espresso,
-        job.config.synthesis.steps,
-    )
+    steps = job.config.synthesis.steps
+    place = by_class(job, payloads, lambda payload: range(len(payload.classes)))
+
+    def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
+        sources = [(payloads[image.client], place[image.client, image.label]) for image in jobs]
+        return sample(kit, jobs, sources, job.config.espresso, steps)
+
+    return draw
 
 
 @torch.no_grad()

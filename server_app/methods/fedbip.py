@@ -13,50 +13,34 @@ Differences from the paper:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 
 from osfl.config import FedBiPConfig
 from osfl.models.concepts import concept_prompt
 from osfl.models.diffusion import Kit, forward_noise
-from osfl.payloads import Concepts, Payload
+from osfl.payloads import Concepts
 from osfl.seeds import generator_of
-from server_app.job import GlobalModel, ServerJob
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, first_timestep, to_images
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Concepts]) -> Models:
     """R images for every class of every client; one global model, FT."""
-    settings = job.config.fedbip
-    plan = plan_images(
-        "fedbip", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
-    )
-    sampling = {
-        "guidance": settings.guidance,
-        "domain noise": settings.domain_noise,
-        "prompt": "unpadded",
-    }
-    images = render(
-        job,
-        plan,
-        lambda device: _sampler(job, device, cast(Mapping[str, Concepts], payloads)),
-        sampling,
-    )
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    return synthesise_and_train(job, payloads, sampler)
 
 
-def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Concepts]) -> Sample:
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Concepts]) -> Sample:
+    """Each image by its client's words and latents."""
     kit = load_engine(job.kit, device, job.config.synthesis)
-    return lambda jobs: sample(
-        kit, jobs, job.classes, payloads, job.config.fedbip, job.config.synthesis.steps
-    )
+    settings = job.config.fedbip
+    steps = job.config.synthesis.steps
+    return lambda jobs: sample(kit, jobs, job.classes, payloads, settings, steps)
 
 
 @torch.no_grad()

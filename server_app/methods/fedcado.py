@@ -20,16 +20,17 @@ import torch
 
 from osfl.config import FedCADOConfig
 from osfl.models.diffusion import Kit
-from osfl.payloads import Payload
-from server_app.job import GlobalModel, ServerJob
+from osfl.payloads import Classifier
+from server_app.driver import Models
+from server_app.job import ServerJob
 from server_app.methods.fedlmg import LossAt, guidance_loss, guided, run_guided
 from server_app.synthesis.guidance import Teacher
 from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, first_timestep, to_images
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
-    """R images for every class of every classifier; a global model for each of FT, MD and SD that the config names."""
+def run(job: ServerJob, payloads: Mapping[str, Classifier]) -> Models:
+    """R images for every class of every classifier; a global model for each strategy, as FedLMG."""
     return run_guided(job, payloads, job.config.fedcado, sample)
 
 

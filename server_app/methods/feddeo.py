@@ -13,51 +13,31 @@ Differences from the paper:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 
 from osfl.models.diffusion import Kit
-from osfl.payloads import Descriptions, Payload
-from server_app.job import GlobalModel, ServerJob
+from osfl.payloads import Descriptions
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob, by_class
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, to_images
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Descriptions]) -> Models:
     """R images for every description; one global model, FT."""
-    descriptions = cast(Mapping[str, Descriptions], payloads)
-    plan = plan_images(
-        "feddeo", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
-    )
-    scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
-    images = render(
-        job,
-        plan,
-        lambda device: _sampler(job, device, descriptions, scales),
-        {"text": scales[0], "description": scales[1]},
-    )
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    return synthesise_and_train(job, payloads, sampler)
 
 
-def _sampler(
-    job: ServerJob,
-    device: torch.device,
-    payloads: Mapping[str, Descriptions],
-    scales: tuple[float, float],
-) -> Sample:
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descriptions]) -> Sample:
+    """Each image by its class's prompt and its client's description."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
-    learned = {
-        (client, job.classes.index(name)): vector.to(kit.device, kit.dtype)
-        for client, payload in payloads.items()
-        for name, vector in zip(payload.classes, payload.vectors, strict=True)
-    }
+    learned = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
+    scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
     return lambda jobs: sample(kit, jobs, prompts, learned, scales, job.config.synthesis.steps)
 
 

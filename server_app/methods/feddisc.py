@@ -11,50 +11,33 @@ Differences from the paper:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 
 from osfl.config import FedDISCConfig
 from osfl.models.diffusion import Kit
-from osfl.payloads import Embeddings, Payload
-from server_app.job import GlobalModel, ServerJob
+from osfl.payloads import Embeddings
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob, by_class
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
+from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, to_images
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Embeddings]) -> Models:
     """R images for every class of every client; one global model, FT."""
-    settings = job.config.feddisc
-    plan = plan_images(
-        "feddisc", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
-    )
-    sampling = {"cluster": settings.guidance_cluster, "domain": settings.guidance_domain}
-    images = render(
-        job,
-        plan,
-        lambda device: _sampler(job, device, cast(Mapping[str, Embeddings], payloads)),
-        sampling,
-    )
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    return synthesise_and_train(job, payloads, sampler)
 
 
-def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddings]) -> Sample:
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddings]) -> Sample:
+    """Each image by its class's prompt, and its client's centres and mean of the class."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
-    vectors = {
-        (client, job.classes.index(name)): rows.to(kit.device, kit.dtype)
-        for client, payload in payloads.items()
-        for name, rows in zip(payload.classes, payload.vectors, strict=True)
-    }
-    return lambda jobs: sample(
-        kit, jobs, prompts, vectors, job.config.feddisc, job.config.synthesis.steps
-    )
+    vectors = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
+    settings = job.config.feddisc
+    return lambda jobs: sample(kit, jobs, prompts, vectors, settings, job.config.synthesis.steps)
 
 
 @torch.no_grad()

@@ -22,16 +22,16 @@ Differences from the paper:
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
-from typing import cast
+from functools import partial
 
 import torch
 
 from osfl.config import FedLMGConfig, split_names
 from osfl.models.classifiers import rebuild
 from osfl.models.diffusion import Kit
-from osfl.payloads import Classifier, Payload
-from server_app.job import GlobalModel, ServerJob
+from osfl.payloads import Classifier
+from server_app.driver import Models, plan_held, synthesise_and_train
+from server_app.job import ServerJob
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import (
     Condition,
@@ -41,63 +41,88 @@ from server_app.synthesis.guidance import (
     compose,
     guide,
 )
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes, plan_images
+from server_app.synthesis.images import SyntheticSet
+from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes
 from server_app.synthesis.samplers import Predict, denoise, to_images, x0hat
 from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
 
-TRAINING = ("strategies", "distillation_weight", "teacher_mean")  # the settings that shape no image
 LossAt = Callable[
     [torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 ]  # (z, t []) -> (e, L [B])
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
-    """R images for every class of every classifier; a global model for each of FT, MD and SD that the config names."""
+def run(job: ServerJob, payloads: Mapping[str, Classifier]) -> Models:
+    """R images for every class of every classifier; a global model for each strategy.
+
+    The strategies are those of FT, MD and SD that the config names.
+    """
     return run_guided(job, payloads, job.config.fedlmg, sample)
 
 
 def run_guided(
     job: ServerJob,
-    payloads: Mapping[str, Payload],
+    payloads: Mapping[str, Classifier],
     settings: FedLMGConfig,
-    sampler: Callable[..., torch.Tensor],
-) -> dict[str, GlobalModel]:
-    """FedLMG's and FedCADO's way from classifiers to global models; they differ in the sampler."""
-    small_stem, held = job.config.classifier.small_stem, job.held(payloads)
-    classifiers = cast(Mapping[str, Classifier], payloads)
-    teachers = {
-        client: _rebuild(p, len(job.classes), small_stem) for client, p in classifiers.items()
-    }
-    plan = plan_images(
-        job.config.method, job.config.seed, held, job.config.synthesis.images_per_class
-    )
+    sample: Callable[..., torch.Tensor],
+) -> Models:
+    """FedLMG's and FedCADO's way from classifiers to global models; they differ in `sample`."""
     by_unit = settings.bn_statistics == "unit"
-    if by_unit:
-        plan = mix_classes(plan)
-    sampling = {key: value for key, value in asdict(settings).items() if key not in TRAINING}
+    return synthesise_and_train(
+        job,
+        payloads,
+        partial(_sampler, settings=settings, sample=sample),
+        plan=plan_mixed if by_unit else plan_held,
+        train=partial(_train, settings=settings),
+        divisible=not by_unit,
+    )
 
-    def make_sampler(device: torch.device) -> Sample:
-        kit, steps = load_engine(job.kit, device, job.config.synthesis), job.config.synthesis.steps
-        prompts = kit.text(job.config.synthesis.prompts(job.classes))
-        # Copies, for a sampler's hooks are its own where several sample side by side.
-        own = {
-            client: as_teacher(deepcopy(teacher.model).to(device))
-            for client, teacher in teachers.items()
-        }
-        return lambda jobs: sampler(
-            kit, jobs, prompts, own, settings, steps, job.config.data.image_size
-        )
 
-    images = render(job, plan, make_sampler, sampling, divisible=not by_unit)
-    models, networks = {}, {client: teacher.model for client, teacher in teachers.items()}
+def plan_mixed(job: ServerJob, payloads: Mapping[str, Classifier]) -> list[ImageJob]:
+    """R images for every class of every classifier, each client's classes in turn."""
+    return mix_classes(plan_held(job, payloads))
+
+
+def _sampler(
+    job: ServerJob,
+    device: torch.device,
+    payloads: Mapping[str, Classifier],
+    *,
+    settings: FedLMGConfig,
+    sample: Callable[..., torch.Tensor],
+) -> Sample:
+    kit = load_engine(job.kit, device, job.config.synthesis)
+    steps = job.config.synthesis.steps
+    size = job.config.data.image_size
+    prompts = kit.text(job.config.synthesis.prompts(job.classes))
+    # Copies lie in memory as torch lays it out, whichever process they came from: a sum's last bit
+    # may depend on it.
+    teachers = {
+        client: as_teacher(deepcopy(teacher.model).to(device))
+        for client, teacher in _teachers(job, payloads).items()
+    }
+    return lambda jobs: sample(kit, jobs, prompts, teachers, settings, steps, size)
+
+
+def _train(
+    job: ServerJob,
+    payloads: Mapping[str, Classifier],
+    images: SyntheticSet,
+    *,
+    settings: FedLMGConfig,
+) -> Models:
+    """A global model for each strategy.
+
+    FT has no teacher; MD's is the mean of all, SD's the classifier of the image's own client.
+    """
+    networks = {client: teacher.model for client, teacher in _teachers(job, payloads).items()}
+    held = job.held(payloads)
+    plain = settings.teacher_mean == "plain"
+    models = {}
     for strategy in split_names(settings.strategies):
         target = None
         if strategy == "md":
-            target = mean_teacher(
-                networks, held, images.pixels, job.device, plain=settings.teacher_mean == "plain"
-            )
+            target = mean_teacher(networks, held, images.pixels, job.device, plain=plain)
         elif strategy == "sd":
             target = own_teacher(networks, images.clients, images.pixels, job.device)
         name = strategy.upper()
@@ -105,6 +130,14 @@ def run_guided(
             job, name, images.pixels, images.labels, target, settings.distillation_weight
         )
     return models
+
+
+def _teachers(job: ServerJob, payloads: Mapping[str, Classifier]) -> dict[str, Teacher]:
+    small_stem = job.config.classifier.small_stem
+    return {
+        client: _rebuild(payload, len(job.classes), small_stem)
+        for client, payload in payloads.items()
+    }
 
 
 def _rebuild(payload: Classifier, num_classes: int, small_stem: bool) -> Teacher:

@@ -9,61 +9,41 @@ Differences from the paper:
    are used up.
 """
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.payloads import Captions, Payload
+from osfl.payloads import Captions
 from osfl.prompts import fill
-from server_app.job import GlobalModel, ServerJob
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob, by_class
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import ImageJob, plan_images
+from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Captions]) -> Models:
     """R images for every class of every client; one global model, FT."""
-    settings = job.config.fgl
-    captions = {
-        (client, job.classes.index(name)): texts
-        for client, payload in cast(Mapping[str, Captions], payloads).items()
-        for name, texts in zip(payload.classes, payload.texts, strict=True)
-    }
-    plan = plan_images(
-        "fgl", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
-    )
-    sampling = {
-        "guidance": settings.guidance,
-        "prompt": settings.prompt,
-        "negative": settings.negative_prompt,
-    }
-    images = render(job, plan, lambda device: _sampler(job, device, captions), sampling)
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    return synthesise_and_train(job, payloads, sampler)
 
 
-def prompt_of(
-    job: ServerJob, captions: Mapping[tuple[str, int], tuple[str, ...]], image: ImageJob
-) -> str:
-    """The prompt of one image."""
-    texts = captions[image.client, image.label]
-    caption = texts[image.index % len(texts)]
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Captions]) -> Sample:
+    """Each image by a prompt of its own."""
+    kit = load_engine(job.kit, device, job.config.synthesis)
+    guidance = job.config.fgl.guidance
+    steps = job.config.synthesis.steps
+    captions = by_class(job, payloads, lambda payload: payload.texts)
+    nothing = kit.text([job.config.fgl.negative_prompt])
+
+    def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
+        prompts = [prompt_of(job, captions[image.client, image.label], image) for image in jobs]
+        return sample(kit, jobs, kit.text(prompts), guidance, steps, nothing)
+
+    return draw
+
+
+def prompt_of(job: ServerJob, captions: Sequence[str], image: ImageJob) -> str:
+    """The prompt of one image, by its client's captions of its class."""
+    caption = captions[image.index % len(captions)]
     return fill(job.config.fgl.prompt, {"class": job.classes[image.label]}, caption)
-
-
-def _sampler(
-    job: ServerJob, device: torch.device, captions: Mapping[tuple[str, int], tuple[str, ...]]
-) -> Sample:
-    kit, settings = load_engine(job.kit, device, job.config.synthesis), job.config.fgl
-    nothing = kit.text([settings.negative_prompt])
-    return lambda jobs: sample(
-        kit,
-        jobs,
-        kit.text([prompt_of(job, captions, image) for image in jobs]),
-        settings.guidance,
-        job.config.synthesis.steps,
-        nothing,
-    )

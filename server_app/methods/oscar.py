@@ -12,56 +12,37 @@ Differences from the paper:
 4. Theirs: noise in every step (eq. 9). Ours: DDIM without (eta = 0), as in all methods here.
 """
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from osfl.models.diffusion import Kit
-from osfl.payloads import Encodings, Payload
-from server_app.job import GlobalModel, ServerJob
+from osfl.payloads import Encodings
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob, by_class
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import plan_images
+from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Encodings]) -> Models:
     """R images for every class of every client; one global model, FT."""
-    encodings = cast(Mapping[str, Encodings], payloads)
-    plan = plan_images(
-        job.config.method,
-        job.config.seed,
-        job.held(payloads),
-        job.config.synthesis.images_per_class,
-    )
-    images = render(
-        job,
-        plan,
-        lambda device: _sampler(job, device, encodings),
-        {"guidance": job.config.oscar.guidance},
-    )
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    return synthesise_and_train(job, payloads, sampler)
 
 
-def _sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodings]) -> Sample:
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodings]) -> Sample:
+    """Each image by its client's encoding of its class."""
     kit = load_engine(job.kit, device, job.config.synthesis)
-    condition_of = {
-        (client, job.classes.index(name)): condition
-        for client, payload in payloads.items()
-        for name, condition in zip(
-            payload.classes, as_conditions(kit, payload.vectors), strict=True
-        )
-    }
-    return lambda jobs: sample(
-        kit,
-        jobs,
-        torch.stack([condition_of[image.client, image.label] for image in jobs]),
-        job.config.oscar.guidance,
-        job.config.synthesis.steps,
-    )
+    guidance = job.config.oscar.guidance
+    steps = job.config.synthesis.steps
+    conditions = by_class(job, payloads, lambda payload: as_conditions(kit, payload.vectors))
+
+    def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
+        c = torch.stack([conditions[image.client, image.label] for image in jobs])
+        return sample(kit, jobs, c, guidance, steps)
+
+    return draw
 
 
 def as_conditions(kit: Kit, vectors: torch.Tensor) -> torch.Tensor:

@@ -5,46 +5,37 @@ Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". A refer
 Differences: none known; the wording is `prompts-domain.prompt`.
 """
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.payloads import Domain, Payload
+from osfl.payloads import Domain
 from osfl.prompts import fill
-from server_app.job import GlobalModel, ServerJob
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
-from server_app.synthesis.images import render
-from server_app.synthesis.plan import plan_images
+from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Domain]) -> Models:
     """R images for every class of every client from prompts that name both; one global model, FT."""
-    domains = {
-        client: payload.name for client, payload in cast(Mapping[str, Domain], payloads).items()
-    }
+    return synthesise_and_train(job, payloads, sampler)
+
+
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Domain]) -> Sample:
+    """Each image by a prompt that names its class and its client's domain."""
+    kit = load_engine(job.kit, device, job.config.synthesis)
     settings = job.config.prompts_domain
-    plan = plan_images(
-        "prompts-domain", job.config.seed, job.held(payloads), job.config.synthesis.images_per_class
-    )
-    sampling = {"guidance": settings.guidance, "prompt": settings.prompt}
-    images = render(job, plan, lambda device: _sampler(job, device, domains), sampling)
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    steps = job.config.synthesis.steps
 
+    def prompt(image: ImageJob) -> str:
+        domain = payloads[image.client].name
+        return fill(settings.prompt, {"domain": domain, "class": job.classes[image.label]})
 
-def _sampler(job: ServerJob, device: torch.device, domains: Mapping[str, str]) -> Sample:
-    kit, settings = load_engine(job.kit, device, job.config.synthesis), job.config.prompts_domain
+    def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
+        c = kit.text([prompt(image) for image in jobs])
+        return sample(kit, jobs, c, settings.guidance, steps)
 
-    def prompt(client: str, label: int) -> str:
-        return fill(settings.prompt, {"domain": domains[client], "class": job.classes[label]})
-
-    return lambda jobs: sample(
-        kit,
-        jobs,
-        kit.text([prompt(image.client, image.label) for image in jobs]),
-        settings.guidance,
-        job.config.synthesis.steps,
-    )
+    return draw

@@ -11,33 +11,33 @@ import torch
 
 from osfl.models.diffusion import Kit
 from osfl.payloads import Payload
-from server_app.job import GlobalModel, ServerJob
+from server_app.driver import Models, synthesise_and_train
+from server_app.job import ServerJob
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import denoise, to_images
 from server_app.synthesis.workers import Sample
-from server_app.training import train_global
 
 
-def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> Models:
     """R images a class and client from prompts; one global model, FT."""
+    return synthesise_and_train(job, payloads, sampler, plan=plan)
+
+
+def plan(job: ServerJob, payloads: Mapping[str, Payload]) -> list[ImageJob]:
+    """R images of all classes for every client, for nobody says which it holds."""
     held = dict.fromkeys(job.clients, range(len(job.classes)))
-    plan = plan_images("prompts-only", job.config.seed, held, job.config.synthesis.images_per_class)
-    images = render(
-        job,
-        plan,
-        lambda device: _sampler(job, device),
-        {"guidance": job.config.prompts_only.guidance},
-    )
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    per_class = job.config.synthesis.images_per_class
+    return plan_images(job.config.method, job.config.seed, held, per_class)
 
 
-def _sampler(job: ServerJob, device: torch.device) -> Sample:
+def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Payload]) -> Sample:
+    """Each image by its class's prompt."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.synthesis.prompts(job.classes))
-    guidance, steps = job.config.prompts_only.guidance, job.config.synthesis.steps
+    guidance = job.config.prompts_only.guidance
+    steps = job.config.synthesis.steps
     return lambda jobs: sample(kit, jobs, prompts[[image.label for image in jobs]], guidance, steps)
 
 

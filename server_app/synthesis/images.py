@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from osfl.config import flatten
+from osfl.config import NOT_IDENTITY, flatten
 from osfl.data.load import to_pixels
 from osfl.files import DamageError, open_private, private_folder, write_atomically
 from osfl.log import log
+from osfl.methods import METHODS
 from osfl.models.kits import SMALL_DECODER, kit_digest, part_digest
 from osfl.models.used_parts import sampling_parts
 from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
@@ -28,11 +29,6 @@ from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
 UNWRITTEN = WRITERS  # units that may wait for them
 ATTEMPTS = 3  # at images that turn out unreadable once written
-NOT_SHAPING = (
-    "workers",
-    "ray-address",
-    "checkpointing",
-)  # settings of the synthesis that say who samples and how, not what
 
 
 @dataclass(frozen=True)
@@ -45,70 +41,94 @@ class SyntheticSet:
 
 
 def render(
-    job: ServerJob,
-    jobs: list[ImageJob],
-    make_sampler: MakeSampler,
-    settings: Mapping[str, object],
-    divisible: bool = True,
+    job: ServerJob, jobs: list[ImageJob], make_sampler: MakeSampler, divisible: bool = True
 ) -> SyntheticSet:
     """Make every image of a plan that is not there yet, and load them all.
 
     Args:
         make_sampler: loads the models; not called when nothing is left to do.
-        settings: of the method's sampler; they are part of a unit's name.
-        divisible: whether a unit that does not fit into memory may be sampled in parts.
+        divisible: whether a unit may be sampled in batches, and in smaller ones where it does not
+            fit into memory.
 
     Raises:
         PayloadError: sampling with a client's payload is led astray.
         NotFiniteError: it is without one.
+        OSError: images cannot be read, however often they are written.
     """
-    ingredients = {client: job.folder.payload_digest(client) for client in job.clients}
-    shaping = {
-        key: value for key, value in flatten(job.config.synthesis).items() if key not in NOT_SHAPING
-    }
-    shaping |= {"kit": kit_digest(job.kit, sampling_parts(job.config))}
-    if (small := job.config.synthesis.small_decoder) not in ("", "kit"):
-        shaping |= {"small-decoder": part_digest(small, SMALL_DECODER)}
-    units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, {**settings, **shaping})
-    checked = _blaming(make_sampler, ingredients)
+    digests = {client: job.folder.payload_digest(client) for client in job.clients}
+    units = cut_units(jobs, job.config.synthesis.unit_size, digests, _shaping(job))
+    make_sampler = _blaming(make_sampler, digests)
     if divisible:
-        checked = _in_batches(checked, job.config.synthesis.batch_size)
+        make_sampler = _in_batches(make_sampler, job.config.synthesis.batch_size)
     job.status.phase("synthesis", len(jobs))
-    size, firsts = job.config.data.image_size, [0, *accumulate(len(unit.jobs) for unit in units)]
-    pixels = torch.empty(len(jobs), 3, size, size, dtype=torch.uint8)
-    for left in reversed(range(ATTEMPTS)):
-        _make(job, units, checked, len(jobs))
-        job.status.phase("reading the images", len(jobs))
-        with ThreadPoolExecutor(WRITERS) as readers:
-            good = list(
-                readers.map(lambda unit, first: _read(job, unit, pixels[first:]), units, firsts)
-            )
-        if not (
-            damaged := [unit for unit, is_good in zip(units, good, strict=True) if not is_good]
-        ):
-            break
-        if not left:
-            raise OSError(
-                f"{job.folder.path}: images cannot be read that were written {ATTEMPTS} times; is the disk sound?"
-            )
+    pixels = _made_and_read(job, units, make_sampler)
+    _forget_others(job, units)
+    manifests = [_manifest(job, unit).read_bytes() for unit in units]
+    write_atomically(job.folder.manifest_file, b"".join(manifests))
+    ordered = [image for unit in units for image in unit.jobs]
+    labels = torch.tensor([image.label for image in ordered])
+    return SyntheticSet(pixels, labels, tuple(image.client for image in ordered))
+
+
+def _shaping(job: ServerJob) -> dict[str, object]:
+    """What shapes the images beside their seeds and payloads: it is part of every unit's name.
+
+    Of the run's identity, the synthesis' and the method's own sections, and the classes' names;
+    and the weights that sample, which may be other ones in the same folder.
+    """
+    section = METHODS[job.config.method].server.replace("_", "-")
+    shaping: dict[str, object] = {
+        key: value
+        for key, value in flatten(job.config).items()
+        if key.startswith(("synthesis.", f"{section}.")) and key not in NOT_IDENTITY
+    }
+    shaping["classes"] = job.classes
+    shaping["kit"] = kit_digest(job.kit, sampling_parts(job.config))
+    small_decoder = job.config.synthesis.small_decoder
+    if small_decoder not in ("", "kit"):
+        shaping["small-decoder"] = part_digest(small_decoder, SMALL_DECODER)
+    return shaping
+
+
+def _made_and_read(job: ServerJob, units: list[Unit], make_sampler: MakeSampler) -> torch.Tensor:
+    """All images [N, 3, S, S] of some units, which are made where they are not there.
+
+    Units whose images turn out unreadable are made again.
+    """
+    size = job.config.data.image_size
+    total = sum(len(unit.jobs) for unit in units)
+    pixels = torch.empty(total, 3, size, size, dtype=torch.uint8)
+    for _ in range(ATTEMPTS):
+        _make(job, units, make_sampler, total)
+        damaged = _read_all(job, units, pixels)
+        if not damaged:
+            return pixels
         log.info(
             "%d units have images that cannot be read, or are others; they are made again",
             len(damaged),
         )
         for unit in damaged:
             _manifest(job, unit).unlink()
-    for stranger in set(job.folder.unit_files()) - {_manifest(job, unit) for unit in units}:
-        stranger.unlink()  # of a payload that was replaced; its images are
-    write_atomically(
-        job.folder.manifest_file,
-        b"".join(_manifest(job, unit).read_bytes() for unit in units),
+    raise OSError(
+        f"{job.folder.path}: images cannot be read that were written {ATTEMPTS} times; "
+        "is the disk sound?"
     )
-    ordered = [image for unit in units for image in unit.jobs]
-    labels, clients = (
-        torch.tensor([image.label for image in ordered]),
-        tuple(image.client for image in ordered),
-    )
-    return SyntheticSet(pixels, labels, clients)
+
+
+def _read_all(job: ServerJob, units: list[Unit], pixels: torch.Tensor) -> list[Unit]:
+    """Read every unit's images into its rows of `pixels`; the units that cannot be read."""
+    job.status.phase("reading the images", len(pixels))
+    firsts = accumulate((len(unit.jobs) for unit in units), initial=0)
+    with ThreadPoolExecutor(WRITERS) as readers:
+        good = readers.map(lambda unit, first: _read(job, unit, pixels[first:]), units, firsts)
+        return [unit for unit, is_good in zip(units, good, strict=True) if not is_good]
+
+
+def _forget_others(job: ServerJob, units: list[Unit]) -> None:
+    """Remove the lists of units that are not of this plan: of a payload that was replaced, say."""
+    ours = {_manifest(job, unit) for unit in units}
+    for other in set(job.folder.unit_files()) - ours:
+        other.unlink()
 
 
 def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: int) -> None:

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -164,73 +165,126 @@ def _on_ray(
     device: torch.device,
     settings: SynthesisConfig,
 ) -> Iterator[Sampled]:
-    """Units go to whoever has none.
-
-    When none is left, an idle actor repeats one that another has not finished, so that nobody waits for a slow machine; the first result
-    counts. An actor that died is replaced, and its units are given out again.
-    """
+    """On Ray's cluster, which ends with the sampling where it was begun for it."""
     import ray
-    from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
     ours = _begin_ray(settings)
-    actors: list[Any] = []
     try:
         gpus = _gpus_each(ray, device, settings)
-        shared = ray.put(make_sampler)
-        threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers)
-        environment = (
-            {"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}} if ours else {}
-        )
-        remote = ray.remote(SynthesisWorker).options(
-            num_cpus=0, num_gpus=gpus, runtime_env=environment
-        )
+        start = _starter(make_sampler, device, settings, gpus, ours)
+        pool = ActorPool(start, settings.workers, units)
+        try:
+            yield from pool.sampled()
+        finally:
+            pool.end()
+    finally:
+        if ours:
+            ray.shutdown()
 
-        def start() -> Any:
-            return remote.remote(shared, device.type, threads)
 
-        actors += [start() for _ in range(settings.workers)]
-        waiting, deaths = deque(units), Counter[str]()
-        held: dict[Any, list[tuple[ObjectRef, Unit]]] = {
-            actor: [] for actor in actors
-        }  # in the order they were given
-        open_units = {unit.name: unit for unit in units}
-        while open_units:
-            _hand_out(waiting, held, open_units)
-            ready, _ = ray.wait([ref for given in held.values() for ref, _ in given], num_returns=1)
-            actor = next(
-                actor for actor, given in held.items() if any(ref == ready[0] for ref, _ in given)
-            )
+def _starter(
+    make_sampler: MakeSampler,
+    device: torch.device,
+    settings: SynthesisConfig,
+    gpus: int,
+    ours: bool,
+) -> Callable[[], Any]:
+    """What starts an actor."""
+    import ray
+
+    shared = ray.put(make_sampler)
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers)
+    # In a cluster that others began, actors find the package by themselves.
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
+    remote = ray.remote(SynthesisWorker).options(
+        num_cpus=0, num_gpus=gpus, runtime_env=environment if ours else {}
+    )
+    return partial(remote.remote, shared, device.type, threads)
+
+
+class ActorPool:
+    """Ray actors, and the units that each of them has.
+
+    Units go to whoever has none. When none is left, an idle actor repeats one that another has not
+    finished, so that nobody waits for a slow machine; the first result counts. An actor that died
+    is replaced, and its units are given out again.
+
+    Args:
+        start: starts an actor.
+        count: of actors.
+        units: to sample.
+    """
+
+    def __init__(self, start: Callable[[], Any], count: int, units: Sequence[Unit]):
+        self._start = start
+        self._waiting = deque(units)
+        self._open = {unit.name: unit for unit in units}  # those without a result, by name
+        self._deaths = Counter[str]()  # of actors, by the name of the unit
+        # What each actor has, in the order it was given.
+        self._held: dict[Any, list[tuple[ObjectRef, Unit]]] = {}
+        for _ in range(count):
+            self._held[start()] = []
+
+    def sampled(self) -> Iterator[Sampled]:
+        """Every unit once.
+
+        Raises:
+            WorkerError: actors keep dying at a unit.
+        """
+        import ray
+        from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+
+        while self._open:
+            _hand_out(self._waiting, self._held, self._open)
+            references = [ref for given in self._held.values() for ref, _ in given]
+            (ready,), _ = ray.wait(references, num_returns=1)
+            actor = self._holder(ready)
             try:
-                array, seconds = ray.get(ready[0])
-            # Out of memory: Ray itself ended it, before the kernel would. Lost: its machine went with a result that was not fetched yet.
+                array, seconds = ray.get(ready)
+            # Out of memory: Ray itself ended it, before the kernel would. Lost: its machine went
+            # with a result that was not fetched yet.
             except (RayActorError, OutOfMemoryError, ObjectLostError) as error:
-                lost = [unit for _, unit in held.pop(actor)]
-                deaths[lost[0].name] += 1
-                if deaths[lost[0].name] == DEATHS:
-                    raise WorkerError(
-                        f"{DEATHS} workers died at unit {lost[0].name}, of {lost[0].jobs[0].client}. "
-                        f"If memory ran out, lower synthesis.unit-size or synthesis.workers. The last: {error}"
-                    ) from error
-                waiting.extendleft(
-                    unit
-                    for unit in reversed(lost)
-                    if unit.name in open_units and unit not in waiting
-                )
-                ray.kill(actor)
-                actors[actors.index(actor)] = replacement = start()
-                held[replacement] = []
+                self._replace(actor, error)
                 continue
             except RayTaskError as error:
                 raise error.cause from error
-            unit = next(unit for ref, unit in held[actor] if ref == ready[0])
-            held[actor] = [(ref, unit) for ref, unit in held[actor] if ref != ready[0]]
-            if open_units.pop(unit.name, None):
+            unit = dict(self._held[actor])[ready]
+            self._held[actor].remove((ready, unit))
+            if self._open.pop(unit.name, None):
                 yield unit, torch.from_numpy(array.copy()), seconds
-    finally:
-        for actor in actors:
+
+    def _holder(self, reference: "ObjectRef") -> Any:
+        """The actor that a result comes from."""
+        for actor, given in self._held.items():
+            if reference in dict(given):
+                return actor
+        raise KeyError(reference)
+
+    def _replace(self, actor: Any, error: Exception) -> None:
+        """Start another in the place of an actor that died; its units wait again, the first ones."""
+        import ray
+
+        ray.kill(actor)
+        lost = [unit for _, unit in self._held.pop(actor)]
+        at = lost[0]
+        self._deaths[at.name] += 1
+        if self._deaths[at.name] == DEATHS:
+            raise WorkerError(
+                f"{DEATHS} workers died at unit {at.name}, of {at.jobs[0].client}. "
+                "If memory ran out, lower synthesis.unit-size or synthesis.workers. "
+                f"The last: {error}"
+            ) from error
+        for unit in reversed(lost):
+            if unit.name in self._open and unit not in self._waiting:
+                self._waiting.appendleft(unit)
+        self._held[self._start()] = []
+
+    def end(self) -> None:
+        """End all actors."""
+        import ray
+
+        for actor in self._held:
             ray.kill(actor)
-        if ours:
-            ray.shutdown()
 
 
 def _hand_out(

@@ -1,0 +1,62 @@
+"""The server's half of a method that samples, from payloads to global models: plan -> render -> train.
+
+A method gives what is its own. That is its sampler; where they differ, also its plan and its
+training.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from osfl.payloads import Payload
+from server_app.job import GlobalModel, ServerJob
+from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.plan import ImageJob, plan_images
+from server_app.synthesis.workers import Sample
+from server_app.training import train_global
+
+P = TypeVar("P", bound=Payload)
+Models = dict[str, GlobalModel]  # by the names of the strategies
+
+
+def plan_held(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
+    """R images for every client and every class that it holds."""
+    per_class = job.config.synthesis.images_per_class
+    return plan_images(job.config.method, job.config.seed, job.held(payloads), per_class)
+
+
+def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet) -> Models:
+    """One global model on all images, FT."""
+    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+
+
+def synthesise_and_train(
+    job: ServerJob,
+    payloads: Mapping[str, P],
+    sampler: Callable[[ServerJob, torch.device, Mapping[str, P]], Sample],
+    *,
+    plan: Callable[[ServerJob, Mapping[str, P]], list[ImageJob]] = plan_held,
+    train: Callable[[ServerJob, Mapping[str, P], SyntheticSet], Models] = train_one,
+    divisible: bool = True,
+) -> Models:
+    """Plan the images, render those that are not there yet, and train on all of them.
+
+    Args:
+        payloads: by client; empty for a method whose clients send nothing.
+        sampler: loads the kit on a device; what it gives back draws a batch, whose rows may belong
+            to different clients and classes. Every worker calls it once.
+        plan: which images to draw.
+        train: the global models of the images.
+        divisible: whether a unit of images may be sampled in batches.
+
+    Raises:
+        PayloadError: a client's payload leads the sampling or the training astray.
+        NotFiniteError: the sampling is led astray, and by no payload.
+    """
+
+    def make_sampler(device: torch.device) -> Sample:
+        return sampler(job, device, payloads)
+
+    images = render(job, plan(job, payloads), make_sampler, divisible)
+    return train(job, payloads, images)
