@@ -3,7 +3,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
-.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit mutants docs
+.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit mutants docs docs-pages
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,9 @@ lint: setup ## ruff and mypy
 
 proto: setup ## generate osfl/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. osfl/v1/payload.proto
+
+docs-pages: setup ## write the pages that are made from the code: docs/configuration.md
+	$(BIN)/python docs/generate.py
 
 requirements: ## pin the newest versions that fit together
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --no-emit-index-url --no-annotate --no-header pyproject.toml -o requirements.txt

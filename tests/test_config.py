@@ -6,7 +6,59 @@ import pytest
 from conftest import ROOT, defaults
 
 from osfl.cli.launch import resolve_config
-from osfl.config import ConfigError, flatten, parse_node_config, parse_run_config, schema
+from osfl.config import (
+    NOT_IDENTITY,
+    ConfigError,
+    approximations,
+    flatten,
+    parse_node_config,
+    parse_run_config,
+    schema,
+)
+
+
+def test_what_may_change_between_a_run_and_its_resumption() -> None:
+    """A key that joins or leaves the set changes which runs can be resumed: on purpose alone."""
+    settings = {
+        "checkpointing",
+        "deadline",
+        "device",
+        "job-id",
+        "join-timeout",
+        "max-payload-mb",
+        "min-clients",
+        "runs-dir",
+        "test-timeout",
+    }
+    assert settings | {
+        "synthesis.checkpointing",
+        "synthesis.ray-address",
+        "synthesis.workers",
+    } == set(NOT_IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, []),
+        ({"synthesis.solver": "unipc"}, ["solver unipc"]),
+        (
+            {"synthesis.guided-from": 10, "synthesis.guided-to": 800},
+            ["guidance at timesteps 10 to 800 alone"],
+        ),
+        (
+            {"method": "fedcado", "fedcado.gradient": "x0", "synthesis.small-decoder": "kit"},
+            ["guidance through a small decoder", "the classifier's gradient at x0"],
+        ),
+        ({"method": "fedlmg", "fedcado.gradient": "x0"}, []),
+        ({"method": "feddeo", "synthesis.small-decoder": "kit"}, []),
+    ],
+)
+def test_what_is_approximate_is_said(given: dict, words: list[str]) -> None:
+    """Of the method's own section alone, and where the key matters to the method."""
+    assert approximations({**defaults(), **given}) == words
+    if "method" in given:
+        assert approximations(given) == words
 
 
 def test_defaults_and_schema_have_the_same_keys() -> None:

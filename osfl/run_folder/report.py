@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from osfl.config import approximations
 from osfl.files import DamageError, read_json, write_atomically
 from osfl.run_folder.layout import MADE_ANEW
 from osfl.run_folder.report_page import render, scores
@@ -93,7 +94,7 @@ def gather(
         "server": _server(folder),
         "versions": _versions(),
         "platform": platform.platform(),
-        "approximations": _approximations(config),
+        "approximations": approximations(config),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "kits": _kits(config),
         "kit_sha256": _kit_sha256(folder),
@@ -224,24 +225,6 @@ def _kit_sha256(folder: Path) -> str:
     """Over all files of a kit that the run came from."""
     file = folder / "kit.json"
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
-
-
-def _approximations(config: dict[str, Any]) -> list[str]:
-    """What was sampled otherwise than the papers do, for speed."""
-    found = []
-    if (solver := config.get("synthesis.solver", "ddim")) != "ddim":
-        found.append(f"solver {solver}")
-    interval = (config.get("synthesis.guided-from", 0), config.get("synthesis.guided-to", 1000))
-    if interval != (0, 1000):
-        found.append("guidance at timesteps {} to {} alone".format(*interval))
-    if (every := config.get("synthesis.cache-interval", 1)) > 1:
-        found.append(f"the UNet's inner blocks at one of {every} steps")
-    if config["method"] in ("fedlmg", "fedcado"):
-        if config.get(f"{config['method']}.gradient", "full") != "full":
-            found.append("the classifier's gradient at x0")
-        if config.get("synthesis.small-decoder", ""):
-            found.append("guidance through a small decoder")
-    return found
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""The configuration: one schema, parsed and checked once at the edge.
+
+*Run-config* is what is equal on all nodes: `[tool.flwr.app.config]` in pyproject.toml, overridden
+by `--run-config` or by `osfl run FILE.toml key=value`. *Node-config* is what differs by machine.
+Nothing deeper in the code reads a Flower context.
+
+Every key is declared in `sections`; the defaults live in pyproject.toml alone. Names are kebab-case
+there (`feddeo.guidance-text`) and snake_case here.
+"""
+
+from osfl.config.markers import ConfigError, OneOf, Range, Scalar
+from osfl.config.names import is_identifier, split_names
+from osfl.config.parse import (
+    NOT_IDENTITY,
+    approximations,
+    flatten,
+    node_schema,
+    parse_node_config,
+    parse_run_config,
+    schema,
+)
+from osfl.config.sections import (
+    ClassifierConfig,
+    ConditionTraining,
+    DataConfig,
+    EspressoConfig,
+    FedBiPConfig,
+    FedCADOConfig,
+    FedDEOConfig,
+    FedDISCConfig,
+    FedLMGConfig,
+    FGLConfig,
+    NodeConfig,
+    OscarConfig,
+    PromptsDomainConfig,
+    PromptsOnlyConfig,
+    RoundsConfig,
+    RunConfig,
+    SynthesisConfig,
+)
+
+__all__ = [
+    "NOT_IDENTITY",
+    "ClassifierConfig",
+    "ConditionTraining",
+    "ConfigError",
+    "DataConfig",
+    "EspressoConfig",
+    "FGLConfig",
+    "FedBiPConfig",
+    "FedCADOConfig",
+    "FedDEOConfig",
+    "FedDISCConfig",
+    "FedLMGConfig",
+    "NodeConfig",
+    "OneOf",
+    "OscarConfig",
+    "PromptsDomainConfig",
+    "PromptsOnlyConfig",
+    "Range",
+    "RoundsConfig",
+    "RunConfig",
+    "Scalar",
+    "SynthesisConfig",
+    "approximations",
+    "flatten",
+    "is_identifier",
+    "node_schema",
+    "parse_node_config",
+    "parse_run_config",
+    "schema",
+    "split_names",
+]

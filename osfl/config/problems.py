@@ -1,0 +1,210 @@
+"""What no key can say alone: values that do not go together, and texts that need a word in them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from osfl.config.names import is_identifier, split_names
+from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
+from osfl.methods import METHODS
+from osfl.words import name_problem, plain
+
+
+def problems(run: RunConfig) -> Iterator[str]:
+    """Everything that keeps a configuration from being run, a text each."""
+    yield from _of_the_run(run)
+    yield from _of_data(run)
+    yield from _of_classifiers(run)
+    yield from _of_synthesis(run)
+    yield from _of_the_cache(run)
+    yield from _of_prompts(run)
+    yield from _of_feddeo(run)
+    yield from _of_strategies("fedlmg", run.fedlmg)
+    yield from _of_strategies("fedcado", run.fedcado)
+    yield from _of_espresso(run)
+    yield from _of_rounds(run)
+
+
+def _of_the_run(run: RunConfig) -> Iterator[str]:
+    if run.job_id and not is_identifier(run.job_id):
+        yield f"job-id = {run.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'"
+    if run.min_clients > run.num_clients:
+        yield f"min-clients = {run.min_clients}: must be at most num-clients = {run.num_clients}"
+    if run.runs_dir and not _is_absolute(run.runs_dir):
+        yield (
+            f"runs-dir = {run.runs_dir!r}: must be an absolute path; Flower starts the server in a "
+            "folder of its own"
+        )
+    if run.kit.startswith("."):
+        yield f"kit = {run.kit!r}: must be a shipped kit's name, an absolute path or a hub id"
+    draws_digits = run.sampling_kit in ("digits", "digits-unclip")
+    if METHODS[run.method].samples and draws_digits and run.data.name == "folder":
+        key = "feddisc.kit" if run.method == "feddisc" and run.feddisc.kit else "kit"
+        yield (
+            f"{key} = {run.sampling_kit!r}: it draws digits; with data.name = 'folder', name a kit "
+            "for your images"
+        )
+
+
+def _of_data(run: RunConfig) -> Iterator[str]:
+    classes = split_names(run.data.classes)
+    if run.data.name == "folder" and len(classes) < 2:
+        yield "data.classes: data.name = 'folder' needs at least two class names, comma-separated"
+    if run.data.name == "digits" and classes:
+        yield (
+            f"data.classes = {run.data.classes!r}: must be empty with data.name = 'digits', which "
+            "has its own"
+        )
+    yield from _of_class_names(classes)
+    if run.data.root and not _is_absolute(run.data.root):
+        yield _not_absolute("data.root", run.data.root)
+
+
+def _of_class_names(classes: tuple[str, ...]) -> Iterator[str]:
+    """Names that can be no folder's on every disk, or no words of a prompt."""
+    spelled: dict[str, str] = {}
+    for name in classes:
+        if problem := name_problem(name):
+            yield (
+                f"data.classes: {plain(name, 80)!r} {problem}; a class's name is its folder's, and "
+                "words of a prompt: rename the folder, and take the new name here"
+            )
+        other = spelled.setdefault(name.casefold(), name)
+        if other == name and classes.count(name) > 1:
+            yield f"data.classes: {plain(name, 80)!r} stands there twice; name each class once"
+        elif other != name:
+            yield (
+                f"data.classes: {plain(other, 80)!r} and {plain(name, 80)!r} differ in their "
+                "capitals alone, and are one folder on some disks; rename one of them"
+            )
+
+
+def _of_classifiers(run: RunConfig) -> Iterator[str]:
+    yield from _of_init("classifier", run.classifier)
+    yield from _of_init("global-model", run.global_model)
+    architectures = split_names(run.classifier.architecture)
+    if not architectures:
+        yield "classifier.architecture: must name at least one torchvision model"
+    averages = METHODS[run.method].rounds and run.method != "feddf"
+    if averages and len(architectures) > 1:
+        yield (
+            f"classifier.architecture = {run.classifier.architecture!r}: {run.method} averages "
+            "models of one architecture; feddf takes several"
+        )
+    if len(split_names(run.global_model.architecture)) != 1:
+        yield (
+            f"global-model.architecture = {run.global_model.architecture!r}: must name one "
+            "torchvision model"
+        )
+
+
+def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:
+    if settings.init not in ("kit", "imagenet", "none") and not _is_absolute(settings.init):
+        yield (
+            f"{section}.init = {settings.init!r}: must be kit, imagenet, none, or the absolute "
+            "path of a file of weights, or of a folder with a file for every architecture"
+        )
+
+
+def _of_synthesis(run: RunConfig) -> Iterator[str]:
+    settings = run.synthesis
+    if settings.guided_from > settings.guided_to:
+        yield (
+            f"synthesis.guided-from = {settings.guided_from}: must be at most guided-to = "
+            f"{settings.guided_to}"
+        )
+    if run.method == "espresso" and settings.solver != "ddim":
+        yield (
+            f"synthesis.solver = {settings.solver!r}: Espresso needs 'ddim', whose steps its "
+            "zig-zags undo and whose first timestep its clients' mixtures are of"
+        )
+
+
+def _of_the_cache(run: RunConfig) -> Iterator[str]:
+    interval = run.synthesis.cache_interval
+    if interval == 1:
+        return
+    if run.synthesis.compile != "off":
+        yield (
+            "synthesis.cache-interval: must be 1 with synthesis.compile, which would compile every "
+            "step anew"
+        )
+    if _differentiates(run):
+        yield (
+            f"synthesis.cache-interval = {interval}: must be 1 with {run.method}.gradient = "
+            "'full', which goes through the UNet; take 'x0', or fedcado.noise-edits = 0 beside it"
+        )
+    if run.method == "espresso" and run.espresso.z_sampling:
+        yield (
+            "synthesis.cache-interval: must be 1 with espresso.z-sampling, whose zig-zags go back "
+            "and forth"
+        )
+
+
+def _differentiates(run: RunConfig) -> bool:
+    """Whether a sampler's gradient goes through the UNet."""
+    if run.method == "fedcado":
+        return run.fedcado.gradient == "full" or run.fedcado.noise_edits > 0
+    return run.method == "fedlmg" and run.fedlmg.gradient == "full"
+
+
+def _of_prompts(run: RunConfig) -> Iterator[str]:
+    of_class, of_domain = run.synthesis.prompt, run.prompts_domain.prompt
+    if "{class}" not in of_class:
+        yield f"synthesis.prompt = {of_class!r}: must contain {{class}}"
+    if "{class}" not in of_domain or "{domain}" not in of_domain:
+        yield f"prompts-domain.prompt = {of_domain!r}: must contain {{class}} and {{domain}}"
+    if "{caption}" not in run.fgl.prompt:
+        yield f"fgl.prompt = {run.fgl.prompt!r}: must contain {{caption}}"
+
+
+def _of_feddeo(run: RunConfig) -> Iterator[str]:
+    guided = run.feddeo.guidance_text or run.feddeo.guidance_description
+    if run.method == "feddeo" and not guided:
+        yield (
+            "feddeo.guidance-text and feddeo.guidance-description are both 0: images would have no "
+            "class"
+        )
+
+
+def _of_strategies(section: str, settings: FedLMGConfig) -> Iterator[str]:
+    strategies = split_names(settings.strategies)
+    if not strategies or set(strategies) - {"ft", "md", "sd"}:
+        yield f"{section}.strategies = {settings.strategies!r}: must name some of ft, md, sd"
+
+
+def _of_espresso(run: RunConfig) -> Iterator[str]:
+    settings = run.espresso
+    sampled = settings.gmm and settings.mixture_fit == "sampled"
+    if sampled and settings.noise_draws < settings.components:
+        yield (
+            f"espresso.noise-draws = {settings.noise_draws}: must be at least espresso.components "
+            f"= {settings.components}, or a class with one image has too few latents for its "
+            "mixture"
+        )
+    if settings.z_sampling and settings.inversion_guidance >= settings.guidance:
+        yield (
+            f"espresso.inversion-guidance = {settings.inversion_guidance:g}: must be below "
+            f"espresso.guidance = {settings.guidance:g}, or the zig-zag takes guidance away"
+        )
+
+
+def _of_rounds(run: RunConfig) -> Iterator[str]:
+    proxy = run.rounds.proxy.removeprefix("public")
+    if proxy and not _is_absolute(proxy):
+        yield _not_absolute("rounds.proxy", proxy)
+    if run.method == "feddf" and run.data.name == "folder" and run.rounds.proxy == "public":
+        yield (
+            "rounds.proxy = 'public': those are digits; with data.name = 'folder', name a folder "
+            "of unlabelled images"
+        )
+
+
+def _is_absolute(path: str) -> bool:
+    return Path(path).expanduser().is_absolute()
+
+
+def _not_absolute(key: str, path: str) -> str:
+    return (
+        f"{key} = {path!r}: must be an absolute path; Flower starts server and clients in a folder "
+        "of its own"
+    )

@@ -1,0 +1,526 @@
+"""Every key, declared once: its type, its range, what it means, and what it is to a run.
+
+A class is a section of the run-config. A key is part of a run's identity, which a resumption must
+share, unless it is marked `NotIdentity`. Defaults are in pyproject.toml; what no key can say alone
+is in osfl/config/problems.py. docs/configuration.md is made from here (`make docs-pages`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+from osfl.config.markers import Approximate, Doc, NotIdentity, OneOf, Range
+from osfl.methods import METHODS
+from osfl.prompts import fill
+
+Scale = Annotated[float, Range(0, 100)]
+Weight = Annotated[float, Range(0, 1e4)]
+Switch = Annotated[str, OneOf("off", "on", "auto")]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images there are, and how they are cut into clients."""
+
+    name: Annotated[
+        str,
+        OneOf("digits", "folder"),
+        Doc(
+            "Where images come from: the embedded digits, or folders "
+            "(`<data-dir>/{train,test}/<class>/*`)."
+        ),
+    ]
+    partition: Annotated[
+        str,
+        OneOf("domain", "label", "dirichlet", "iid"),
+        Doc(
+            "How the digits are cut into clients: a domain each (feature skew), by label or by a "
+            "Dirichlet distribution over labels (label skew), or at random."
+        ),
+    ]
+    shards_per_client: Annotated[
+        int,
+        Range(1, 1000),
+        Doc(
+            "With partition = label: how many pieces of the label-sorted data a client has, of one "
+            "class or two each (McMahan et al. 2017)."
+        ),
+    ]
+    alpha: Annotated[
+        float,
+        Range(1e-3, 1e6),
+        Doc("With partition = dirichlet: the concentration; smaller is more uneven."),
+    ]
+    classes: Annotated[
+        str,
+        Doc("The classes' names, comma-separated; empty: the digits' own."),
+    ]
+    image_size: Annotated[
+        int,
+        Range(8, 2048),
+        Doc("Pixels on a side of what classifiers see; the kit has a size of its own."),
+    ]
+    root: Annotated[
+        str,
+        Doc(
+            "With name = folder: the absolute path of the folder with all clients' folders, for "
+            "simulations and method = ceiling."
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class ClassifierConfig:
+    """A torchvision classifier and its training (SGD)."""
+
+    architecture: Annotated[
+        str,
+        Doc(
+            "A torchvision model. The clients' may be several, comma-separated: a simulated client "
+            "i takes the i-th, and so on in turn."
+        ),
+    ]
+    small_stem: Annotated[
+        bool,
+        Doc("Whether the first layers keep the resolution, for images of some 32 pixels."),
+    ]
+    init: Annotated[
+        str,
+        Doc(
+            "The first weights: kit, the kit's; imagenet, torchvision's; none, random; or the "
+            "absolute path of a file of weights (safetensors, or torchvision's .pth), or of a "
+            "folder of `<architecture>.*` for several architectures."
+        ),
+    ]
+    epochs: Annotated[int, Range(1, 10_000), Doc("Passes over the images.")]
+    batch_size: Annotated[int, Range(2, 65_536), Doc("Images in a step.")]
+    lr: Annotated[float, Range(1e-8, 100), Doc("Learning rate.")]
+    momentum: Annotated[float, Range(0, 0.9999), Doc("Momentum of SGD.")]
+    weight_decay: Annotated[float, Range(0, 1), Doc("Weight decay of SGD.")]
+    precision: Annotated[
+        str,
+        OneOf("auto", "float32", "bfloat16"),
+        Doc("Of the products in training; bfloat16 is mixed; auto: bfloat16 on a GPU that has it."),
+    ]
+
+
+@dataclass(frozen=True)
+class SynthesisConfig:
+    """What the server renders, and on what."""
+
+    images_per_class: Annotated[
+        int, Range(1, 1_000_000), Doc("R: images of every class of each client.")
+    ]
+    steps: Annotated[int, Range(2, 999), Doc("Denoising steps of an image.")]
+    unit_size: Annotated[int, Range(1, 4096), Doc("Images that are committed to disk together.")]
+    batch_size: Annotated[
+        int,
+        Range(0, 4096),
+        Doc("Images of a unit in one batch; 0: the fastest, by a measurement."),
+    ]
+    units_at_once: Annotated[
+        int,
+        Range(0, 1024),
+        Doc(
+            "On a CPU without workers: units that are sampled side by side, each with its share of "
+            "the cores; 0: the faster of one and one a core, by a measurement."
+        ),
+    ]
+    prompt: Annotated[str, Doc("The prompt of a class; `{class}` stands for its name.")]
+    workers: Annotated[
+        int,
+        Range(0, 10_000),
+        Doc("Ray actors, each on a device of its own; 0: the server's own process alone."),
+        NotIdentity(),
+    ]
+    threads: Annotated[
+        int,
+        Range(0, 1024),
+        Doc("CPU threads of a worker; 0: its share of the machine's cores."),
+    ]
+    ray_address: Annotated[
+        str,
+        Doc("Address of a Ray cluster; empty: this machine."),
+        NotIdentity(),
+    ]
+    dtype: Annotated[
+        str,
+        OneOf("float32", "bfloat16", "float16", "auto"),
+        Doc("Number format of the networks; auto: the faster of float32 and bfloat16."),
+    ]
+    attention: Annotated[
+        str,
+        OneOf("default", "flash", "efficient", "cudnn", "math", "auto"),
+        Doc("Which of torch's attention implementations; default: torch's choice; auto: fastest."),
+    ]
+    memory_format: Annotated[
+        str,
+        OneOf("contiguous", "channels-last", "auto"),
+        Doc("Order of an image's numbers in memory; auto: the faster, by a measurement."),
+    ]
+    compile: Annotated[
+        Switch,
+        Doc("Whether torch compiles the networks; auto: on a GPU the faster, by a measurement."),
+    ]
+    solver: Annotated[
+        str,
+        OneOf("ddim", "dpm-solver++", "unipc"),
+        Doc("How a denoising step is taken."),
+        Approximate("ddim", "solver {solver}"),
+    ]
+    guided_from: Annotated[
+        int,
+        Range(0, 1000),
+        Doc("The lowest timestep that is guided; outside, the condition alone predicts."),
+        Approximate(0, "guidance at timesteps {guided_from} to {guided_to} alone"),
+    ]
+    guided_to: Annotated[
+        int,
+        Range(0, 1000),
+        Doc("The highest timestep that is guided."),
+        Approximate(1000, "guidance at timesteps {guided_from} to {guided_to} alone"),
+    ]
+    cache_interval: Annotated[
+        int,
+        Range(1, 100),
+        Doc("Of so many steps, one computes the UNet's inner blocks; 1: every step."),
+        Approximate(1, "the UNet's inner blocks at one of {cache_interval} steps"),
+    ]
+    small_decoder: Annotated[
+        str,
+        Doc(
+            "Through which a classifier that guides sees the image: kit (its `small_decoder/`), or "
+            "a folder or hub id such as `madebyollin/taesd`; empty: the decoder itself."
+        ),
+        Approximate("", "guidance through a small decoder", methods=("fedlmg", "fedcado")),
+    ]
+    checkpointing: Annotated[
+        Switch,
+        Doc(
+            "Whether classifier guidance computes activations again for a gradient: less memory, "
+            "more time; auto: on a GPU."
+        ),
+        NotIdentity(),
+    ]
+
+    def prompts(self, names: Iterable[str]) -> list[str]:
+        """The prompt of every class."""
+        return [fill(self.prompt, {"class": name}) for name in names]
+
+
+@dataclass(frozen=True)
+class PromptsOnlyConfig:
+    """prompts-only: classifier-free guidance on the class prompt."""
+
+    guidance: Annotated[Scale, Doc("Guidance scale.")]
+
+
+@dataclass(frozen=True)
+class PromptsDomainConfig:
+    """prompts-domain: classifier-free guidance on a prompt that names class and domain."""
+
+    guidance: Annotated[Scale, Doc("Guidance scale.")]
+    prompt: Annotated[str, Doc("The prompt; `{domain}` and `{class}` stand for the names.")]
+
+
+@dataclass(frozen=True)
+class ConditionTraining:
+    """How a client learns conditions through the frozen diffusion model (Adam)."""
+
+    epochs: Annotated[int, Range(1, 100_000), Doc("S: passes over a condition's images.")]
+    steps: Annotated[
+        int,
+        Range(0, 10_000_000),
+        Doc("Steps of every condition, in place of epochs; 0: epochs."),
+    ]
+    batch_size: Annotated[int, Range(1, 4096), Doc("Images of one condition in a step.")]
+    at_once: Annotated[
+        int,
+        Range(1, 100_000),
+        Doc("Conditions that share a UNet batch; fewer take less memory and give the same."),
+    ]
+    lr: Annotated[float, Range(1e-8, 1000), Doc("Learning rate of Adam.")]
+
+
+@dataclass(frozen=True)
+class FedDEOConfig(ConditionTraining):
+    """FedDEO: descriptions, a learned condition of every class."""
+
+    guidance_text: Annotated[Scale, Doc("Guidance scale of the prompt; 0: without it.")]
+    guidance_description: Annotated[Scale, Doc("Guidance scale of the description.")]
+
+
+@dataclass(frozen=True)
+class FedLMGConfig:
+    """FedLMG: classifier guidance, and the global model's training."""
+
+    guidance: Annotated[Scale, Doc("Scale of classifier-free guidance.")]
+    classifier_weight: Annotated[
+        Weight, Doc("Weight of the classifier's cross-entropy in L; 0: without it.")
+    ]
+    bn_weight: Annotated[
+        Weight, Doc("lambda: weight of the BatchNorm statistics' loss in L; 0: without it.")
+    ]
+    bn_statistics: Annotated[
+        str,
+        OneOf("image", "unit"),
+        Doc(
+            "Whose statistics are compared: of each image alone, as in the papers, or of a whole "
+            "unit, which mixes the classes."
+        ),
+    ]
+    gradient_scale: Annotated[float, Range(0, 1e6), Doc("Factor of L's gradient; 1 in the paper.")]
+    gradient: Annotated[
+        str,
+        OneOf("full", "x0"),
+        Doc("Through the UNet (full), or at its estimate of the image (x0), for half the cost."),
+        Approximate("full", "the classifier's gradient at x0"),
+    ]
+    strategies: Annotated[str, Doc("Global models to train, comma-separated, of ft, md and sd.")]
+    distillation_weight: Annotated[Weight, Doc("Weight of the teachers' loss in MD and SD.")]
+    teacher_mean: Annotated[
+        str,
+        OneOf("known-classes", "plain"),
+        Doc("MD's teacher of a class: the mean of the clients that hold it, or of all clients."),
+    ]
+
+
+@dataclass(frozen=True)
+class FedCADOConfig(FedLMGConfig):
+    """FedCADO: FedLMG's guidance, and an initial noise that is edited first."""
+
+    noise_edits: Annotated[int, Range(0, 10_000), Doc("M: edits of the initial noise.")]
+    noise_edit_lr: Annotated[Weight, Doc("eta: step size of an edit.")]
+
+
+@dataclass(frozen=True)
+class OscarConfig:
+    """OSCAR and oscar-pooled: mean caption encodings."""
+
+    guidance: Annotated[Scale, Doc("Guidance scale.")]
+
+
+@dataclass(frozen=True)
+class EspressoConfig(ConditionTraining):
+    """Espresso: clusters' conditions (C), Gaussian mixtures of the noise (G), Z-Sampling (Z)."""
+
+    clusters: Annotated[int, Range(1, 1000), Doc("J: clusters of a class.")]
+    gmm: Annotated[bool, Doc("G: whether z_T comes from Gaussian mixtures; else from plain noise.")]
+    components: Annotated[int, Range(1, 1000), Doc("M: components of a mixture.")]
+    mixture_fit: Annotated[
+        str,
+        OneOf("closed", "sampled"),
+        Doc(
+            "What mixtures are fitted to: clean latents, diffused forward in closed form, or draws "
+            "of noised latents, as the paper words it."
+        ),
+    ]
+    noise_draws: Annotated[
+        int, Range(1, 10_000), Doc("With mixture-fit = sampled: draws of every latent.")
+    ]
+    z_sampling: Annotated[bool, Doc("Z: whether sampling goes in zig-zags.")]
+    z_threshold: Annotated[int, Range(0, 1000), Doc("T_z: zig-zags at the timesteps above it.")]
+    guidance: Annotated[Scale, Doc("gamma_1: guidance scale of a denoising step.")]
+    inversion_guidance: Annotated[Scale, Doc("gamma_2: guidance scale of a zig-zag's way back.")]
+
+
+@dataclass(frozen=True)
+class FGLConfig:
+    """FGL: captions as prompts."""
+
+    guidance: Annotated[Scale, Doc("Guidance scale.")]
+    prompt: Annotated[str, Doc("The prompt; `{class}` and `{caption}` stand for the texts.")]
+    negative_prompt: Annotated[str, Doc("The prompt that guidance leads away from.")]
+
+
+@dataclass(frozen=True)
+class FedDISCConfig:
+    """FedDISC: cluster centres of image embeddings."""
+
+    kit: Annotated[str, Doc("A Stable unCLIP folder or hub id; empty: the run's kit.")]
+    clusters: Annotated[int, Range(1, 1000), Doc("K: clusters of a class.")]
+    noise_level: Annotated[int, Range(0, 999), Doc("Timestep of the noise on image embeddings.")]
+    guidance_cluster: Annotated[Scale, Doc("Guidance scale of a cluster's centre.")]
+    guidance_domain: Annotated[Scale, Doc("Guidance scale of a class's mean.")]
+
+
+@dataclass(frozen=True)
+class FedBiPConfig:
+    """FedBiP: learned words for domain and class, and interpolated latents."""
+
+    epochs: Annotated[int, Range(1, 100_000), Doc("Passes over the client's images.")]
+    steps: Annotated[int, Range(0, 10_000_000), Doc("Steps, in place of epochs; 0: epochs.")]
+    batch_size: Annotated[int, Range(1, 4096), Doc("Images in a step.")]
+    lr: Annotated[float, Range(1e-8, 1000), Doc("Learning rate of Adam.")]
+    guidance: Annotated[Scale, Doc("Guidance scale.")]
+    domain_noise: Annotated[Scale, Doc("Standard deviation of the noise on the domain's word.")]
+
+
+@dataclass(frozen=True)
+class RoundsConfig:
+    """FedAvg and its kin (fedavg, fedprox, feddyn, feddf), which train as `[classifier]` says.
+
+    FedDF ends with a model of `global-model.architecture`.
+    """
+
+    count: Annotated[int, Range(1, 100_000), Doc("Rounds.")]
+    local_epochs: Annotated[
+        int, Range(1, 10_000), Doc("Passes of a client over its images in a round.")
+    ]
+    proximal_mu: Annotated[Weight, Doc("FedProx: weight of the distance to the global model.")]
+    dyn_alpha: Annotated[float, Range(1e-8, 1e4), Doc("FedDyn: weight of the dynamic regulariser.")]
+    proxy: Annotated[
+        str,
+        Doc(
+            "FedDF: the server's unlabelled images: public (the digits' public split), or the "
+            "absolute path of a folder of images."
+        ),
+    ]
+    proxy_images: Annotated[
+        int,
+        Range(2, 10_000_000),
+        Doc("FedDF: how many of them, a seeded sample; all where there are no more."),
+    ]
+    distillation_steps: Annotated[
+        int, Range(1, 1_000_000), Doc("FedDF: steps of distillation after every round.")
+    ]
+    distillation_batch_size: Annotated[
+        int, Range(2, 65_536), Doc("FedDF: images in a step of distillation.")
+    ]
+    distillation_lr: Annotated[float, Range(1e-8, 100), Doc("FedDF: learning rate of Adam.")]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What is equal on all nodes of a run."""
+
+    method: Annotated[str, OneOf(*METHODS), Doc("Which method; the table in `osfl/methods.py`.")]
+    job_id: Annotated[
+        str,
+        Doc(
+            "Names the run's folder; the same id again resumes the run. Empty: the method and "
+            "Flower's run id."
+        ),
+        NotIdentity(),
+    ]
+    seed: Annotated[int, Range(0, 2**31 - 1), Doc("What all randomness comes from.")]
+    num_clients: Annotated[
+        int,
+        Range(1, 100_000),
+        Doc(
+            "How many clients to wait for, and how many a simulation has; more nodes than that "
+            "are spares."
+        ),
+    ]
+    min_clients: Annotated[
+        int,
+        Range(0, 100_000),
+        Doc("With how many payloads the run goes on at the deadline; 0: all."),
+        NotIdentity(),
+    ]
+    join_timeout: Annotated[
+        float, Range(1, 1e7), Doc("Seconds to wait for clients to appear."), NotIdentity()
+    ]
+    deadline: Annotated[float, Range(1, 1e7), Doc("Seconds to wait for payloads."), NotIdentity()]
+    test_timeout: Annotated[
+        float,
+        Range(1, 1e7),
+        Doc("Seconds to wait for the clients' test of each global model."),
+        NotIdentity(),
+    ]
+    max_payload_mb: Annotated[
+        float,
+        Range(1e-3, 1e5),
+        Doc("The largest payload that is taken, in MB; a VGG-16 at 224 px has 537."),
+        NotIdentity(),
+    ]
+    runs_dir: Annotated[
+        str,
+        Doc("Folder of all runs, an absolute path; empty: `$OSFL_RUNS`, else `~/.osfl/runs`."),
+        NotIdentity(),
+    ]
+    kit: Annotated[
+        str,
+        Doc(
+            "The diffusion model and its kin: a shipped kit, an absolute path, or a hub id such as "
+            "`stable-diffusion-v1-5/stable-diffusion-v1-5`. Node-config kit goes first."
+        ),
+    ]
+    captioner: Annotated[str, Doc("A BLIP folder or hub id; empty: the kit's.")]
+    image_encoder: Annotated[str, Doc("A DINOv2 or CLIP folder or hub id; empty: the kit's.")]
+    device: Annotated[
+        str,
+        Doc("The server's: auto, cpu, cuda, cuda:1, and so on; a client's is in its node-config."),
+        NotIdentity(),
+    ]
+    checkpointing: Annotated[
+        Switch,
+        Doc(
+            "Whether clients learn conditions in less memory and more time; auto: on a GPU. "
+            "Node-config checkpointing goes first."
+        ),
+        NotIdentity(),
+    ]
+    data: DataConfig
+    classifier: Annotated[ClassifierConfig, Doc("The clients' classifiers.")]
+    global_model: Annotated[ClassifierConfig, Doc("The server's global model.")]
+    synthesis: SynthesisConfig
+    prompts_only: PromptsOnlyConfig
+    prompts_domain: PromptsDomainConfig
+    feddeo: FedDEOConfig
+    fedlmg: FedLMGConfig
+    fedcado: FedCADOConfig
+    oscar: OscarConfig
+    espresso: EspressoConfig
+    fgl: FGLConfig
+    feddisc: FedDISCConfig
+    fedbip: FedBiPConfig
+    rounds: RoundsConfig
+
+    @property
+    def sampling_kit(self) -> str:
+        """The diffusion model's kit; FedDISC has one of its own."""
+        return (self.feddisc.kit if self.method == "feddisc" else "") or self.kit
+
+    @property
+    def needed_clients(self) -> int:
+        """With how many clients a run goes on."""
+        return self.min_clients or self.num_clients
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """What differs by machine: `flower-supernode --node-config`, or given by the simulation."""
+
+    partition_id: Annotated[
+        int, Doc("Which part of an embedded data set this node holds; -1: none.")
+    ] = -1
+    num_partitions: Annotated[int, Doc("How many parts there are.")] = 0
+    client_id: Annotated[str, Doc("The client's name; empty: `client-<partition-id>`.")] = ""
+    data_dir: Annotated[
+        str,
+        Doc(
+            "The folder with `{train,test}/<class>/*`; empty: the partition-id-th folder of "
+            "`data.root`."
+        ),
+    ] = ""
+    kit: Annotated[str, Doc("Where the kit is on this machine; empty: the run's.")] = ""
+    device: Annotated[str, Doc("auto, cpu, cuda, cuda:1, and so on.")] = "auto"
+    architecture: Annotated[
+        str, Doc("This client's classifier, one that the run allows; empty: the run's.")
+    ] = ""
+    domain: Annotated[
+        str, Doc("The domain's name, for prompts-domain; empty: the simulation's.")
+    ] = ""
+    cache_dir: Annotated[
+        str,
+        Doc(
+            "Where finished payloads are kept until the server has them; empty: `$OSFL_CACHE`, "
+            "else `~/.osfl/cache`."
+        ),
+    ] = ""
+    checkpointing: Annotated[
+        str,
+        OneOf("off", "on", "auto", ""),
+        Doc("As the run-config's; empty: the run's."),
+    ] = ""
