@@ -81,16 +81,7 @@ app = ClientApp(mods=[plain_errors])
 def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
-    check_images(config.data, node)
-    kit = _kit(config, node)
-    _same_kit(message, config, kit)
-    _check_encoders(config)
-    if METHODS[config.method].payload == "Classifier":
-        initial_weights(config.classifier, kit, "classifier.init")
-    if node.device not in ("auto", "cpu"):
-        from osfl.devices import pick_device
-
-        pick_device(node.device)
+    _same_kit(message, config, check_node(config, node))
     record = ConfigRecord(
         {
             "client": client,
@@ -99,6 +90,28 @@ def join(message: Message, context: Context) -> Message:
         }
     )
     return Message(RecordDict({"join": record}), reply_to=message)
+
+
+def check_node(config: RunConfig, node: NodeConfig) -> str:
+    """Whether a node has all that it needs to take part, before any work; returns its kit.
+
+    Args:
+        config: with the node's own classifier (`own_settings`).
+
+    Raises:
+        ConfigError, DataError, KitError, FileNotFoundError: it lacks images, a part of the kit, the
+            initial weights or the device.
+    """
+    check_images(config.data, node)
+    kit = _kit(config, node)
+    _check_encoders(config)
+    if METHODS[config.method].payload == "Classifier":
+        initial_weights(config.classifier, kit, "classifier.init")
+    if node.device not in ("auto", "cpu"):
+        from osfl.devices import pick_device
+
+        pick_device(node.device)
+    return kit
 
 
 @app.train()
@@ -145,25 +158,30 @@ def evaluate(message: Message, context: Context) -> Message:
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """(run-config, node-config, client id), checked."""
     config, node = parse_run_config(context.run_config), parse_node_config(context.node_config)
+    return own_settings(config, node, context.node_id)
+
+
+def own_settings(
+    config: RunConfig, node: NodeConfig, node_id: int = 0
+) -> tuple[RunConfig, NodeConfig, str]:
+    """(run-config with this client's own classifier, node-config, client id).
+
+    Raises:
+        ConfigError: a client id that can be no file's name, or a classifier that is not the run's.
+        DataError: `data.root` has no folder for the node.
+    """
     if folder := simulated_folder(config.data, node):
         own_name = folder.name
     else:
-        own_name = (
-            f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{context.node_id}"
-        )
+        own_name = f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{node_id}"
     client = node.client_id or own_name
     if not is_identifier(client):
         raise ConfigError(
             f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not "
             "'average'"
         )
-    return (
-        replace(
-            config, classifier=replace(config.classifier, architecture=_architecture(config, node))
-        ),
-        node,
-        client,
-    )
+    classifier = replace(config.classifier, architecture=_architecture(config, node))
+    return replace(config, classifier=classifier), node, client
 
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:

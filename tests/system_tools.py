@@ -20,7 +20,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from osfl.cli import certs
-from osfl.cli.launch import _free_ports, end_process_tree, flower_environment
+from osfl.cli.launch import end_process_tree, flower_environment, free_ports
 
 BIN = Path(sys.executable).parent
 # Every client that is simulated at the same time is a process that imports torch: half of what a small run costs.
@@ -120,7 +120,7 @@ class Federation:
     def begin_superlink(self, isolation: str = "subprocess") -> None:
         """Start it with the keys and the database that are there, and wait for its health."""
         if not self.control:
-            self.control, self.fleet = _free_ports(2)
+            self.control, self.fleet = free_ports(2)
         authority = self.keys / "ca.crt"
         (self.folder / "flwr").mkdir(exist_ok=True)
         (self.folder / "flwr" / "config.toml").write_text(
@@ -222,7 +222,7 @@ class Federation:
 
         It calls the SuperLink at the port `fleet`, where something may stand between them.
         """
-        (port,) = _free_ports(1)
+        (port,) = free_ports(1)
         where = [
             "--isolation",
             isolation,

@@ -22,7 +22,7 @@ from client_app import decoded, work
 from client_app.decoded import files_key, load_once
 from client_app.methods import classifier, espresso, fedbip, feddeo, feddisc, fgl, oscar
 from client_app.methods.oscar import mean_encoding
-from osfl.cli import main as cli
+from osfl.cli import display
 from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data.load import Images
@@ -86,7 +86,7 @@ def test_what_a_client_wrote_is_what_the_terminal_shows(tmp_path: Path) -> None:
     for said in ("encoding image 8 of 100", "step 0 of 40"):
         what, done, _, total = said.rsplit(" ", 3)
         work._Progress(folder)(int(done), int(total), what)
-        table = cli._clients({"client-0": "asked"}, tmp_path)
+        table = display.client_rows({"client-0": "asked"}, tmp_path)
         assert list(table.columns[1].cells) == [said]
 
 
@@ -155,12 +155,12 @@ def test_what_follows_the_display_begins_a_line(
 ) -> None:
     """Where the output is no terminal too; the phase is shown with the step of the unit."""
     written = io.StringIO()
-    monkeypatch.setattr(cli, "console", Console(file=written, width=120))
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(display, "console", Console(file=written, width=120))
+    monkeypatch.setattr(display.time, "sleep", lambda seconds: None)
     state = {"phase": "synthesis", "clients": {"a": "joined"}, "done": 1, "total": 2}
     (tmp_path / "status.json").write_text(json.dumps({**state, "step": [7, 20]}))
-    cli._watch(Ending(2), tmp_path, tmp_path)  # type: ignore[arg-type]
-    cli.console.print("error the run failed")
+    display.watch(Ending(2), tmp_path, tmp_path)  # type: ignore[arg-type]
+    display.console.print("error the run failed")
     *before, last = written.getvalue().splitlines()
     assert last == "error the run failed"
     assert any("synthesis step 7 of 20" in line for line in before)

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from osfl.cli import launch
-from osfl.cli import main as cli
+from osfl.cli.run import _run_on
 from osfl.config import ClassifierConfig, ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
 from osfl.models import classifiers
@@ -302,7 +302,7 @@ def test_a_federation_that_fails_or_is_out_of_sight_is_told(
     monkeypatch.setattr(launch, "outcome", lambda *_: next(answers))
     monkeypatch.setattr(launch, "follow_log", lambda *_: None)
     with pytest.raises(launch.LaunchError, match=said):
-        cli._run_on("there", {}, "job")
+        _run_on("there", {}, "job")
 
 
 def test_the_local_superlink_listens_on_loopback_only(

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from client_app.app import ClientError, plain_errors
 from client_app.app import app as client_app
 from osfl.cli import compare, launch
-from osfl.cli.main import _clients, _print_error, console
+from osfl.cli.display import client_rows, console, print_error
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.parts import DataError
@@ -354,13 +354,13 @@ def test_tables_on_a_terminal_show_words_as_they_are(
     assert shown.output.count("[bold red]x[/] :skull:") >= 3
     states = {"a[/]\x1b[2J": words, "[red]": "asked"}
     with console.capture() as captured:
-        console.print(_clients(states, tmp_path))
+        console.print(client_rows(states, tmp_path))
     assert "[red]" in captured.get()
     assert is_clean(captured.get().replace(f"{ESC}[", ""))
 
 
 def test_an_error_on_a_terminal_is_plain(capsys: pytest.CaptureFixture) -> None:
-    _print_error(ConfigError(a_hostile_line("x") + "\nsecond"))
+    print_error(ConfigError(a_hostile_line("x") + "\nsecond"))
     shown = capsys.readouterr().out
     assert is_clean(shown)
     assert "[bold red]x[/] :skull:" in shown

@@ -44,6 +44,8 @@ KEEP_MEMORY = {
 }
 
 
+# Where the app's packages lie: a checkout, or site-packages.
+PACKAGES = Path(__file__).resolve().parents[2]
 # `flwr list osfl` and its kin take a folder `osfl` where they are called, a checkout's say, for an app
 # of older days: they are called where there is none.
 HERE = Path(__file__).parent
@@ -56,38 +58,41 @@ class LaunchError(RuntimeError):
     """A run that could not be started or did not finish; the message says why."""
 
 
-def app_folder() -> Path:
-    """The checkout that is installed: the Flower app with its pyproject.toml.
+def shipped(name: str) -> Path:
+    """What the Flower app has beside its packages: `pyproject.toml`, `LICENSE`, `configs`.
+
+    They lie in the checkout's root, or where the wheel puts them: in `osfl_app`.
 
     Raises:
-        LaunchError: osfl was not installed from a checkout.
+        LaunchError: this installation lacks it.
     """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "server_app").is_dir() or not (root / "pyproject.toml").is_file():
-        raise LaunchError(
-            "osfl run needs the project's checkout: clone it and install it with `pip install -e '.[simulation]'`"
-        )
-    return root
+    for folder in (PACKAGES, PACKAGES / "osfl_app"):
+        if (folder / "pyproject.toml").is_file() and (folder / name).exists():
+            return folder / name
+    raise LaunchError(
+        f"this installation lacks {name}: install osfl again, from a wheel, or from a checkout "
+        "with `pip install -e '.[simulation]'`"
+    )
 
 
 def copy_app(folder: Path) -> Path:
-    """What Flower's bundle is made of, in a new folder: of a checkout it matches every file in .venv and runs, for many seconds."""
-    root = app_folder()
+    """What Flower's bundle is made of, in a new folder.
+
+    Of a checkout, Flower would match every file in .venv and runs, for many seconds.
+    """
     for package in ("osfl", "client_app", "server_app"):
         shutil.copytree(
-            root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
+            PACKAGES / package, folder / package, ignore=shutil.ignore_patterns("__pycache__")
         )
-    shutil.copy(root / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(shipped(name), folder)
     return folder
 
 
 def default_config() -> dict[str, Scalar]:
     """Every run-config key with its default, from pyproject.toml."""
-    return flatten_dict(
-        tomllib.loads((app_folder() / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
-            "config"
-        ]
-    )
+    project = tomllib.loads(shipped("pyproject.toml").read_text())
+    return flatten_dict(project["tool"]["flwr"]["app"]["config"])
 
 
 def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scalar]]:
@@ -121,13 +126,30 @@ def _value(key: str, text: str, known: dict[str, Scalar]) -> Scalar:
 
 
 def _read_toml(name: str) -> dict[str, Scalar]:
-    file = Path(name)
-    if not file.is_file():
-        raise ConfigError(f"{name!r}: no such file, and not key=value")
+    file = find_config(name)
     try:
         return flat_toml(tomllib.loads(file.read_text()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
+
+
+def find_config(name: str) -> Path:
+    """A file of settings: here, or of those that come with osfl, such as configs/demo.toml.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    file = Path(name)
+    if file.is_file():
+        return file
+    ours = shipped("configs")
+    found = ours.parent / file
+    if file.parts[:1] == (ours.name,) and ".." not in file.parts and found.is_file():
+        return found
+    names = sorted(path.relative_to(ours.parent).as_posix() for path in ours.rglob("*.toml"))
+    raise ConfigError(
+        f"{name!r}: no such file, and not key=value. With osfl come: {', '.join(names)}"
+    )
 
 
 def flat_toml(table: dict[str, Any]) -> dict[str, Scalar]:
@@ -149,6 +171,34 @@ def _flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
             yield prefix + key, value
         else:
             raise ConfigError(f"{prefix}{key} = {value}: must be a text, a number, true or false")
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or the first above it that is there."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
+def check_disk(runs: Path, needed: int) -> str:
+    """Whether a run's folder can be written, and has room; says how much there is.
+
+    Args:
+        runs: where the run's folder will be.
+        needed: bytes.
+
+    Raises:
+        LaunchError: it cannot, or it has not.
+    """
+    folder = nearest_folder(runs)
+    if not os.access(folder, os.W_OK):
+        raise LaunchError(f"{folder} cannot be written. Make it yours, or name another: --runs")
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise LaunchError(
+            f"{folder} has {free / 1e6:,.0f} MB free; this run takes about {needed / 1e6:,.0f} MB. "
+            "Make room, or name another folder: --runs"
+        )
+    return f"{free / 1e9:,.1f} GB free in {folder}; a run takes at most {needed / 1e9:,.1f} GB"
 
 
 def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
@@ -178,13 +228,12 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         the environment in which `flwr` finds it as the connection `osfl`.
     """
     with tempfile.TemporaryDirectory(prefix="osfl-flower-") as scratch:
-        home, empty = (
-            Path(scratch) / "home",
-            Path(scratch) / "empty",
-        )  # simulated clients import from the SuperLink's folder
+        home = Path(scratch) / "home"
+        # Simulated clients import from the SuperLink's folder
+        empty = Path(scratch) / "empty"
         home.mkdir()
         empty.mkdir()
-        port, fleet = _free_ports(2)
+        port, fleet = free_ports(2)
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "osfl"\n\n[superlink.osfl]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
@@ -222,7 +271,8 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
             log.close()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens on, on loopback."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:

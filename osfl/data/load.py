@@ -120,11 +120,14 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
 
 def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> int:
     """How many images this node has; none is opened."""
-    return len(
-        list_folder(config, node, split)
-        if config.name == "folder"
-        else _digits_partition(config, node, split, seed)
-    )
+    return len(image_labels(config, node, split, seed))
+
+
+def image_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) -> list[int]:
+    """The labels of this node's images, one an image; none is opened."""
+    if config.name == "folder":
+        return [label for _, label in list_folder(config, node, split)]
+    return list(_digits_partition(config, node, split, seed)["label"])
 
 
 def _load_folder(config: DataConfig, node: NodeConfig, split: str, fit: Fit) -> Images:

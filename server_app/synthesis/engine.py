@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from filelock import FileLock
 
 from osfl.config import SynthesisConfig
+from osfl.costs import FlopMeter, Stopwatch
 from osfl.devices import saves_memory
 from osfl.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
 from osfl.models.diffusion import Attention, Kit, Sampling, load_kit, load_small_decoder
@@ -33,6 +35,7 @@ NETWORKS = ("dtype", "attention", "memory_format", "compile")
 CHOSEN = (*NETWORKS, "batch_size", "units_at_once")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REPEATS = 5  # passes that are timed, after two that are not
+LOOK_SECONDS = 5.0  # at how fast a machine is, for an estimate
 # A batch that takes so much longer an image than the best one ends the search for a larger one.
 NO_GAIN = 1.1
 
@@ -239,22 +242,47 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
 
 
 @torch.no_grad()
-def _seconds(kit: Kit, batch: int) -> float:
+def _seconds(kit: Kit, batch: int, repeats: int = REPEATS) -> float:
     """The median of a UNet pass."""
-    z, c = (
-        torch.randn(batch, *kit.latent_shape, device=kit.device),
-        kit.text([""]).expand(batch, -1, -1),
-    )
-    width = kit.unet.config.get("projection_class_embeddings_input_dim")
-    image = torch.randn(batch, width, device=kit.device) if width else None
+    one_pass = unet_pass(kit, batch)
     taken = []
-    for number in range(2 + REPEATS):
+    for number in range(2 + repeats):
         began = time.perf_counter()
-        kit.eps(z, torch.tensor(500, device=kit.device), c, image)
+        one_pass()
         if kit.device.type == "cuda":
             torch.cuda.synchronize(kit.device)
         taken += [time.perf_counter() - began] if number >= 2 else []
     return median(taken)
+
+
+def unet_pass(kit: Kit, batch: int) -> Callable[[], torch.Tensor]:
+    """A UNet pass over random latents, to be counted or timed."""
+    z = torch.randn(batch, *kit.latent_shape, device=kit.device)
+    c = kit.text([""]).expand(batch, -1, -1)
+    width = kit.unet.config.get("projection_class_embeddings_input_dim")
+    image = torch.randn(batch, width, device=kit.device) if width else None
+    return partial(kit.eps, z, torch.tensor(500, device=kit.device), c, image)
+
+
+@torch.no_grad()
+def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
+    """What a row of a UNet pass takes on this machine, by a look of some seconds.
+
+    The best of growing batches: what else the machine does can only slow one down.
+
+    Args:
+        most: rows of the largest batch that is tried.
+    """
+    rows = min(2, most)
+    meter = FlopMeter()
+    meter.run("pass", unet_pass(kit, rows))
+    flops = meter.total / rows
+    watch = Stopwatch()
+    best = _seconds(kit, rows, repeats=1) / rows
+    while rows < most and watch.seconds < LOOK_SECONDS:
+        rows = min(2 * rows, most)
+        best = min(best, _seconds(kit, rows, repeats=1) / rows)
+    return best, flops
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,0 +1,315 @@
+"""`osfl run --dry-run`: what a run would send, draw and take, and whether it can work, before anybody does."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from client_app.app import check_node, own_settings
+from osfl import payloads, wire
+from osfl.cli import display, launch
+from osfl.cli.run import runs_folder
+from osfl.config import ConfigError, NodeConfig, RunConfig, Scalar, flatten, split_names
+from osfl.data.load import domain_name, image_labels
+from osfl.data.parts import DataError, class_names
+from osfl.devices import pick_device
+from osfl.methods import METHODS
+from osfl.models.classifiers import ClassifierError
+from osfl.models.diffusion import Kit
+from osfl.models.kits import KitError, find_kit
+from osfl.payloads import Captions, Domain, Payload
+from osfl.run_folder.report_page import human_bytes, human_flops
+from server_app.app import check_server, needed_bytes
+from server_app.expected import expected_payload
+from server_app.synthesis.engine import load_engine, seconds_and_flops
+from server_app.synthesis.samplers import ddim_schedule
+
+CAPTION = "x" * 50  # FGL's captions have some 50 characters
+DOMAIN = "a name of a domain"
+SHOWN_CLIENTS = 10
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client as far as its settings and the names of its files say.
+
+    Attributes:
+        config: with its own classifier.
+        labels: of its training images, one an image.
+        domain: its name; "" where nobody here knows it.
+    """
+
+    config: RunConfig
+    labels: tuple[int, ...]
+    domain: str = ""
+
+    @property
+    def held(self) -> list[int]:
+        """The labels that occur, ascending."""
+        return sorted(set(self.labels))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the passes of the UNet take, of all images."""
+
+    flops: float
+    seconds: float  # on this machine
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would send, draw and take.
+
+    Attributes:
+        changed: the keys that are not at their defaults.
+        uploads: bytes that each client sends, in all rounds together.
+        images: that the server draws.
+        disk_bytes: of the run's folder, at most.
+        sampling: None for a method that draws nothing.
+    """
+
+    changed: Mapping[str, Scalar]
+    uploads: Mapping[str, int]
+    images: int
+    disk_bytes: int
+    sampling: Sampling | None
+
+
+def show_estimate(settings: Iterable[str], runs: Path | None, connection: str) -> None:
+    """Print the estimate of a run.
+
+    Raises:
+        typer.Exit: it cannot work, and why was said.
+    """
+    with display.named_errors():
+        try:
+            config, _ = launch.resolve_config(settings)
+            launch.check_disk(runs_folder(config, runs, connection), needed_bytes(config))
+            estimate = estimate_run(config, simulated=not connection)
+        except (ClassifierError, DataError, KitError, launch.LaunchError) as error:
+            raise ConfigError(str(error)) from error
+        _show(config, estimate, simulated=not connection)
+
+
+def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
+    changed = Table("key", "value", title=f"{config.method}: settings that are not the defaults")
+    for key, value in estimate.changed.items():
+        changed.add_row(key, display.words(value))
+    if estimate.changed:
+        display.console.print(changed)
+    whose = "a client sends" if simulated else "a client that has an image of every class sends"
+    sizes = sorted(estimate.uploads.items())
+    lines = [f"{client} sends {human_bytes(size)}" for client, size in sizes[:SHOWN_CLIENTS]]
+    if not simulated or len(set(estimate.uploads.values())) == 1:
+        lines = [f"{whose} {human_bytes(sizes[0][1])}"]
+    elif len(sizes) > SHOWN_CLIENTS:
+        lines.append(f"and {len(sizes) - SHOWN_CLIENTS} more clients")
+    lines.append(f"all {len(sizes)} together: {human_bytes(sum(estimate.uploads.values()))}")
+    lines.append(f"the server draws {estimate.images} images")
+    if estimate.sampling is not None:
+        lines.append(
+            f"the UNet's share of that: {human_flops(estimate.sampling.flops)}, "
+            f"about {_duration(estimate.sampling.seconds)} on this machine"
+        )
+    lines.append(f"the run's folder takes at most {human_bytes(estimate.disk_bytes)}")
+    for line in lines:
+        display.console.print(display.words(line), highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    """90 to '1.5 min'."""
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.2g} min" if seconds < 3600 else f"{seconds / 3600:,.3g} h"
+
+
+def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
+    """Check a run on this machine, and estimate it.
+
+    Args:
+        simulated: whether the clients are on this machine, too. Else each is taken to have one image
+            of every class.
+
+    Raises:
+        ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: it cannot work; why.
+    """
+    check_server(config)
+    clients = simulated_clients(config) if simulated else unseen_clients(config)
+    uploads = {}
+    for name, client in clients.items():
+        size = upload_bytes(name, client)
+        if size > config.max_payload_mb * 1e6:
+            raise ConfigError(
+                f"max-payload-mb = {config.max_payload_mb:g}: {name} would send "
+                f"{human_bytes(size)}; raise it"
+            )
+        rounds = config.rounds.count if METHODS[config.method].rounds else 1
+        uploads[name] = rounds * size
+    images = sum(drawn_images(client) for client in clients.values())
+    return Estimate(
+        changed_keys(config),
+        uploads,
+        images,
+        needed_bytes(config),
+        sampling_cost(config, images) if METHODS[config.method].samples else None,
+    )
+
+
+def changed_keys(config: RunConfig) -> dict[str, Scalar]:
+    """The keys that are not at their defaults."""
+    usual = launch.default_config()
+    return {key: value for key, value in flatten(config).items() if value != usual[key]}
+
+
+def simulated_clients(config: RunConfig) -> dict[str, Client]:
+    """The clients of a simulation, by their ids; each has what it needs to take part.
+
+    Raises:
+        ConfigError, DataError, FileNotFoundError, KitError: one cannot take part; why.
+    """
+    clients: dict[str, Client] = {}
+    for number in range(config.num_clients):
+        node = NodeConfig(partition_id=number, num_partitions=config.num_clients)
+        own, _, name = own_settings(config, node)
+        check_node(own, node)
+        labels = tuple(image_labels(config.data, node, "train", config.seed))
+        clients[name] = Client(own, labels, domain_name(config.data, node))
+    return clients
+
+
+def unseen_clients(config: RunConfig) -> dict[str, Client]:
+    """Clients on machines of their own, each with one image of every class."""
+    labels = tuple(range(len(class_names(config.data))))
+    architectures = split_names(config.classifier.architecture)
+    clients: dict[str, Client] = {}
+    for number in range(config.num_clients):
+        architecture = architectures[number % len(architectures)]
+        classifier = replace(config.classifier, architecture=architecture)
+        clients[f"client-{number}"] = Client(replace(config, classifier=classifier), labels)
+    return clients
+
+
+# ---- What is sent ----
+
+
+def upload_bytes(name: str, client: Client) -> int:
+    """What a client sends in a round: of a message, its names and numbers, by the tensors' shapes."""
+    method = METHODS[client.config.method]
+    if method.rounds:
+        return _model_bytes(client)
+    if method.payload is None:
+        return 0
+    job_id = client.config.job_id or f"{client.config.method}-s{client.config.seed}"
+    expected = expected_payload(client.config, job_id)(name)
+    held = tuple(expected.classes[label] for label in client.held)
+    sizes = {"classes": len(held), "images": len(client.labels)}
+    tensors: wire.Tensors = {}
+    match method.payload:
+        case "Captions":
+            counts = [client.labels.count(label) for label in client.held]
+            blank: Payload = Captions(held, tuple((CAPTION,) * count for count in counts))
+        case "Domain":
+            blank = Domain(held, client.domain or DOMAIN)
+        case "Classifier":
+            architecture = client.config.classifier.architecture
+            tensors = expected.architectures[architecture]
+            blank = payloads.Classifier(held, architecture, _without_numbers(tensors))
+        case kind:
+            tensors = expected.tensors
+            blank = getattr(payloads, kind)(held, **_without_numbers(tensors))
+    message = wire.encode(blank, client.config.method, job_id, name)
+    return len(message) + _number_bytes(tensors, sizes)
+
+
+def _number_bytes(tensors: wire.Tensors, sizes: Mapping[str, int]) -> int:
+    """Bytes of the tensors' numbers."""
+    total = 0
+    for shape, dtype in tensors.values():
+        dimensions = [sizes[size] if isinstance(size, str) else size for size in shape]
+        total += math.prod(dimensions) * dtype.itemsize
+    return total
+
+
+def _without_numbers(tensors: wire.Tensors) -> dict[str, torch.Tensor]:
+    """Tensors of no numbers, in the place of large ones."""
+    return {name: torch.empty(0, dtype=dtype) for name, (_, dtype) in tensors.items()}
+
+
+def _model_bytes(client: Client) -> int:
+    """The numbers of a client's model."""
+    as_payload = replace(client.config, method="local")
+    expected = expected_payload(as_payload, "rounds")("client")
+    tensors = expected.architectures[client.config.classifier.architecture]
+    return _number_bytes(tensors, {})
+
+
+# ---- What is drawn ----
+
+
+def drawn_images(client: Client) -> int:
+    """How many images the server draws for a client: of the classes that it holds, or nobody says, of all."""
+    config = client.config
+    method = METHODS[config.method]
+    if not method.samples:
+        return 0
+    all_classes = len(class_names(config.data))
+    held = all_classes if method.payload is None else len(client.held)
+    return held * config.synthesis.images_per_class
+
+
+def sampling_cost(config: RunConfig, images: int) -> Sampling:
+    """What the UNet's passes take for so many images, by a short look at how fast it is here."""
+    plain = replace(
+        config.synthesis,
+        dtype="float32" if config.synthesis.dtype == "auto" else config.synthesis.dtype,
+        attention="default",
+        memory_format="contiguous",
+        compile="off",
+        cache_interval=1,
+        small_decoder="",
+    )
+    kit = load_engine(find_kit(config.sampling_kit), pick_device(config.device), plain)
+    batch = min(plain.batch_size or plain.unit_size, plain.unit_size)
+    seconds, flops = seconds_and_flops(kit, branches(config) * batch)
+    rows = images * rows_an_image(config, kit)
+    return Sampling(rows * flops, rows * seconds)
+
+
+def branches(config: RunConfig) -> int:
+    """Rows of a guided UNet pass an image: nothing's, and one a condition."""
+    if config.method == "feddisc":
+        return 3
+    if config.method == "feddeo":
+        scales = (config.feddeo.guidance_text, config.feddeo.guidance_description)
+        return 1 + sum(scale != 0 for scale in scales)
+    return 2
+
+
+def rows_an_image(config: RunConfig, kit: Kit) -> int:
+    """How many rows go through the UNet for an image; a gradient through it counts as one more pass.
+
+    Guidance is taken to be on at every step.
+    """
+    steps = config.synthesis.steps
+    passes = steps * branches(config)
+    match config.method:
+        case "espresso" if config.espresso.z_sampling:
+            above = [t for t, _, _ in ddim_schedule(kit, steps) if t > config.espresso.z_threshold]
+            # Of a zig-zag: a strong step down, and a weak one back
+            weak = 1 if config.espresso.inversion_guidance == 0 else 2
+            return passes + len(above) * (2 + weak)
+        case "fedlmg":
+            return passes * _gradient_passes(config.fedlmg.gradient)
+        case "fedcado":
+            edits = config.fedcado.noise_edits * branches(config)
+            return (passes + edits) * _gradient_passes(config.fedcado.gradient)
+    return passes
+
+
+def _gradient_passes(gradient: str) -> int:
+    """Forward alone, or forward and back to the latents."""
+    return 2 if gradient == "full" else 1

@@ -1,0 +1,47 @@
+"""`osfl methods`: what is known of every method, from where it is stated."""
+
+import inspect
+from dataclasses import replace
+
+from rich.table import Table
+
+from osfl import payloads
+from osfl.cli import display, launch
+from osfl.config import RunConfig, parse_run_config
+from osfl.methods import METHODS, Method
+from osfl.models.used_parts import kit_parts
+
+
+def show_methods() -> None:
+    """Print the table."""
+    display.console.print(method_table())
+
+
+def method_table() -> Table:
+    """A row for every method."""
+    defaults = parse_run_config(launch.default_config())
+    table = Table("method", "a client sends", "it needs of the kit", "server draws", "rounds")
+    for name, method in METHODS.items():
+        table.add_row(
+            name,
+            what_is_sent(method),
+            needed_parts(replace(defaults, method=name)),
+            "yes" if method.samples else "",
+            "many" if method.rounds else "one",
+        )
+    return table
+
+
+def what_is_sent(method: Method) -> str:
+    """In words: the first line that the payload's class has of itself, without whose it is."""
+    if method.rounds:
+        return "its model, in every round"
+    if method.payload is None:
+        return "nothing"
+    about = inspect.getdoc(getattr(payloads, method.payload)) or ""
+    return about.splitlines()[0].partition(": ")[2]
+
+
+def needed_parts(config: RunConfig) -> str:
+    """The folders and files of the kit that a client loads with these settings."""
+    return ", ".join(kit_parts(config)) or "nothing"
