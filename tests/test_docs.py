@@ -18,9 +18,6 @@ CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 COMMAND = re.compile(r"(?:^|[`|&;/ ])osfl ((?:--)?[a-z][a-z-]*)(?: ([a-z]+))?", re.MULTILINE)
-# Documented ahead of their arrival: take each away here once it is there.
-COMING_COMMANDS = {"methods", "doctor"}
-COMING_PAGES = {"configuration.md"}
 CONFIG = re.compile(r"configs/[\w/-]+\.toml")
 
 
@@ -61,8 +58,6 @@ def test_links_anchors_and_pictures_exist(page: Path) -> None:
     for link in links:
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if target.name in COMING_PAGES and not target.exists():
-            continue
         assert target.is_file(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
@@ -92,7 +87,7 @@ def test_every_method_is_named(page: Path) -> None:
 def test_commands_and_config_files_exist(page: Path) -> None:
     there = subcommands()
     for name, sub in COMMAND.findall(code(page)):
-        if name.startswith("--") or name in COMING_COMMANDS:
+        if name.startswith("--"):
             continue
         assert name in there, f"{page.name}: osfl {name}"
         if there[name] and sub:
