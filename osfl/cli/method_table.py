@@ -1,14 +1,12 @@
 """`osfl methods`: what is known of every method, from where it is stated."""
 
-import inspect
 from dataclasses import replace
 
 from rich.table import Table
 
-from osfl import payloads
 from osfl.cli import display, launch
 from osfl.config import RunConfig, parse_run_config
-from osfl.methods import METHODS, Method
+from osfl.methods import METHODS
 from osfl.models.used_parts import kit_parts
 
 
@@ -24,22 +22,12 @@ def method_table() -> Table:
     for name, method in METHODS.items():
         table.add_row(
             name,
-            what_is_sent(method),
+            method.sends,
             needed_parts(replace(defaults, method=name)),
             "yes" if method.samples else "",
             "many" if method.rounds else "one",
         )
     return table
-
-
-def what_is_sent(method: Method) -> str:
-    """In words: the first line that the payload's class has of itself, without whose it is."""
-    if method.rounds:
-        return "its model, in every round"
-    if method.payload is None:
-        return "nothing"
-    about = inspect.getdoc(getattr(payloads, method.payload)) or ""
-    return about.splitlines()[0].partition(": ")[2]
 
 
 def needed_parts(config: RunConfig) -> str:
