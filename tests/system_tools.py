@@ -20,7 +20,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from osfl.cli import certs
-from osfl.cli.launch import free_ports, end_process_tree, flower_environment
+from osfl.cli.launch import end_process_tree, flower_environment, free_ports
 
 BIN = Path(sys.executable).parent
 # Every client that is simulated at the same time is a process that imports torch: half of what a small run costs.
