@@ -3,7 +3,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
-.PHONY: help setup demo compose-demo test test-unit lint proto requirements kit mutants docs docs-pages
+.PHONY: help setup demo compose-demo test test-unit lint test-newest-flower proto requirements kit mutants docs docs-pages
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,15 @@ test: lint ## everything: lint, types, unit and system tests
 
 test-unit: setup ## unit tests only
 	$(BIN)/pytest -m "not system"
+
+NEWEST := .venv-newest-flower
+
+test-newest-flower: | $(UV) ## the simulation on the newest Flower, in an environment of its own; optional, and may fail
+	test -x $(NEWEST)/bin/python || $(UV) venv --quiet --python ">=3.11,<3.14" $(NEWEST)
+	sed 's/flwr==[0-9.]*/flwr/; s/flwr\[simulation\]==[0-9.]*/flwr[simulation]/' pyproject.toml > $(NEWEST)/pyproject.toml
+	$(UV) pip install --quiet --upgrade --python $(NEWEST)/bin/python -r $(NEWEST)/pyproject.toml --all-extras
+	$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --editable .
+	$(NEWEST)/bin/python -m pytest -n 1 tests/system/test_simulation.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

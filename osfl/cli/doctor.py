@@ -8,7 +8,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
@@ -107,7 +107,7 @@ def check_python(found: str) -> Finding:
     return Finding(FAIL, "Python", f"{found}; osfl needs {allowed}", cure)
 
 
-def check_packages(requirements: Iterable[str]) -> Iterator[Finding]:
+def check_packages(requirements: Sequence[str]) -> Iterator[Finding]:
     """Whether the packages are there that osfl asks for; without those of a role, a warning.
 
     Args:
@@ -116,7 +116,9 @@ def check_packages(requirements: Iterable[str]) -> Iterator[Finding]:
     wrong: dict[str, list[str]] = {}
     for requirement in map(Requirement, requirements):
         extra = _extra_of(requirement)
-        if extra not in ("dev", "docs") and (problem := _package_problem(requirement)):
+        if extra in ("dev", "docs") or requirement.name in ("osfl", "flwr"):
+            continue
+        if problem := _package_problem(requirement):
             wrong.setdefault(extra, []).append(problem)
     flower = Requirement(next(r for r in requirements if Requirement(r).name == "flwr"))
     yield _flower(flower)
@@ -138,8 +140,6 @@ def _extra_of(requirement: Requirement) -> str:
 
 def _package_problem(requirement: Requirement) -> str:
     """What is wrong with an installed package; "" for nothing."""
-    if requirement.name == "osfl":
-        return ""
     try:
         found = version(requirement.name)
     except PackageNotFoundError:

@@ -35,7 +35,7 @@ NETWORKS = ("dtype", "attention", "memory_format", "compile")
 CHOSEN = (*NETWORKS, "batch_size", "units_at_once")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REPEATS = 5  # passes that are timed, after two that are not
-LOOK_SECONDS = 5.0  # at how fast a machine is, for an estimate
+LOOK_SECONDS = 15.0  # at how fast a machine is, for an estimate
 # A batch that takes so much longer an image than the best one ends the search for a larger one.
 NO_GAIN = 1.1
 

@@ -1,0 +1,112 @@
+"""`osfl run --dry-run`: what it says is what the run then does, and what cannot work is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import LoopGrid, quick
+from typer.testing import CliRunner
+
+from client_app.app import app as client_app
+from osfl.cli import estimate
+from osfl.cli.main import app as cli
+from osfl.config import parse_run_config
+from osfl.models.diffusion import load_kit
+from server_app.app import run_job
+
+SAMPLES_NOTHING = ("local", "fedavg")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("prompts-only", "prompts-domain", "feddeo", "oscar-pooled", "espresso", "fedbip"),
+        *("fedlmg", *SAMPLES_NOTHING),
+    ],
+)
+def test_what_is_estimated_is_what_is_sent_and_drawn(
+    method: str, home: Path, tiny_kit: Path
+) -> None:
+    config = quick(method=method, kit=str(tiny_kit), job_id="job", synthesis__images_per_class=2)
+    estimated = estimate.estimate_run(parse_run_config(config))
+    nodes = [{"partition-id": k, "num-partitions": 2} for k in range(2)]
+    run_job(LoopGrid(client_app, config, nodes), parse_run_config(config), "job")
+    metrics = json.loads((home / "runs" / "job" / "metrics.json").read_text())
+    assert set(estimated.uploads) == set(metrics["clients"])
+    for client, about in metrics["clients"].items():
+        assert estimated.uploads[client] == pytest.approx(about["upload_bytes"], rel=0.05)
+    assert estimated.images == metrics["server"]["synthetic_images"]
+    assert estimated.changed["method"] == method or method == "feddeo"
+    if method in SAMPLES_NOTHING:
+        assert estimated.sampling is None
+    else:
+        assert estimated.sampling is not None
+        assert estimated.sampling.seconds > 0
+        assert estimated.sampling.flops > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "rows"),
+    [
+        # Two branches in two steps
+        ("prompts-only", {}, 4),
+        # The prompt's branch is there when its scale is
+        ("feddeo", {"feddeo__guidance_text": 1.0}, 6),
+        ("feddisc", {}, 6),
+        # And back through the UNet; FedCADO's edit of the noise beside it
+        ("fedlmg", {}, 8),
+        ("fedlmg", {"fedlmg__gradient": "x0"}, 4),
+        ("fedcado", {}, 12),
+        # A zig-zag at one of the two steps: two branches down, one back
+        ("espresso", {"espresso__z_threshold": 1}, 4 + 3),
+        ("espresso", {"espresso__z_sampling": False}, 4),
+    ],
+)
+def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path) -> None:
+    config = parse_run_config(quick(method=method, kit=str(tiny_kit), **settings))
+    assert estimate.rows_an_image(config, load_kit(tiny_kit)) == rows
+
+
+def arguments(kit: Path, **overrides: object) -> list[str]:
+    from system_tools import quick_arguments
+
+    return ["run", "--dry-run", *quick_arguments(kit, **overrides)]
+
+
+def test_a_dry_run_shows_and_leaves_nothing(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    result = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", seed=7))
+    assert result.exit_code == 0, result.output
+    assert "seed" in result.output
+    assert "a client sends" in result.output
+    assert "the server draws 20 images" in result.output
+    assert not (home / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"kit": "/nowhere"}, "no such folder"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"num_clients": 7}, "this client has no data"),
+        ({"max_payload_mb": 0.001}, "max-payload-mb = 0.001"),
+        ({"global_model__architecture": "resnet19"}, "resnet19"),
+        ({"data__name": "folder", "data__classes": "a,b", "data__root": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    overrides: dict, said: str, home: Path, tiny_kit: Path
+) -> None:
+    kit = overrides.pop("kit", tiny_kit)
+    result = CliRunner().invoke(cli, arguments(kit, method="feddeo", **overrides))
+    assert result.exit_code == 1, result.output
+    assert said in result.output
+
+
+def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> None:
+    huge = arguments(tiny_kit, method="feddeo", synthesis__images_per_class=1_000_000)
+    result = CliRunner().invoke(cli, [*huge, "num-clients=100000"])
+    assert result.exit_code == 1
+    assert "MB free; this run takes about" in result.output
