@@ -17,6 +17,7 @@ from server_app.app import run_job
 SAMPLES_NOTHING = ("local", "fedavg")
 
 
+@pytest.mark.flops
 @pytest.mark.parametrize(
     "method",
     [
