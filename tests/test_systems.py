@@ -352,7 +352,9 @@ def test_fgl_sends_every_caption_and_uses_them_in_turn(tiny_kit) -> None:  # typ
     )
     job = SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES)
     texts = {("a", 3): ("red", "blue")}
-    prompts = [fgl.prompt_of(job, texts, image) for image in plan_images("fgl", 0, {"a": [3]}, 3)]  # type: ignore[arg-type]
+    prompts = [
+        fgl.prompt_of(job, texts["a", 3], image) for image in plan_images("fgl", 0, {"a": [3]}, 3)
+    ]  # type: ignore[arg-type]
     assert prompts == ["three, red", "three, blue", "three, red"]
 
 
