@@ -82,8 +82,11 @@ class Actor:
         return "ref"
 
 
-def given_to(held: dict, waiting: list[Unit], still_open: list[Unit]) -> list[list[Unit]]:
-    _hand_out(deque(waiting), held, {unit.name: unit for unit in still_open})
+def given_to(
+    held: dict, waiting: list[Unit], still_open: list[Unit], deadly: tuple[Unit, ...] = ()
+) -> list[list[Unit]]:
+    deaths = {unit.name: 1 for unit in deadly}
+    _hand_out(deque(waiting), held, {unit.name: unit for unit in still_open}, deaths)
     return [[unit for _, unit in given] for given in held.values()]
 
 
@@ -103,6 +106,14 @@ def test_an_idle_actor_repeats_what_the_fewest_have() -> None:
     }
     made = given_to(held, [], [first, second])
     assert made == [[first], [first], [second], [second], []]  # twice at most
+
+
+def test_a_unit_at_which_an_actor_died_is_given_alone() -> None:
+    """Its result may be lost because the next unit killed the actor: then that one is found."""
+    first, second, third = UNITS[:3]
+    made = given_to({Actor(): [], Actor(): []}, [first, second, third], UNITS, (first,))
+    assert made == [[first], [second, third]]
+    assert given_to({Actor(): []}, [first, second], UNITS, (second,)) == [[first]]
 
 
 def test_what_is_done_is_not_given_out_again() -> None:

@@ -326,7 +326,7 @@ def test_everybody_has_a_unit_before_anybody_has_two() -> None:
             self.remote = lambda jobs: given.append((name, jobs))
 
     held: dict = {Actor("one"): [], Actor("two"): []}
-    _hand_out(deque(UNITS[:3]), held, {unit.name: unit for unit in UNITS[:3]})
+    _hand_out(deque(UNITS[:3]), held, {unit.name: unit for unit in UNITS[:3]}, {})
     assert given == [("one", UNITS[0].jobs), ("two", UNITS[1].jobs), ("one", UNITS[2].jobs)]
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -207,7 +207,8 @@ class ActorPool:
 
     Units go to whoever has none. When none is left, an idle actor repeats one that another has not
     finished, so that nobody waits for a slow machine; the first result counts. An actor that died
-    is replaced, and its units are given out again.
+    is replaced, and its units are given out again, the first of them alone: a result on its way
+    when its actor died is lost with it, so that unit may be blamed for the death at the next one.
 
     Args:
         start: starts an actor.
@@ -235,7 +236,7 @@ class ActorPool:
         from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
         while self._open:
-            _hand_out(self._waiting, self._held, self._open)
+            _hand_out(self._waiting, self._held, self._open, self._deaths)
             references = [ref for given in self._held.values() for ref, _ in given]
             (ready,), _ = ray.wait(references, num_returns=1)
             actor = self._holder(ready)
@@ -291,6 +292,7 @@ def _hand_out(
     waiting: deque[Unit],
     held: dict[Any, list[tuple["ObjectRef", Unit]]],
     open_units: dict[str, Unit],
+    deaths: Mapping[str, int],
 ) -> None:
     for depth in range(AHEAD):  # everybody has one before anybody has two
         for actor, given in held.items():
@@ -298,6 +300,10 @@ def _hand_out(
                 continue
             while waiting and waiting[0].name not in open_units:
                 waiting.popleft()
+            # An actor died at one of these: each alone, so that another death has one cause.
+            neighbours = [unit for _, unit in given] + list(waiting)[:1]
+            if given and any(unit.name in deaths for unit in neighbours):
+                continue
             if waiting:
                 unit = waiting.popleft()
             elif not given:
