@@ -1,4 +1,7 @@
-"""Where the figures in README and docs come from. Each module is a command: `python -m benchmarks.NAME`."""
+"""Where the figures in README and docs come from.
+
+Each module is a command: `python -m benchmarks.NAME`.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

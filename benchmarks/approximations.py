@@ -1,10 +1,12 @@
-"""What every approximate mode of the synthesis gives in time and takes in accuracy, on the same payloads; to benchmarks/tables/approximations-*.{md,json}.
+"""What every approximate mode of the synthesis gives in time and takes in accuracy, on the same
+payloads; to benchmarks/tables/approximations-*.{md,json}.
 
 python -m benchmarks.approximations feddeo   # solvers, a guidance interval, feature caching
 python -m benchmarks.approximations fedlmg   # the gradient at x0, a solver
 
-A run of `osfl run` collects the payloads once. The server's half then draws and trains with them again for every mode and seed (of noise and
-training), and every client's test images test the model. Interrupted, the same command goes on.
+A run of `osfl run` collects the payloads once. The server's half then draws and trains with them
+again for every mode and seed (of noise and training), and every client's test images test the
+model. Interrupted, the same command goes on.
 """
 
 import argparse
@@ -114,7 +116,10 @@ def trained(config: RunConfig, folder: RunFolder, taken: Mapping[str, Payload]) 
 
 
 def again(method: str, mode: str, seed: int, taken: Mapping[str, Payload]) -> dict[str, Any]:
-    """The server's half with one mode and seed: every client's accuracy (%), and the folder of the images."""
+    """The server's half with one mode and seed.
+
+    Every client's accuracy (%), and the folder of the images.
+    """
     config = config_of(method, mode, seed)
     folder = open_run_folder(
         config, f"{method}-{''.join(c if c.isalnum() else '-' for c in mode)}-s{seed}", 0
@@ -129,7 +134,9 @@ def again(method: str, mode: str, seed: int, taken: Mapping[str, Payload]) -> di
 
 
 def speeds(method: str, taken: Mapping[str, Payload]) -> dict[str, dict[str, Any]]:
-    """Seconds an image of one client's images, each mode in turns with exact in this process, and the median of the pairs' ratios."""
+    """Seconds an image of one client's images, each mode in turns with exact in this process, and
+    the median of the pairs' ratios.
+    """
     one = dict([next(iter(taken.items()))])
 
     def seconds(mode: str, turn: int) -> float:
@@ -218,9 +225,12 @@ def main() -> None:
     rows = table(given.method, [int(seed) for seed in given.seeds.split(",")])
     settings = " ".join(f"{key}={value}" for key, value in BASES[given.method].items())
     about = (
-        f"Top-1 accuracy (%), {given.method} with {settings}, mean of seeds {given.seeds} of noise and training on the same payloads; ± the standard "
-        f"deviation of the difference to exact; shades: mean absolute difference of the images of the same noise. "
-        f"Times as fast: the median of {PAIRS} pairs in turns, {TIMED[given.method]} images of each class, and the least and the largest. "
+        f"Top-1 accuracy (%), {given.method} with {settings}, mean of seeds {given.seeds} of noise "
+        "and training on the same payloads; ± the standard "
+        "deviation of the difference to exact; shades: mean absolute difference of the images of "
+        "the same noise. "
+        f"Times as fast: the median of {PAIRS} pairs in turns, {TIMED[given.method]} images of "
+        "each class, and the least and the largest. "
         f"Command: `python -m benchmarks.approximations {given.method} --seeds {given.seeds}`."
     )
     write_table(TABLES / f"approximations-{given.method}", rows, about)

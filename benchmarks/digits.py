@@ -1,4 +1,6 @@
-"""docs/results.md's table of thirty images a class: `python -m benchmarks.digits`, with the options of `osfl compare`, such as `--seeds 0`.
+"""docs/results.md's table of thirty images a class.
+
+`python -m benchmarks.digits`, with the options of `osfl compare`, such as `--seeds 0`.
 
 Runs that are done are used again; an interrupted table goes on where it was.
 """

@@ -1,11 +1,14 @@
-"""The guidance of every method that samples, scored on held-out public images; to benchmarks/tables/guidance.{md,json}.
+"""The guidance of every method that samples, scored on held-out public images.
+
+To benchmarks/tables/guidance.{md,json}.
 
 python -m benchmarks.guidance                    # every method
 python -m benchmarks.guidance feddeo oscar       # some; the table keeps its other rows
 python -m benchmarks.guidance --quick feddeo     # a look at whether it works: a minute a method
 
-A run of `osfl run` collects each method's payloads once. The server's half then draws and trains with
-them again for every guidance and seed (of noise and training). The model is scored on the digits'
+A run of `osfl run` collects each method's payloads once. The server's half then draws and trains
+with them again for every guidance and seed (of noise and training). The model is scored on the
+digits'
 validation split: no client's image, neither of training nor of the test, chooses a guidance.
 Interrupted, the same command goes on.
 
@@ -106,7 +109,10 @@ def config_of(row: Row, guidance: float | None, seed: int, base: Settings) -> Ru
 
 
 def collected(row: Row, base: Settings) -> tuple[dict[str, Payload], str]:
-    """What the clients of a run have sent, and a digest of it; nothing for a method that sends nothing."""
+    """What the clients of a run have sent, and a digest of it.
+
+    Nothing for a method that sends nothing.
+    """
     if METHODS[row.method].client is None:
         return {}, ""
     settings = {**base, "method": row.method, "seed": SEED}
@@ -127,7 +133,10 @@ def collected(row: Row, base: Settings) -> tuple[dict[str, Payload], str]:
 def cell(
     name: str, guidance: float, seed: int, base: Settings, taken: Mapping[str, Payload], sent: str
 ) -> dict[str, Any]:
-    """The server's half with one guidance and seed: accuracy (%) in each domain, their average, seconds."""
+    """The server's half with one guidance and seed.
+
+    Accuracy (%) in each domain, their average, seconds.
+    """
     row = ROWS[name]
     config = config_of(row, guidance, seed, base)
     slug = name.replace(" ", "-")
@@ -213,7 +222,8 @@ def main() -> None:
     rows = table(names, seeds, grid, base)
     settings = " ".join(f"{key}={_text(value)}" for key, value in base.items())
     about = (
-        "Top-1 accuracy (%) on the digits' validation split (public scans drawn anew in the clients' "
+        "Top-1 accuracy (%) on the digits' validation split (public scans drawn anew in the "
+        "clients' "
         "domains), average of the domains, for each sum of guidance scales; two branches share it "
         f"equally. Mean of seeds {given.seeds} of noise and training on the same payloads (seed "
         f"{SEED}), ± the standard deviation; {settings}. Default: the sum in pyproject.toml. "
@@ -226,7 +236,9 @@ def main() -> None:
 
 
 def with_others(rows: list[dict[str, str]], file: Path, about: str) -> list[dict[str, str]]:
-    """With the rows of other methods that a table of the same seeds and settings has, in `ROWS`' order."""
+    """With the rows of other methods that a table of the same seeds and settings has, in `ROWS`'
+    order.
+    """
     before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "about": ""}
     kept = before["rows"] if before["about"].startswith(about) else []
     named = {row[""]: row for row in (*kept, *rows)}

@@ -1,4 +1,7 @@
-"""Conditions learned through the frozen diffusion model: what FedDEO calls descriptions and Espresso learns for every cluster."""
+"""Conditions learned through the frozen diffusion model.
+
+What FedDEO calls descriptions and Espresso learns for every cluster.
+"""
 
 from functools import partial
 
@@ -39,7 +42,9 @@ def learn_conditions(
     settings: ConditionTraining,
     job: ClientJob,
 ) -> torch.Tensor:
-    """Minimise the denoising loss over each condition's own images; `settings.at_once` conditions share a UNet batch and nothing else.
+    """Minimise the denoising loss over each condition's own images.
+
+    `settings.at_once` conditions share a UNet batch and nothing else.
 
     Args:
         start: where the conditions begin, [G, L, d].
@@ -123,7 +128,8 @@ def _learn_together(  # type: ignore[no-untyped-def]
     learned = torch.stack([c.detach() for c in conditions])
     if not torch.isfinite(learned).all():
         raise ValueError(
-            f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = {settings.lr:g}"
+            f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = "
+            f"{settings.lr:g}"
         )
     return learned
 

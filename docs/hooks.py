@@ -1,4 +1,6 @@
-"""What `make docs` does for pages that link to files outside of docs/: they become part of the site.
+"""What `make docs` does for pages that link to files outside of docs/.
+
+They become part of the site.
 
 On a page such a link begins with `../`, as it must in a checkout. On the site the file is in
 `source/`.

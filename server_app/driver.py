@@ -1,4 +1,6 @@
-"""The server's half of a method that samples, from payloads to global models: plan -> render -> train.
+"""The server's half of a method that samples, from payloads to global models.
+
+Plan -> render -> train.
 
 A method gives what is its own. That is its sampler; where they differ, also its plan and its
 training.

@@ -21,7 +21,10 @@ State = dict[str, np.ndarray]
 
 
 def build(architecture: str, num_classes: int, small_stem: bool = False) -> nn.Sequential:
-    """In place of `osfl.models.classifiers.build_classifier`: the same weights each time, no two alike."""
+    """In place of `osfl.models.classifiers.build_classifier`.
+
+    The same weights each time, no two alike.
+    """
     model = nn.Sequential(
         nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, num_classes)
     )

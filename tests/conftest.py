@@ -43,12 +43,18 @@ def defaults() -> dict[str, Any]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: a system test waits for half of its time, for processes to start and to notice. Two more took as long."""
+    """One more than cores.
+
+    A system test waits for half of its time, for processes to start and to notice. Two more took as
+    long.
+    """
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """System tests between the others of the first half, the longest first, and a group that shares a cluster: nothing should wait for them at last."""
+    """System tests between the others of the first half, the longest first, and a group that shares
+    a cluster: nothing should wait for them at last.
+    """
     system = sorted(
         (i for i in items if i.get_closest_marker("system")),
         key=lambda i: "test_faults" not in i.nodeid,
@@ -65,13 +71,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class LoopGrid:
-    """A Grid whose nodes are ClientApps called in this process: real messages, real apps, no network.
+    """A Grid whose nodes are ClientApps called in this process.
+
+    Real messages, real apps, no network.
 
     Args:
         app: the ClientApp.
         run_config: what every client sees.
         nodes: node-config of every node.
-        tamper: may change or replace a reply (node index, message type, reply) -> reply or None (lost).
+        tamper: may change or replace a reply (node index, message type, reply) -> reply or None
+            (lost).
     """
 
     def __init__(
@@ -112,7 +121,10 @@ class LoopGrid:
 
 @cache
 def public_digits(load_split: Any, count: int = 2500) -> Any:
-    """A public corpus drawn as the whole is, but smaller: every process that needs one would draw 12,000 images."""
+    """A public corpus drawn as the whole is, but smaller.
+
+    Every process that needs one would draw 12,000 images.
+    """
     from osfl.data import digits
 
     with pytest.MonkeyPatch.context() as patch:
@@ -147,9 +159,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Path]:
-    """Runs and caches of a test go below its own folder; clients have 30 images to train on and 20 to test on.
+    """Runs and caches of a test go below its own folder.
 
-    FLOPs are counted where a test is marked `flops`: counting takes a quarter of a small run's time.
+    Clients have 30 images to train on and 20 to test on.
+
+    FLOPs are counted where a test is marked `flops`: counting takes a quarter of a small run's
+    time.
     """
     from osfl.costs import FlopMeter
     from osfl.data import digits, load
@@ -181,7 +196,10 @@ def made_once(folder: Path) -> Iterator[bool]:
 
 @pytest.fixture(scope="session")
 def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kit of the digits kit's shape with random weights: for tests of mathematics and plumbing, not of quality."""
+    """A kit of the digits kit's shape with random weights.
+
+    For tests of mathematics and plumbing, not of quality.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny"
     with made_once(folder) as mine:
@@ -265,7 +283,8 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "synthesis.unit-size": 8,
         "synthesis.batch-size": 8,
         "synthesis.units-at-once": 1,
-        "classifier.architecture": "shufflenet_v2_x1_0",  # an eighth of a ResNet-18, to train and to send
+        # an eighth of a ResNet-18, to train and to send
+        "classifier.architecture": "shufflenet_v2_x1_0",
         "classifier.epochs": 1,
         "classifier.batch-size": 50,
         "global-model.architecture": "shufflenet_v2_x1_0",
@@ -296,7 +315,10 @@ def quick(**overrides: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run the `osfl` command as a user does, from a folder of its own; returns the finished process."""
+    """Run the `osfl` command as a user does, from a folder of its own.
+
+    Returns the finished process.
+    """
 
     def call(*arguments: str, timeout: float = 600) -> subprocess.CompletedProcess:
         environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}

@@ -23,7 +23,8 @@ from osfl.cli import certs
 from osfl.cli.launch import end_process_tree, flower_environment, free_ports
 
 BIN = Path(sys.executable).parent
-# Every client that is simulated at the same time is a process that imports torch: half of what a small run costs.
+# Every client that is simulated at the same time is a process that imports torch: half of what a
+# small run costs.
 ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
 
 
@@ -41,7 +42,8 @@ def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     return [f"{key}={value}" for key, value in shown.items()]
 
 
-# A run's settings for the folders of `make_images`: to read them takes a process no time, to draw the digits several seconds.
+# A run's settings for the folders of `make_images`: to read them takes a process no time, to draw
+# the digits several seconds.
 TWO_CLASSES = {"data__name": "folder", "data__classes": "three,seven"}
 
 
@@ -58,7 +60,9 @@ def make_images(folder: Path) -> None:
 def wait_for(
     condition: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.5
 ) -> None:
-    """Fail, saying `what()`, if the condition, looked at `every` so many seconds, does not come true in time."""
+    """Fail, saying `what()`, if the condition, looked at `every` so many seconds, does not come
+    true in time.
+    """
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what()
@@ -124,7 +128,8 @@ class Federation:
         authority = self.keys / "ca.crt"
         (self.folder / "flwr").mkdir(exist_ok=True)
         (self.folder / "flwr" / "config.toml").write_text(
-            f'[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = "127.0.0.1:{self.control}"\nroot-certificates = "{authority}"\n'
+            '[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = '
+            f'"127.0.0.1:{self.control}"\nroot-certificates = "{authority}"\n'
         )
         tls = [
             f"--ssl-ca-certfile={authority}",
@@ -218,7 +223,9 @@ class Federation:
         fleet: int = 0,
         **settings: str,
     ) -> None:
-        """A SuperNode; where its isolation is `process`, it does not start what would run its ClientApps.
+        """A SuperNode.
+
+        Where its isolation is `process`, it does not start what would run its ClientApps.
 
         It calls the SuperLink at the port `fleet`, where something may stand between them.
         """
@@ -290,7 +297,10 @@ class ThinLine:
 
 @contextmanager
 def new_federation(folder: Path) -> Iterator[Federation]:
-    """Keys for a federation on loopback, whose SuperLink the caller starts; ended with everything it started."""
+    """Keys for a federation on loopback, whose SuperLink the caller starts.
+
+    Ended with everything it started.
+    """
     certs.make_ca(folder / "keys")
     certs.make_server(folder / "keys", [])
     made = Federation(folder)

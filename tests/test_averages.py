@@ -57,7 +57,10 @@ def table_of(tmp_path: Path, outcomes: list[compare.Outcome]) -> str:
 
 
 def test_a_table_has_a_column_for_all_images_where_they_differ(tmp_path: Path) -> None:
-    """Local's, over its models: 17.5 and 50 % of the images; where b did not test, a's images alone."""
+    """Local's, over its models: 17.5 and 50 % of the images.
+
+    Where b did not test, a's images alone.
+    """
     one = {"a": {"a": 75.0, "b": 3.125, "average": 39.0625}}
     two = one | {"b": {"a": 50.0, "b": 50.0, "average": 50.0}}
     both = {"a": UNEQUAL, "b": {"a": [[2, 2], [2, 2]], "b": [[8, 8], [8, 8]]}}

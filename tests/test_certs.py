@@ -16,7 +16,9 @@ from osfl.config import ConfigError
 
 
 def handshake(server: Path, trusted: Path, dialled: str) -> str:
-    """What a client that trusts `trusted` and dials `dialled` says of a server with the certificate in `server`: "" if all is well."""
+    """What a client that trusts `trusted` and dials `dialled` says of a server with the certificate
+    in `server`: "" if all is well.
+    """
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(server / "server.pem", server / "server.key")
     near, far = socket.socketpair()
@@ -53,7 +55,10 @@ def test_a_server_is_who_its_certificate_names(tmp_path: Path) -> None:
 
 
 def test_rotation_never_leaves_a_node_out(tmp_path: Path) -> None:
-    """Nodes have the old ca.crt; then both; then the server's certificate is the new CA's; then the new ca.crt alone."""
+    """Nodes have the old ca.crt; then both; then the server's certificate is the new CA's.
+
+    Then the new ca.crt alone.
+    """
     certs.make_ca(tmp_path)
     certs.make_server(tmp_path, ["fl.example.org"])
     old = tmp_path / "old"

@@ -158,7 +158,10 @@ def outcome(row: str, seed: int, **kwargs) -> compare.Outcome:  # type: ignore[n
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
-    """FedX: averages 50 and 54 give 52.0 ± 2.8; Local's models become their mean; the largest client's costs; an error stands below."""
+    """FedX: averages 50 and 54 give 52.0 ± 2.8; Local's models become their mean.
+
+    The largest client's costs; an error stands below.
+    """
     outcomes = [
         outcome(
             "FedX", 0, metrics=metrics("fedx", {"FT": {"a": 40.0, "b": 60.0, "average": 50.0}})
@@ -235,7 +238,10 @@ def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
-    """b did not test Local's second model: the mean is over a, and the table names b; a hub's model has no size."""
+    """b did not test Local's second model: the mean is over a, and the table names b.
+
+    A hub's model has no size.
+    """
     local = metrics(
         "local", {"a": {"a": 90.0, "b": 10.0, "average": 50.0}, "b": {"a": 30.0, "average": 30.0}}
     )
@@ -272,7 +278,10 @@ def settings_of(**overrides: object) -> list[str]:
 
 @pytest.mark.system
 def test_a_table_of_real_runs(tmp_path: Path, tiny_kit: Path, osfl) -> None:  # type: ignore[no-untyped-def]
-    """One row that works and one that fails: table, CSV, plot, exit code 1; again: the finished one is used as it is."""
+    """One row that works and one that fails: table, CSV, plot, exit code 1.
+
+    Again: the finished one is used as it is.
+    """
     file = write(
         tmp_path,
         "title = 'Small'\n[common]\nnum-clients = 2\n[rows.good]\nmethod = 'prompts-only'\n"
@@ -343,7 +352,8 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
 
     file = write(
         tmp_path,
-        "[common]\nnum-clients = 2\n[rows.done]\nmethod = 'ceiling'\n[rows.one]\nmethod = 'prompts-only'\n",
+        "[common]\nnum-clients = 2\n[rows.done]\nmethod = 'ceiling'\n[rows.one]\nmethod = "
+        "'prompts-only'\n",
     )
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
     done, cell = compare.read_table(file, settings).cells()

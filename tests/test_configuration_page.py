@@ -1,4 +1,4 @@
-"""docs/configuration.md is what docs/generate.py makes of the code, and says what every key means."""
+"""docs/configuration.md is what docs/generate.py makes, and says what every key means."""
 
 import json
 import re
@@ -13,7 +13,10 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text()
 
 
 def rows() -> dict[str, list[str]]:
-    """The cells of every key's row, by key; node-config, whose keys may be the same, by "node key"."""
+    """The cells of every key's row, by key.
+
+    Node-config, whose keys may be the same, by "node key".
+    """
     found: dict[str, list[str]] = {}
     for part, prefix in zip(PAGE.split("## Node-config"), ("", "node "), strict=True):
         for line in re.findall(r"^\| `.*$", part, re.MULTILINE):

@@ -1,4 +1,7 @@
-"""Every file of a run, damaged in every way: it is reported, named, or made anew; nothing raises."""
+"""Every file of a run, damaged in every way: it is reported, named, or made anew.
+
+Nothing raises.
+"""
 
 import hashlib
 import json
@@ -346,7 +349,10 @@ def test_a_table_runs_again_what_is_damaged(run: Path) -> None:
 
 
 def test_a_run_without_its_config_is_refused(home: Path, config: dict) -> None:
-    """Nobody knows what its payloads and images are of; another seed would be taken for the same run."""
+    """Nobody knows what its payloads and images are of.
+
+    Another seed would be taken for the same run.
+    """
     folder = open_run_folder(parse_run_config(config), "job", 0).path
     (folder / "config.json").rename(folder.parent / "config.json")
     (folder / "server.log").touch()

@@ -40,7 +40,10 @@ def test_splits_hold_what_the_table_says() -> None:
 
 
 def test_validation_is_drawn_anew_from_public_scans_alone() -> None:
-    """As the test, image for image: 30 scans a class in each domain; in no client's data, and no test's."""
+    """As the test, image for image: 30 scans a class in each domain.
+
+    In no client's data, and no test's.
+    """
     made, test = load_split("validation"), load_split("test")
     assert len(made) == len(test) == 6 * 300
     assert sorted(made["domain"]) == sorted(test["domain"])
@@ -176,7 +179,10 @@ def test_an_equal_share_has_every_class_and_domain(partition: str, split: str) -
     ("partition", "alpha"), [("label", 0.5), ("dirichlet", 1.0), ("dirichlet", 1e6)]
 )
 def test_label_skew_is_of_labels_alone(partition: str, alpha: float) -> None:
-    """A client has all domains in about equal parts, of whatever classes it has; an endless alpha is iid."""
+    """A client has all domains in about equal parts, of whatever classes it has.
+
+    An endless alpha is iid.
+    """
     for client in range(6):
         data = replace(DIGITS, partition=partition, alpha=alpha, shards_per_client=2)
         part = _digits_partition(

@@ -1,4 +1,7 @@
-"""The files in deploy/ and docker-compose.yml: what can be known of them without an engine. `system/test_compose.py` runs them."""
+"""The files in deploy/ and docker-compose.yml: what can be known of them without an engine.
+
+`system/test_compose.py` runs them.
+"""
 
 import re
 import shlex

@@ -65,7 +65,9 @@ def test_solvers_sample_as_diffusers_own_pipeline(
 
 @pytest.mark.parametrize("solver", ["ddim", "dpm-solver++", "unipc"])
 def test_a_solver_on_a_known_distribution(tiny_kit: Path, solver: str) -> None:
-    """With the exact noise prediction of a point mass at 5, every start ends at 5, up to the schedule's last a_t."""
+    """With the exact noise prediction of a point mass at 5, every start ends at 5, up to the
+    schedule's last a_t.
+    """
     kit = replace(load_kit(tiny_kit), sampling=Sampling(solver))
     a = kit.alphas_cumprod
     z = denoise(kit, random(3, 4, 8, 8), 10, lambda z, t: (z - a[t].sqrt() * 5) / (1 - a[t]).sqrt())
@@ -73,7 +75,11 @@ def test_a_solver_on_a_known_distribution(tiny_kit: Path, solver: str) -> None:
 
 
 def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guided at 200 to 800, both included. Outside: the one condition's prediction, or two weighted 3 to 1; and no pass for the empty prompt."""
+    """Guided at 200 to 800, both included.
+
+    Outside: the one condition's prediction, or two weighted 3 to 1; and no pass for the empty
+    prompt.
+    """
     kit, rows, eps = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), [], Kit.eps
     monkeypatch.setattr(
         Kit, "eps", lambda self, z, *rest: (rows.append(len(z)), eps(self, z, *rest))[1]
@@ -151,7 +157,10 @@ def test_sixteen_bits_are_the_networks_alone(
 def test_the_faster_is_taken_and_remembered(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a real measurement first; then by seconds that are given, of another batch, so that it is measured again."""
+    """By a real measurement first.
+
+    Then by seconds that are given, of another batch, so that it is measured again.
+    """
     wanted, measured, seconds = settings(memory_format="auto", unit_size=1), [], engine._seconds
     monkeypatch.setattr(
         engine, "_seconds", lambda kit, batch: measured.append(batch) or seconds(kit, batch)
@@ -250,7 +259,10 @@ def test_other_settings_of_the_sampling_are_other_images(tiny_kit: Path, home: P
 def test_every_setting_is_measured_with_what_was_chosen_before(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Precision, then attention, then the memory format; what is pinned is not measured, and neither is a compilation on a CPU."""
+    """Precision, then attention, then the memory format.
+
+    What is pinned is not measured, and neither is a compilation on a CPU.
+    """
     seen: list[tuple[torch.dtype, bool, bool]] = []
 
     def seconds(kit: Kit, batch: int) -> float:
@@ -283,7 +295,10 @@ def test_every_setting_is_measured_with_what_was_chosen_before(
 
 @pytest.mark.parametrize("which", ["flash", "math", "cudnn"])
 def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, which: str) -> None:
-    """The UNet's, not the autoencoder's, which has one head too wide for flash attention on a GPU; mathematics where it cannot. The same images."""
+    """The UNet's, not the autoencoder's, which has one head too wide for flash attention on a GPU.
+
+    Mathematics where it cannot. The same images.
+    """
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
     plan, made = plan_images("m", 0, {"a": [0, 3]}, 1), []
     for attention in ("default", which):
@@ -322,7 +337,10 @@ def test_the_named_implementation_is_asked_first(
 
 
 def test_attention_and_checkpointing_go_together(tiny_kit: Path) -> None:
-    """What is computed again is computed by the same implementation: the same gradient to the bit."""
+    """What is computed again is computed by the same implementation.
+
+    The same gradient to the bit.
+    """
     gradients = []
     for checkpointing in ("off", "on"):
         kit = load_engine(
@@ -365,7 +383,11 @@ def called(module: torch.nn.Module, calls: list) -> None:
 
 
 def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> None:
-    """The first and third pass are exact; the second takes the inner blocks' outputs from the first. A sampling begins anew, and so does another batch."""
+    """The first and third pass are exact.
+
+    The second takes the inner blocks' outputs from the first. A sampling begins anew, and so does
+    another batch.
+    """
     exact, kit, calls = (
         load_kit(tiny_kit),
         load_engine(str(tiny_kit), CPU, settings(cache_interval=2)),
@@ -386,7 +408,8 @@ def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> Non
         calls.clear()
         ours, theirs = (k.eps(z[:rows], torch.tensor(t), c[:rows]) for k in (kit, exact))
         assert (len(calls) == 1) == torch.equal(ours, theirs) == whole, t
-    # by hand: the exact UNet with its inner blocks' outputs of t = 900 gives what the second pass gave
+    # by hand: the exact UNet with its inner blocks' outputs of t = 900 gives what the second pass
+    # gave
     inner = [*exact.unet.down_blocks[1:], exact.unet.mid_block, *exact.unet.up_blocks[:-1]]
     kept: dict[int, object] = {}
     hooks = [

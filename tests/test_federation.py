@@ -52,7 +52,9 @@ TIGHT = 5.0  # seconds that a phase may last longer than it says
 
 
 class NodesGrid:
-    """Nodes that answer as they are told: content, an error, None (silence), or an upload that lasts.
+    """Nodes that answer as they are told.
+
+    Content, an error, None (silence), or an upload that lasts.
 
     Args:
         answers: by node id.

@@ -73,7 +73,9 @@ def test_a_folder_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
 
 
 def test_no_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one at the target, nor one where the temporary file will be, should anybody guess its name."""
+    """Neither one at the target, nor one where the temporary file will be, should anybody guess its
+    name.
+    """
     (tmp_path / "other").write_text("mine")
     target = tmp_path / "target"
     target.symlink_to("other")

@@ -1,4 +1,7 @@
-"""What encoders see of a picture of any shape: what the library's own processor makes of it, to the bit."""
+"""What encoders see of a picture of any shape.
+
+What the library's own processor makes of it, to the bit.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""benchmarks/guidance.py: one grid for every method that samples, scored on the validation split."""
+"""benchmarks/guidance.py.
+
+One grid for every method that samples, scored on the validation split.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +37,10 @@ def test_every_method_that_samples_has_its_row() -> None:
 
 @pytest.mark.parametrize("name", guidance.ROWS)
 def test_a_guidance_is_the_sum_of_a_methods_scales(name: str) -> None:
-    """And nothing else of the configuration changes with it; the grid's ends are guidances that the method takes."""
+    """And nothing else of the configuration changes with it.
+
+    The grid's ends are guidances that the method takes.
+    """
     row = guidance.ROWS[name]
     for scale in (min(guidance.GRID), max(guidance.GRID)):
         values = flatten(guidance.config_of(row, scale, 3, guidance.COMMON))

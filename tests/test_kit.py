@@ -91,7 +91,10 @@ def test_class_prompts_give_legible_photographs(shipped_kit: Path) -> None:
 
 
 def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
-    """Cheap marks of three styles: neon is dark, clipart is colourful, an infograph's rim is bright."""
+    """Cheap marks of three styles.
+
+    Neon is dark, clipart is colourful, an infograph's rim is bright.
+    """
 
     def marks(style: str) -> tuple[float, float, float]:
         pixels = samples(shipped_kit, f"a {style} of a {{}}", 2, 10)[0].float() / 255
@@ -115,7 +118,10 @@ def test_the_shipped_kits_hold_what_every_row_of_the_tables_needs(table: Path) -
 
 @pytest.fixture(scope="module")
 def seen() -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-    """(pixels, labels, style numbers) of 120 test images, 20 of each style: scans that no stage of the recipe has seen."""
+    """(pixels, labels, style numbers) of 120 test images, 20 of each style.
+
+    Scans that no stage of the recipe has seen.
+    """
     test = digits.load_split("test").with_format("numpy")[::15]
     pixels = torch.from_numpy(np.stack(test["image"])).permute(0, 3, 1, 2)
     return pixels, np.array(test["label"]), np.array([STYLES.index(d) for d in test["domain"]])
@@ -149,7 +155,9 @@ def test_captions_name_the_digit_and_the_style(shipped_kit: Path, seen) -> None:
 
 
 def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, seen) -> None:  # type: ignore[no-untyped-def]
-    """An image drawn from an embedding is nearer to it than to the mean embedding of any other style."""
+    """An image drawn from an embedding is nearer to it than to the mean embedding of any other
+    style.
+    """
     pixels, _, styles = seen
     folder = find_kit("digits-unclip")
     encoder, pipe = (
@@ -178,7 +186,10 @@ def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, s
 
 
 def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, seen) -> None:  # type: ignore[no-untyped-def]
-    """For two fifths of the operations: images that no stage has seen, nearer to D's of the same latents than to D's of any others."""
+    """For two fifths of the operations.
+
+    Images that no stage has seen, nearer to D's of the same latents than to D's of any others.
+    """
     kit = load_kit(shipped_kit)
     small = load_small_decoder(str(shipped_kit), kit, SMALL_DECODER)
     flops = []
@@ -235,7 +246,10 @@ class Interrupted(Exception):
 def test_an_interrupted_kit_training_ends_with_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpoints after every step; broken off in the denoiser and again in the first classifier; resumed."""
+    """Checkpoints after every step; broken off in the denoiser and again in the first classifier.
+
+    Resumed.
+    """
     few = {
         "public": public_digits(digits.load_split).select(range(200)),
         "test": digits.load_split("test").select(range(0, 1800, 45)),
@@ -280,7 +294,8 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         with pytest.raises(Interrupted):
             train(rough, tmp_path / "work-2")
     train(rough, tmp_path / "work-2")
-    # vae, denoiser twice, image encoder, captioner, unclip, small decoder, the first classifier twice, the second
+    # vae, denoiser twice, image encoder, captioner, unclip, small decoder, the first classifier
+    # twice, the second
     assert len(calls) == 10
     for part in (
         "unet",

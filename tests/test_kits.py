@@ -1,4 +1,7 @@
-"""Kits in the hub's shapes: whether one can be used, which of its files count, what is remembered of them."""
+"""Kits in the hub's shapes.
+
+Whether one can be used, which of its files count, what is remembered of them.
+"""
 
 import json
 import os
@@ -102,7 +105,8 @@ def index(kit: Path, missing: bool = False) -> None:
     [
         (
             lambda kit: change(kit, "model_index.json", _class_name="StableDiffusionXLPipeline"),
-            r"is SDXL \(StableDiffusionXLPipeline\); OSFL takes kits of Stable Diffusion 1.x and 2.x",
+            r"is SDXL \(StableDiffusionXLPipeline\); "
+            r"OSFL takes kits of Stable Diffusion 1.x and 2.x",
         ),
         (
             lambda kit: (
@@ -118,20 +122,24 @@ def index(kit: Path, missing: bool = False) -> None:
         ),
         (
             lambda kit: renamed(kit, UNET, "diffusion_pytorch_model.fp16.safetensors"),
-            f"lacks {UNET}; there is the variant diffusion_pytorch_model.fp16.safetensors alone. Copy it",
+            f"lacks {UNET}; there is the variant diffusion_pytorch_model.fp16.safetensors alone. "
+            "Copy it",
         ),
         (
             lambda kit: renamed(kit, TEXT, "pytorch_model.bin"),
-            f"lacks {TEXT}; there is pytorch_model.bin alone, a pickle, which could run code. Take a",
+            f"lacks {TEXT}; there is pytorch_model.bin alone, a pickle, which could run code. Take "
+            "a",
         ),
         (lambda kit: (kit / VAE).unlink(), f"lacks {VAE}; fetch it"),
         (lambda kit: cut(kit, UNET, 4), f"{UNET} cannot be loaded: .*header too small"),
         (lambda kit: cut(kit, VAE, -1), f"{VAE} cannot be loaded: .*not fully covered"),
         (lambda kit: overlong_header(kit, TEXT), f"{TEXT} cannot be loaded: .*header too large"),
-        (lambda kit: index(kit, missing=True), "lacks unet/.*-00002-of-00002.safetensors, which its"),
+        (lambda kit: index(kit, missing=True), "lacks unet/.*-00002-of-00002.safetensors, which "
+                                               "its"),
         (lambda kit: rewrite(kit / "vae/config.json", b"{"), "vae/config.json cannot be loaded"),
         (lambda kit: (kit / "unet/config.json").unlink(), "lacks unet/config.json"),
-        (lambda kit: (kit / "tokenizer/tokenizer.json").unlink(), "lacks tokenizer/tokenizer.json or"),
+        (lambda kit: (kit / "tokenizer/tokenizer.json").unlink(), "lacks tokenizer/tokenizer.json "
+                                                                  "or"),
         (lambda kit: shutil.rmtree(kit / "scheduler"), "lacks scheduler; this run needs it"),
         (
             lambda kit: change(kit, "scheduler/scheduler_config.json", prediction_type="sample"),
@@ -139,7 +147,9 @@ def index(kit: Path, missing: bool = False) -> None:
         ),
         (
             lambda kit: change(
-                kit, "scheduler/scheduler_config.json", _class_name="FlowMatchEulerDiscreteScheduler"
+                kit,
+                "scheduler/scheduler_config.json",
+                _class_name="FlowMatchEulerDiscreteScheduler",
             ),
             "predicts 'flow'",
         ),
@@ -172,7 +182,8 @@ def index(kit: Path, missing: bool = False) -> None:
         ),
         (
             lambda kit: reshaped(kit, VAE, "decoder.conv_in.weight", 48, 16, 3, 3),
-            r"decoder.conv_in.weight in vae/ has the shape .* but vae/config.json says latent_channels = 4",
+            r"decoder.conv_in.weight in vae/ has the shape .* "
+            r"but vae/config.json says latent_channels = 4",
         ),
         (
             lambda kit: change(kit, "unet/config.json", sample_size=None),
@@ -357,7 +368,10 @@ class Hub(BaseHTTPRequestHandler):
 def test_a_kit_on_the_hub_is_looked_at_without_its_weights(
     tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names, settings, and of the weights the header alone; what is wrong there is said as of a folder."""
+    """Names, settings, and of the weights the header alone.
+
+    What is wrong there is said as of a folder.
+    """
     Hub.folder, Hub.asked = linked(tiny_kit, tmp_path / "kit"), []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -519,7 +533,10 @@ def begun(method: str, kit: Path, **more: object) -> tuple[Callable[[], None], R
 def test_uploads_that_did_not_come_from_the_kit_survive_its_repair(
     home: Path, tiny_kit: Path, tmp_path: Path
 ) -> None:
-    """FedLMG's classifiers know the kit's initialisation, not its UNet. Images hold the job to all that draws."""
+    """FedLMG's classifiers know the kit's initialisation, not its UNet.
+
+    Images hold the job to all that draws.
+    """
     kit = linked(tiny_kit, tmp_path / "kit")
     bind, folder = begun("fedlmg", kit)
     cut(kit, UNET, -1)
@@ -570,7 +587,10 @@ def test_a_model_holds_the_job_to_its_initialisation(
 
 
 def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_path: Path) -> None:
-    """A unit's name holds what it was drawn with: all that is loaded, and nothing that lies beside it."""
+    """A unit's name holds what it was drawn with.
+
+    All that is loaded, and nothing that lies beside it.
+    """
     kit, calls = linked(tiny_kit, tmp_path / "kit"), []
     config = parse_run_config(quick(kit=str(kit)))
     folder = open_run_folder(config, "job", 0)
@@ -596,7 +616,10 @@ def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_pat
 def test_a_run_goes_on_with_a_repaired_kit_and_asks_nobody_again(
     home: Path, tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FedLMG's classifiers are there when drawing fails; with another UNet the run ends, and from then on it is that UNet's."""
+    """FedLMG's classifiers are there when drawing fails.
+
+    With another UNet the run ends, and from then on it is that UNet's.
+    """
     kit = linked(tiny_kit, tmp_path / "kit")
     config = quick(method="fedlmg", kit=str(kit), fedlmg__strategies="ft")
 

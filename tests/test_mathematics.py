@@ -56,7 +56,8 @@ def branch(values: list[float], scale: float) -> Condition:
 
 
 def test_classifier_free_guidance_by_hand() -> None:
-    # e0 = 1, e_text = 3, g = 2: 1 + 2 * (3 - 1) = 5; the second row has its own condition: 1 + 2 * (2 - 1) = 3
+    # e0 = 1, e_text = 3, g = 2: 1 + 2 * (3 - 1) = 5; the second row has its own condition: 1 + 2 *
+    # (2 - 1) = 3
     e = compose(
         FakeKit(),
         torch.zeros(2, 1, 1, 1),
@@ -94,7 +95,8 @@ def image_with_normalised_pixels(*values: float) -> torch.Tensor:
 
 def test_bn_loss_by_hand() -> None:
     # pixels 0 and 2 in all three channels: mu = 1, var = 1 (biased). Against mean 0 and variance 3:
-    # ||(1,1,1)|| + ||(-2,-2,-2)|| = sqrt(3) + 2 sqrt(3) = 3 sqrt(3). Logits are equal, so CE = ln 4.
+    # ||(1,1,1)|| + ||(-2,-2,-2)|| = sqrt(3) + 2 sqrt(3) = 3 sqrt(3). Logits are equal, so CE = ln
+    # 4.
     teacher = as_teacher(bn_model(0.0, 3.0))
     loss = classifier_loss(
         teacher,
@@ -115,8 +117,8 @@ def test_bn_loss_of_an_image_does_not_depend_on_its_batch() -> None:
 
 
 def test_bn_loss_of_a_unit_by_hand() -> None:
-    # pixels 0, 2, 1, -1 of both images together: mu = 0.5, var = 1.25. Against mean -0.5 and variance 1:
-    # ||(1,1,1)|| + ||(0.25,0.25,0.25)|| = 1.25 sqrt(3), the same for both images.
+    # pixels 0, 2, 1, -1 of both images together: mu = 0.5, var = 1.25. Against mean -0.5 and
+    # variance 1: ||(1,1,1)|| + ||(0.25,0.25,0.25)|| = 1.25 sqrt(3), the same for both images.
     images = torch.cat([image_with_normalised_pixels(0, 2), image_with_normalised_pixels(1, -1)])
     loss = classifier_loss(
         as_teacher(bn_model(-0.5, 1.0)),
@@ -150,7 +152,8 @@ def test_guide_by_hand_and_its_sign() -> None:
     z = plane(3.0).requires_grad_()
     e = guide(z, plane(1.0), A, (z**2 / 2).sum(dim=(1, 2, 3)), scale=2.0)
     assert torch.allclose(e, plane(4.6))
-    # x0hat falls from (3 - 0.6) / 0.8 to (3 - 2.76) / 0.8: L at x0hat falls, it would rise with the papers' minus
+    # x0hat falls from (3 - 0.6) / 0.8 to (3 - 2.76) / 0.8: L at x0hat falls, it would rise with the
+    # papers' minus
     before, after = x0hat(z, plane(1.0), A), x0hat(z, e, A)
     assert after.abs().max() < before.abs().max()
 
@@ -190,7 +193,10 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
 
 
 def test_guided_loss_falls_along_the_whole_sampling(exact: Kit) -> None:
-    """One seed, with and without guidance: the classifier's loss at the end must be lower with it, and higher with the papers' minus."""
+    """One seed, with and without guidance.
+
+    The classifier's loss at the end must be lower with it, and higher with the papers' minus.
+    """
     from osfl.models.classifiers import build_classifier
 
     torch.manual_seed(2)
@@ -231,7 +237,8 @@ def test_mean_teacher_by_hand() -> None:
         TEACHERS, {"a": [0, 1, 2], "b": [0, 1, 2]}, PIXELS, torch.device("cpu"), plain=True
     )
     assert torch.allclose(plain[0], torch.tensor([0.4, 0.25, 0.35]))
-    # a holds classes 0 and 1, b holds 1 and 2: class 0 is 0.6 (a), class 1 is (0.3 + 0.2) / 2, class 2 is 0.6 (b); sum 1.45
+    # a holds classes 0 and 1, b holds 1 and 2: class 0 is 0.6 (a), class 1 is (0.3 + 0.2) / 2,
+    # class 2 is 0.6 (b); sum 1.45
     known = mean_teacher(
         TEACHERS, {"a": [0, 1], "b": [1, 2]}, PIXELS, torch.device("cpu"), plain=False
     )
@@ -244,7 +251,10 @@ def test_own_teacher_by_hand() -> None:
 
 
 def test_distillation_term_by_hand() -> None:
-    """One SGD step on a bias: the gradient of CE + w KL(teacher || softmax) is (p - onehot) + w (p - teacher)."""
+    """One SGD step on a bias.
+
+    The gradient of CE + w KL(teacher || softmax) is (p - onehot) + w (p - teacher).
+    """
     from osfl.config import ClassifierConfig
     from osfl.models.classifiers import fit
 
@@ -290,7 +300,9 @@ def test_rounded_weights_are_within_half_a_step(bits: int, most: int) -> None:
 
 
 def test_ddim_on_a_known_distribution() -> None:
-    """With the exact noise prediction of a point mass at 5, every start ends at 5 (up to the schedule's last a_t)."""
+    """With the exact noise prediction of a point mass at 5, every start ends at 5 (up to the
+    schedule's last a_t).
+    """
     alphas_cumprod = torch.linspace(0.999, 0.01, 1000, dtype=torch.float64)
     scheduler = SimpleNamespace(
         timesteps=torch.arange(981, 0, -20),

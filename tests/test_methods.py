@@ -46,7 +46,9 @@ def job_of(kit, data: Images, **overrides: object) -> ClientJob:  # type: ignore
 
 
 def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    """Classes share a UNet batch and nothing else, also when they have different numbers of images and so of steps."""
+    """Classes share a UNet batch and nothing else, also when they have different numbers of images
+    and so of steps.
+    """
     settings = {"feddeo__epochs": 3, "feddeo__batch_size": 2, "feddeo__lr": 0.05}
     both = images(2, 2, 2, 2, 2, 7, 7)
     together = feddeo_half.make_payload(job_of(tiny_kit, both, **settings))
@@ -64,7 +66,9 @@ def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignor
 
 
 def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """With checkpointing a step computes the UNet's blocks twice, and the descriptions are the same bits."""
+    """With checkpointing a step computes the UNet's blocks twice, and the descriptions are the same
+    bits.
+    """
     from diffusers.models.resnet import ResnetBlock2D
 
     calls, forward = [], ResnetBlock2D.forward
@@ -233,7 +237,10 @@ def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignor
 
 
 def test_training_does_not_depend_on_memory_layout() -> None:
-    """The same images, channels-last as a decoder makes them and contiguous as a file is loaded: the same weights, bit for bit."""
+    """The same images, channels-last as a decoder makes them and contiguous as a file is loaded.
+
+    The same weights, bit for bit.
+    """
     pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     settings = ClassifierConfig(
         "resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0, precision="float32"
@@ -248,7 +255,10 @@ def test_training_does_not_depend_on_memory_layout() -> None:
 
 
 def test_mixed_precision_is_of_the_products() -> None:
-    """bfloat16: what a convolution gives; the weights stay in float32, and end near those of float32. `auto` leaves a CPU alone."""
+    """bfloat16: what a convolution gives.
+
+    The weights stay in float32, and end near those of float32. `auto` leaves a CPU alone.
+    """
     pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
     settings, made = parse_run_config(quick()).classifier, {}
     for precision in ("float32", "auto", "bfloat16"):
@@ -425,7 +435,10 @@ def test_a_branch_of_scale_zero_costs_nothing(tiny_kit, monkeypatch) -> None:  #
 def test_sampling_equals_diffusers_own_pipeline(
     tiny_kit, tmp_path, steps: int, predicts: str
 ) -> None:  # type: ignore[no-untyped-def]
-    """Same noise, same prompt, fp32: the decoded latents agree to 1e-4; also for a UNet that predicts v, as Stable Diffusion 2.1's."""
+    """Same noise, same prompt, fp32: the decoded latents agree to 1e-4.
+
+    Also for a UNet that predicts v, as Stable Diffusion 2.1's.
+    """
     shutil.copytree(tiny_kit, tmp_path / "kit")
     tiny_kit = tmp_path / "kit"
     scheduler = tiny_kit / "scheduler" / "scheduler_config.json"

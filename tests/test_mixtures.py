@@ -1,4 +1,7 @@
-"""Espresso's mixtures of initial noise (G), by value: fitted to clean latents, diffused forward in closed form."""
+"""Espresso's mixtures of initial noise (G), by value.
+
+Fitted to clean latents, diffused forward in closed form.
+"""
 
 import math
 
@@ -23,7 +26,10 @@ def stream() -> torch.Generator:
 
 
 def posterior(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of images of one class: power 0.33 that they share, variance 0.5 between them, 0.05 of their own."""
+    """Of images of one class.
+
+    Power 0.33 that they share, variance 0.5 between them, 0.05 of their own.
+    """
     generator = torch.Generator().manual_seed(3)
     shared = 0.33**0.5 * torch.randn(1, *SHAPE, generator=generator)
     own = 0.5**0.5 * torch.randn(count, *SHAPE, generator=generator)
@@ -42,7 +48,10 @@ def mixed_by_hand(mean: torch.Tensor, logvar: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("count", [4, 16])
 def test_the_closed_mixture_has_the_moments_of_all_noised_latents(count: int) -> None:
-    """E z_T = sqrt(a) E z_0 and E z_T^2 = a E z_0^2 + 1 - a, whatever the groups are; 1e-6 is scikit-learn's floor."""
+    """E z_T = sqrt(a) E z_0 and E z_T^2 = a E z_0^2 + 1 - a, whatever the groups are.
+
+    1e-6 is scikit-learn's floor.
+    """
     mean, logvar = posterior(count)
     mixed = mixed_by_hand(mean, logvar)
     weights, means, variances = (
@@ -57,7 +66,10 @@ def test_the_closed_mixture_has_the_moments_of_all_noised_latents(count: int) ->
 
 
 def test_the_closed_mixtures_components_are_groups_diffused_forward(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Two groups far apart, three images against one: their means and variances, each by N(sqrt(a) mu, a s^2 + 1 - a)."""
+    """Two groups far apart, three images against one.
+
+    Their means and variances, each by N(sqrt(a) mu, a s^2 + 1 - a).
+    """
     mean = torch.tensor([10.0, -10.0, 10.0, 10.0]).view(4, 1, 1, 1).expand(4, *SHAPE)
     mean = mean + torch.randn(4, *SHAPE, generator=stream())
     weights, *_ = espresso.fit_mixture(mean, 2, seed=0)
@@ -74,7 +86,10 @@ def test_the_closed_mixtures_components_are_groups_diffused_forward(monkeypatch)
 
 
 def test_a_fit_to_draws_is_a_fit_to_their_noise() -> None:
-    """The class's signal at T has power 0.0019; 16 images with 10 draws give means ten times as loud, the closed form does not."""
+    """The class's signal at T has power 0.0019.
+
+    16 images with 10 draws give means ten times as loud, the closed form does not.
+    """
     mean, logvar = posterior(16)
     signal = float(A_T) * 0.33
     latents = espresso.noised_latents(mean, logvar, A_T, 10, stream())
@@ -91,7 +106,10 @@ def test_a_fit_to_draws_is_a_fit_to_their_noise() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_class_with_fewer_images_than_components(count: int) -> None:
-    """Each image is a component, with the noise's variance about it; the places left over have no weight."""
+    """Each image is a component, with the noise's variance about it.
+
+    The places left over have no weight.
+    """
     mean, logvar = posterior(count)
     weights, means, variances = espresso.closed_mixture(mean, logvar, A_T, 4, stream(), 0)
     assert weights.shape == (4,)
@@ -104,7 +122,9 @@ def test_a_class_with_fewer_images_than_components(count: int) -> None:
 
 
 def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    """A class of five images and one of a single image, whose starts would all be the same with a variance of 1e-6."""
+    """A class of five images and one of a single image, whose starts would all be the same with a
+    variance of 1e-6.
+    """
     data, kit = images(0, 0, 0, 0, 0, 4), load_kit(tiny_kit)
     encoded = [kit.encode(batch) for batch in data.batches(8)]
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))

@@ -1,4 +1,7 @@
-"""Encoders and captioners: what they are loaded as, and that an image's or a text's result is its own."""
+"""Encoders and captioners.
+
+What they are loaded as, and that an image's or a text's result is its own.
+"""
 
 from pathlib import Path
 
@@ -101,7 +104,10 @@ def test_a_caption_is_the_images_own(tiny_kit: Path) -> None:
 def test_a_caption_ends_after_thirty_tokens(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a captioner that never comes to an end by itself; the mark of the beginning is before them."""
+    """Of a captioner that never comes to an end by itself.
+
+    The mark of the beginning is before them.
+    """
     captioner = encoders.load_captioner(str(tiny_kit), CPU)
     monkeypatch.setattr(captioner.model.config.text_config, "sep_token_id", 10**6)
     assert captioner._tokens(pictures(2)).shape == (2, 1 + 30)

@@ -1,4 +1,7 @@
-"""A payload's declaration says all that server and wire format know of it; a new kind is a class and a message."""
+"""A payload's declaration says all that server and wire format know of it.
+
+A new kind is a class and a message.
+"""
 
 import subprocess
 import sys

@@ -48,7 +48,10 @@ def asked(grid) -> list[int]:  # type: ignore[no-untyped-def]
 def test_a_payload_that_ended_the_server_is_not_read_again(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is refused by name and its client asked once more; after a second time the run goes on without it."""
+    """It is refused by name and its client asked once more.
+
+    After a second time the run goes on without it.
+    """
     config = quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1)
     start(config)
     payloads = home / "runs" / "job" / "payloads"
@@ -236,7 +239,10 @@ def test_the_rule_by_hand() -> None:
 def test_a_run_with_a_poisoned_payload_says_so_and_goes_on(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Log, status, report and `osfl show` name the client; descriptions of honest ones are not named."""
+    """Log, status, report and `osfl show` name the client.
+
+    Descriptions of honest ones are not named.
+    """
     config = quick(method="feddeo", kit=str(tiny_kit), num_clients=3)
 
     def poison(index: int, kind: str, reply: Message) -> Message:

@@ -44,7 +44,8 @@ def test_a_template_is_filled(template: str, said: str) -> None:
 def test_the_article_goes_by_sound() -> None:
     names = (*FOLDERS, "uninhabited island", "ukulele", "ewe", "ear", "one way sign", "octopus")
     assert [fill("a {class}", {"class": name}) for name in names] == [
-        "an alarm clock", "an hourglass", "a unicorn", "an umbrella", "a dog", "an uninhabited island",
+        "an alarm clock", "an hourglass", "a unicorn", "an umbrella", "a dog", "an uninhabited "
+                                                                               "island",
         "a ukulele", "a ewe", "an ear", "a one way sign", "an octopus",
     ]  # fmt: skip
 

@@ -169,7 +169,10 @@ def test_a_large_run_has_a_page_of_less_than_5_mb(tmp_path: Path) -> None:
 
 
 def test_pictures_of_noise_are_no_larger(tmp_path: Path) -> None:
-    """No format makes noise small: the first images shrink, and the grid has fewer of each class."""
+    """No format makes noise small.
+
+    The first images shrink, and the grid has fewer of each class.
+    """
     names = [f"c{number:02d}" for number in range(12)]
     rows = draw(tmp_path, names, names, 4, 128)
     gallery = gallery_of(tmp_path, rows, names)

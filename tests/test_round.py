@@ -1,4 +1,7 @@
-"""A whole run over real Flower messages and the real apps, in this process; and what goes wrong in one."""
+"""A whole run over real Flower messages and the real apps, in this process.
+
+And what goes wrong in one.
+"""
 
 import json
 import os
@@ -195,7 +198,10 @@ def files(folder: Path, *names: str) -> dict[str, bytes]:
 def test_an_interrupted_server_makes_the_same_images(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in every unit in turn, with an image half written; resumed: byte for byte what the quiet run makes, one unit lost a kill."""
+    """Killed in every unit in turn, with an image half written.
+
+    Resumed: byte for byte what the quiet run makes, one unit lost a kill.
+    """
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config, "quiet")
     commit, rendered = synthesis_images._commit, []
@@ -241,7 +247,10 @@ def small_disk(home: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_loses_nothing(
     small_disk: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full when the second payload comes, then after the first unit of images; each time the error says so, and the same command goes on."""
+    """Full when the second payload comes, then after the first unit of images.
+
+    Each time the error says so, and the same command goes on.
+    """
     config, ballast, commit = (
         quick(method="feddeo", kit=str(tiny_kit)),
         small_disk / "ballast",
@@ -281,7 +290,10 @@ def test_a_disk_that_fills_loses_nothing(
 
 
 def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
-    """An image gone, one cut short, one changed by a pixel; a bit of a model and of a payload. The same run again mends all but the payload."""
+    """An image gone, one cut short, one changed by a pixel; a bit of a model and of a payload.
+
+    The same run again mends all but the payload.
+    """
     config, folder = quick(method="feddeo", kit=str(tiny_kit)), home / "runs" / "job"
     start(config)
     good = files(folder, "images", "models", "manifest.jsonl")
@@ -325,7 +337,8 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
         f"{gone.relative_to(folder)} is missing",
         f"{short.relative_to(folder)} cannot be read",
         f"{changed.relative_to(folder)} is another image than the one that was made",
-        f"manifest.jsonl: {json.loads(manifest.read_text().splitlines()[0])['file']} is in no unit as it is there",
+        f"manifest.jsonl: {json.loads(manifest.read_text().splitlines()[0])['file']} is in no unit "
+        "as it is there",
         "models/FT.safetensors is not as it was written",
         "manifest.jsonl is not as it was written",
     ]
@@ -346,7 +359,10 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
 def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
     home: Path, tiny_kit: Path
 ) -> None:
-    """The first unit's list of images is cut off; another, of the same image with other pixels, is as a replaced payload leaves it."""
+    """The first unit's list of images is cut off.
+
+    Another, of the same image with other pixels, is as a replaced payload leaves it.
+    """
     config, folder = quick(method="feddeo", kit=str(tiny_kit)), home / "runs" / "job"
     start(config)
     good = files(folder, "images", "units", "manifest.jsonl")
@@ -380,7 +396,10 @@ def test_a_disk_that_never_gives_back_an_image_ends_the_run(
 
 
 def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_kit: Path) -> None:
-    """The server loses the reply; asked again, the client answers from its cache, and forgets once it is acknowledged."""
+    """The server loses the reply.
+
+    Asked again, the client answers from its cache, and forgets once it is acknowledged.
+    """
     config = quick(method="feddeo", kit=str(tiny_kit))
 
     def lose(index: int, kind: str, reply: Message) -> Message | None:
@@ -401,7 +420,10 @@ def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_ki
 def test_a_client_that_is_asked_twice_at_once_works_once(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that lost sight of a node asks again while it still works: the second request waits, and has the first one's payload."""
+    """A server that lost sight of a node asks again while it still works.
+
+    The second request waits, and has the first one's payload.
+    """
     config, made = quick(method="prompts-domain", kit=str(tiny_kit)), []
     make_payload = domain_client.make_payload
 
@@ -553,7 +575,10 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
 
 
 def test_a_node_that_was_away_unnoticed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was restarted between two looks: what it had been asked died with it, and the SuperLink delivers nothing twice."""
+    """It was restarted between two looks.
+
+    What it had been asked died with it, and the SuperLink delivers nothing twice.
+    """
     monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
     ids, came, replies = iter(["m1", "m2"]), ["then"], []
     reply = SimpleNamespace(has_error=lambda: False, content="content")
@@ -586,7 +611,8 @@ def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -
     config = quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005)
     with pytest.raises(
         RoundError,
-        match=r"payload has 1\d,\d+ bytes, more than max-payload-mb = 0.005 allows; it was not sent",
+        match=r"payload has 1\d,\d+ bytes, more than max-payload-mb = 0.005 allows; "
+        r"it was not sent",
     ):
         start(config)
     with pytest.raises(RoundError, match="it was not sent"):  # the kept one neither
@@ -726,7 +752,10 @@ def test_a_node_with_another_kit_is_named(home: Path, tiny_kit: Path, tmp_path: 
 
 
 def test_only_weights_that_both_have_and_need_are_compared(tiny_kit: Path, tmp_path: Path) -> None:
-    """OSCAR needs no UNet; a variant that one side has beside it, other settings and a server with a hub id hinder nobody."""
+    """OSCAR needs no UNet.
+
+    A variant that one side has beside it, other settings and a server with a hub id hinder nobody.
+    """
     other = shutil.copytree(tiny_kit, tmp_path / "other")
     weights = other / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
@@ -831,7 +860,10 @@ def only_client_0(index: int, kind: str, reply: Message) -> Message:
 
 
 def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_kit: Path) -> None:
-    """Trained without client 1; resumed with it: its images come in, so the model is trained again."""
+    """Trained without client 1.
+
+    Resumed with it: its images come in, so the model is trained again.
+    """
     config = quick(method="feddeo", kit=str(tiny_kit), min_clients=1)
     start(config, tamper=only_client_0)
     model = home / "runs" / "job" / "models" / "FT.safetensors"
@@ -845,7 +877,10 @@ def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_k
 
 
 def test_a_resumed_run_needs_no_client_whose_payload_it_has(home: Path, tiny_kit: Path) -> None:
-    """All payloads are stored and one site is gone: synthesis goes on with all of them, and the report says who did not test."""
+    """All payloads are stored and one site is gone.
+
+    Synthesis goes on with all of them, and the report says who did not test.
+    """
     config = quick(method="feddeo", kit=str(tiny_kit), join_timeout=1.0)
 
     def no_test(index: int, kind: str, reply: Message) -> Message:
@@ -877,7 +912,9 @@ def test_a_node_that_is_offline_is_asked_again_when_it_is_back(home: Path, tiny_
 
 
 class Faltering(LoopGrid):
-    """Its SuperLink answers with an HTTP error before, or after, it did what it was asked (`failing`: call number -> path, status)."""
+    """Its SuperLink answers with an HTTP error before, or after, it did what it was asked
+    (`failing`: call number -> path, status).
+    """
 
     failing: dict[tuple[str, int], tuple[str, int]]
 
@@ -916,7 +953,10 @@ def falter(tiny_kit: Path, failing: dict[tuple[str, int], tuple[str, int]]) -> F
 
 
 def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: Path) -> None:
-    """Its database is locked for long at times. What may have been done is asked for again, and nothing is counted twice."""
+    """Its database is locked for long at times.
+
+    What may have been done is asked for again, and nothing is counted twice.
+    """
     pushed, pulled, nodes_asked = "push-messages", "pull-messages", "get-nodes"
     failing = {
         (nodes_asked, 1): (nodes_asked, 500),
@@ -936,7 +976,10 @@ def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: 
 def test_a_message_that_a_node_lost_is_asked_again(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each kind of message is lost once by client-1, whose SuperLink failed while it fetched it: the node stays online, and nobody is told."""
+    """Each kind of message is lost once by client-1, whose SuperLink failed while it fetched it.
+
+    The node stays online, and nobody is told.
+    """
     lost: set[str] = set()
 
     def lose(index: int, kind: str, reply: Message) -> Message | None:
@@ -959,7 +1002,9 @@ def test_a_message_that_a_node_lost_is_asked_again(
 
 
 def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look each second at first, then after a twentieth of the silence, and after ten seconds at the latest; whatever comes ends the silence."""
+    """A look each second at first, then after a twentieth of the silence, and after ten seconds at
+    the latest; whatever comes ends the silence.
+    """
     now, pauses = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("server_app.federation.exchange.time", clock)
@@ -1025,7 +1070,10 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(
 def test_the_last_acknowledgement_is_sent_though_nothing_else_is_owed(
     home: Path, tiny_kit: Path
 ) -> None:
-    """Two joined and were asked; the sixth push is the last client's acknowledgement, and the SuperLink does not take it."""
+    """Two joined and were asked.
+
+    The sixth push is the last client's acknowledgement, and the SuperLink does not take it.
+    """
     grid = falter(tiny_kit, {("push-messages", 6): ("push-messages", 500)})
     assert (
         Counter(grid.sent)[1, "query.acknowledge"]
@@ -1157,7 +1205,10 @@ def test_an_architecture_that_the_run_does_not_allow_is_refused_at_joining(
 
 
 def test_domains_that_nobody_names_are_asked_for(home: Path, tiny_kit: Path) -> None:
-    """Without a simulation that knows it, the node must say its domain; with it, prompts name it."""
+    """Without a simulation that knows it, the node must say its domain.
+
+    With it, prompts name it.
+    """
     config = quick(method="prompts-domain", kit=str(tiny_kit), data__partition="iid")
     with pytest.raises(RoundError, match="prompts-domain needs node-config domain"):
         start(config)

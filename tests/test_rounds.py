@@ -70,7 +70,9 @@ def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
 def test_feddf_distils_the_mean_from_the_clients_models(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every round the student begins at the mean, the teachers are what the clients sent, and what is learned is what goes on."""
+    """Every round the student begins at the mean, the teachers are what the clients sent, and what
+    is learned is what goes on.
+    """
     replies, calls = [], []
 
     def tamper(index: int, kind: str, reply: Message) -> Message:
@@ -116,7 +118,8 @@ def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -
     begin = new_classifier(parse_run_config(quick()).classifier, 10, str(tiny_kit), 0).state_dict()
     way = (plain["fc.weight"] - begin["fc.weight"]).norm()
     assert (near["fc.weight"] - begin["fc.weight"]).norm() < 0.7 * way
-    # the same objective, but each method has its own order of images, so they agree in size and not in bits
+    # the same objective, but each method has its own order of images, so they agree in size and not
+    # in bits
     assert (zero["fc.weight"] - begin["fc.weight"]).norm() == pytest.approx(way.item(), rel=0.2)
 
 
@@ -146,14 +149,18 @@ def test_every_client_trains_in_every_round_and_all_is_counted(home: Path, tiny_
     ("method", "architectures"),
     [
         ("feddyn", "shufflenet_v2_x1_0"),  # with memory
-        # With a second training, whose dropout is the same too; both clients' models and the server's
+        # With a second training, whose dropout is the same too; both clients' models and the
+        # server's
         ("feddf", "shufflenet_v2_x0_5,mobilenet_v3_small"),
     ],
 )
 def test_a_killed_server_goes_on_after_the_last_round(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, method: str, architectures: str
 ) -> None:
-    """Killed after the first round was kept; resumed: what the quiet run makes, bit for bit, and only the rounds that were left."""
+    """Killed after the first round was kept.
+
+    Resumed: what the quiet run makes, bit for bit, and only the rounds that were left.
+    """
     config = quick(
         method=method,
         kit=str(tiny_kit),
@@ -188,7 +195,10 @@ def test_a_killed_server_goes_on_after_the_last_round(
 def test_feddyn_remembers_each_clients_gradient(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After round 1 it is -alpha (theta_k - theta), and round 2 uses it; what an earlier run of the job left does not count; at the end it goes."""
+    """After round 1 it is -alpha (theta_k - theta), and round 2 uses it.
+
+    What an earlier run of the job left does not count; at the end it goes.
+    """
     config = quick(method="feddyn", kit=str(tiny_kit), rounds__count=3, rounds__dyn_alpha=0.5)
     begin = new_classifier(parse_run_config(config).classifier, 10, str(tiny_kit), 0)
     replies: list[dict[str, torch.Tensor]] = []
@@ -400,7 +410,10 @@ def test_figures_that_nobody_asked_for_are_ignored(home: Path, tiny_kit: Path) -
 def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(
     home: Path, tiny_kit: Path
 ) -> None:
-    """client-1's first two replies are lost: round 1 waits for the deadline, round 2 for test-timeout, round 3 has both again."""
+    """client-1's first two replies are lost.
+
+    Round 1 waits for the deadline, round 2 for test-timeout, round 3 has both again.
+    """
     lost: list[int] = []
 
     def tamper(index: int, kind: str, reply: Message) -> Message | None:
@@ -496,7 +509,10 @@ def test_a_folder_of_images_can_be_the_proxy_set(
 def test_clients_of_different_architectures_make_one_global_model(
     home: Path, tiny_kit: Path
 ) -> None:
-    """FedCADO: a ResNet-18, a ShuffleNet and, by its node-config, a VGG without BatchNorm; the global model is a ShuffleNet."""
+    """FedCADO: a ResNet-18, a ShuffleNet and, by its node-config, a VGG without BatchNorm.
+
+    The global model is a ShuffleNet.
+    """
     config = quick(
         method="fedcado",
         kit=str(tiny_kit),

@@ -70,7 +70,10 @@ def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) 
 
 
 def test_a_unit_that_does_not_fit_is_sampled_in_parts(home: Path, tiny_kit: Path) -> None:
-    """Eight at a time are too many for this memory, and four; three fit. The next unit begins with what fitted."""
+    """Eight at a time are too many for this memory, and four; three fit.
+
+    The next unit begins with what fitted.
+    """
     config = parse_run_config(quick(kit=str(tiny_kit), synthesis__unit_size=8))
     tried: list[int] = []
 
@@ -128,7 +131,10 @@ def test_the_server_uses_the_classifier_that_was_sent() -> None:
 def test_each_row_is_guided_by_its_own_classifier(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reaches the loss and the guidance in every step: teacher, labels, weights, size, statistics; the scale."""
+    """What reaches the loss and the guidance in every step.
+
+    Teacher, labels, weights, size, statistics; the scale.
+    """
     kit, plan, calls = load_kit(tiny_kit), plan_images("m", 0, {"a": [0, 3], "b": [5]}, 1), []
     teachers = {client: as_teacher(resnet()) for client in "ab"}
     loss, guide = fedlmg.classifier_loss, fedlmg.guide
@@ -212,7 +218,8 @@ def test_rows_that_are_not_finite_are_named(tiny_kit: Path) -> None:
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
-    # FT: 7 of 8 and 2 of 4 right, 68.75 on average. MD is better, and who would choose it for that had looked at the test images
+    # FT: 7 of 8 and 2 of 4 right, 68.75 on average. MD is better, and who would choose it for that
+    # had looked at the test images
     (tmp_path / "tests").mkdir()
     (tmp_path / "config.json").write_text('{"method": "fedlmg", "seed": 0}')
     (tmp_path / "tests" / "FT.json").write_text(

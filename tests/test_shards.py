@@ -42,7 +42,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
-    """By Hugging Face's own reader: every image once, with its label and where it is from, in another order than the run's."""
+    """By Hugging Face's own reader.
+
+    Every image once, with its label and where it is from, in another order than the run's.
+    """
     files = write_shards(run, tmp_path / "out", 4)
     assert [file.name for file in files] == ["00000.tar", "00001.tar", "00002.tar"]
     rows = load_dataset(

@@ -13,7 +13,7 @@ def generator() -> torch.Generator:
 
 
 def test_steps_take_the_place_of_epochs_and_begin_as_they_do() -> None:
-    """150 steps of one are fifteen passes over ten images, and the first 37 are of the same images."""
+    """150 steps of one: fifteen passes over ten images; the first 37 are of the same images."""
     rows = torch.arange(20, 30)
     whole = minibatches(rows, 15, 0, 1, generator())
     stepped = minibatches(rows, 1, 150, 1, generator())
@@ -30,7 +30,10 @@ def test_steps_take_the_place_of_epochs_and_begin_as_they_do() -> None:
 
 @pytest.mark.parametrize(("method", "half"), [("feddeo", feddeo), ("espresso", espresso)])
 def test_every_condition_has_its_steps(tiny_kit, monkeypatch, method: str, half) -> None:  # type: ignore[no-untyped-def]
-    """Classes of four images and of one, and Espresso's clusters of them: five steps each, side by side."""
+    """Classes of four images and of one, and Espresso's clusters of them.
+
+    Five steps each, side by side.
+    """
     stepped: list[int] = []
     step = torch.optim.Adam.step
 

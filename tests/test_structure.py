@@ -148,7 +148,10 @@ def test_the_flower_apps_are_plain_assignments() -> None:
 
 
 def test_the_bundle_is_the_checkouts(tmp_path: Path) -> None:
-    """`osfl run` submits a copy; Flower makes of it what it would make of the checkout by `fab-include`."""
+    """`osfl run` submits a copy.
+
+    Flower makes of it what it would make of the checkout by `fab-include`.
+    """
     bundle = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(launch.copy_app(tmp_path / "app"))))
     included = {
         p.relative_to(ROOT).as_posix()
@@ -184,7 +187,9 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
     ],
 )
 def test_a_phone_needs_no_more_than_its_work(modules: str, unneeded: set[str]) -> None:
-    """The client half of FedLMG loads neither diffusers nor transformers, nor what only the digits need."""
+    """The client half of FedLMG loads neither diffusers nor transformers, nor what only the digits
+    need.
+    """
     code = f"import sys, {modules}; print(sorted({unneeded} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -221,9 +226,15 @@ def run(job, payloads):
 
 
 def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> None:
-    """Contributing's steps, literally: a row, a client half, a server half; then it runs. Nothing else is touched."""
+    """Contributing's steps, literally: a row, a client half, a server half; then it runs.
+
+    Nothing else is touched.
+    """
     copy_project(tmp_path)
-    row = '"toy": Method(client="toy", server="toy", payload="Descriptions", sends="a toy", client_parts=DIFFUSION_PARTS)'
+    row = (
+        '"toy": Method(client="toy", server="toy", payload="Descriptions", sends="a toy", '
+        "client_parts=DIFFUSION_PARTS)"
+    )
     add_row(tmp_path, row)  # edit 1
     client = tmp_path / "client_app" / "methods" / "toy.py"
     client.write_text(TOY.replace("SHAPE", "(8, 32)"))  # edit 2

@@ -1,4 +1,7 @@
-"""The systems' own mathematics: each part against numbers worked out by hand, a loop, or another library."""
+"""The systems' own mathematics.
+
+Each part against numbers worked out by hand, a loop, or another library.
+"""
 
 import math
 import warnings
@@ -78,7 +81,10 @@ def test_a_ddim_step_is_undone_exactly_when_the_prediction_is_fixed() -> None:
 
 
 def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    """Two steps of scalars, strong prediction z/2 and weak prediction 1, written out; the second step lies below the threshold."""
+    """Two steps of scalars, strong prediction z/2 and weak prediction 1, written out.
+
+    The second step lies below the threshold.
+    """
     kit, z = load_kit(tiny_kit), torch.full((1, 4, 8, 8), 2.0)
     (t1, a1, p1), (t2, a2, p2) = ddim_schedule(kit, 2)
     assert t1 > 400
@@ -112,7 +118,10 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """gamma_2 = 0 needs the unconditional branch alone: 2 + 1 + 2 rows above T_z, 2 below; 2 + 2 + 2 with gamma_2 > 0."""
+    """gamma_2 = 0 needs the unconditional branch alone: 2 + 1 + 2 rows above T_z, 2 below.
+
+    2 + 2 + 2 with gamma_2 > 0.
+    """
     kit, rows = load_kit(tiny_kit), []
     settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=800)).espresso
     payload = Mixtures(CLASSES, random(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
@@ -138,7 +147,10 @@ def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type:
 
 
 def test_noise_from_a_mixture_has_its_moments() -> None:
-    """Weights 1/4 and 3/4, means -4 and 4 / variances 1 and 0.25: mean 2, variance 0.25 + 0.1875 + 12 = 12.4375."""
+    """Weights 1/4 and 3/4, means -4 and 4 / variances 1 and 0.25.
+
+    Mean 2, variance 0.25 + 0.1875 + 12 = 12.4375.
+    """
     weights = torch.tensor([[0.25, 0.75]])
     means, variances = (
         torch.tensor([-4.0, 4.0]).view(1, 2, 1, 1, 1),
@@ -172,7 +184,9 @@ def test_a_fitted_mixture_finds_two_clouds() -> None:
 
 
 def test_clusters_are_wards() -> None:
-    """The same partition as SciPy's implementation, at most J and at most N clusters, every image in exactly one."""
+    """The same partition as SciPy's implementation, at most J and at most N clusters, every image
+    in exactly one.
+    """
     features = random(30, 5)
     for count in (1, 2, 4, 7):
         ours = espresso_half.cluster(features, count)
@@ -186,7 +200,11 @@ def test_clusters_are_wards() -> None:
 
 
 def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
-    """Variance of a noised mixture: a E[s^2 + (1-s)^2] var(x0) + (1 - a) = 0.5 * 2/3 * (4 + 3) + 0.5, where an image is not mixed with itself."""
+    """Variance of a noised mixture.
+
+    A E[s^2 + (1-s)^2] var(x0) + (1 - a) = 0.5 * 2/3 * (4 + 3) + 0.5, where an image is not mixed
+    with itself.
+    """
     a_t = torch.tensor(0.5)
     latents = espresso_half.noised_latents(
         2 * random(4000, 1, 1, 1),
@@ -201,7 +219,10 @@ def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
 
 
 def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    """Two classes, of five images and of one: 2 clusters and 1; weights are shares of the images; G alone brings the mixture."""
+    """Two classes, of five images and of one: 2 clusters and 1; weights are shares of the images.
+
+    G alone brings the mixture.
+    """
     data = images(0, 0, 0, 0, 0, 4)
     for gmm in (True, False):
         payload = espresso_half.make_payload(
@@ -307,7 +328,10 @@ def test_oscars_mean_is_a_loops(tiny_kit) -> None:  # type: ignore[no-untyped-de
 
 
 def test_captions_cost_as_much_as_when_all_is_counted(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    """Of batches with as many images and words the first is counted; here 16, 16 and 2 images, of 5 words and of 3."""
+    """Of batches with as many images and words the first is counted.
+
+    Here 16, 16 and 2 images, of 5 words and of 3.
+    """
     captioner, meter, counted = encoders.load_captioner(str(tiny_kit), CPU), FlopMeter(), []
     for words in (5, 3):
         with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as whole:
@@ -470,7 +494,9 @@ def test_feddisc_uses_the_centres_in_turn_and_the_mean_for_all(tiny_unclip, monk
 
 
 def test_concepts_take_their_words_places(shipped_kit, tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    """The condition is the encoding of the bare token ids, of one length whatever the class is called, but for S and V."""
+    """The condition is the encoding of the bare token ids, of one length whatever the class is
+    called, but for S and V.
+    """
     text = encoders.load_text_encoder(str(shipped_kit), CPU, torch.float32)
     ids = text.tokenizer("a x style of a x").input_ids
     assert text.tokenizer.convert_ids_to_tokens(ids) == [
@@ -713,9 +739,12 @@ def flops(step: Callable[[], object]) -> int:
 
 
 def test_no_sampler_does_more_than_its_formula(tiny_kit, tiny_unclip) -> None:  # type: ignore[no-untyped-def]
-    """FLOPs an image, in parts counted one by one: F a UNet pass, V a decoding, G(x) forward and back to z of one that is differentiated.
+    """FLOPs an image, in parts counted one by one.
 
-    Three steps, one of them above T_z = 600, two edits of the noise; the empty prompt's encoding, once for all images, and FedBiP's prompt's.
+    F a UNet pass, V a decoding, G(x) forward and back to z of one that is differentiated.
+
+    Three steps, one of them above T_z = 600, two edits of the noise; the empty prompt's encoding,
+    once for all images, and FedBiP's prompt's.
     """
     kit, unclip, steps, edits, above = load_kit(tiny_kit), load_kit(tiny_unclip), 3, 2, 1
     plan = plan_images("m", 0, {"a": [0], "b": [3]}, 1)
@@ -777,7 +806,10 @@ def linear(weight: list[float]) -> nn.Module:
 
 
 def test_the_local_objectives_by_hand() -> None:
-    """What is added to the gradient (1, 1): FedProx mu (theta - theta_global) = 0.5 (2, -1); FedDyn that, less grad L_k = (2, 7)."""
+    """What is added to the gradient (1, 1): FedProx mu (theta - theta_global) = 0.5 (2, -1).
+
+    FedDyn that, less grad L_k = (2, 7).
+    """
     start, gradient = {"weight": torch.tensor([[1.0, 1.0]])}, {"weight": torch.tensor([[2.0, 7.0]])}
     for penalty, added in (
         (proximal(start, 0.5), [1 + 1, 1 - 0.5]),
@@ -821,7 +853,10 @@ def test_the_penalties_gradients_are_their_objectives() -> None:
 
 
 def test_a_penalty_enters_every_step() -> None:
-    """One SGD step with lr 1 on a model whose cross-entropy has no gradient: the weight moves by minus the penalty's gradient."""
+    """One SGD step with lr 1 on a model whose cross-entropy has no gradient.
+
+    The weight moves by minus the penalty's gradient.
+    """
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1, bias=False))
     before = model[1].weight.detach().clone()  # type: ignore[union-attr]
     settings = ClassifierConfig(
@@ -834,7 +869,11 @@ def test_a_penalty_enters_every_step() -> None:
 
 
 def test_feddyns_server_step_by_hand() -> None:
-    """theta = 1; clients send 2 and 4: mean 3, h = 0 - 0.5 * (2/2) * (3 - 1) = -1, theta = 3 + 1/0.5 = 5. Next round: clients send 5 and 7."""
+    """theta = 1.
+
+    Clients send 2 and 4: mean 3, h = 0 - 0.5 * (2/2) * (3 - 1) = -1, theta = 3 + 1/0.5 = 5. Next
+    round: clients send 5 and 7.
+    """
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -911,7 +950,10 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
 
 
 def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the server expects of a client with a kit of Stable Diffusion's shapes (512 px; unCLIP 2.1 for FedDISC): numbers a class."""
+    """What the server expects of a client with a kit of Stable Diffusion's shapes (512 px.
+
+    UnCLIP 2.1 for FedDISC): numbers a class.
+    """
     monkeypatch.setattr(expected, "shapes_of_kit", lambda kit: ((77, 768), (4, 64, 64), 2048))
 
     def numbers(method: str, classes: int = 1, images: int = 1) -> int:
@@ -948,7 +990,9 @@ def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     ["mobilenet_v3_small", "mobilenet_v2", "shufflenet_v2_x1_0", "resnet34", "resnet50", "vgg16"],
 )
 def test_small_stems_take_small_images(architecture: str) -> None:
-    """At 32 px a small stem leaves more positions to the last stage than the ImageNet stem does, and training reaches every parameter."""
+    """At 32 px a small stem leaves more positions to the last stage than the ImageNet stem does,
+    and training reaches every parameter.
+    """
     small = classifiers.build_classifier(architecture, 10, small_stem=True)
     x = random(2, 3, 32, 32)
     small(x).sum().backward()

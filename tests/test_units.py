@@ -1,4 +1,7 @@
-"""What is sampled together: units that stand for ever, and units that mix the classes for their statistics."""
+"""What is sampled together.
+
+Units that stand for ever, and units that mix the classes for their statistics.
+"""
 
 import hashlib
 import json
@@ -42,7 +45,10 @@ def test_units_and_seeds_are_fixed_for_ever() -> None:
 
 
 def test_mixed_units_hold_the_classes_in_turn() -> None:
-    """The same images with the same seeds; no class comes twice before every class has come once."""
+    """The same images with the same seeds.
+
+    No class comes twice before every class has come once.
+    """
     plan = plan_images("fedlmg", 0, HELD, 6)
     mixed = mix_classes(plan)
     assert set(mixed) == set(plan)
@@ -58,7 +64,10 @@ def test_mixed_units_hold_the_classes_in_turn() -> None:
 
 
 def test_statistics_of_a_mixed_unit_are_the_datas() -> None:
-    """Class c is of the shade c: a unit of one class is far from the data's mean and variance, one of all classes has them."""
+    """Class c is of the shade c.
+
+    A unit of one class is far from the data's mean and variance, one of all classes has them.
+    """
     shades = torch.linspace(-1, 1, 10)
     data = classifiers.normalise(shades.view(-1, 1, 1, 1).expand(-1, 3, 1, 2))
     model = bn_model(0.0, 1.0)
@@ -87,7 +96,10 @@ def test_fedlmg_mixes_the_classes_of_its_units_for_their_statistics_alone(
     monkeypatch: pytest.MonkeyPatch,
     statistics: str,
 ) -> None:
-    """Also in a run: its manifest, what is trained on, and that a second run finds all units there."""
+    """Also in a run.
+
+    Its manifest, what is trained on, and that a second run finds all units there.
+    """
     config = parse_run_config(
         quick(
             method="fedlmg",

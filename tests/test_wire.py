@@ -104,7 +104,9 @@ def test_classifier_round_trip(weight, batches: int) -> None:  # type: ignore[no
 @settings(max_examples=300)
 @given(st.data())
 def test_mutated_bytes_are_refused_or_still_valid(data: st.DataObject) -> None:
-    """Whatever happens to the bytes, decoding gives a checked payload or a PayloadError, and never anything else."""
+    """Whatever happens to the bytes, decoding gives a checked payload or a PayloadError, and never
+    anything else.
+    """
     original = blob(Classifier(("dog",), "resnet18", STATE), CLASSIFIER)
     mutated = bytearray(original)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -238,7 +240,10 @@ def test_absurd_numbers_are_refused(value: float) -> None:
 def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of ten bytes. What was read is gone from the message: a payload of 500 MB would stay as long as its reply."""
+    """Parts of ten bytes.
+
+    What was read is gone from the message: a payload of 500 MB would stay as long as its reply.
+    """
     monkeypatch.setattr("osfl.protocol.PART_BYTES", 10)
     payload = bytes(range(size))
     content = pack_payload(payload, dict.fromkeys(COST_KEYS, 1.0))
@@ -307,7 +312,10 @@ def test_a_state_dict_must_be_exactly_the_architectures() -> None:
 
 
 def test_sizes_on_the_wire() -> None:
-    """All but the numbers and the class names is below 256 bytes; FedDEO at Stable Diffusion's shapes is 3.548 M numbers for 60 classes."""
+    """All but the numbers and the class names is below 256 bytes.
+
+    FedDEO at Stable Diffusion's shapes is 3.548 M numbers for 60 classes.
+    """
     classes = tuple(f"class-{i:02d}" for i in range(60))
     payload = Descriptions(classes, torch.randn(60, 77, 768))
     assert payload.vectors.numel() == 3_548_160
@@ -424,7 +432,10 @@ def peak_of(work: Callable[[], object]) -> int:
     not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
 )
 def test_a_large_payload_is_held_no_more_than_three_times(tmp_path: Path) -> None:
-    """As in a VGG-16, one tensor is three quarters of it. On a client the payload itself is one copy, on the server the serialised bytes."""
+    """As in a VGG-16, one tensor is three quarters of it.
+
+    On a client the payload itself is one copy, on the server the serialised bytes.
+    """
     state = {
         "fc.weight": torch.ones(150 * 250_000),
         **{f"conv{k}.weight": torch.ones(10 * 250_000) for k in range(5)},

@@ -1,4 +1,7 @@
-"""What a hostile payload may cost: at most four times its own memory, and time that grows with it."""
+"""What a hostile payload may cost.
+
+At most four times its own memory, and time that grows with it.
+"""
 
 import json
 import os
@@ -38,7 +41,8 @@ def payload_of(body: int, content: bytes) -> bytes:
     return pb.Payload(version=1, classes=["cat"]).SerializeToString() + joined(body, content)
 
 
-# The attacks of the review, and those beside them: (of which method, field of the body, its content)
+# The attacks of the review, and those beside them: (of which method, field of the body, its
+# content)
 ATTACKS = {
     "empty tensors": ("fedlmg", 11, b"\x12\x00" * MB),
     "tensors of one number": ("fedlmg", 11, b"\x12\x02\x10\x01" * (MB // 2)),

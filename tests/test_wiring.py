@@ -1,4 +1,8 @@
-"""From payload to image: every image is made from its own client's and its own class's part of a payload, with the config's own scales."""
+"""From payload to image.
+
+Every image is made from its own client's and its own class's part of a payload, with the config's
+own scales.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -192,7 +196,9 @@ def test_feddisc(tiny_unclip, composed) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """S is the client's, V the class's, and the latent begins at the first timestep, where hardly anything of it is left."""
+    """S is the client's, V the class's, and the latent begins at the first timestep, where hardly
+    anything of it is left.
+    """
     started = []
     forward = fedbip.forward_noise
     monkeypatch.setattr(
@@ -307,7 +313,9 @@ def test_what_guides_a_classifiers_images(tiny_kit, monkeypatch, gradient: str) 
 
 
 def test_the_gradient_at_x0_takes_the_latents_as_standard_normal(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Where e does not depend on z, x0hat = z / sqrt(a_t) + ..., whose own derivative is 1 / sqrt(a_t); in place of it stands sqrt(a_t)."""
+    """Where e does not depend on z, x0hat = z / sqrt(a_t) + ..., whose own derivative is 1 /
+    sqrt(a_t); in place of it stands sqrt(a_t).
+    """
     monkeypatch.setattr(
         fedlmg, "compose", lambda kit, z, t, c0, conditions: torch.full_like(z, 0.1)
     )
@@ -381,7 +389,9 @@ def test_every_batchnorm_layer_counts() -> None:
 def test_each_strategy_has_its_own_teacher(
     tiny_kit, monkeypatch, teacher_mean: str, statistics: str
 ) -> None:  # type: ignore[no-untyped-def]
-    """a knows 0 and 1, b knows 1 and 2: FT has no target, MD the mean over those that know a class, SD the image's own client's.
+    """a knows 0 and 1, b knows 1 and 2.
+
+    FT has no target, MD the mean over those that know a class, SD the image's own client's.
 
     A unit whose images share their statistics may not be sampled in parts.
     """
@@ -439,7 +449,10 @@ def test_each_strategy_has_its_own_teacher(
 
 
 def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Class 0 has images 0, 2, 3, 4 and 5, class 4 image 1: rows, shares and latents are the class's own; the noise is the first timestep's."""
+    """Class 0 has images 0, 2, 3, 4 and 5, class 4 image 1.
+
+    Rows, shares and latents are the class's own; the noise is the first timestep's.
+    """
     data, learned, noised = images(0, 4, 0, 0, 0, 0), {}, []
     monkeypatch.setattr(
         espresso_half,

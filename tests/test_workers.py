@@ -88,7 +88,9 @@ def names_of_sampled(make_sampler: MakeSampler, settings: SynthesisConfig) -> li
 
 
 def test_images_do_not_depend_on_who_samples_them(home: Path, tiny_kit: Path) -> None:
-    """With classifier guidance, whose gradients differ in the last bit where another number of threads adds them up."""
+    """With classifier guidance, whose gradients differ in the last bit where another number of
+    threads adds them up.
+    """
     made = {}
     for count in (0, 2, 3):
         start(
@@ -164,7 +166,8 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
 
     with pytest.raises(
         WorkerError,
-        match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower synthesis.unit-size.*The last: ",
+        match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower "
+        "synthesis.unit-size.*The last: ",
     ):
         names_of_sampled(that(act), workers(1))
 
@@ -197,7 +200,10 @@ def test_an_actor_that_ray_ends_or_loses_is_replaced(
 
 
 def test_nobody_waits_for_a_slow_worker(tmp_path: Path) -> None:
-    """One of two takes 200 s for its first: the other does its work too, and each unit is there once."""
+    """One of two takes 200 s for its first.
+
+    The other does its work too, and each unit is there once.
+    """
 
     def act(jobs: Sequence[ImageJob]) -> None:
         slow = tmp_path / "slow"
@@ -252,7 +258,8 @@ def test_gpus_that_are_not_there_are_missed_before_the_clients_work() -> None:
 def test_another_cluster_than_the_simulations_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="synthesis.ray-address = 'ray://host:10001': a simulation has a Ray cluster of its own",
+        match="synthesis.ray-address = 'ray://host:10001': a simulation has a Ray cluster of its "
+        "own",
     ):
         list(
             sample_units(

@@ -1,11 +1,14 @@
-"""Keys and certificates of a federation: a certificate authority (CA), the server's certificate, a key pair for every node.
+"""Keys and certificates of a federation.
+
+A certificate authority (CA), the server's certificate, a key pair for every node.
 
 A folder holds
 
     ca.key       signs server certificates; stays where it is
     ca.crt       goes to every node; during a rotation the new and the old CA's
     server.key, server.pem    the SuperLink's
-    nodes/<name>, nodes/<name>.pub    a SuperNode's: the private key goes to that node alone, the public one is registered
+    nodes/<name>, nodes/<name>.pub    a SuperNode's: the private key goes to that node alone, the
+    public one is registered
 
 Elliptic curve P-384 everywhere, as Flower's node authentication wants.
 """
@@ -90,7 +93,8 @@ def drop_old_ca(folder: Path) -> Path:
             _certificates(folder / "server.pem")[0].verify_directly_issued_by(newest)
         except (InvalidSignature, ValueError) as error:
             raise ConfigError(
-                f"{folder / 'server.pem'} is still the old CA's; make a new one first: osfl certs server"
+                f"{folder / 'server.pem'} is still the old CA's; make a new one first: osfl certs "
+                "server"
             ) from error
     write_atomically(folder / "ca.crt", newest.public_bytes(serialization.Encoding.PEM), PUBLIC)
     return folder / "ca.crt"
@@ -104,7 +108,8 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
         days: how long it is valid, and never longer than its CA.
 
     Raises:
-        ConfigError: no CA in the folder, its key is another's, or a host that is neither a name nor an address.
+        ConfigError: no CA in the folder, its key is another's, or a host that is neither a name nor
+            an address.
     """
     authority = _authorities(folder)[0]
     signer = _authority_key(folder / "ca.key", authority)
@@ -114,7 +119,8 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
     days = min(days, (authority.not_valid_after_utc - datetime.now(UTC)).days)
     if days < 1:
         raise ConfigError(
-            f"the CA in {folder} ends on {authority.not_valid_after_utc:%Y-%m-%d}; rotate it first (--rotate)"
+            f"the CA in {folder} ends on {authority.not_valid_after_utc:%Y-%m-%d}; rotate it first "
+            "(--rotate)"
         )
     certificate = (
         _builder(_name(names[0]), authority.subject, key.public_key(), days)

@@ -1,4 +1,6 @@
-"""Methods side by side: a table file, the runs it asks for, and what they measured as Markdown, CSV and a plot.
+"""Methods side by side.
+
+A table file, the runs it asks for, and what they measured as Markdown, CSV and a plot.
 
 A table file (configs/tables/*.toml) has
 
@@ -12,7 +14,8 @@ A table file (configs/tables/*.toml) has
     [grid]                   # optional: every row is run with every combination
     "espresso.epochs" = [5, 15]
 
-Each cell, a row and a seed, is one `osfl run` of its own; runs that are done with the same settings and kits are used again.
+Each cell, a row and a seed, is one `osfl run` of its own; runs that are done with the same settings
+and kits are used again.
 """
 
 import csv
@@ -91,7 +94,10 @@ class TableFile:
 
 
 def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
-    """A cell whose job id holds a digest of its whole configuration and its kits: a run is used again for the very same, and for nothing else."""
+    """A cell whose job id holds a digest of its whole configuration and its kits.
+
+    A run is used again for the very same, and for nothing else.
+    """
     config, _ = resolve_config(settings)
     identity = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
     digest = hashlib.sha256(
@@ -120,7 +126,8 @@ def read_table(
         seeds, rows: comma-separated; empty: the file's.
 
     Raises:
-        ConfigError: not such a file, no such row, or a run-config that is wrong; every row is checked before any is run.
+        ConfigError: not such a file, no such row, or a run-config that is wrong; every row is
+            checked before any is run.
     """
     try:
         content = tomllib.loads(file.read_text())
@@ -128,7 +135,8 @@ def read_table(
         raise ConfigError(f"{file}: not a table file: {error}") from None
     if unknown := set(content) - {"title", "seeds", "common", "rows", "grid"}:
         raise ConfigError(
-            f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has title, seeds, common, rows and grid"
+            f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has title, seeds, common, "
+            "rows and grid"
         )
     if not content.get("rows"):
         raise ConfigError(f"{file}: has no [rows.NAME]")
@@ -138,7 +146,8 @@ def read_table(
         raise ConfigError(f"{file}: [grid] {wrong[0]}: must be a list of values")
     if wrong := [name for name in content["rows"] if "," in name]:
         raise ConfigError(
-            f"{file}: [rows.{wrong[0]!r}]: a row's name may have no comma, which separates those of --rows"
+            f"{file}: [rows.{wrong[0]!r}]: a row's name may have no comma, which separates those "
+            "of --rows"
         )
     made: dict[str, dict[str, Scalar]] = {}
     for name, row in content["rows"].items():
@@ -172,7 +181,8 @@ def read_table(
             settings.update(resolve_config(extra)[1])
             if own := [key for key in OWN if key in settings]:
                 raise ConfigError(
-                    f"{own[0]} = {settings[own[0]]!r}: is the table's to set; see its seeds, and --seeds and --runs"
+                    f"{own[0]} = {settings[own[0]]!r}: is the table's to set; see its seeds, and "
+                    "--seeds and --runs"
                 )
             resolve_config([f"{key}={_text(value)}" for key, value in settings.items()])
         except ConfigError as error:
@@ -206,9 +216,11 @@ class Runner:
         """The outcome of every cell; one that fails does not stop the others.
 
         Raises:
-            KeyboardInterrupt: after all runs under way were ended; the same call goes on where they were. `outcomes` has what is done.
+            KeyboardInterrupt: after all runs under way were ended; the same call goes on where they
+                were. `outcomes` has what is done.
         """
-        # Seed by seed, and the last row first: a table begins with its references, which are quick, and no core idles at the end.
+        # Seed by seed, and the last row first: a table begins with its references, which are quick,
+        # and no core idles at the end.
         order = [
             cell
             for _, group in groupby(cells, key=lambda cell: cell.seed)
@@ -237,7 +249,11 @@ class Runner:
         return outcome
 
     def run(self, cell: Cell) -> Outcome:
-        """One cell: from its folder if it was run before, else by `osfl run`, which resumes what was interrupted."""
+        """One cell.
+
+        From its folder if it was run before, else by `osfl run`, which resumes what was
+        interrupted.
+        """
         if outcome := self._finished(cell):
             self.note(cell, "done before")
             return outcome
@@ -295,7 +311,10 @@ class Runner:
 
 
 def records_of(outcome: Outcome) -> list[dict[str, Any]]:
-    """One record for every global model of a cell, or one with its error; Local's models become their mean."""
+    """One record for every global model of a cell, or one with its error.
+
+    Local's models become their mean.
+    """
     cell, metrics = outcome.cell, outcome.metrics
     if not metrics:
         return [{"row": cell.row, "seed": cell.seed, "error": outcome.error}]
@@ -342,7 +361,9 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _branches(metrics: dict[str, Any]) -> str:
-    """What a table must say of a row that guides with fewer branches than its method is published with."""
+    """What a table must say of a row that guides with fewer branches than its method is published
+    with.
+    """
     config = metrics["config"]
     if metrics["method"] == "feddeo" and config["feddeo.guidance-text"] == 0:
         return "the description alone (FedDEO's eq. 5 without its text branch)"
@@ -430,10 +451,17 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         if both
         else "the average of the clients is also that over all test images"
     )
+    libraries = []
+    for name in ("torch", "flwr", "diffusers"):
+        if name in versions:
+            libraries.append(f"{name} {versions[name]}")
     note = (
-        f"Top-1 accuracy (%), each client testing the global model on its own test images; {over}; {averages_are}. Costs are the largest client's; upload and "
-        f"download as serialised, the kit's parts included but where the size of a hub's model is not known (+ kit). Command: `{command}`, {at_once} "
-        f"runs at a time. {machine()}, {', '.join(f'{name} {versions[name]}' for name in ('torch', 'flwr', 'diffusers') if name in versions)}."
+        f"Top-1 accuracy (%), each client testing the global model on its own test images; {over}; "
+        f"{averages_are}. Costs are the largest client's; upload and "
+        "download as serialised, the kit's parts included but where the size of a hub's model is "
+        f"not known (+ kit). Command: `{command}`, {at_once} "
+        f"runs at a time. {machine()}, "
+        f"{', '.join(libraries)}."
     )
     for name, group in groups.items():
         if branches := group[0]["branches"]:
@@ -474,7 +502,10 @@ def _costs(group: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(records: list[dict[str, Any]], file: Path) -> None:
-    """Accuracy against a client's bytes, uploaded (left) and both ways (right), on log axes; rows that upload nothing are dashed lines."""
+    """Accuracy against a client's bytes, uploaded (left) and both ways (right), on log axes.
+
+    Rows that upload nothing are dashed lines.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6))

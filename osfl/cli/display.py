@@ -1,4 +1,7 @@
-"""What the `osfl` command shows. It is imported when there is something to show: `osfl --help` does without rich."""
+"""What the `osfl` command shows.
+
+It is imported when there is something to show: `osfl --help` does without rich.
+"""
 
 import subprocess
 import time
@@ -78,7 +81,10 @@ def _whole_lines() -> Iterator[None]:
 
 
 def client_rows(states: dict[str, str], cache: Path) -> Table:
-    """One row a client; while it works, how far it is (its own progress file, when it runs on this machine)."""
+    """One row a client.
+
+    While it works, how far it is (its own progress file, when it runs on this machine).
+    """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for client, state in sorted(states.items()):
         for file in cache.glob(f"{client}-{'?' * 12}/progress") if state == "asked" else ():
@@ -143,7 +149,8 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     console.print(table)
     if metrics["not_tested"]:
         console.print(
-            f"[bold yellow]not tested everywhere[/]: {', '.join(map(words, metrics['not_tested']))}; averages are over the others"
+            "[bold yellow]not tested everywhere[/]: "
+            f"{', '.join(map(words, metrics['not_tested']))}; averages are over the others"
         )
     upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(
         1, len(metrics["clients"])
@@ -153,6 +160,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     server = metrics["server"]
     each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""
     console.print(
-        f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic images{each}",
+        f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic "
+        f"images{each}",
         highlight=False,
     )

@@ -1,6 +1,7 @@
 """`osfl doctor`: whether this machine can run OSFL, and what to do where it cannot.
 
-What may be missing or of another version (torch, Flower) is imported after the packages were looked at.
+What may be missing or of another version (torch, Flower) is imported after the packages were looked
+at.
 """
 
 import os
@@ -222,7 +223,9 @@ def check_ports() -> Finding:
 
 
 def check_clock(runs: Path, now: Callable[[], float] = time.time) -> Finding:
-    """Whether the clock is sane, and the disk's is the same: by a file that is written, and this program's.
+    """Whether the clock is sane, and the disk's is the same.
+
+    By a file that is written, and this program's.
 
     Args:
         now: seconds since 1970.

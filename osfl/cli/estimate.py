@@ -1,4 +1,7 @@
-"""`osfl run --dry-run`: what a run would send, draw and take, and whether it can work, before anybody does."""
+"""`osfl run --dry-run`.
+
+What a run would send, draw and take, and whether it can work, before anybody does.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -131,8 +134,8 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     """Check a run on this machine, and estimate it.
 
     Args:
-        simulated: whether the clients are on this machine, too. Else each is taken to have one image
-            of every class.
+        simulated: whether the clients are on this machine, too. Else each is taken to have one
+            image of every class.
 
     Raises:
         ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: it cannot work; why.
@@ -197,7 +200,10 @@ def unseen_clients(config: RunConfig) -> dict[str, Client]:
 
 
 def upload_bytes(name: str, client: Client) -> int:
-    """What a client sends in a round: of a message, its names and numbers, by the tensors' shapes."""
+    """What a client sends in a round.
+
+    Of a message, its names and numbers, by the tensors' shapes.
+    """
     method = METHODS[client.config.method]
     if method.rounds:
         return _model_bytes(client)
@@ -251,7 +257,10 @@ def _model_bytes(client: Client) -> int:
 
 
 def drawn_images(client: Client) -> int:
-    """How many images the server draws for a client: of the classes that it holds, or nobody says, of all."""
+    """How many images the server draws for a client.
+
+    Of the classes that it holds, or nobody says, of all.
+    """
     config = client.config
     method = METHODS[config.method]
     if not method.samples:
@@ -290,7 +299,9 @@ def branches(config: RunConfig) -> int:
 
 
 def rows_an_image(config: RunConfig, kit: Kit) -> int:
-    """How many rows go through the UNet for an image; a gradient through it counts as one more pass.
+    """How many rows go through the UNet for an image.
+
+    A gradient through it counts as one more pass.
 
     Guidance is taken to be on at every step.
     """

@@ -1,4 +1,7 @@
-"""Starting a run: the configuration from files and arguments, a SuperLink of its own, `flwr run`, and the true outcome.
+"""Starting a run.
+
+The configuration from files and arguments, a SuperLink of its own, `flwr run`, and the true
+outcome.
 
 All that depends on the version of Flower's command line is in this file.
 """
@@ -25,7 +28,8 @@ from flwr.common.config import flatten_dict
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
 from osfl.words import plain, plain_lines
 
-# Flower installs an app's dependencies before every run (and fails offline), phones home and looks for updates, unless told not to.
+# Flower installs an app's dependencies before every run (and fails offline), phones home and looks
+# for updates, unless told not to.
 _FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -35,8 +39,10 @@ _FLOWER_SWITCHES = {
     "TQDM_DISABLE": "1",  # the libraries' progress bars would fill the log; ours shows the run's
 }
 
-# Training makes and frees the same large tensors in every step. By default glibc hands them back to the kernel each time, and every page is cleared
-# anew: 7 % of a training step on a CPU. Only the first arena can keep them, and the ServerApp runs in a thread, which would get another.
+# Training makes and frees the same large tensors in every step. By default glibc hands them back to
+# the kernel each time, and every page is cleared anew: 7 % of a training step on a CPU. Only the
+# first arena can keep them, and the ServerApp runs
+# in a thread, which would get another.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**28),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -46,8 +52,8 @@ KEEP_MEMORY = {
 
 # Where the app's packages lie: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
-# `flwr list osfl` and its kin take a folder `osfl` where they are called, a checkout's say, for an app
-# of older days: they are called where there is none.
+# `flwr list osfl` and its kin take a folder `osfl` where they are called, a checkout's say, for an
+# app of older days: they are called where there is none.
 HERE = Path(__file__).parent
 _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,9}m")  # Flower's own, of its log's levels
 MOST_SAID = 2000  # characters of what Flower says
@@ -98,7 +104,8 @@ def default_config() -> dict[str, Scalar]:
 def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scalar]]:
     """Merge TOML files and `key=value` arguments, from left to right, over the defaults.
 
-    Values are TOML (`seed=1`, `classifier.small-stem=false`); what is not TOML is taken as text (`method=fedlmg`).
+    Values are TOML (`seed=1`, `classifier.small-stem=false`); what is not TOML is taken as text
+    (`method=fedlmg`).
 
     Returns:
         the checked configuration and the overrides.
@@ -153,7 +160,9 @@ def find_config(name: str) -> Path:
 
 
 def flat_toml(table: dict[str, Any]) -> dict[str, Scalar]:
-    """A TOML table with dotted keys; a list becomes the comma-separated text that the schema has for lists.
+    """A TOML table with dotted keys.
+
+    A list becomes the comma-separated text that the schema has for lists.
 
     Raises:
         ConfigError: a value that no run-config key can have.
@@ -235,7 +244,8 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         empty.mkdir()
         port, fleet = free_ports(2)
         (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "osfl"\n\n[superlink.osfl]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+            '[superlink]\ndefault = "osfl"\n\n[superlink.osfl]\naddress = '
+            f'"127.0.0.1:{port}"\ninsecure = true\n'
         )
         environment = {
             **flower_environment(),
@@ -356,7 +366,9 @@ def submit(
 def outcome(
     run_id: int, connection: str, environment: dict[str, str], seconds: float = 60
 ) -> tuple[str, str]:
-    """(status, details) of a run, as the SuperLink has it; `flwr run` itself exits with 0 even when the run fails.
+    """(status, details) of a run, as the SuperLink has it.
+
+    `flwr run` itself exits with 0 even when the run fails.
 
     Waits up to `seconds` for a run whose log has ended to be booked as finished.
     """

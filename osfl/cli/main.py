@@ -1,4 +1,7 @@
-"""The `osfl` command: what can be said to it. What does the work is imported when it is asked for."""
+"""The `osfl` command: what can be said to it.
+
+What does the work is imported when it is asked for.
+"""
 
 import os
 from datetime import UTC, datetime
@@ -191,7 +194,8 @@ def compare(
     client_cpus: Annotated[
         int,
         typer.Option(
-            help="Cores of each client; 0: as many as runs go side by side, so that no core has two."
+            help="Cores of each client; 0: as many as runs go side by side, so that no core has "
+            "two."
         ),
     ] = 0,
     client_gpus: Annotated[float, typer.Option(help="Share of a GPU of each client.")] = 0.0,
@@ -199,7 +203,9 @@ def compare(
         Path, typer.Option(help="Where the table is written: Markdown, CSV and a plot.")
     ] = Path("runs/tables"),
 ) -> None:
-    """Run methods side by side and write their table; runs that are done are used again, interrupted ones go on.
+    """Run methods side by side and write their table.
+
+    Runs that are done are used again, interrupted ones go on.
 
     Example: osfl compare configs/tables/digits.toml --seeds 0
     """
@@ -227,7 +233,8 @@ def certs_ca(
 ) -> None:
     """Make a certificate authority: ca.key signs server certificates, ca.crt goes to every node.
 
-    To rotate it: `ca --rotate`; give ca.crt to all nodes and restart them; `server` again, and restart the SuperLink; `ca --drop-old`, and ca.crt to all once more.
+    To rotate it: `ca --rotate`; give ca.crt to all nodes and restart them; `server` again, and
+    restart the SuperLink; `ca --drop-old`, and ca.crt to all once more.
     """
     from osfl.cli import certs, display
     from osfl.config import ConfigError
@@ -235,7 +242,8 @@ def certs_ca(
     with display.named_errors():
         if rotate and drop_old:
             raise ConfigError(
-                "--rotate begins a rotation and --drop-old ends it, when the server has its new certificate"
+                "--rotate begins a rotation and --drop-old ends it, when the server has its new "
+                "certificate"
             )
         file = certs.drop_old_ca(folder) if drop_old else certs.make_ca(folder, days, rotate)
     display.console.print(f"for every node: {file}", highlight=False, soft_wrap=True)
@@ -250,7 +258,10 @@ def certs_server(
     ],
     days: Annotated[int, typer.Option(min=1, help="How long it is valid.")] = 397,
 ) -> None:
-    """Make the SuperLink's key and certificate, in place of the former; restart the SuperLink after it."""
+    """Make the SuperLink's key and certificate, in place of the former.
+
+    Restart the SuperLink after it.
+    """
     from osfl.cli import certs, display
 
     with display.named_errors():
@@ -265,7 +276,10 @@ def certs_node(
     folder: CertsFolder,
     names: Annotated[list[str], typer.Argument(help="The nodes' names, such as their client ids.")],
 ) -> None:
-    """Make a key pair for every node: NAME goes to that node alone, NAME.pub is registered with the SuperLink."""
+    """Make a key pair for every node.
+
+    NAME goes to that node alone, NAME.pub is registered with the SuperLink.
+    """
     from osfl.cli import certs, display
 
     with display.named_errors():
@@ -276,7 +290,10 @@ def certs_node(
 
 @certs_app.command("show")
 def certs_show(folder: CertsFolder) -> None:
-    """List the certificates, whom they are for, and until when they are valid; exits with 1 if one has expired."""
+    """List the certificates, whom they are for, and until when they are valid.
+
+    Exits with 1 if one has expired.
+    """
     from rich.table import Table
 
     from osfl.cli import certs, display

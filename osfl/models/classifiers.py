@@ -1,4 +1,7 @@
-"""Image classifiers: torchvision architectures, an option for small images, and their pretrained initialisation."""
+"""Image classifiers.
+
+Torchvision architectures, an option for small images, and their pretrained initialisation.
+"""
 
 import math
 import re
@@ -20,7 +23,8 @@ from osfl.models.initialisation import initial_weights
 from osfl.pixels import to_float
 from osfl.seeds import seed_of
 
-# Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to them.
+# Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to
+# them.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
@@ -37,12 +41,15 @@ class ClassifierError(ValueError):
 
 
 def build_classifier(architecture: str, num_classes: int, small_stem: bool = False) -> nn.Module:
-    """A torchvision classifier with random weights. Input [B, 3, H, W] normalised by `MEAN` and `STD`, output logits [B, C].
+    """A torchvision classifier with random weights.
+
+    Input [B, 3, H, W] normalised by `MEAN` and `STD`, output logits [B, C].
 
     Args:
         architecture: a torchvision model name, e.g. `resnet18`.
         num_classes: C.
-        small_stem: for images of about 32 px, halve the reduction of the first layers (`_shrink_stem`).
+        small_stem: for images of about 32 px, halve the reduction of the first layers
+            (`_shrink_stem`).
 
     Raises:
         ClassifierError: unknown architecture, or a small stem for a family that has none.
@@ -51,17 +58,20 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
 
     if architecture not in torchvision.models.list_models(module=torchvision.models):
         raise ClassifierError(
-            f"architecture = {architecture!r} is not a torchvision model; for example resnet18, resnet50, vgg16_bn"
+            f"architecture = {architecture!r} is not a torchvision model; for example resnet18, "
+            "resnet50, vgg16_bn"
         )
     if architecture in ("googlenet", "inception_v3"):
         raise ClassifierError(
-            f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take a resnet"
+            f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take "
+            "a resnet"
         )
     if architecture.startswith(
         "mnasnet"
     ):  # its stem's shape depends on metadata that only a pickled state dict has
         raise ClassifierError(
-            f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; take mobilenet_v2"
+            f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; take "
+            "mobilenet_v2"
         )
     model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
     if small_stem:
@@ -72,8 +82,10 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
 def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
     """Fit an architecture for 224 px to about 32, in place.
 
-    ResNet: one 3x3 stride-2 convolution for the 7x7 and the max-pool. ShuffleNet: no max-pool. MobileNet: stride 1 in the first
-    convolution. VGG: average pooling and one linear layer for the three (as is usual for CIFAR; 15 M parameters for 134 M).
+    ResNet: one 3x3 stride-2 convolution for the 7x7 and the max-pool. ShuffleNet: no max-pool.
+    MobileNet: stride 1 in the first
+    convolution. VGG: average pooling and one linear layer for the three (as is usual for CIFAR; 15
+    M parameters for 134 M).
     """
     if architecture.startswith(("resnet", "resnext", "wide_resnet")):
         model.conv1 = nn.Conv2d(
@@ -91,12 +103,15 @@ def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
         )
     else:
         raise ClassifierError(
-            f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and VGG; set it to false"
+            f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and "
+            "VGG; set it to false"
         )
 
 
 def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
-    """The shapes of `build_classifier`'s model without weights: random ones, which nobody would see, take longer than all else.
+    """The shapes of `build_classifier`'s model without weights.
+
+    Random ones, which nobody would see, take longer than all else.
 
     Raises:
         ClassifierError: as `build_classifier`.
@@ -111,7 +126,8 @@ def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> n
 def rebuild(
     state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool
 ) -> nn.Module:
-    """A trained classifier of its state dict's own tensors, not copies where they have the right type, in eval mode.
+    """A trained classifier of its state dict's own tensors, not copies where they have the right
+    type, in eval mode.
 
     Raises:
         ClassifierError: as `build_classifier`.
@@ -126,7 +142,10 @@ def rebuild(
 
 
 def normalise(images: torch.Tensor) -> torch.Tensor:
-    """Images [B, 3, H, W] in [-1, 1] to the classifier's input: clamped, then its own mean and standard deviation."""
+    """Images [B, 3, H, W] in [-1, 1] to the classifier's input.
+
+    Clamped, then its own mean and standard deviation.
+    """
     mean, std = (
         torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1) for v in (MEAN, STD)
     )
@@ -134,7 +153,9 @@ def normalise(images: torch.Tensor) -> torch.Tensor:
 
 
 def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None:
-    """Load every tensor of `file` (safetensors, or a torchvision `.pth`) that fits, in place; the head stays random.
+    """Load every tensor of `file` (safetensors, or a torchvision `.pth`) that fits, in place.
+
+    The head stays random.
 
     Args:
         key: what the file is called in the run-config, for the errors.
@@ -184,12 +205,16 @@ def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None
     ]
     if missing:
         raise ClassifierError(
-            f"{key} = {str(file)!r} does not fit this architecture or stem: {missing[0]!r} and {len(missing) - 1} more"
+            f"{key} = {str(file)!r} does not fit this architecture or stem: {missing[0]!r} and "
+            f"{len(missing) - 1} more"
         )
 
 
 def save_initialisation(model: nn.Module, file: Path, bits: int = 8) -> None:
-    """Write the weights as safetensors, matrices in 8 or 4 bits: an initialisation needs no more, a repository likes less."""
+    """Write the weights as safetensors, matrices in 8 or 4 bits.
+
+    An initialisation needs no more, a repository likes less.
+    """
     write_atomically(file, save(pack(model.state_dict(), bits)), PUBLIC)
 
 
@@ -199,7 +224,9 @@ def round_weights(model: nn.Module, bits: int) -> None:
 
 
 def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tensor]:
-    """Matrices and convolutions as whole numbers with one scale per output channel (`NAME.scale`); all else as it is.
+    """Matrices and convolutions as whole numbers with one scale per output channel (`NAME.scale`).
+
+    All else as it is.
 
     Of 8 bits: int8. Of 4: two in a byte, uint8, with the shape beside them (`NAME.shape`).
     """
@@ -225,7 +252,10 @@ def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tenso
 
 
 def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `pack`, up to rounding (half a step: 1/254 or 1/14 of the channel's largest weight)."""
+    """The inverse of `pack`, up to rounding (half a step.
+
+    1/254 or 1/14 of the channel's largest weight).
+    """
     state = {
         name: tensor for name, tensor in packed.items() if not name.endswith((".scale", ".shape"))
     }
@@ -250,10 +280,11 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def deepen(shallow: nn.Module, deep: nn.Module) -> None:
-    """Give a deeper ResNet of the same blocks the function of a shallower one, in place (Net2DeeperNet, Chen et al. 2016).
+    """Give a deeper ResNet of the same blocks the function of a shallower one, in place
+    (Net2DeeperNet, Chen et al. 2016).
 
-    Every stage's further blocks begin as copies of its last one whose residual branch ends in a BatchNorm with weight 0 (Goyal et al.
-    2017), so that they pass their input on.
+    Every stage's further blocks begin as copies of its last one whose residual branch ends in a
+    BatchNorm with weight 0 (Goyal et al. 2017), so that they pass their input on.
     """
     state, source = deep.state_dict(), shallow.state_dict()
     for name in state:
@@ -321,8 +352,10 @@ def fit(
         pixels: [N, 3, S, S] uint8.
         labels: [N] int64.
         epochs: None: `config.epochs`.
-        teacher: [N, C] probabilities; FedLMG's eq. 12 and 13 with the mean or the image's own teacher.
-        penalty: adds the gradient of a further term of the loss to the parameters' in every step, FedProx's and FedDyn's.
+        teacher: [N, C] probabilities; FedLMG's eq. 12 and 13 with the mean or the image's own
+            teacher.
+        penalty: adds the gradient of a further term of the loss to the parameters' in every step,
+            FedProx's and FedDyn's.
         meter: counts the FLOPs of the steps.
         progress: called with (steps done, steps in all).
 
@@ -334,7 +367,8 @@ def fit(
             f"{len(labels)} image(s) to train a classifier on; batch normalisation needs at least 2"
         )
     meter, model = meter or FlopMeter(), model.to(device).train()
-    # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result would differ from that on loaded ones.
+    # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result
+    # would differ from that on loaded ones.
     pixels, labels = pixels.to(device).contiguous(), labels.to(device)
     teacher = None if teacher is None else teacher.to(device)
     optimiser = torch.optim.SGD(
@@ -372,7 +406,8 @@ def fit(
             loss = meter.run(("fit", len(rows)), lambda rows=rows: step(rows.to(device)))  # type: ignore[misc]
             if not torch.isfinite(loss):
                 raise ClassifierError(
-                    f"training diverged at step {done} (loss {loss.item()}); lower lr = {config.lr:g}"
+                    f"training diverged at step {done} (loss {loss.item()}); lower lr = "
+                    f"{config.lr:g}"
                 )
             progress(done, len(batches))
     return model.eval()

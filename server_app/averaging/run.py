@@ -167,7 +167,9 @@ def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:
 
 @dataclass
 class RoundsGrid:
-    """What a Flower strategy sees as the federation: the clients that joined, and replies that were checked, in the clients' order.
+    """What a Flower strategy sees as the federation.
+
+    The clients that joined, and replies that were checked, in the clients' order.
 
     Attributes:
         first: rounds that were done before.

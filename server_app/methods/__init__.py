@@ -1,1 +1,4 @@
-"""Server halves: `run(job, payloads) -> {name: GlobalModel}`, most of them by `server_app.driver`."""
+"""Server halves.
+
+`run(job, payloads) -> {name: GlobalModel}`, most of them by `server_app.driver`.
+"""

@@ -1,7 +1,9 @@
-"""Ceiling: all clients' real images in one place. The upper reference that federated learning exists to avoid.
+"""Ceiling: all clients' real images in one place.
 
-It needs data that no server has. With the embedded digits the server draws the clients' images itself; with folders it reads
-`data.root`/<client>/train/<class>/*.
+The upper reference that federated learning exists to avoid.
+
+It needs data that no server has. With the embedded digits the server draws the clients' images
+itself; with folders it reads `data.root`/<client>/train/<class>/*.
 """
 
 from collections.abc import Mapping
@@ -33,6 +35,7 @@ def _nodes(job: ServerJob) -> list[NodeConfig]:
         return [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
     if not data.root:
         raise ConfigError(
-            "method = 'ceiling' with data.name = 'folder' needs data.root: all clients' folders in one place"
+            "method = 'ceiling' with data.name = 'folder' needs data.root: all clients' folders in "
+            "one place"
         )
     return [NodeConfig(data_dir=str(Path(data.root) / client)) for client in job.clients]

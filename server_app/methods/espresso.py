@@ -1,14 +1,20 @@
-"""Espresso's server half: initial noise from each class's mixture (G), a cluster's condition (C), zig-zag sampling (Z).
+"""Espresso's server half.
 
-Espresso ("Guiding Diffusion Models with Fine-Grained Conditions and Semantics-Preserving Sampling", CVPR 2026; its code is not public), phase 2. Its ablation: C (`espresso.gmm = false`,
+Initial noise from each class's mixture (G), a cluster's condition (C), zig-zag sampling (Z).
+
+Espresso ("Guiding Diffusion Models with Fine-Grained Conditions and Semantics-Preserving Sampling",
+CVPR 2026; its code is not public), phase 2. Its ablation: C (`espresso.gmm = false`,
 `espresso.z-sampling = false`), C+G, C+Z, C+G+Z.
 
 Differences from the paper:
 
-1. Theirs: "a randomly selected condition". Ours: drawn by the clusters' shares of the class's images.
-2. Theirs: the inversion at the next lower timestep, as Z-Sampling's authors write it, or the same, which the summary leaves open. Ours: the same
-   timestep t, for which the inverse of a DDIM step is exact when the prediction is.
-3. Theirs: gamma_2 is not given. Ours: 0, so that step 2 needs the unconditional branch alone (5 UNet passes a zig-zag).
+1. Theirs: "a randomly selected condition". Ours: drawn by the clusters' shares of the class's
+   images.
+2. Theirs: the inversion at the next lower timestep, as Z-Sampling's authors write it, or the same,
+   which the summary leaves open. Ours: the same timestep t, for which the inverse of a DDIM step is
+   exact when the prediction is.
+3. Theirs: gamma_2 is not given. Ours: 0, so that step 2 needs the unconditional branch alone (5
+   UNet passes a zig-zag).
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,7 +93,10 @@ def sample(
 def from_mixture(
     payload: Mixtures, row: int, noise: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """z_T [c, h, w] from a class's Gaussian mixture: mean_m + sqrt(variance_m) * noise, m drawn by the components' weights."""
+    """z_T [c, h, w] from a class's Gaussian mixture.
+
+    Mean_m + sqrt(variance_m) * noise, m drawn by the components' weights.
+    """
     assert payload.component_weights is not None
     assert payload.component_means is not None
     assert payload.component_variances is not None

@@ -1,15 +1,17 @@
 """FedBiP's server half: images between two of a client's latents, under its learned words.
 
-FedBiP (Chen et al., arXiv 2410.04810, CVPR 2025): two images' posteriors are interpolated, a latent is drawn, diffused forward to the
-first timestep and denoised under "a S style of a V", with noise on S.
+FedBiP (Chen et al., arXiv 2410.04810, CVPR 2025): two images' posteriors are interpolated, a latent
+is drawn, diffused forward to the first timestep and denoised under "a S style of a V", with noise
+on S.
 
 Differences from the paper:
 
-1. The interpolation's share: ours is drawn uniformly from [0, 1], and mixes means and standard deviations alike; the mean of two draws would deviate less.
+1. The interpolation's share: ours is drawn uniformly from [0, 1], and mixes means and standard
+   deviations alike; the mean of two draws would deviate less.
 2. Theirs: noise N(0, 0.1^2) on S. Ours: `fedbip.domain-noise`, a new draw for every image.
-3. Theirs (code) and ours: the condition is the prompt without padding (client half, 1), and is guided
-   away from the empty prompt at the same length, as diffusers' pipeline makes it for such a condition;
-   the other methods' is padded to 77.
+3. Theirs (code) and ours: the condition is the prompt without padding (client half, 1), and is
+   guided away from the empty prompt at the same length, as diffusers' pipeline makes it for such a
+   condition; the other methods' is padded to 77.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +81,10 @@ def sample(
 
 
 def interpolated(payload: Concepts, label: int, generator: torch.Generator) -> torch.Tensor:
-    """A latent [c, h, w] drawn between two images' posteriors of a class; of the one image, where there is one."""
+    """A latent [c, h, w] drawn between two images' posteriors of a class.
+
+    Of the one image, where there is one.
+    """
     rows = (payload.labels == label).nonzero().flatten()
     one, other = rows[torch.randperm(len(rows), generator=generator)].repeat(2)[:2]
     share = torch.rand((), generator=generator)

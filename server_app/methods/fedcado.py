@@ -1,17 +1,23 @@
-"""FedCADO's server half: FedLMG's guidance by each client's classifier, from an initial noise that the classifier has edited.
+"""FedCADO's server half.
 
-FedCADO (Yang et al., arXiv 2311.08870v1), "One-Shot Federated Learning with Classifier-Guided Diffusion Models": initial-noise editing
-(its algorithm 1, lines 3 to 6), then classifier- and BatchNorm-guided denoising.
+FedLMG's guidance by each client's classifier, from an initial noise that the classifier has edited.
+
+FedCADO (Yang et al., arXiv 2311.08870v1), "One-Shot Federated Learning with Classifier-Guided
+Diffusion Models": initial-noise editing (its algorithm 1, lines 3 to 6), then classifier- and
+BatchNorm-guided denoising.
 
 Differences from the paper:
 
-1. Those of server_app/methods/fedlmg.py: the sign of the guidance, statistics of a BatchNorm layer's
-   input, one UNet pass a step, KL(teacher || student). Statistics are of each image, as theirs, whose
-   algorithm 1 makes one at a time.
-2. Theirs: M edits at t = T. Ours: at the first sampling timestep, which is T but for the scheduler's spacing.
-3. Theirs, silent on what the edits' prediction is guided by: ours is the same classifier-free guidance as in denoising.
-4. Theirs: ResNet-18 clients, heterogeneous ones in a table. Ours: any torchvision architecture for each client (`classifier.architecture`, node-config
-   `architecture`) and for the global model; one without BatchNorm gives L_BN = 0 and a warning.
+1. Those of server_app/methods/fedlmg.py: the sign of the guidance, statistics of a BatchNorm
+   layer's input, one UNet pass a step, KL(teacher || student). Statistics are of each image, as
+   theirs, whose algorithm 1 makes one at a time.
+2. Theirs: M edits at t = T. Ours: at the first sampling timestep, which is T but for the
+   scheduler's spacing.
+3. Theirs, silent on what the edits' prediction is guided by: ours is the same classifier-free
+   guidance as in denoising.
+4. Theirs: ResNet-18 clients, heterogeneous ones in a table. Ours: any torchvision architecture for
+   each client (`classifier.architecture`, node-config `architecture`) and for the global model; one
+   without BatchNorm gives L_BN = 0 and a warning.
 """
 
 from collections.abc import Mapping, Sequence

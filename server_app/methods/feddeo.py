@@ -1,14 +1,16 @@
 """FedDEO's server half: images from each client's descriptions.
 
-FedDEO (Yang et al., arXiv 2407.19953), section 3.3: three branches a step, composed: nothing, the class's prompt, the client's
-description of the class.
+FedDEO (Yang et al., arXiv 2407.19953), section 3.3: three branches a step, composed: nothing, the
+class's prompt, the client's description of the class.
 
 Differences from the paper:
 
-1. Theirs: guidance 3 on the prompt and 3 on the description. Ours: both in the config (`feddeo.guidance-text`,
-   `feddeo.guidance-description`); a branch whose scale is 0 is not computed. The digits' defaults are in pyproject.toml.
-2. Theirs, eq. 5: the plain sum of the prompt's and the description's predictions. Ours: each relative to the empty prompt's, with a
-   scale, as composition is usually written and as their code does.
+1. Theirs: guidance 3 on the prompt and 3 on the description. Ours: both in the config
+   (`feddeo.guidance-text`, `feddeo.guidance-description`); a branch whose scale is 0 is not
+   computed. The digits' defaults are in pyproject.toml.
+2. Theirs, eq. 5: the plain sum of the prompt's and the description's predictions. Ours: each
+   relative to the empty prompt's, with a scale, as composition is usually written and as their code
+   does.
 3. Theirs: one image at a time. Ours: batches, whose rows may be of any class and client.
 """
 

@@ -1,13 +1,16 @@
 """FedDISC's server half: images from cluster centres of the clients' image embeddings.
 
-FedDISC (Yang et al., arXiv 2305.04063), as FedDEO and FedLMG compare with it. A diffusion model conditioned on image embeddings (Stable
-unCLIP) composes two branches: a cluster's centre, and the class's mean as the domain's feature, with scale 2 each.
+FedDISC (Yang et al., arXiv 2305.04063), as FedDEO and FedLMG compare with it. A diffusion model
+conditioned on image embeddings (Stable unCLIP) composes two branches: a cluster's centre, and the
+class's mean as the domain's feature, with scale 2 each.
 
 Differences from the paper:
 
-1. Theirs: pseudo-labels of unlabelled clients. Ours: the true labels, as in FedDEO's and FedLMG's comparisons.
+1. Theirs: pseudo-labels of unlabelled clients. Ours: the true labels, as in FedDEO's and FedLMG's
+   comparisons.
 2. The centre of an image: ours takes them in turn.
-3. The prompt beside the embedding: ours is the class's in both branches, the empty one in the unconditional.
+3. The prompt beside the embedding: ours is the class's in both branches, the empty one in the
+   unconditional.
 """
 
 from collections.abc import Mapping, Sequence

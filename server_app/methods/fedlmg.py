@@ -1,22 +1,30 @@
-"""FedLMG's server half: images guided by each client's classifier, and three ways to train the global model on them.
+"""FedLMG's server half.
 
-FedLMG (Yang et al., arXiv 2311.08870), sections 3.3 and 3.4. Losses can be switched off (its table 4): `fedlmg.classifier-weight = 0` or
-`fedlmg.bn-weight = 0`.
+Images guided by each client's classifier, and three ways to train the global model on them.
+
+FedLMG (Yang et al., arXiv 2311.08870), sections 3.3 and 3.4. Losses can be switched off (its table
+4): `fedlmg.classifier-weight = 0` or `fedlmg.bn-weight = 0`.
 
 Differences from the paper:
 
-1. Theirs: `e - sqrt(1 - a_t) grad L`. Ours: a plus; with L a loss, the minus raises it (Dhariwal & Nichol subtract the gradient
-   of log p). A test shows that L falls.
+1. Theirs: `e - sqrt(1 - a_t) grad L`. Ours: a plus; with L a loss, the minus raises it (Dhariwal &
+   Nichol subtract the gradient of log p). A test shows that L falls.
 2. BatchNorm statistics are theirs, of each image alone ("after feeding the sample s"), so that an
-   image does not depend on its batch. `fedlmg.bn-statistics = "unit"` is ours: of a whole unit, whose
-   images are then of all of a client's classes in turn. Theirs: the statistics of each BatchNorm
-   layer's output, by their text. Ours: of its input, which running mean and variance describe.
-3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; configs/tables/guidance-losses.toml compares 2.
-4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its gradient.
-5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it; `fedlmg.teacher-mean = "plain"` is theirs.
-6. Theirs, eq. 12 and 13: KL(student || teacher) as printed. Ours: KL(teacher || student), as distillation is usually written.
-7. Option `fedlmg.gradient = "x0"`: no gradient through the UNet; half the cost, approximate. In its place d x0hat / dz = sqrt(a_t) I, as of data from
-   N(0, I), which latents are about. (With e held constant it would be I / sqrt(a_t), 200 times too much at t = T: no image came of it.)
+   image does not depend on its batch. `fedlmg.bn-statistics = "unit"` is ours: of a whole unit,
+   whose images are then of all of a client's classes in turn. Theirs: the statistics of each
+   BatchNorm layer's output, by their text. Ours: of its input, which running mean and variance
+   describe.
+3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; configs/tables/guidance-losses.toml
+   compares 2.
+4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its
+   gradient.
+5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it;
+   `fedlmg.teacher-mean = "plain"` is theirs.
+6. Theirs, eq. 12 and 13: KL(student || teacher) as printed. Ours: KL(teacher || student), as
+   distillation is usually written.
+7. Option `fedlmg.gradient = "x0"`: no gradient through the UNet; half the cost, approximate. In its
+   place d x0hat / dz = sqrt(a_t) I, as of data from N(0, I), which latents are about. (With e held
+   constant it would be I / sqrt(a_t), 200 times too much at t = T: no image came of it.)
 """
 
 import warnings

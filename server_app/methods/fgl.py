@@ -1,12 +1,14 @@
 """FGL's server half: images from the clients' captions.
 
-FGL (Zhang et al., arXiv 2306.16064): the class's name and a caption are the prompt, and a negative prompt is the guidance's other end.
+FGL (Zhang et al., arXiv 2306.16064): the class's name and a caption are the prompt, and a negative
+prompt is the guidance's other end.
 
 Differences from the paper:
 
-1. Theirs: a negative prompt in words. Ours: `fgl.negative-prompt`, empty unless it is set: the digits' kit knows no such words.
-2. Ours: R images a class and client, as for the other methods; image i has the client's i-th caption of the class, and begins again when they
-   are used up.
+1. Theirs: a negative prompt in words. Ours: `fgl.negative-prompt`, empty unless it is set: the
+   digits' kit knows no such words.
+2. Ours: R images a class and client, as for the other methods; image i has the client's i-th
+   caption of the class, and begins again when they are used up.
 """
 
 from collections.abc import Mapping, Sequence

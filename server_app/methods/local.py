@@ -1,4 +1,6 @@
-"""Local: every client alone. Its own classifier, tested on every client's test images; nothing is combined.
+"""Local: every client alone.
+
+Its own classifier, tested on every client's test images; nothing is combined.
 
 A reference, not a method: what a client has without the federation.
 """

@@ -1,13 +1,16 @@
 """OSCAR's server half: images from each client's mean caption encodings.
 
-OSCAR (Zaland et al., arXiv 2502.08488), section III: classifier-free guidance on the mean encoding of a class's captions.
+OSCAR (Zaland et al., arXiv 2502.08488), section III: classifier-free guidance on the mean encoding
+of a class's captions.
 
 Differences from the paper:
 
-1. Theirs: `(1 + s) e_c - s e_0` with s = 7.5 (eq. 8). Ours: diffusers' convention, in which the same guidance is `g = 1 + s` (`oscar.guidance`);
-   configs/methods/oscar.toml has 7.5 for g, Stable Diffusion's usual scale, where the paper's would be 8.5.
-2. `oscar-pooled` sends one vector a class, p. Ours lays it out as `[h_bos, p, p, ..., p]`: the state of the begin-of-text token is a constant of the
-   text encoder (it attends to nothing else), and every state after the end of the text resembles the end's.
+1. Theirs: `(1 + s) e_c - s e_0` with s = 7.5 (eq. 8). Ours: diffusers' convention, in which the
+   same guidance is `g = 1 + s` (`oscar.guidance`); configs/methods/oscar.toml has 7.5 for g, Stable
+   Diffusion's usual scale, where the paper's would be 8.5.
+2. `oscar-pooled` sends one vector a class, p. Ours lays it out as `[h_bos, p, p, ..., p]`: the
+   state of the begin-of-text token is a constant of the text encoder (it attends to nothing else),
+   and every state after the end of the text resembles the end's.
 3. Theirs: 30 images a class (10 in its tables 2 and 3). Ours: `synthesis.images-per-class`.
 4. Theirs: noise in every step (eq. 9). Ours: DDIM without (eta = 0), as in all methods here.
 """
@@ -46,7 +49,10 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodin
 
 
 def as_conditions(kit: Kit, vectors: torch.Tensor) -> torch.Tensor:
-    """Conditions [C, L, d] of mean hidden states [C, L, d], or of pooled ones [C, d]: h_bos, then the vector in every other place."""
+    """Conditions [C, L, d] of mean hidden states [C, L, d], or of pooled ones [C, d].
+
+    H_bos, then the vector in every other place.
+    """
     vectors = vectors.to(kit.device, kit.dtype)
     if vectors.ndim == 3:
         return vectors

@@ -1,6 +1,7 @@
 """prompts-domain: class prompts that also name the client's domain, as if the server were told it.
 
-Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". A reference: OSFL's other methods keep the domain from the server.
+Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". A reference: OSFL's other
+methods keep the domain from the server.
 
 Differences: none known; the wording is `prompts-domain.prompt`.
 """
@@ -20,7 +21,10 @@ from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Domain]) -> Models:
-    """R images for every class of every client from prompts that name both; one global model, FT."""
+    """R images for every class of every client from prompts that name both.
+
+    One global model, FT.
+    """
     return synthesise_and_train(job, payloads, sampler)
 
 

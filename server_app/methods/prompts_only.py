@@ -1,6 +1,9 @@
-"""Prompts only (SD_Gen): no upload; classifier-free guidance on each class's prompt. What the kit knows without the clients.
+"""Prompts only (SD_Gen): no upload; classifier-free guidance on each class's prompt.
 
-The papers' baseline (FedDEO, table 1; FedLMG, table 1). Differences: none known; the papers do not say more.
+What the kit knows without the clients.
+
+The papers' baseline (FedDEO, table 1; FedLMG, table 1). Differences: none known; the papers do not
+say more.
 
 Payload: nothing.
 """

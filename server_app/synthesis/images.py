@@ -1,4 +1,7 @@
-"""Rendering a plan: unit by unit, each committed as a whole, so that a killed server goes on where it was."""
+"""Rendering a plan.
+
+Unit by unit, each committed as a whole, so that a killed server goes on where it was.
+"""
 
 import json
 import os
@@ -132,7 +135,10 @@ def _forget_others(job: ServerJob, units: list[Unit]) -> None:
 
 
 def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: int) -> None:
-    """Make every unit that is not committed. Images are held until they are written, no longer, whatever the plan's size."""
+    """Make every unit that is not committed.
+
+    Images are held until they are written, no longer, whatever the plan's size.
+    """
     left = [unit for unit in units if not _is_there(job, unit)]
     done = total - sum(len(unit.jobs) for unit in left)
     job.status.advance(done, total)
@@ -184,7 +190,10 @@ def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeS
 
 
 def image_file(job: ServerJob, image: ImageJob) -> str:
-    """Where an image lies, relative to the run's folder. Class names are the run's, so they are made safe for a file system."""
+    """Where an image lies, relative to the run's folder.
+
+    Class names are the run's, so they are made safe for a file system.
+    """
     return image_name(image.client, image.label, job.classes[image.label], image.index)
 
 
@@ -224,7 +233,10 @@ def _manifest(job: ServerJob, unit: Unit) -> Path:
 
 
 def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
-    """Write the images, then the unit's manifest: the unit is done when, and only when, its manifest is there."""
+    """Write the images, then the unit's manifest.
+
+    The unit is done when, and only when, its manifest is there.
+    """
     rows = []
     for image, picture in zip(unit.jobs, pixels, strict=True):
         file = image_file(job, image)
@@ -245,7 +257,10 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
 
 
 def _is_there(job: ServerJob, unit: Unit) -> bool:
-    """Whether a unit was committed and its images' files are still there. A look; what is in them is seen when they are read."""
+    """Whether a unit was committed and its images' files are still there.
+
+    A look; what is in them is seen when they are read.
+    """
     try:
         files = [row["file"] for row in read_rows(_manifest(job, unit))]
     except DamageError:  # or missing; cut off, with the power perhaps
@@ -255,7 +270,10 @@ def _is_there(job: ServerJob, unit: Unit) -> bool:
 
 
 def _read(job: ServerJob, unit: Unit, into: torch.Tensor) -> bool:
-    """A committed unit's images at the classifiers' size, into the first rows; False if one of them is not as it was then."""
+    """A committed unit's images at the classifiers' size, into the first rows.
+
+    False if one of them is not as it was then.
+    """
     for number, row in enumerate(read_rows(_manifest(job, unit))):
         picture = read_picture(job.folder.path / row["file"])
         if picture is None or picture_digest(picture) != row["sha256"]:

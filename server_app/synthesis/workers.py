@@ -1,7 +1,10 @@
-"""Who samples: this process on its device, or Ray actors, each with a device of its own, on this machine or on a cluster.
+"""Who samples.
 
-A worker is given whole units of the plan and gives back their images. Units depend on nothing but themselves, so who samples which of
-them, and when, changes nothing.
+This process on its device, or Ray actors, each with a device of its own, on this machine or on a
+cluster.
+
+A worker is given whole units of the plan and gives back their images. Units depend on nothing but
+themselves, so who samples which of them, and when, changes nothing.
 """
 
 import logging
@@ -46,8 +49,10 @@ def sample_units(
     """Sample every unit once, in any order.
 
     Args:
-        settings: `workers` 0: in this process, on `device`; else so many Ray actors, on that kind of device.
-        watcher: hears of every step of a unit that is sampled in this process; actors tell of whole units alone.
+        settings: `workers` 0: in this process, on `device`; else so many Ray actors, on that kind
+            of device.
+        watcher: hears of every step of a unit that is sampled in this process; actors tell of whole
+            units alone.
 
     Raises:
         ConfigError: the Ray cluster cannot be reached, or has too few devices.
@@ -135,7 +140,10 @@ def _nobody(done: int, total: int) -> None:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many threads of the CPU; 0: as many as before. Sums of another number of threads differ in the last bit."""
+    """So many threads of the CPU; 0: as many as before.
+
+    Sums of another number of threads differ in the last bit.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -262,7 +270,10 @@ class ActorPool:
         raise KeyError(reference)
 
     def _replace(self, actor: Any, error: Exception) -> None:
-        """Start another in the place of an actor that died; its units wait again, the first ones."""
+        """Start another in the place of an actor that died.
+
+        Its units wait again, the first ones.
+        """
         import ray
 
         ray.kill(actor)
@@ -331,7 +342,8 @@ def check_workers(settings: SynthesisConfig, device: torch.device) -> None:
         return
     if device.index is not None:
         raise ConfigError(
-            f"device = '{device}' with synthesis.workers: Ray gives each worker a GPU of its own; device = 'cuda'"
+            f"device = '{device}' with synthesis.workers: Ray gives each worker a GPU of its own; "
+            "device = 'cuda'"
         )
     if (
         device.type == "cuda"
@@ -339,11 +351,13 @@ def check_workers(settings: SynthesisConfig, device: torch.device) -> None:
         and settings.workers > (here := torch.cuda.device_count())
     ):
         raise ConfigError(
-            f"synthesis.workers = {settings.workers}: this machine has {here} GPU(s), and each worker takes one"
+            f"synthesis.workers = {settings.workers}: this machine has {here} GPU(s), and each "
+            "worker takes one"
         )
     if find_spec("ray") is None:
         raise ConfigError(
-            f"synthesis.workers = {settings.workers}: Ray is not installed; pip install -c requirements.txt -e '.[server]', or 0 workers"
+            f"synthesis.workers = {settings.workers}: Ray is not installed; pip install -c "
+            "requirements.txt -e '.[server]', or 0 workers"
         )
     _reach(settings.ray_address)
 
@@ -360,12 +374,15 @@ def _reach(address: str) -> None:
 
 def _not_reached(address: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or empty"
+        f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or "
+        "empty"
     )
 
 
 def _begin_ray(settings: SynthesisConfig) -> bool:
-    """Join a cluster, or begin one on this machine; whether it is ours to end. Within Flower's simulation there is one already.
+    """Join a cluster, or begin one on this machine; whether it is ours to end.
+
+    Within Flower's simulation there is one already.
 
     Raises:
         ConfigError: the cluster cannot be reached, or is another than the simulation's.
@@ -375,7 +392,8 @@ def _begin_ray(settings: SynthesisConfig) -> bool:
     if ray.is_initialized():
         if settings.ray_address not in ("", "auto"):
             raise ConfigError(
-                f"synthesis.ray-address = {settings.ray_address!r}: a simulation has a Ray cluster of its own; leave it empty"
+                f"synthesis.ray-address = {settings.ray_address!r}: a simulation has a Ray cluster "
+                "of its own; leave it empty"
             )
         return False
     if not (address := settings.ray_address):
@@ -400,6 +418,7 @@ def _gpus_each(ray: Any, device: torch.device, settings: SynthesisConfig) -> int
     free = int(ray.available_resources().get("GPU", 0))
     if free < settings.workers:
         raise ConfigError(
-            f"synthesis.workers = {settings.workers}: {free} GPU(s) free in the Ray cluster; each worker takes one"
+            f"synthesis.workers = {settings.workers}: {free} GPU(s) free in the Ray cluster; each "
+            "worker takes one"
         )
     return 1

@@ -70,7 +70,10 @@ class Containers:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Built once, and they stay. One test at a time, whichever worker runs it: a federation of containers fills two cores."""
+    """Built once, and they stay.
+
+    One test at a time, whichever worker runs it: a federation of containers fills two cores.
+    """
     with FileLock(Path(tempfile.gettempdir()) / "osfl-containers.lock"):
         build(tmp_path_factory)
         yield
@@ -127,8 +130,14 @@ def a_run_ends_with_its_table(federation: Containers) -> None:
 
 
 def a_client_reaches_the_nodes_port_and_nothing_else(federation: Containers) -> None:
-    """Not the SuperLink's port 8000 at any of its addresses, no other client, nothing outside; of all keys it has its own."""
-    look = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5); print('open')"
+    """Not the SuperLink's port 8000 at any of its addresses, no other client, nothing outside.
+
+    Of all keys it has its own.
+    """
+    look = (
+        "import socket, sys; "
+        "socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5); print('open')"
+    )
     name = federation.compose("ps", "-q", "superlink").split()[0]
     template = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
     addresses = subprocess.run(
@@ -151,7 +160,8 @@ def a_client_reaches_the_nodes_port_and_nothing_else(federation: Containers) -> 
         ["docker", "inspect", "-f", networks, name], capture_output=True, text=True
     ).stdout.split()
     assert len(joined) == 1
-    # The engine's promise, as whether anything outside answers says more of this machine. Older engines leave a route and drop what takes it.
+    # The engine's promise, as whether anything outside answers says more of this machine. Older
+    # engines leave a route and drop what takes it.
     internal = subprocess.run(
         ["docker", "network", "inspect", "-f", "{{.Internal}}", *joined],
         capture_output=True,
@@ -171,7 +181,9 @@ def a_client_reaches_the_nodes_port_and_nothing_else(federation: Containers) -> 
 
 
 def containers_are_what_they_should_be(federation: Containers) -> None:
-    """Healthy, not root, nothing to write to but their volume, no compiler, no kit, and on small clients no diffusers."""
+    """Healthy, not root, nothing to write to but their volume, no compiler, no kit, and on small
+    clients no diffusers.
+    """
     for service in ("superlink", "server", "client-0"):
         name = federation.compose("ps", "-q", service).split()[0]
         health = subprocess.run(
@@ -207,7 +219,10 @@ def containers_are_what_they_should_be(federation: Containers) -> None:
 
 
 def keys_and_registrations_outlive_the_containers(federation: Containers) -> None:
-    """`down` and `up` again: the same keys, the same nodes, which are back; the results are still there."""
+    """`down` and `up` again: the same keys, the same nodes, which are back.
+
+    The results are still there.
+    """
     before = federation.inside("client-2", "sha256sum", "/data/node.key")
     federation.compose("down")
     federation.compose("up", "-d", "--no-build")
@@ -233,7 +248,11 @@ def keys_and_registrations_outlive_the_containers(federation: Containers) -> Non
 
 
 def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) -> None:
-    """docs/deployment.md: keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the server's address."""
+    """docs/deployment.md.
+
+    Keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the
+    server's address.
+    """
     if os.geteuid():
         pytest.skip("needs root: keys belong to the containers' user")
     look = ["docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}"]
@@ -301,7 +320,10 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
 
 
 def install(folder: Path, keys: Path, private: dict[str, str], *public: str) -> Path:
-    """As the guide's "Keys": public files for all to read, private ones for the containers' user alone; by their new names."""
+    """As the guide's "Keys".
+
+    Public files for all to read, private ones for the containers' user alone; by their new names.
+    """
     folder.mkdir(mode=0o755, exist_ok=True)
     for name in public:
         shutil.copy(keys / name, folder)

@@ -15,7 +15,10 @@ ONLINE = "online"
 def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     federation: Federation, tmp_path: Path
 ) -> None:
-    """One node as it should be comes in; every other way ends with its process, and not as a node that is online."""
+    """One node as it should be comes in.
+
+    Every other way ends with its process, and not as a node that is online.
+    """
     federation.begin_superlink("process")
     federation.register("good")
     federation.flwr("supernode", "unregister", federation.register("revoked"), "test")
@@ -41,7 +44,8 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
         process = federation.processes[name]
         assert process.wait(timeout=60) != 0
         assert reason in federation.log(name)
-    tries = "Connection attempt failed, retrying"  # Flower's node goes on trying, and says no more than that
+    # Flower's node goes on trying, and says no more than that
+    tries = "Connection attempt failed, retrying"
     wait_for(lambda: federation.log("plain").count(tries) > 2, 60, lambda: federation.log("plain"))
     wait_for(lambda: "SuperNode ID" in federation.log("good"), 60, lambda: federation.log("good"))
     assert federation.statuses().count(ONLINE) == 1

@@ -19,7 +19,8 @@ def test_everything_dies_once_while_payloads_cross_the_network(
 ) -> None:
     """FedLMG's 45 MB classifiers, over gRPC with TLS and node keys, in Flower's chunks.
 
-    kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each comes back as its restart policy would do it.
+    kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each
+    comes back as its restart policy would do it.
     """
     federation.begin_superlink("process")
     federation.begin_server()
@@ -68,7 +69,8 @@ def test_everything_dies_once_while_payloads_cross_the_network(
 
     wait_for(lambda: delivered() == 2, 300, log)
 
-    # The server, while it draws. The same command goes on at once: nobody is asked again, no unit is drawn again
+    # The server, while it draws. The same command goes on at once: nobody is asked again, no unit
+    # is drawn again
     wait_for(lambda: len(list((folder / "units").glob("*.jsonl"))) >= 2, 120, log)
     servers = [
         p

@@ -1,4 +1,6 @@
-"""The machines of docs/deployment.md as network namespaces with addresses of their own, which run what the systemd units run; and what a network does to a run."""
+"""The machines of docs/deployment.md as network namespaces with addresses of their own, which run
+what the systemd units run; and what a network does to a run.
+"""
 
 import json
 import os
@@ -51,7 +53,10 @@ def ip(*arguments: str) -> None:
 
 @dataclass
 class Host:
-    """A machine: a network namespace, and folders that stand for its /etc/osfl, /var/lib, /srv and home."""
+    """A machine.
+
+    A network namespace, and folders that stand for its /etc/osfl, /var/lib, /srv and home.
+    """
 
     name: str
     folder: Path
@@ -74,7 +79,10 @@ class Host:
 
     @property
     def settings(self) -> dict[str, str]:
-        """/etc/osfl/environment, as deploy/systemd has it, and a home: all that a service has of its machine."""
+        """/etc/osfl/environment, as deploy/systemd has it, and a home.
+
+        All that a service has of its machine.
+        """
         lines = self.own((UNITS / "environment").read_text()).splitlines()
         settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
         threads = (
@@ -137,7 +145,10 @@ class Host:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
-    """The server's bridge is the network; the end of a host's cable is called like the host, and is pulled there."""
+    """The server's bridge is the network.
+
+    The end of a host's cable is called like the host, and is pulled there.
+    """
     made = {name: Host(name, tmp_path / name) for name in ADDRESSES}
     server = made["server"]
     try:
@@ -199,7 +210,8 @@ def make_keys(server: Host, site: Host, folder: Path) -> None:
     shutil.copy(folder / "keys" / "nodes" / "site-a", site.folder / "etc" / "node.key")
     (server.folder / "home" / ".flwr").mkdir()
     (server.folder / "home" / ".flwr" / "config.toml").write_text(
-        f'[superlink.hospitals]\naddress = "127.0.0.1:8000"\nroot-certificates = "{server.folder}/etc/ca.crt"\n'
+        '[superlink.hospitals]\naddress = "127.0.0.1:8000"\nroot-certificates = '
+        f'"{server.folder}/etc/ca.crt"\n'
     )
 
 
@@ -207,13 +219,20 @@ def make_keys(server: Host, site: Host, folder: Path) -> None:
 def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     hosts: dict[str, Host], tmp_path: Path, tiny_kit: Path
 ) -> None:
-    """A client sends 45 MB through 40 Mbit/s; its cable is pulled until the server takes it for gone; nothing is made twice. Then its key is revoked."""
+    """A client sends 45 MB through 40 Mbit/s.
+
+    Its cable is pulled until the server takes it for gone; nothing is made twice. Then its key is
+    revoked.
+    """
     server, site = hosts.values()
     make_keys(server, site, tmp_path)
     make_images(site.folder / "srv" / "images")
     server.begin_unit("osfl-superlink")
     server.begin_unit("osfl-server")
-    look = "import ssl, urllib.request as u; u.urlopen('https://127.0.0.1:8000/health', context=ssl.create_default_context(cafile='{}'))"
+    look = (
+        "import ssl, urllib.request as u; u.urlopen('https://127.0.0.1:8000/health', "
+        "context=ssl.create_default_context(cafile='{}'))"
+    )
     healthy = ("python", "-c", look.format(server.folder / "etc" / "ca.crt"))
 
     def answers(*command: str) -> bool:
@@ -287,12 +306,16 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     assert metrics["accuracy"]["site-a"].keys() == {"site-a", "average"}
 
     # What a client reaches, and what not
-    reach = "import socket, sys; socket.create_connection(('server.example', int(sys.argv[1])), timeout=5)"
+    reach = (
+        "import socket, sys; "
+        "socket.create_connection(('server.example', int(sys.argv[1])), timeout=5)"
+    )
     site.call("python", "-c", reach, "9092")
     with pytest.raises(AssertionError, match="ConnectionRefusedError"):
         site.call("python", "-c", reach, "8000")
 
-    # Revoked while it is connected: its process ends, and the next, which a restart policy would begin, is refused
+    # Revoked while it is connected: its process ends, and the next, which a restart policy would
+    # begin, is refused
     server.call("flwr", "supernode", "unregister", node, "hospitals")
     site.processes["osfl-client"].wait(timeout=120)
     assert site.begin_unit("osfl-client").wait(timeout=60) != 0

@@ -1,4 +1,7 @@
-"""`osfl run` on Flower's simulation engine: Ray clients, a real SuperLink, the truth in the exit code."""
+"""`osfl run` on Flower's simulation engine.
+
+Ray clients, a real SuperLink, the truth in the exit code.
+"""
 
 import json
 import os
@@ -40,7 +43,10 @@ def begin(folder: Path, *arguments: str) -> psutil.Popen:
 def test_a_killed_run_resumes_from_the_store_and_reports(
     osfl, tmp_path: Path, tiny_kit: Path
 ) -> None:  # type: ignore[no-untyped-def]
-    """kill -9 of everything in the middle of synthesis; the same command goes on without asking the clients again."""
+    """kill -9 of everything in the middle of synthesis.
+
+    The same command goes on without asking the clients again.
+    """
     for name in ("a", "b", "c"):
         make_images(tmp_path / "sites" / name)
     # A checkout beside it, which Flower's commands would take for an app
@@ -91,7 +97,10 @@ def test_a_killed_run_resumes_from_the_store_and_reports(
 
 
 def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
-    """The clients lack a folder of images: their own message comes back, and nothing looks complete."""
+    """The clients lack a folder of images.
+
+    Their own message comes back, and nothing looks complete.
+    """
     arguments = quick_arguments(
         tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog"
     )
