@@ -152,9 +152,9 @@ def speeds(method: str, taken: Mapping[str, Payload]) -> dict[str, dict[str, Any
     found = {}
     for mode in MODES[method]:
         pairs = [(seconds("exact", turn), seconds(mode, turn)) for turn in range(PAIRS)]
-        ratios = sorted(exact / own for exact, own in pairs)
+        ratios = sorted(exact / approximate for exact, approximate in pairs)
         found[mode] = {
-            "s/image": f"{median(own for _, own in pairs):.3f}",
+            "s/image": f"{median(approximate for _, approximate in pairs):.3f}",
             "times as fast": f"{median(ratios):.2f}",
         }
         found[mode] |= {"from": f"{ratios[0]:.2f}", "to": f"{ratios[-1]:.2f}"}
@@ -192,11 +192,12 @@ def table(method: str, seeds: list[int]) -> list[dict[str, str]]:
         for mode in runs:
             runs[mode].append(again(method, mode, seed, taken))
             print(mode, seed, runs[mode][-1]["accuracy"], flush=True)
-    fast, rows = speeds(method, taken), []
+    fast = speeds(method, taken)
+    rows = []
     exact = [mean(run["accuracy"]) for run in runs["exact"]]
     for mode, made in runs.items():
-        own = [mean(run["accuracy"]) for run in made]
-        against = [a - b for a, b in zip(own, exact, strict=True)]
+        accuracies = [mean(run["accuracy"]) for run in made]
+        against = [a - b for a, b in zip(accuracies, exact, strict=True)]
         spread = f" ± {stdev(against):.1f}" if len(against) > 1 else ""
         shades = mean(
             difference(run["folder"], base["folder"])
@@ -204,7 +205,7 @@ def table(method: str, seeds: list[int]) -> list[dict[str, str]]:
         )
         row = {
             "": mode,
-            "average": f"{mean(own):.1f}",
+            "average": f"{mean(accuracies):.1f}",
             "to exact": f"{mean(against):+.1f}{spread}",
             "shades of 255": f"{shades:.1f}",
         }

@@ -61,11 +61,11 @@ def main() -> None:
     pixels = torch.cat([images.pixels for images in train])
     settle(model, pixels[torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))])
     show("mixture", [accuracy(model, images) for images in test])
-    own = []
-    for mine, images in zip(train, test, strict=True):
-        settle(model, mine.pixels)
-        own.append(accuracy(model, images))
-    show("own", own)
+    settled = []
+    for client_images, images in zip(train, test, strict=True):
+        settle(model, client_images.pixels)
+        settled.append(accuracy(model, images))
+    show("own", settled)
 
 
 def settle(model: nn.Module, pixels: torch.Tensor) -> None:

@@ -107,7 +107,8 @@ def sampling() -> Rows:
     for mode, given in modes.items():
         settings = replace(config_with().synthesis, **given)
         settings = settled(find_kit("kits/digits"), CPU, settings)
-        ours, difference = our_sampling(plan, settings), latents_differ(plan, settings)
+        ours = our_sampling(plan, settings)
+        difference = latents_differ(plan, settings)
         best = f"{settings.units_at_once} x {settings.batch_size}"
         for size, what in sizes.items():
             # Else the last sizes would be beyond the limit of recompilations, and run as they are
@@ -156,7 +157,8 @@ def their_sampling(
     plan: list[ImageJob], settings: SynthesisConfig, size: int
 ) -> Callable[[], object]:
     """The same images by diffusers' pipeline, `size` at a time."""
-    pipe, names = their_pipeline(settings), class_names(config_with().data)
+    pipe = their_pipeline(settings)
+    names = class_names(config_with().data)
     texts = settings.prompts([names[job.label] for job in plan])
     z = initial_noise(plan, (4, 8, 8), CPU).to(DTYPES[settings.dtype])
 
@@ -171,10 +173,12 @@ def their_sampling(
 @torch.no_grad()
 def latents_differ(plan: list[ImageJob], settings: SynthesisConfig) -> float:
     """Ours from the pipeline's one at a time in float32, relative, over the first ten images."""
-    jobs, names = plan[::12], class_names(config_with().data)
+    jobs = plan[::12]
+    names = class_names(config_with().data)
     kit = load_engine(find_kit("kits/digits"), CPU, settings)
     texts = settings.prompts([names[job.label] for job in jobs])
-    condition, c0 = Condition(kit.text(texts), 3.0), kit.text([""])
+    condition = Condition(kit.text(texts), 3.0)
+    c0 = kit.text([""])
     z = initial_noise(jobs, kit.latent_shape, CPU)
     ours = ddim(kit, z, 20, lambda z, t: compose(kit, z, t, c0, [condition]))
     pipe = load_pipeline(find_kit("kits/digits"))
@@ -201,7 +205,8 @@ def choices() -> Rows:
     @torch.no_grad()
     def passing(**given: object) -> Callable[[], object]:
         kit = load_engine(find_kit("kits/digits"), CPU, replace(config_with().synthesis, **given))
-        z, c = torch.randn(120, *kit.latent_shape), kit.text([""]).expand(120, -1, -1)
+        z = torch.randn(120, *kit.latent_shape)
+        c = kit.text([""]).expand(120, -1, -1)
 
         def act() -> None:
             with torch.no_grad(), _threads(given.get("threads", 0)):
@@ -226,10 +231,8 @@ def descriptions() -> Rows:
         config.data, NodeConfig(partition_id=0, num_partitions=6), "train", 0, size=32
     )
     names = class_names(config.data)
-    job, kit = (
-        ClientJob(config, "client-0", names, lambda size: data, find_kit("kits/digits"), CPU),
-        load_kit(find_kit("kits/digits")),
-    )
+    job = ClientJob(config, "client-0", names, lambda size: data, find_kit("kits/digits"), CPU)
+    kit = load_kit(find_kit("kits/digits"))
     rows_of = [(data.labels == label).nonzero().flatten()[:10] for label in range(10)]
     start = kit.text([f"an image of {name}" for name in names])
     steps = 3 * sum(map(len, rows_of))
@@ -266,7 +269,8 @@ def textual_inversion_step(
     """As the papers' code does it: one image, its latent drawn anew by the VAE."""
     mean, logvar = kit.encode(to_float(pixels))
     x0 = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
-    t, noise = torch.randint(1000, (1,), device=mean.device), torch.randn_like(mean)
+    t = torch.randint(1000, (1,), device=mean.device)
+    noise = torch.randn_like(mean)
     loss = F.mse_loss(kit.eps(forward_noise(x0, noise, kit.alphas_cumprod[t]), t, c), noise)
     optimiser.zero_grad()
     loss.backward()
@@ -282,7 +286,8 @@ def workers() -> Rows:
     it.
     """
     rows: Rows = []
-    job, real = job_of("workers", per_class=24), prompts_only._sampler
+    job = job_of("workers", per_class=24)
+    real = prompts_only._sampler
     measured: dict[int, Rows] = {1: [], 2: []}
     for _ in range(WORKER_TURNS):
         for count, found in measured.items():
@@ -304,10 +309,11 @@ def workers() -> Rows:
         rows.append({**row, "efficiency": round(row["units a s"] / count / alone, 3)})
     units = units_of(job_of("slow", per_class=400), 10)
     found = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "who is slow")), units, 4)
+    # Three at full speed, one at a tenth
     took, ideal = (
         found["seconds"],
         found["units"] * 0.2 / 3.1,
-    )  # three at full speed, one at a tenth
+    )
     rows.append(
         {
             "workers": 4,
@@ -360,16 +366,17 @@ def rate(
         given.setdefault(pid, []).append((now, seconds, sum(psutil.Process(pid).cpu_times()[:2])))
         order += [(now, pid)] if len(given) == count else []
     steady = order[: len(order) - 2 * count]
-    (begin, _), (end, _) = steady[0], steady[-1]
+    (begin, _) = steady[0]
+    (end, _) = steady[-1]
     shares = []
     for rows in given.values():
-        own = [row for row in rows if begin <= row[0] <= end]
-        if len(own) > 1:
-            lasted = own[-1][0] - own[0][0]
+        covered = [row for row in rows if begin <= row[0] <= end]
+        if len(covered) > 1:
+            lasted = covered[-1][0] - covered[0][0]
             shares.append(
                 (
-                    sum(seconds for _, seconds, _ in own[1:]) / lasted,
-                    (own[-1][2] - own[0][2]) / lasted,
+                    sum(seconds for _, seconds, _ in covered[1:]) / lasted,
+                    (covered[-1][2] - covered[0][2]) / lasted,
                 )
             )
     return {
@@ -430,7 +437,9 @@ def kills() -> Rows:
     """
     command = [sys.executable, "-m", "benchmarks.engine", "draw"]
     subprocess.run([*command, str(WORK / "quiet"), "0"], cwd=ROOT, check=True)
-    dice, killed, folder = random.Random(0), {"worker": 0, "server": 0}, WORK / "rough"
+    dice = random.Random(0)
+    killed = {"worker": 0, "server": 0}
+    folder = WORK / "rough"
     while True:
         server = subprocess.Popen([*command, str(folder), "2"], cwd=ROOT)
         try:

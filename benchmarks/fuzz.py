@@ -43,7 +43,8 @@ from osfl.payloads import (
 )
 from osfl.v1 import payload_pb2 as pb
 
-REAL, WHOLE = torch.float32, torch.int64
+REAL = torch.float32
+WHOLE = torch.int64
 # What even a short message may cost: 20,000 texts, as many objects of Python's, take up to 2.4 MB
 # beyond four times; the rest are pages that a forked process touches for the first time
 SLACK_MB = 6.0
@@ -70,7 +71,8 @@ def some_run(rng: random.Random) -> Run:
     sizes = dict(zip(("L", "d", "c", "h", "w"), (*text, *latent), strict=True))
     sizes |= {"2e": 2 * text[1], "J": 2, "M": 2, "K + 1": 6}
     tensors = tensors_of(kind_of(kind), sizes)
-    images, states = rng.choice((5, 300)), {}
+    images = rng.choice((5, 300))
+    states = {}
     if kind == "Concepts":
         images = max(images, len(classes))
     elif kind == "Captions":
@@ -183,7 +185,8 @@ def mutated(run: Run, rng: random.Random) -> bytes:
     data = bytearray(wire.encode(payload, expected.method, expected.job, expected.client))
     for _ in range(rng.randint(1, 2)):
         near = min(len(data), rng.choice((40, 400, len(data))))
-        at, count = rng.randrange(max(near, 1)), rng.choice((1, 8, 1000))
+        at = rng.randrange(max(near, 1))
+        count = rng.choice((1, 8, 1000))
         match rng.choice((0, 0, 0, 1, 2, 3)):
             case 0:
                 data[at : at + 1] = bytes([rng.randrange(256)])
@@ -258,7 +261,8 @@ def at_the_bounds(run: Run, rng: random.Random) -> bytes:
     if isinstance(payload, Domain):
         return around(expected, joined(1, text.encode()))
     count = 1 + max(map(len, (expected.tensors, *expected.architectures.values())))
-    name, shape = joined(1, text.encode()), b"\x10\x01" * rng.choice((0, 1, 8))
+    name = joined(1, text.encode())
+    shape = b"\x10\x01" * rng.choice((0, 1, 8))
     data = joined(5, bytes(rng.choice((0, 8, room(expected, rng) // count // 2))))
     tensor = name + shape + data
     if isinstance(payload, Classifier):
@@ -322,9 +326,9 @@ def in_a_process(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        said = pipe.read()
+        answer = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return json.loads(said) if code == 0 else {"died": code}
+    return json.loads(answer) if code == 0 else {"died": code}
 
 
 def cost(file: Path, expected: wire.Expected, warm: Run) -> dict[str, Any]:
@@ -336,7 +340,9 @@ def cost(file: Path, expected: wire.Expected, warm: Run) -> dict[str, Any]:
     wire.decode(blob, usual)  # code that was never used is loaded from the disk: not the input's
     release_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
-    before, began, problem = memory("VmRSS"), time.process_time(), ""
+    before = memory("VmRSS")
+    began = time.process_time()
+    problem = ""
     try:
         payload = wire.decode(file.read_bytes(), expected)
     except wire.PayloadError as error:

@@ -44,7 +44,8 @@ class RandomText:
     """In place of a text encoder: the same random encoding for every text."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype):
-        self.shape, self._encoding = shape, torch.randn(1, *shape, device=device, dtype=dtype)
+        self.shape = shape
+        self._encoding = torch.randn(1, *shape, device=device, dtype=dtype)
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
         """[texts, L, d]."""
@@ -200,7 +201,8 @@ def per_image(kit: Kit, steps: int) -> float:
 
 def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
     """Eager, in both memory formats, and compiled."""
-    rows, flops = [], per_image(kit, steps)
+    rows = []
+    flops = per_image(kit, steps)
     for layout in (torch.contiguous_format, torch.channels_last):
         kit.unet.to(memory_format=layout)
         kit.vae.to(memory_format=layout)
@@ -218,13 +220,16 @@ def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]
 
 def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
     """The methods' samplers at the largest batch but one, and description training."""
-    batch, config = batches[-2], config_with(espresso__clusters=2)
-    plan, prompts = plan_images("m", 0, {"a": [0]}, batch), kit.text(list(CLASSES))
+    batch = batches[-2]
+    config = config_with(espresso__clusters=2)
+    plan = plan_images("m", 0, {"a": [0]}, batch)
+    prompts = kit.text(list(CLASSES))
     teacher = build_classifier("resnet18", 10)
     teachers = {"a": as_teacher(teacher.to(kit.device))}
     mixtures = Mixtures(CLASSES, torch.randn(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
     settings = replace(config.espresso, gmm=False, inversion_guidance=0.0)
-    full, x0 = config.fedlmg, replace(config.fedlmg, gradient="x0")
+    full = config.fedlmg
+    x0 = replace(config.fedlmg, gradient="x0")
     learned = {("a", 0): torch.randn(kit.text.shape, device=kit.device, dtype=kit.dtype)}
     samplers: dict[str, Callable[[list], torch.Tensor]] = {
         "FedDEO, three branches": lambda jobs: feddeo.sample(
@@ -272,7 +277,8 @@ def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
     """
     config = config_with(method="feddeo", feddeo__epochs=3, feddeo__at_once=at_once)
     job = ClientJob(config, "a", CLASSES, lambda size: None, "", kit.device)
-    start, names = kit.text(["x"] * at_once).float(), [f"class {n}" for n in range(at_once)]
+    start = kit.text(["x"] * at_once).float()
+    names = [f"class {n}" for n in range(at_once)]
     rows_of = [torch.tensor([n]) for n in range(at_once)]
     pictures = torch.zeros(at_once, 3, kit.image_size, kit.image_size)
 
@@ -282,10 +288,8 @@ def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
             kit, start, mean.float(), logvar.float(), rows_of, names, config.feddeo, job
         )
 
-    flops, picture = (
-        tera_flops(together) / (3 * at_once),
-        torch.zeros(1, 3, kit.image_size, kit.image_size, dtype=torch.uint8),
-    )
+    flops = tera_flops(together) / (3 * at_once)
+    picture = torch.zeros(1, 3, kit.image_size, kit.image_size, dtype=torch.uint8)
     c = start[:1].clone().requires_grad_()
     optimiser = torch.optim.Adam([c], 0.1)
 

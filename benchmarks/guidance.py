@@ -181,7 +181,7 @@ def table(
             seconds = sum(one["seconds"] for one in made)
             print(name, guidance, averages[guidance], f"{seconds:.0f} s", flush=True)
         best = max(averages, key=lambda guidance: mean(averages[guidance]))
-        cells = {f"{guidance:g}": _figure(own) for guidance, own in averages.items()}
+        cells = {f"{guidance:g}": _figure(figures) for guidance, figures in averages.items()}
         rows.append({"": name, **cells, "best": f"{best:g}", "default": f"{_default(name):g}"})
     return rows
 

@@ -106,7 +106,8 @@ def first_client_at_work(code: Path, job: str, runs: Path) -> dict[str, float]:
     """Seconds from the command's start to every phase of the server, and to the client's work."""
     environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "2"}
     command = [Path(sys.executable).parent / "osfl", "run", *SETTINGS, f"kit={KIT}"]
-    began, seen = time.monotonic(), dict[str, float]()
+    began = time.monotonic()
+    seen = dict[str, float]()
     with open(runs / f"{job}.out", "w") as log:
         run = subprocess.Popen(
             [*command, f"job-id={job}", "--runs", str(runs)],

@@ -31,9 +31,8 @@ sys.path.append(str(ROOT / "tests"))  # the system tests' federation
 
 from system_tools import BIN, Federation, new_federation  # noqa: E402
 
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # else every process of every run would compile torch and all else again
+# Else every process of every run would compile torch and all else again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 ROLES = ("flower-superlink", "flwr-serverapp", "flower-supernode", "flwr-clientapp")
 QUICK = (
     "synthesis.images-per-class=1",
@@ -60,7 +59,8 @@ class Memory(threading.Thread):
 
     def __init__(self, *roles: str) -> None:
         super().__init__(daemon=True)
-        self.peak, self._done = dict.fromkeys(roles, 0.0), threading.Event()
+        self.peak = dict.fromkeys(roles, 0.0)
+        self._done = threading.Event()
         self.start()
 
     def run(self) -> None:
@@ -97,7 +97,8 @@ def begin(made: Federation, clients: int) -> None:
 
 def run_on(made: Federation, *settings: str) -> tuple[dict, float]:
     """A run's metrics, and its seconds from the command to the end."""
-    began, run = time.monotonic(), made.begin_run(*settings, "job-id=measured")
+    began = time.monotonic()
+    run = made.begin_run(*settings, "job-id=measured")
     try:
         if run.wait():
             raise SystemExit(made.log("run")[-3000:])
@@ -111,7 +112,8 @@ def run_on(made: Federation, *settings: str) -> tuple[dict, float]:
 def simulate(*arguments: str) -> tuple[dict, float]:
     """The same of `osfl run` in simulation."""
     command = [BIN / "osfl", "run", *arguments, "job-id=measured", "--runs", WORK / "runs"]
-    began, run = time.monotonic(), subprocess.Popen(command, cwd=ROOT)
+    began = time.monotonic()
+    run = subprocess.Popen(command, cwd=ROOT)
     try:
         if code := run.wait():
             raise SystemExit(code)
@@ -157,12 +159,12 @@ def demo() -> list[list[str]]:
 def clients() -> list[list[str]]:
     """The ServerApp is a thread of `flwr-simulation`."""
     memory = Memory("flower-superlink", "flwr-simulation")
-    of_local = [
-        setting for setting in PAYLOADS["ShuffleNet"] if setting != "method=local"
-    ]  # where all test the models of all
+    # Where all test the models of all
+    of_local = [setting for setting in PAYLOADS["ShuffleNet"] if setting != "method=local"]
     settings = ("method=fedlmg", "fedlmg.strategies=ft", "data.partition=iid", *of_local)
     metrics, seconds = simulate("num-clients=64", *QUICK, *settings)
-    sizes, peak = [about["upload_bytes"] for about in metrics["clients"].values()], memory.end()
+    sizes = [about["upload_bytes"] for about in metrics["clients"].values()]
+    peak = memory.end()
     head = [
         "clients",
         "delivered",

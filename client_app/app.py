@@ -127,9 +127,8 @@ def train(message: Message, context: Context) -> Message:
     kit = _kit(config, node)
     folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
     private_folder(folder)
-    with FileLock(
-        folder / "lock", mode=OWNER_ONLY
-    ):  # a server that lost sight of this node asks again: the second waits, and finds the payload
+    # A server that lost sight of this node asks again: the second waits, and finds the payload
+    with FileLock(folder / "lock", mode=OWNER_ONLY):
         reply = work.train(message.content, config, node, client, job_id, kit, folder)
     return Message(reply, reply_to=message)
 
@@ -157,7 +156,8 @@ def evaluate(message: Message, context: Context) -> Message:
 
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """(run-config, node-config, client id), checked."""
-    config, node = parse_run_config(context.run_config), parse_node_config(context.node_config)
+    config = parse_run_config(context.run_config)
+    node = parse_node_config(context.node_config)
     return own_settings(config, node, context.node_id)
 
 
@@ -186,7 +186,8 @@ def own_settings(
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:
     """This client's classifier: the node's own, else one of the run's in turn."""
-    of_the_run, method = split_names(config.classifier.architecture), METHODS[config.method]
+    of_the_run = split_names(config.classifier.architecture)
+    method = METHODS[config.method]
     if not (method.rounds or method.payload == "Classifier"):
         return config.classifier.architecture
     if node.architecture and node.architecture not in of_the_run:
@@ -208,9 +209,8 @@ def _job_id(message: Message) -> str:
 def _kit(config: RunConfig, node: NodeConfig) -> str:
     if not kit_parts(config):
         return ""
-    own_kit = (
-        node.kit if config.sampling_kit == config.kit else ""
-    )  # which stands in for the run's, not for FedDISC's
+    # Which stands in for the run's, not for FedDISC's
+    own_kit = node.kit if config.sampling_kit == config.kit else ""
     kit = find_kit(own_kit or config.sampling_kit)
     check_kit(kit, kit_parts(config, kit))
     return kit
@@ -218,7 +218,8 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
 
 def _check_encoders(config: RunConfig) -> None:
     """What the run names apart from the kit, where this client uses it."""
-    needed, given = METHODS[config.method].client_parts, kit_parts(config)
+    needed = METHODS[config.method].client_parts
+    given = kit_parts(config)
     if "captioner" in needed and "captioner" not in given:
         check_captioner(config.captioner)
     if "image_encoder" in needed and "image_encoder" not in given:
@@ -230,10 +231,8 @@ def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
 
     A description learned with others draws something else.
     """
-    here, there = (
-        weights_digests(kit, kit_parts(config, kit)) if kit else {},
-        message.content.config_records["kit"],
-    )
+    here = weights_digests(kit, kit_parts(config, kit)) if kit else {}
+    there = message.content.config_records["kit"]
     for file, digest in here.items():
         if there.get(file, digest) != digest:
             raise ConfigError(

@@ -22,7 +22,8 @@ def load_kit_to_learn(job: ClientJob) -> Kit:
 
 def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
     """E(x) of every image: mean and log-variance of its latents' posterior, each [N, c, h, w]."""
-    encoded, done = [], 0
+    encoded = []
+    done = 0
     job.progress(done, len(images), "encoding image")
     for x in images.batches(8):
         encoded.append(job.meter.run(("encode", len(x)), partial(kit.encode, x)))
@@ -58,7 +59,8 @@ def learn_conditions(
     Raises:
         ValueError: a condition diverged.
     """
-    learned, groups = [], [*range(0, len(start), settings.at_once)]
+    learned = []
+    groups = [*range(0, len(start), settings.at_once)]
     for number, first in enumerate(groups):
         part = slice(first, first + settings.at_once)
 
@@ -76,9 +78,8 @@ def learn_conditions(
 def _learn_together(  # type: ignore[no-untyped-def]
     kit, start, mean, logvar, rows_of, names, settings, job, advance
 ) -> torch.Tensor:
-    conditions = [
-        c.clone().requires_grad_() for c in start
-    ]  # one tensor each: a condition that is done is left alone
+    # One tensor each: a condition that is done is left alone
+    conditions = [c.clone().requires_grad_() for c in start]
     optimiser = torch.optim.Adam(conditions, lr=settings.lr)
     randomness = [
         generator_of(job.config.seed, job.config.method, job.client, name) for name in names
@@ -92,7 +93,11 @@ def _learn_together(  # type: ignore[no-untyped-def]
 
     advance(0, total)
     for step in range(total):
-        rows, t, posterior_noise, eps, owner = [], [], [], [], []
+        rows = []
+        t = []
+        posterior_noise = []
+        eps = []
+        owner = []
         for index, (schedule, generator) in enumerate(zip(schedules, randomness, strict=True)):
             if step < len(schedule):
                 batch = schedule[step]
@@ -103,16 +108,13 @@ def _learn_together(  # type: ignore[no-untyped-def]
                 )
                 eps.append(torch.randn(len(batch), *mean.shape[1:], generator=generator))
                 owner += [index] * len(batch)
-        chosen, steps, noise = (
-            torch.cat(rows),
-            torch.cat(t).to(kit.device),
-            torch.cat(eps).to(kit.device),
-        )
+        chosen = torch.cat(rows)
+        steps = torch.cat(t).to(kit.device)
+        noise = torch.cat(eps).to(kit.device)
         x0 = mean[chosen] + (0.5 * logvar[chosen]).exp() * torch.cat(posterior_noise).to(kit.device)
         z_t = forward_noise(x0, noise, alphas_cumprod[steps])
-        share = torch.tensor(
-            [1 / len(schedules[i][step]) for i in owner], device=kit.device
-        )  # mean over a condition's own images
+        # Mean over a condition's own images
+        share = torch.tensor([1 / len(schedules[i][step]) for i in owner], device=kit.device)
 
         def update(z_t=z_t, steps=steps, noise=noise, owner=owner, share=share) -> None:  # type: ignore[no-untyped-def]
             guess = kit.eps(z_t, steps, torch.stack([conditions[i] for i in owner]))

@@ -31,7 +31,8 @@ def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
         folder: of the job, on this machine; what is kept there is forgotten with it.
         key: of everything that the pixels come from.
     """
-    pixels, about = folder / "pixels.npy", folder / "pixels.json"
+    pixels = folder / "pixels.npy"
+    about = folder / "pixels.json"
     if (kept := _kept(pixels, about, key)) is not None:
         return kept
     images = load()
@@ -62,17 +63,17 @@ def _keep(pixels: Path, about: Path, key: str, images: Images) -> None:
     np.save(content, images.pixels.numpy(), allow_pickle=False)
     about.unlink(missing_ok=True)
     write_atomically(pixels, content.getvalue(), 0o600)
-    said = {"key": key, "bytes": content.tell(), "labels": images.labels.tolist()}
-    write_atomically(about, json.dumps(said).encode(), 0o600)
+    header = {"key": key, "bytes": content.tell(), "labels": images.labels.tolist()}
+    write_atomically(about, json.dumps(header).encode(), 0o600)
 
 
 def _kept(pixels: Path, about: Path, key: str) -> Images | None:
     try:
-        said = json.loads(about.read_bytes())
-        if said["key"] != key or said["bytes"] != pixels.stat().st_size:
+        header = json.loads(about.read_bytes())
+        if header["key"] != key or header["bytes"] != pixels.stat().st_size:
             return None
         # A copy on writing: nobody changes the file by way of the tensor
         mapped = np.load(pixels, mmap_mode="c", allow_pickle=False)
-        return Images(torch.from_numpy(mapped), torch.tensor(said["labels"]))
+        return Images(torch.from_numpy(mapped), torch.tensor(header["labels"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -33,9 +33,8 @@ class ClientJob:
     load: Callable[[Fit], Images]
     kit: str  # folder or hub id
     device: torch.device
-    domain: Callable[[], str] = lambda: (
-        ""
-    )  # its name, where the node or the simulation tells it; only prompts-domain sends it
+    # Its name, where the node or the simulation tells it; only prompts-domain sends it
+    domain: Callable[[], str] = lambda: ""
     meter: FlopMeter = field(default_factory=FlopMeter)
     progress: Progress = _nobody
     saves_memory: bool = False  # activations are computed again for a gradient

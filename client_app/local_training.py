@@ -36,27 +36,28 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         ClassifierError: too few images, or the training diverged.
         ConfigError: the model is not of this client's architecture.
     """
-    settings, said = job.config.classifier, content.config_records["config"]
-    if (sent := said["architecture"]) != settings.architecture:
+    settings = job.config.classifier
+    request = content.config_records["config"]
+    if (sent := request["architecture"]) != settings.architecture:
         raise ConfigError(
             f"node-config architecture: this node has {settings.architecture!r} now, and joined "
             "the "
             f"run with {str(sent)[:80]!r}. Start the job again, or give it back"
         )
-    watch, number = Stopwatch(), int(cast(int, said["server-round"]))
+    watch = Stopwatch()
+    number = int(cast(int, request["server-round"]))
     images = job.load(job.config.data.image_size)
     state = unpack_state(content.array_records["model"])
     model = classifiers.rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
     start = {name: p.detach().clone().to(job.device) for name, p in model.named_parameters()}
     penalty: Penalty | None = None
     correction: dict[str, torch.Tensor] = {}
-    if "proximal-mu" in said:
-        penalty = proximal(start, float(cast(float, said["proximal-mu"])))
-    elif "dyn-alpha" in said:
-        alpha = float(cast(float, said["dyn-alpha"]))
-        for stale in folder.glob(
-            "feddyn-*.safetensors"
-        ):  # of this round, asked for again, or of an earlier run of the job
+    if "proximal-mu" in request:
+        penalty = proximal(start, float(cast(float, request["proximal-mu"])))
+    elif "dyn-alpha" in request:
+        alpha = float(cast(float, request["dyn-alpha"]))
+        # Of this round, asked for again, or of an earlier run of the job
+        for stale in folder.glob("feddyn-*.safetensors"):
             if int(stale.stem.removeprefix("feddyn-")) >= number:
                 stale.unlink()
         correction = _load_correction(folder, start)
@@ -73,9 +74,8 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         meter=job.meter,
         progress=job.progress,
     )
-    if (
-        correction
-    ):  # grad L_k(theta_k) <- grad L_k(theta_k) - alpha (theta_k - theta) (FedDyn, algorithm 1)
+    # Grad L_k(theta_k) <- grad L_k(theta_k) - alpha (theta_k - theta) (FedDyn, algorithm 1)
+    if correction:
         after = {
             n: correction[n] - alpha * (p.detach() - start[n]) for n, p in model.named_parameters()
         }

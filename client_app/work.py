@@ -70,7 +70,8 @@ def _payload(
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = read_json(folder / "costs.json", cure="remove its folder, and it is made anew")
         return pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0})
-    watch, job = Stopwatch(), _job(config, node, client, kit, folder)
+    watch = Stopwatch()
+    job = _job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client)
     costs = {
@@ -130,7 +131,9 @@ class _Progress:
     """Writes how far a client is beside its cached payload, at most about once a second."""
 
     def __init__(self, folder: Path):
-        self._file, self._watch, self._last = folder / "progress", Stopwatch(), -1.0
+        self._file = folder / "progress"
+        self._watch = Stopwatch()
+        self._last = -1.0
 
     def __call__(self, done: int, total: int, what: str = "step") -> None:
         if self._watch.seconds - self._last >= 1 or done in (0, total):

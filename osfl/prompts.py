@@ -33,7 +33,8 @@ def fill(template: str, names: Mapping[str, str], caption: str = "") -> str:
     digits = names.get("class") in DIGITS
 
     def put(found: re.Match[str]) -> str:
-        article, text = found["article"] or "", texts.get(found["name"], found["braces"])
+        article = found["article"] or ""
+        text = texts.get(found["name"], found["braces"])
         if article and not digits and _VOWEL.match(text) and not _CONSONANT.match(text):
             article = f"{article[0]}n "
         return article + text

@@ -45,7 +45,9 @@ class PayloadError(ValueError):
     """A payload that is refused. Names the client and the field."""
 
     def __init__(self, client: str, field: str, problem: str):
-        self.client, self.field, self.problem = client, plain(field), plain(problem, 1000)
+        self.client = client
+        self.field = plain(field)
+        self.problem = plain(problem, 1000)
         # All of them, so that a worker's error crosses to this process
         super().__init__(client, self.field, self.problem)
 
@@ -89,7 +91,8 @@ def encode(payload: Payload, method: str, job: str, client: str) -> bytes:
     head = pb.Payload(
         version=VERSION, method=method, job=job, client=client, classes=payload.classes
     )
-    kind, body = pb.Payload.DESCRIPTOR.fields_by_name[type(payload).__name__.lower()], list[Bytes]()
+    kind = pb.Payload.DESCRIPTOR.fields_by_name[type(payload).__name__.lower()]
+    body = list[Bytes]()
     for item in fields(payload)[1:]:
         number = cast(Descriptor, kind.message_type).fields_by_name[item.name].number
         match getattr(payload, item.name):
@@ -170,7 +173,8 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
         raise refuse(
             "classes", f"{list(classes)[:20]} must be a part of the run's classes, in their order"
         )
-    body, wanted = message.WhichOneof("body"), METHODS[expected.method].payload or "nothing"
+    body = message.WhichOneof("body")
+    wanted = METHODS[expected.method].payload or "nothing"
     if body != wanted.lower():
         raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {wanted.lower()}")
     payload = _read_body(kind_of(wanted), getattr(message, body), classes, expected, refuse)
@@ -319,8 +323,8 @@ def _most_fields(expected: Expected) -> dict[str, int]:
 
 def _longest_text(expected: Expected) -> int:
     """In bytes: of all names that a payload repeats, and of a text of its own."""
-    own = (expected.method, expected.job, expected.client, *expected.classes)
-    names = (*own, *expected.architectures, *expected.tensors)
+    repeated = (expected.method, expected.job, expected.client, *expected.classes)
+    names = (*repeated, *expected.architectures, *expected.tensors)
     states = [name for state in expected.architectures.values() for name in state]
     return max(TEXT_BYTES, *(len(name.encode()) for name in (*names, *states)))
 
@@ -391,7 +395,8 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict
             raise refuse(
                 "tensors", f"{name[:100]!r} is not expected" + (" twice" if name in found else "")
             )
-        shape, dtype = _resolve(wanted[name][0], {}), wanted[name][1]
+        shape = _resolve(wanted[name][0], {})
+        dtype = wanted[name][1]
         code, numpy = _DTYPES[dtype]
         if len(tensor.shape) != len(shape) or tuple(tensor.shape) != shape:
             raise refuse(name, f"shape {list(tensor.shape)[:8]}; expected {list(shape)}")
@@ -404,10 +409,9 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict
             raise refuse(name, f"{len(tensor.data):,} bytes; its shape needs {length:,}")
         array = np.frombuffer(tensor.data, dtype=numpy).reshape(shape)
         if dtype.is_floating_point and array.size:
-            low, high = (
-                float(array.min()),
-                float(array.max()),
-            )  # both NaN if one number is; nothing of the array's size is made
+            # Both NaN if one number is; nothing of the array's size is made.
+            low = float(array.min())
+            high = float(array.max())
             if not math.isfinite(low) or not math.isfinite(high):
                 raise refuse(name, "contains NaN or infinity")
             if max(-low, high) > MAX_MAGNITUDE:

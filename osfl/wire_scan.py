@@ -14,7 +14,9 @@ from functools import cache
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-VARINT, LENGTH = 0, 2  # wire types
+# wire types
+VARINT = 0
+LENGTH = 2
 MOST_VARINT_BYTES = 10
 WIRE_TYPES = {
     FieldDescriptor.TYPE_BYTES: LENGTH,
@@ -31,7 +33,8 @@ class ScanError(ValueError):
 
     def __init__(self, field_name: str, problem: str):
         super().__init__(field_name, problem)
-        self.field, self.problem = field_name, problem
+        self.field = field_name
+        self.problem = problem
 
 
 def scan(data: bytes | memoryview, kind: Descriptor, most: Mapping[str, int], longest: int) -> None:

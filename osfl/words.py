@@ -78,13 +78,15 @@ def _visible(character: str) -> str:
 def plain_record(record: logging.LogRecord) -> bool:
     """A filter for loggers: every line, and every traceback, is plain. It drops nothing."""
     try:
-        record.msg, record.args = plain_lines(record.getMessage()), ()
+        record.msg = plain_lines(record.getMessage())
+        record.args = ()
         if record.exc_info and not record.exc_text:
             record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
         if record.exc_text:
             record.exc_text = plain_lines(record.exc_text)
     except Exception:  # a log never ends a run
-        record.msg, record.args = "(a line that cannot be shown)", ()
+        record.msg = "(a line that cannot be shown)"
+        record.args = ()
     return True
 
 

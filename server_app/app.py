@@ -131,7 +131,8 @@ def settled_config(config: RunConfig, folder: RunFolder, status: Status) -> RunC
     choice = folder.sampling_choice(kinds)
     if choice is None:
         status.phase("choosing how to sample")
-        kit, device = find_kit(config.sampling_kit), pick_device(config.device)
+        kit = find_kit(config.sampling_kit)
+        device = pick_device(config.device)
         settings = engine.settled(kit, device, config.synthesis)
         choice = {name: getattr(settings, name) for name in engine.CHOSEN}
         folder.store_sampling_choice(choice)
@@ -147,7 +148,8 @@ def check_server(config: RunConfig) -> None:
             or initialisation.
     """
     device = pick_device(config.device)
-    method, classes = METHODS[config.method], len(class_names(config.data))
+    method = METHODS[config.method]
+    classes = len(class_names(config.data))
     if method.samples:
         check_workers(config.synthesis, device)
         check_sampling_kit(config)

@@ -20,7 +20,8 @@ ExpectedOf = Callable[[str], wire.Expected]
 
 def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
     """What a client's payload must look like, as a function of the client."""
-    classes, settings = class_names(config.data), config.classifier
+    classes = class_names(config.data)
+    settings = config.classifier
     architectures = {}
     if METHODS[config.method].payload == "Classifier":
         for architecture in split_names(settings.architecture):
@@ -90,7 +91,8 @@ def probe(payload: Payload, client: str, config: RunConfig) -> None:
         wire.PayloadError: they do not.
     """
     if isinstance(payload, Classifier):
-        classes, small_stem = len(class_names(config.data)), config.classifier.small_stem
+        classes = len(class_names(config.data))
+        small_stem = config.classifier.small_stem
         model = rebuild(payload.state, payload.architecture, classes, small_stem)
         size = config.data.image_size
         noise = torch.randint(

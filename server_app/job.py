@@ -57,8 +57,8 @@ class ServerJob:
     def held(self, payloads: Mapping[str, Payload]) -> dict[str, list[int]]:
         """The labels that every client holds."""
         return {
-            client: [self.classes.index(name) for name in p.classes]
-            for client, p in payloads.items()
+            client: list(map(self.classes.index, payload.classes))
+            for client, payload in payloads.items()
         }
 
     @cached_property

@@ -28,7 +28,8 @@ def check_sampling_kit(config: RunConfig) -> None:
     """
     if not METHODS[config.method].samples:
         return
-    kit, small = find_kit(config.sampling_kit), config.synthesis.small_decoder
+    kit = find_kit(config.sampling_kit)
+    small = config.synthesis.small_decoder
     check_kit(kit, sampling_parts(config), image_condition=config.method == "feddisc")
     if small not in ("", "kit"):
         check_small_decoder(small)
@@ -45,7 +46,8 @@ def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
     Raises:
         ConfigError: a step had begun with other files.
     """
-    total, read = unread_kit_bytes(config) // MB, 0
+    total = unread_kit_bytes(config) // MB
+    read = 0
     if total:
         status.phase("reading the kit (MB)", total)
 
@@ -54,7 +56,8 @@ def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
         read += count
         status.advance(min(read // MB, total), total)
 
-    now, before = used_digests(config, progress), folder.kit_digests()
+    now = used_digests(config, progress)
+    before = folder.kit_digests()
     for step in now:
         if folder.has_begun(step) and now[step] != before.get(step, now[step]):
             file = _differing(now[step], before[step])

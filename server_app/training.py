@@ -33,11 +33,9 @@ def train_global(
         labels: [N].
         teacher: [N, C] probabilities of `fit`.
     """
-    settings, classes, inputs = (
-        job.config.global_model,
-        len(job.classes),
-        _digest(pixels, labels, teacher),
-    )
+    settings = job.config.global_model
+    classes = len(job.classes)
+    inputs = _digest(pixels, labels, teacher)
     model = classifiers.new_classifier(
         settings, classes, job.initialisation, job.config.seed, "global-model.init"
     )
@@ -89,10 +87,8 @@ def mean_teacher(
     }
     if plain:
         return torch.stack(list(probabilities.values())).mean(dim=0)
-    total, count = (
-        torch.zeros_like(next(iter(probabilities.values()))),
-        torch.zeros(next(iter(probabilities.values())).shape[1]),
-    )
+    total = torch.zeros_like(next(iter(probabilities.values())))
+    count = torch.zeros(next(iter(probabilities.values())).shape[1])
     for client, p in probabilities.items():
         total[:, held[client]] += p[:, held[client]]
         count[held[client]] += 1

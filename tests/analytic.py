@@ -24,8 +24,12 @@ from osfl.kit_recipe.untrained import new_scheduler, new_text_encoder
 from osfl.models.diffusion import Kit
 from osfl.models.encoders import TextEncoder
 
-CHANNELS, SIDE, IMAGE_SIDE = 2, 4, 8
-LENGTH, WIDTH = 12, 8  # of a condition
+CHANNELS = 2
+SIDE = 4
+IMAGE_SIDE = 8
+# of a condition
+LENGTH = 12
+WIDTH = 8
 EMBEDDING = 6  # of an image condition
 CLASSES = ("zero", "one", "two", "three")
 SCALING = 0.5
@@ -148,7 +152,8 @@ def alphas_cumprod() -> np.ndarray:
 
 def step_down(steps: int) -> list[tuple[int, float, float]]:
     """(t, a_t, a_prev) of each DDIM step: t = 1 + k (1000 // steps) from above; the last to a_0."""
-    a, gap = alphas_cumprod(), TIMESTEPS // steps
+    a = alphas_cumprod()
+    gap = TIMESTEPS // steps
     rows = []
     for t in range((steps - 1) * gap + 1, 0, -gap):
         rows.append((t, a[t], a[t - gap] if t > gap else a[0]))

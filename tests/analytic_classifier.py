@@ -56,7 +56,8 @@ def _logits(state: State, standardised: np.ndarray) -> np.ndarray:
 
 
 def _inner(state: State, standardised: np.ndarray) -> np.ndarray:
-    scale, shift = state["1.weight"].reshape(3, 1, 1), state["1.bias"].reshape(3, 1, 1)
+    scale = state["1.weight"].reshape(3, 1, 1)
+    shift = state["1.bias"].reshape(3, 1, 1)
     return (scale * standardised + shift).reshape(len(standardised), -1)
 
 
@@ -68,7 +69,8 @@ class Training:
 
     def probabilities(self, x: np.ndarray) -> np.ndarray:
         """Softmax outputs by a batch's own statistics, which move the running ones by a tenth."""
-        mean, var = x.mean(axis=(0, 2, 3)), x.var(axis=(0, 2, 3))
+        mean = x.mean(axis=(0, 2, 3))
+        var = x.var(axis=(0, 2, 3))
         count = x.size / 3
         for name, value in (("mean", mean), ("var", var * count / (count - 1))):
             old = self.state[f"1.running_{name}"]

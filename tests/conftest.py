@@ -3,9 +3,8 @@
 import itertools
 import os
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # a process for each core: threads of one process would only wait for those of another
+# A process for each core: threads of one process would only wait for those of another
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import subprocess
@@ -26,9 +25,8 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import settings
 
-settings.register_profile(
-    "busy", deadline=None
-)  # an example's seconds say more about the machine than about the code
+# An example's seconds say more about the machine than about the code
+settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,9 +88,13 @@ class LoopGrid:
         nodes: list[dict],
         tamper: Callable[[int, str, Message], Message | None] | None = None,
     ):
-        self.app, self.run_config, self.nodes, self.tamper = app, run_config, nodes, tamper
+        self.app = app
+        self.run_config = run_config
+        self.nodes = nodes
+        self.tamper = tamper
         self.sent: list[tuple[int, str]] = []
-        self._ids, self._replies = itertools.count(1), {}
+        self._ids = itertools.count(1)
+        self._replies = {}
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
     def get_nodes(self) -> Iterable[NodeInfo]:
@@ -101,7 +103,8 @@ class LoopGrid:
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []
         for message in messages:
-            message_id, index = str(next(self._ids)), message.metadata.dst_node_id - 100
+            message_id = str(next(self._ids))
+            index = message.metadata.dst_node_id - 100
             message.metadata.__dict__["_message_id"] = message_id  # what the SuperLink does
             self.sent.append((index, message.metadata.message_type))
             context = Context(1, 100 + index, self.nodes[index], RecordDict(), self.run_config)
@@ -251,14 +254,11 @@ def _make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
     from osfl.models import diffusion, encoders
 
     torch.manual_seed(1)
-    kit, encoder = (
-        diffusion.load_kit(tiny_kit),
-        encoders.load_image_encoder(str(tiny_kit), torch.device("cpu")),
-    )
+    kit = diffusion.load_kit(tiny_kit)
+    encoder = encoders.load_image_encoder(str(tiny_kit), torch.device("cpu"))
     unet = untrained.new_unclip_unet(kit.unet, encoder.width)
-    torch.nn.init.normal_(
-        unet.class_embedding.linear_2.weight, std=0.1
-    )  # else embeddings would do nothing
+    # Else embeddings would do nothing
+    torch.nn.init.normal_(unet.class_embedding.linear_2.weight, std=0.1)
     noise = untrained.new_embedding_noise(
         torch.linspace(-1, 1, encoder.width), torch.linspace(0.5, 2, encoder.width)
     )

@@ -30,12 +30,14 @@ ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     """`conftest.quick` as arguments of `osfl run`."""
+    # Six containers on two busy cores
     patience = {
         "join_timeout": 600.0,
         "deadline": 600.0,
         "test_timeout": 1200.0,
-    }  # six containers on two busy cores
-    usual, wanted = defaults(), quick(kit=str(kit), **(patience | overrides))
+    }
+    usual = defaults()
+    wanted = quick(kit=str(kit), **(patience | overrides))
     shown = {
         k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items() if v != usual[k]
     }
@@ -155,10 +157,11 @@ class Federation:
             "--disable-runtime-dependency-installation",
         )
         unchecked = ssl.create_default_context()
+        # Its certificate may be one that nodes refuse
         unchecked.check_hostname, unchecked.verify_mode = (
             False,
             ssl.CERT_NONE,
-        )  # its certificate may be one that nodes refuse
+        )
 
         def healthy() -> bool:
             with suppress(OSError):
@@ -265,7 +268,9 @@ class ThinLine:
     """
 
     def __init__(self, server: int, rate: float):
-        self._server, self._rate, self.sent = server, rate, 0
+        self._server = server
+        self._rate = rate
+        self.sent = 0
         self._door = socket.create_server(("127.0.0.1", 0))
         # Else what the kernel holds back would be minutes of it, heartbeats among them
         self._door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)

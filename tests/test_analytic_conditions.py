@@ -298,7 +298,8 @@ def test_fedbips_words_are_adams_whole_way(kit: Kit) -> None:
     assert payload.classes == ("zero", "one", "three")
     assert payload.labels.tolist() == [0, 1, 1, 1, 3, 3, 3]
     assert_posteriors(payload, data)
-    mean, deviation = numbers(payload.means), numbers(payload.deviations)
+    mean = numbers(payload.means)
+    deviation = numbers(payload.deviations)
     owner = np.array([0, 1, 1, 1, 2, 2, 2])
 
     source = generator(job.config.seed, "fedbip", "client-0")
@@ -318,7 +319,8 @@ def test_fedbips_words_are_adams_whole_way(kit: Kit) -> None:
         back = gradient_for_the_mean(
             x0, noise, t, np.concatenate([analytic.mu(c[None]) for c in given])
         )
-        for_domain, for_words = np.zeros_like(domain.value), np.zeros_like(words.value)
+        for_domain = np.zeros_like(domain.value)
+        for_words = np.zeros_like(words.value)
         for condition, row, k in zip(given, back, owner[batch], strict=True):
             own = analytic.mu_backward(row[None], len(condition))[0]
             for_domain += own[places[k][0]]

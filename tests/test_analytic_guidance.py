@@ -121,7 +121,8 @@ class Guide:
         unit of B images, n is B times as large, but all B losses have the term.
         """
         axes = (0, 2, 3) if self.over_unit else (2, 3)
-        mean, var = u.mean(axis=axes, keepdims=True), u.var(axis=axes, keepdims=True)
+        mean = u.mean(axis=axes, keepdims=True)
+        var = u.var(axis=axes, keepdims=True)
         to_mean = mean - self.state[f"{layer}.running_mean"].reshape(-1, 1, 1)
         to_var = var - self.state[f"{layer}.running_var"].reshape(-1, 1, 1)
         to_mean = to_mean / np.sqrt((to_mean**2).sum(axis=1, keepdims=True))
@@ -156,7 +157,8 @@ def gradient_of(
 
     def at(z: np.ndarray, a: float) -> np.ndarray:
         x0 = analytic.x0_of(z, analytic.eps(z, a, mean), a)
-        x, back = analytic.decode(x0), np.zeros_like(z)
+        x = analytic.decode(x0)
+        back = np.zeros_like(z)
         for client, guide in guides.items():
             rows = clients == client
             if rows.any():
@@ -237,14 +239,16 @@ def test_fedlmgs_and_fedcados_runs(case: str, side: int) -> None:
 
     FedCADO's settings serve both: of FedLMG's sampler they are a superset.
     """
-    kit, steps = analytic_kit(), 6
+    kit = analytic_kit()
+    steps = 6
     config = settings(guidance=1.5, noise_edits=3, noise_edit_lr=4.0, **CASES[case])
     networks = {client: network(number, side) for number, client in enumerate(HELD)}
     size = None if side == IMAGE_SIDE else side
     weights = (config.classifier_weight, config.bn_weight, size, config.bn_statistics == "unit")
     mean = towards(kit, 1.5, LABELS)
     gradient = gradient_of(guides_of(networks, *weights), PLAN, mean, config.gradient == "full")
-    scale, start = config.gradient_scale, noise_of(PLAN)
+    scale = config.gradient_scale
+    start = noise_of(PLAN)
     arguments = (kit, PLAN, analytic.prompts(kit), teachers_of(networks), config, steps, size)
 
     plain = guided_run(start, steps, mean, gradient, 0.0)
@@ -259,7 +263,8 @@ def test_fedlmgs_and_fedcados_runs(case: str, side: int) -> None:
 
 def test_the_noise_that_fedcado_edits_is_what_is_denoised(monkeypatch: pytest.MonkeyPatch) -> None:
     """After M edits at the first timestep the UNet is given, there again, z_T less M gradients."""
-    kit, steps = analytic_kit(), 4
+    kit = analytic_kit()
+    steps = 4
     config = settings(
         noise_edits=2, noise_edit_lr=50.0, gradient_scale=0.0, bn_weight=0.0, guidance=1.5
     )

@@ -98,7 +98,8 @@ def test_the_denoiser_is_the_best_one(a: float) -> None:
     x0, eps and z are jointly Gaussian, so the best prediction of all is linear.
     """
     draw = np.random.default_rng(0)
-    count, mean = 200_000, 1.5
+    count = 200_000
+    mean = 1.5
     noise = draw.normal(size=count)
     z = np.sqrt(a) * (mean + DEVIATION * draw.normal(size=count)) + np.sqrt(1 - a) * noise
     left = noise - analytic.eps(z, a, np.array(mean))
@@ -112,15 +113,18 @@ def test_the_denoiser_is_the_best_one(a: float) -> None:
 def test_the_kit_predicts_the_noise_at_every_rows_own_timestep(predicts_v: bool) -> None:
     kit = analytic_kit(predicts_v)
     t = torch.tensor([0, 1, 300, 999])
-    z, c = drawn(4, *SHAPE), drawn(4, analytic.LENGTH, analytic.WIDTH, seed=2)
+    z = drawn(4, *SHAPE)
+    c = drawn(4, analytic.LENGTH, analytic.WIDTH, seed=2)
     a = analytic.alphas_cumprod()[t.numpy()].reshape(-1, 1, 1, 1)
     expected = analytic.eps(numbers(z), a, analytic.mu(numbers(c)))
     np.testing.assert_allclose(numbers(kit.eps(z, t, c)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_and_its_inverse_with_one_prediction_cancel() -> None:
-    z, e = drawn(2, *SHAPE), drawn(2, *SHAPE, seed=2)
-    a, a_prev = torch.tensor(0.3), torch.tensor(0.8)
+    z = drawn(2, *SHAPE)
+    e = drawn(2, *SHAPE, seed=2)
+    a = torch.tensor(0.3)
+    a_prev = torch.tensor(0.8)
     assert torch.allclose(ddim_step(ddim_step(z, e, a, a_prev), e, a_prev, a), z, atol=1e-6)
 
 
@@ -191,7 +195,8 @@ def test_feddisc_composes_a_centre_and_the_mean_and_nothing_has_no_image() -> No
     pictures = feddisc.sample(kit, PLAN, texts, vectors, config, 5)
     centres = torch.stack([vectors[job.client, job.label][job.index % 2] for job in PLAN])
     means = torch.stack([vectors[job.client, job.label][2] for job in PLAN])
-    text, nothing = numbers(texts[LABELS]), empty_mean(kit)
+    text = numbers(texts[LABELS])
+    nothing = empty_mean(kit)
     mean = nothing
     mean = mean + 1.5 * (analytic.mu(text, numbers(centres)) - nothing)
     mean = mean + 2.5 * (analytic.mu(text, numbers(means)) - nothing)
@@ -248,15 +253,18 @@ def test_espressos_zig_zags(threshold: int, weak_guidance: float) -> None:
     pictures = espresso.sample(kit, plan, [(payload, row) for row in rows], config, 6)
     nothing = empty_mean(kit)
     towards = analytic.mu(numbers(payload.conditions[rows, rows])) - nothing
-    strong, weak = nothing + 2.5 * towards, nothing + weak_guidance * towards
+    strong = nothing + 2.5 * towards
+    weak = nothing + weak_guidance * towards
     expected = zig_zagged(noise_of(plan), 6, threshold, strong, weak)
     assert_made(kit, pictures, expected)
 
 
 def test_a_zig_zag_goes_up_as_diffusers_inverse_scheduler() -> None:
     """And down as its DDIM scheduler, at every step of a whole run."""
-    kit, steps = analytic_kit(), 8
-    c, c0 = analytic.prompts(kit)[LABELS], kit.text([""]).expand(len(PLAN), -1, -1)
+    kit = analytic_kit()
+    steps = 8
+    c = analytic.prompts(kit)[LABELS]
+    c0 = kit.text([""]).expand(len(PLAN), -1, -1)
     start = drawn(len(PLAN), *SHAPE)
 
     def strong(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -283,7 +291,9 @@ def test_espresso_starts_from_its_mixtures() -> None:
 
     m and j come up as often as the payload says, independently: within 4 sqrt(n p (1 - p)) of n p.
     """
-    kit, payload, count = analytic_kit(), mixtures(), 600
+    kit = analytic_kit()
+    payload = mixtures()
+    count = 600
     plan = plan_images("m", 0, {"a": [1, 3]}, count)
     config = settings(
         espresso__gmm=True, espresso__z_sampling=False, espresso__guidance=1.0
@@ -292,9 +302,11 @@ def test_espresso_starts_from_its_mixtures() -> None:
     espresso.sample(kit, plan, [(payload, row) for row in rows], config, 2)
     unet: Any = kit.unet
     z, _, c = unet.calls[0]  # the empty prompt's branch, then the conditions'
-    starts, given = numbers(z[len(plan) :]), numbers(c[len(plan) :])
+    starts = numbers(z[len(plan) :])
+    given = numbers(c[len(plan) :])
     noise = noise_of(plan)
-    means, variances = numbers(payload.component_means), numbers(payload.component_variances)
+    means = numbers(payload.component_means)
+    variances = numbers(payload.component_variances)
     conditions = numbers(payload.conditions)
     for row in (0, 1):
         chosen: Counter[tuple[int, int]] = Counter()
@@ -346,10 +358,13 @@ def test_fedbip_starts_between_two_images_of_the_class() -> None:
     The share is uniform on [0, 1]: of n, its mean is within 4 / sqrt(12 n) of 1/2 and its variance
     near 1/12.
     """
-    payload, count = concepts(0.0), 400
+    payload = concepts(0.0)
+    count = 400
     _, starts, _ = fedbip_starts(payload, count)
     means = numbers(payload.means)
-    shares, pairs = [], Counter()  # type: ignore[var-annotated]
+    # type: ignore[var-annotated]
+    shares = []
+    pairs = Counter()
     for start in starts:
         for one, other in ((0, 1), (0, 2), (1, 2)):
             line = means[one] - means[other]
@@ -375,7 +390,8 @@ def test_fedbips_starts_deviate_as_the_posteriors() -> None:
 
 
 def test_a_class_with_one_image_has_no_other_to_mix_with() -> None:
-    kit, payload = analytic_kit(), concepts(0.0)
+    kit = analytic_kit()
+    payload = concepts(0.0)
     plan = plan_images("m", 0, {"a": [3]}, 3)
     fedbip.sample(kit, plan, CLASSES, {"a": payload}, settings().fedbip, 5)
     unet: Any = kit.unet
@@ -388,7 +404,8 @@ def test_fedbip_denoises_under_its_words_with_noise_on_the_domains() -> None:
     """The condition that the UNet was given is the same at every step, and guides by
     `fedbip.guidance`; S has noise of its deviation.
     """
-    payload, count = concepts(0.5), 200
+    payload = concepts(0.5)
+    count = 200
     kit, _, pictures = fedbip_starts(payload, count)
     unet: Any = kit.unet
     given = numbers(unet.calls[0][2][count:])

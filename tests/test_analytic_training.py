@@ -91,13 +91,16 @@ class Party:
     def __init__(self, config: RunConfig, number: int):
         node = NodeConfig(partition_id=number, num_partitions=config.num_clients)
         images = load_images(config.data, node, "train", config.seed)
-        self.config, self.name = config, f"client-{number}"
-        self.x, self.labels = features(images.pixels), images.labels.numpy()
+        self.config = config
+        self.name = f"client-{number}"
+        self.x = features(images.pixels)
+        self.labels = images.labels.numpy()
         self.gradient = {name: np.zeros_like(value) for name, value in begin().items()}
 
     def train(self, model: State, number: int) -> State:
         """theta_k of a round: the local objective and what the method adds to it."""
-        config, settings = self.config, self.config.classifier
+        config = self.config
+        settings = self.config.classifier
         seed = seed_of(config.seed, config.method, self.name, number)
         batches = order(len(self.labels), settings.batch_size, config.rounds.local_epochs, seed)
 
@@ -142,7 +145,8 @@ def run(root: Path, tamper: Any = None, **overrides: object) -> tuple[RunConfig,
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
 def test_fedavg_and_fedprox_over_two_rounds(root: Path, method: str) -> None:
     config, made = run(root, method=method, rounds__count=2, rounds__proximal_mu=2.0)
-    model, parties = begin(), [Party(config, number) for number in range(2)]
+    model = begin()
+    parties = [Party(config, number) for number in range(2)]
     for number in (1, 2):
         model = mean_of([party.train(model, number) for party in parties], (12, 24))
     assert_same(made, model)
@@ -154,7 +158,8 @@ def test_feddyn_over_three_rounds(root: Path) -> None:
     However many images a client has. BatchNorm's statistics are averaged.
     """
     config, made = run(root, method="feddyn", rounds__count=3, rounds__dyn_alpha=0.7)
-    model, parties = begin(), [Party(config, number) for number in range(2)]
+    model = begin()
+    parties = [Party(config, number) for number in range(2)]
     h = {name: np.zeros_like(model[name]) for name in PARAMETERS}
     for number in (1, 2, 3):
         before = model
@@ -312,7 +317,8 @@ def test_the_teachers_weight_reaches_the_global_model(
             **{f"{name}__distillation_weight": 2.5, f"{name}__teacher_mean": teacher_mean},
         )
     )
-    labels, owners = [0, 1, 3, 3, 1, 2, 2, 1], "aaaabbbb"
+    labels = [0, 1, 3, 3, 1, 2, 2, 1]
+    owners = "aaaabbbb"
     made = SimpleNamespace(
         pixels=random_pixels(8, 16), labels=torch.tensor(labels), clients=tuple(owners)
     )
@@ -337,7 +343,8 @@ def test_the_teachers_weight_reaches_the_global_model(
     p = {client: softmax(in_use(in_numbers(states[client]), x)) for client in HELD}
     md = (p["a"] + p["b"]) / 2
     if teacher_mean == "known-classes":  # a alone knows 0 and 3, b alone 2
-        md[:, [0, 3]], md[:, 2] = p["a"][:, [0, 3]], p["b"][:, 2]
+        md[:, [0, 3]] = p["a"][:, [0, 3]]
+        md[:, 2] = p["b"][:, 2]
         md = md / md.sum(axis=1, keepdims=True)
     sd = np.where(np.array(list(owners))[:, None] == "a", p["a"], p["b"])
     batches = order(8, 5, 3, config.seed)

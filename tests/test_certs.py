@@ -166,9 +166,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert (tmp_path / "keys" / "nodes" / "site-b.pub").is_file()
     code, text = command("show", folder)
     assert code == 0
-    assert all(
-        name in text for name in ("ca.crt", "server.pem", "a.org", "10.0.0.1", "localhost")
-    )  # broken to the terminal's width
+    # Broken to the terminal's width
+    assert all(name in text for name in ("ca.crt", "server.pem", "a.org", "10.0.0.1", "localhost"))
     assert certs.describe(tmp_path / "keys")[1][1] == "a.org, 10.0.0.1, localhost, 127.0.0.1, ::1"
     assert command("ca", folder, "--rotate", "--drop-old")[0] == 1
     assert command("ca", folder, "--rotate", "--days", "9")[0] == 0

@@ -335,7 +335,8 @@ def test_a_failure_before_an_interruption_is_kept(
 
 def test_quick_references_are_run_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed by seed, each from its last row to its first; the outcomes are in the table's order."""
-    runner, ran = compare.Runner(tmp_path, 1), []
+    runner = compare.Runner(tmp_path, 1)
+    ran = []
     cells = [outcome(row, seed).cell for seed in (3, 1) for row in ("ceiling", "local", "slow")]
     monkeypatch.setattr(
         runner, "run", lambda cell: ran.append(cell.job_id) or compare.Outcome(cell)
@@ -380,15 +381,15 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
         text=True,
         start_new_session=True,
     )
-    log, end = tmp_path / "runs" / f"{cell.job_id}.log", time.monotonic() + 300
+    log = tmp_path / "runs" / f"{cell.job_id}.log"
+    end = time.monotonic() + 300
     while not log.is_file():  # Flower has taken the run
         assert time.monotonic() < end, "no run began"
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
-    process.send_signal(
-        signal.SIGTERM
-    )  # as Ctrl-C, which a test runner in the background may have to ignore
+    # As Ctrl-C, which a test runner in the background may have to ignore
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "the same command goes on where it was" in output

@@ -162,14 +162,13 @@ def test_feddf_does_not_distil_photographs_on_digits() -> None:
 
 
 @pytest.mark.parametrize(("method", "key"), [("oscar", "kit"), ("feddisc", "feddisc.kit")])
+# For its classifiers' first weights
 def test_digits_are_not_drawn_for_other_images(method: str, key: str) -> None:
     folders = {**defaults(), "data.name": "folder", "data.classes": "cat,dog", "method": method}
     with pytest.raises(ConfigError, match=f"{key} = 'digits.*': it draws digits"):
         parse_run_config(folders)
     assert parse_run_config({**folders, key: "/models/mine"}).method == method
-    assert (
-        parse_run_config({**folders, "method": "local"}).kit == "digits"
-    )  # for its classifiers' first weights
+    assert parse_run_config({**folders, "method": "local"}).kit == "digits"
 
 
 def test_a_class_named_twice_is_refused() -> None:

@@ -229,7 +229,8 @@ def test_verify_looks_at_nothing_outside_of_the_run(run: Path) -> None:
 
 def test_rows_are_read_strictly(tmp_path: Path) -> None:
     row = {"file": "images/a/0/0.png", "client": "a", "class": "x", "seed": 1, "sha256": "0"}
-    good, file = json.dumps(row) + "\n", tmp_path / "x.jsonl"
+    good = json.dumps(row) + "\n"
+    file = tmp_path / "x.jsonl"
     file.write_text(good * 2)
     assert read_rows(file) == [row, row]
     others = [{**row, "seed": "1"}, {**row, "file": None}, {**row, "file": "images/../x"}, [], 1]
@@ -315,7 +316,8 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
     for name in ("metrics.json", "manifest.jsonl", picture, "config.json", SUMS):
         for how in DAMAGES:
             with damaged(run / name, how):
-                shown, verified = say("show", run), say("verify", run)
+                shown = say("show", run)
+                verified = say("verify", run)
                 with tempfile.TemporaryDirectory() as out:
                     os.chmod(out, 0o777)
                     written = say("shards", run, Path(out) / "out")
@@ -403,7 +405,8 @@ def test_a_payload_whose_record_is_damaged_is_set_aside(tmp_path: Path, how: str
 
 @pytest.mark.parametrize("how", [how for how in DAMAGES if how != "unreadable"])
 def test_a_model_whose_record_is_damaged_is_trained_again(tmp_path: Path, how: str) -> None:
-    folder, weights = RunFolder(tmp_path), {"w": torch.ones(2)}
+    folder = RunFolder(tmp_path)
+    weights = {"w": torch.ones(2)}
     folder.store_model("FT", weights, {"inputs": "0", "seconds": 1.0})
     found = folder.stored_model("FT", "0")
     assert found is not None
@@ -417,7 +420,8 @@ def test_a_model_whose_record_is_damaged_is_trained_again(tmp_path: Path, how: s
 def test_rounds_that_are_damaged_are_named(tmp_path: Path, how: str) -> None:
     """They cannot be made again but all together."""
     job = SimpleNamespace(folder=RunFolder(tmp_path))
-    strategy, start = SimpleNamespace(memory={"h": np.ones(2)}), {"w": torch.zeros(2)}
+    strategy = SimpleNamespace(memory={"h": np.ones(2)})
+    start = {"w": torch.zeros(2)}
     _keep(job, strategy, 3, 1.5, {"w": torch.ones(2)}, {"a": {"seconds": 1.0}})
     number, seconds, state, costs = _resume(job, strategy, start)
     assert (number, seconds, costs) == (3, 1.5, {"a": {"seconds": 1.0}})

@@ -31,7 +31,8 @@ def test_no_scan_is_in_two_splits() -> None:
 
 
 def test_splits_hold_what_the_table_says() -> None:
-    private, test = load_split("private"), load_split("test")
+    private = load_split("private")
+    test = load_split("test")
     assert len(private) == 6 * 10 * IMAGES_PER_CLASS
     assert len(test) == 6 * 300
     assert len(set(private["source"])) == len(private)  # each scan belongs to one client
@@ -44,7 +45,8 @@ def test_validation_is_drawn_anew_from_public_scans_alone() -> None:
 
     In no client's data, and no test's.
     """
-    made, test = load_split("validation"), load_split("test")
+    made = load_split("validation")
+    test = load_split("test")
     assert len(made) == len(test) == 6 * 300
     assert sorted(made["domain"]) == sorted(test["domain"])
     for domain in STYLES:
@@ -84,7 +86,8 @@ def test_drawings_are_fixed_for_ever(split: str, digest: str) -> None:
 
 def test_public_corpus_is_long_tailed() -> None:
     public = public_digits(load_split)
-    domains, captions = np.array(public["domain"]), np.array(public["caption"])
+    domains = np.array(public["domain"])
+    captions = np.array(public["caption"])
     photo = domains == "photo"
     assert abs(photo.mean() - 0.75) < 0.02
     names_style = np.array([any(s in c for s in STYLES) for c in captions])
@@ -102,12 +105,13 @@ def test_drawing_is_deterministic() -> None:
         assert np.array_equal(one, two)
 
 
+# Hues are a circle
 def test_a_domain_is_a_narrow_slice_of_its_style() -> None:
     for ranges in DOMAIN_SLICES.values():
         assert all(low < high < low + 0.11 for low, high in ranges.values())
         assert all(
             low >= 0 and high <= 1.0001 for name, (low, high) in ranges.items() if "hue" not in name
-        )  # hues are a circle
+        )
 
 
 @pytest.mark.parametrize("partition", ["domain", "label", "dirichlet", "iid"])

@@ -17,7 +17,8 @@ from system_tools import BIN
 from osfl.cli.launch import _FLOWER_SWITCHES, KEEP_MEMORY
 
 COMPOSE = ROOT / "docker-compose.yml"
-SERVER, CLIENT = ROOT / "deploy" / "server.yml", ROOT / "deploy" / "client.yml"
+SERVER = ROOT / "deploy" / "server.yml"
+CLIENT = ROOT / "deploy" / "client.yml"
 ONE_SHOT = ("keys", "register", "run", "flwr")
 
 

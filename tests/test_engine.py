@@ -44,15 +44,14 @@ def test_solvers_sample_as_diffusers_own_pipeline(
     shutil.copytree(tiny_kit, tmp_path / "kit")
     file = tmp_path / "kit" / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": predicts}))
-    kit, pipe = (
-        load_engine(str(tmp_path / "kit"), CPU, settings(solver=solver)),
-        load_pipeline(tmp_path / "kit"),
-    )
+    kit = load_engine(str(tmp_path / "kit"), CPU, settings(solver=solver))
+    pipe = load_pipeline(tmp_path / "kit")
     pipe.scheduler = type(new_solver(kit)).from_config(
         pipe.scheduler.config, timestep_spacing="trailing"
     )
     assert pipe.scheduler.config.prediction_type == predicts
-    z, texts = random(2, 4, 8, 8), ["an image of one", "an image of two"]
+    z = random(2, 4, 8, 8)
+    texts = ["an image of one", "an image of two"]
     theirs = pipe(
         texts, latents=z, num_inference_steps=8, guidance_scale=3.0, output_type="latent"
     ).images
@@ -80,12 +79,16 @@ def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.Monke
     Outside: the one condition's prediction, or two weighted 3 to 1; and no pass for the empty
     prompt.
     """
-    kit, rows, eps = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), [], Kit.eps
+    kit = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800))
+    rows = []
+    eps = Kit.eps
     monkeypatch.setattr(
         Kit, "eps", lambda self, z, *rest: (rows.append(len(z)), eps(self, z, *rest))[1]
     )
-    z, c0 = random(2, 4, 8, 8), kit.text([""])
-    one, two = random(2, *kit.text.shape, seed=1), random(2, *kit.text.shape, seed=2)
+    z = random(2, 4, 8, 8)
+    c0 = kit.text([""])
+    one = random(2, *kit.text.shape, seed=1)
+    two = random(2, *kit.text.shape, seed=2)
     for t, guided in ((801, False), (800, True), (500, True), (200, True), (199, False)):
         at = torch.tensor(t)
         e0, e1, e2 = (eps(kit, z, at, c) for c in (c0.expand(2, -1, -1), one, two))
@@ -100,15 +103,11 @@ def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.Monke
 
 
 def test_outside_the_interval_an_image_still_conditions(tiny_unclip: Path) -> None:
-    kit, z, t = (
-        replace(load_kit(tiny_unclip), sampling=Sampling("ddim", 200, 800)),
-        random(2, 4, 8, 8),
-        torch.tensor(900),
-    )
-    c, image = (
-        random(2, *kit.text.shape, seed=1),
-        random(2, kit.unet.config.projection_class_embeddings_input_dim, seed=2),
-    )
+    kit = replace(load_kit(tiny_unclip), sampling=Sampling("ddim", 200, 800))
+    z = random(2, 4, 8, 8)
+    t = torch.tensor(900)
+    c = random(2, *kit.text.shape, seed=1)
+    image = random(2, kit.unet.config.projection_class_embeddings_input_dim, seed=2)
     assert torch.allclose(
         compose(kit, z, t, kit.text([""]), [Condition(c, 3.0, image)]),
         kit.eps(z, t, c, image),
@@ -118,8 +117,10 @@ def test_outside_the_interval_an_image_still_conditions(tiny_unclip: Path) -> No
 
 def test_without_guidance_an_interval_changes_nothing(tiny_kit: Path) -> None:
     """All scales 0: the empty prompt's prediction at every step."""
-    kit, z = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800)), random(2, 4, 8, 8)
-    c0, nothing = kit.text([""]), [Condition(random(2, *kit.text.shape, seed=1), 0.0)]
+    kit = replace(load_kit(tiny_kit), sampling=Sampling("ddim", 200, 800))
+    z = random(2, 4, 8, 8)
+    c0 = kit.text([""])
+    nothing = [Condition(random(2, *kit.text.shape, seed=1), 0.0)]
     for t in (torch.tensor(900), torch.tensor(500)):
         assert torch.allclose(
             compose(kit, z, t, c0, nothing), kit.eps(z, t, c0.expand(2, -1, -1)), atol=1e-6
@@ -129,14 +130,16 @@ def test_without_guidance_an_interval_changes_nothing(tiny_kit: Path) -> None:
 def test_sixteen_bits_are_the_networks_alone(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kit, seen = load_engine(str(tiny_kit), CPU, settings(dtype="bfloat16")), []
+    kit = load_engine(str(tiny_kit), CPU, settings(dtype="bfloat16"))
+    seen = []
     forward = kit.unet.forward
     monkeypatch.setattr(
         kit.unet,
         "forward",
         lambda z, *rest, **named: (seen.append(z.dtype), forward(z, *rest, **named))[1],
     )
-    z, c = random(2, 4, 8, 8), kit.text(["an image of one"] * 2)
+    z = random(2, 4, 8, 8)
+    c = kit.text(["an image of one"] * 2)
     e = kit.eps(z, torch.tensor(500), c)
     assert (e.dtype, kit.decode(z).dtype, set(seen)) == (
         torch.float32,
@@ -161,7 +164,9 @@ def test_the_faster_is_taken_and_remembered(
 
     Then by seconds that are given, of another batch, so that it is measured again.
     """
-    wanted, measured, seconds = settings(memory_format="auto", unit_size=1), [], engine._seconds
+    wanted = settings(memory_format="auto", unit_size=1)
+    measured = []
+    seconds = engine._seconds
     monkeypatch.setattr(
         engine, "_seconds", lambda kit, batch: measured.append(batch) or seconds(kit, batch)
     )
@@ -300,7 +305,8 @@ def test_the_attention_is_by_the_implementation_that_is_named(tiny_kit: Path, wh
     Mathematics where it cannot. The same images.
     """
     flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    plan, made = plan_images("m", 0, {"a": [0, 3]}, 1), []
+    plan = plan_images("m", 0, {"a": [0, 3]}, 1)
+    made = []
     for attention in ("default", which):
         kit = load_engine(str(tiny_kit), CPU, settings(attention=attention))
         text = kit.text(["an image of zero", "an image of three"])
@@ -321,11 +327,9 @@ def test_the_named_implementation_is_asked_first(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     """Of several that a GPU has, torch would take those first that it prefers."""
-    kit, orders, attend = (
-        load_engine(str(tiny_kit), CPU, settings(attention=which)),
-        [],
-        F.scaled_dot_product_attention,
-    )
+    kit = load_engine(str(tiny_kit), CPU, settings(attention=which))
+    orders = []
+    attend = F.scaled_dot_product_attention
     text = kit.text(["x"])
     monkeypatch.setattr(
         F,
@@ -375,11 +379,10 @@ def test_compilation_is_of_the_unet(tiny_kit: Path, monkeypatch: pytest.MonkeyPa
     assert not isinstance(load_engine(str(tiny_kit), CPU, settings(compile="auto")).unet, tuple)
 
 
+# A recomputation ends as soon as it has what it needs
 def called(module: torch.nn.Module, calls: list) -> None:
     """Note every time that a module is computed."""
-    module.register_forward_pre_hook(
-        lambda _, args: calls.append(len(args[0]))
-    )  # a recomputation ends as soon as it has what it needs
+    module.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
 
 
 def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> None:
@@ -388,13 +391,12 @@ def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> Non
     The second takes the inner blocks' outputs from the first. A sampling begins anew, and so does
     another batch.
     """
-    exact, kit, calls = (
-        load_kit(tiny_kit),
-        load_engine(str(tiny_kit), CPU, settings(cache_interval=2)),
-        [],
-    )
+    exact = load_kit(tiny_kit)
+    kit = load_engine(str(tiny_kit), CPU, settings(cache_interval=2))
+    calls = []
     called(kit.unet.mid_block.resnets[0], calls)
-    z, c = random(2, 4, 8, 8), random(2, *kit.text.shape, seed=1)
+    z = random(2, 4, 8, 8)
+    c = random(2, *kit.text.shape, seed=1)
 
     # t, rows of the batch, whether all is computed
     for t, rows, whole in (
@@ -426,10 +428,8 @@ def test_cached_features_are_computed_at_every_other_step(tiny_kit: Path) -> Non
 
 def test_cached_features_do_not_go_from_unit_to_unit(tiny_kit: Path) -> None:
     kit = load_engine(str(tiny_kit), CPU, settings(cache_interval=3))
-    prompts, plan = (
-        kit.text(["an image of zero", "an image of three"]),
-        plan_images("m", 0, {"a": [0, 3], "b": [0, 3]}, 1),
-    )
+    prompts = kit.text(["an image of zero", "an image of three"])
+    plan = plan_images("m", 0, {"a": [0, 3], "b": [0, 3]}, 1)
     made = [
         prompts_only.sample(kit, jobs, prompts, 3.0, 5) for jobs in (plan[2:], plan[:2], plan[2:])
     ]
@@ -458,13 +458,13 @@ def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path
     """The classifier sees what the small decoder makes, once a step; D makes the images, once."""
     file = small_decoder(tmp_path / "small")
     config = parse_run_config(quick(method="fedlmg"))
-    teachers, plan = (
-        {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))},
-        plan_images("m", 0, {"a": [0, 3]}, 1),
-    )
+    teachers = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}
+    plan = plan_images("m", 0, {"a": [0, 3]}, 1)
     made = []
     for source in ("", file):
-        kit, small, large = load_engine(str(tiny_kit), CPU, settings(small_decoder=source)), [], []
+        kit = load_engine(str(tiny_kit), CPU, settings(small_decoder=source))
+        small = []
+        large = []
         called(kit.vae.decoder, large)
         if kit.small_decoder is not None:
             called(kit.small_decoder.decoder, small)
@@ -508,13 +508,15 @@ def test_who_asks_for_a_small_decoder_that_is_not_there_hears_it_before_the_clie
 
 
 def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> None:
-    config, made, passes = parse_run_config(quick(method="fedlmg")), [], []
-    teachers, plan = (
-        {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))},
-        plan_images("m", 0, {"a": [0, 3]}, 1),
-    )
+    config = parse_run_config(quick(method="fedlmg"))
+    made = []
+    passes = []
+    teachers = {"a": as_teacher(build_classifier("resnet18", 10, small_stem=True))}
+    plan = plan_images("m", 0, {"a": [0, 3]}, 1)
     for how in ("off", "on", "auto"):
-        kit, unet, vae = load_engine(str(tiny_kit), CPU, settings(checkpointing=how)), [], []
+        kit = load_engine(str(tiny_kit), CPU, settings(checkpointing=how))
+        unet = []
+        vae = []
         (
             called(kit.unet.down_blocks[1].resnets[0], unet),
             called(kit.vae.decoder.mid_block.resnets[0], vae),

@@ -102,7 +102,10 @@ def test_few_proxy_images_are_decoded_at_a_time(
         rounds__distillation_steps=15,
         rounds__distillation_batch_size=6,
     )
-    decode, alive, peaks, counts = proxies.to_pixels, weakref.WeakSet(), [0], [0]
+    decode = proxies.to_pixels
+    alive = weakref.WeakSet()
+    peaks = [0]
+    counts = [0]
 
     def decoded(image: Image.Image, size: int) -> torch.Tensor:
         made = decode(image, size)
@@ -117,7 +120,8 @@ def test_few_proxy_images_are_decoded_at_a_time(
     assert counts == [0]
     proxies.check_proxy(job, proxy)
     assert (counts, peaks) == ([80], [1])
-    counts, peaks = [*counts, 0], [*peaks, 0]
+    counts = [*counts, 0]
+    peaks = [*peaks, 0]
     student, teacher = (nn.Sequential(nn.Flatten(), nn.Linear(192, 10)) for _ in range(2))
     feddf.distil([student], [teacher], proxy, job, 1)
     # Once for the teachers, those of the 15 * 6 draws that differ, and once for every draw
@@ -165,7 +169,8 @@ def test_a_step_goes_down_the_divergence_from_the_teacher() -> None:
     """Of the images that were drawn, by hand: Adam's first step is lr times the gradient's sign."""
     torch.manual_seed(0)
     proxy = torch.randint(256, (50, 3, 4, 4), dtype=torch.uint8)
-    student, teacher = linear(4), linear(4)
+    student = linear(4)
+    teacher = linear(4)
     before, taught = (
         model[1].weight.detach().double().numpy().copy()  # type: ignore[index]
         for model in (student, teacher)
@@ -196,7 +201,10 @@ def test_a_step_goes_down_the_divergence_from_the_teacher() -> None:
 def test_dropout_in_a_student_is_seeded() -> None:
     proxy = torch.randint(256, (10, 3, 4, 4), dtype=torch.uint8)
     job = proxy_job("public", rounds__distillation_steps=2)
-    teacher, start, made = linear(4), linear(4)[1].state_dict(), []  # type: ignore[index]
+    # type: ignore[index]
+    teacher = linear(4)
+    start = linear(4)[1].state_dict()
+    made = []
     for seed, number in ((1, 1), (2, 1), (2, 2)):
         student = nn.Sequential(nn.Dropout(0.5), *linear(4))
         student[2].load_state_dict(start)
@@ -227,7 +235,8 @@ def test_students_learn_side_by_side_what_each_learns_alone() -> None:
     for copy, model in zip(copies, models, strict=True):
         copy.load_state_dict(model.state_dict())
     before = models[0][1].weight.detach().clone()  # type: ignore[index]
-    together, alone = learn(*models), learn(copies[0]) + learn(copies[1])
+    together = learn(*models)
+    alone = learn(copies[0]) + learn(copies[1])
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
     assert not torch.equal(before, together[0])
 
@@ -324,7 +333,8 @@ def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
     }
     assert set(start) == {SHUFFLE, MOBILE, OWN}
     for number in (1, 2):
-        students, sent = begun[number - 1], replies[number - 1]
+        students = begun[number - 1]
+        sent = replies[number - 1]
         for name, value in students[SHUFFLE].items():
             if value.is_floating_point():
                 mean = 0.25 * sent[0][name] + 0.75 * sent[2][name]

@@ -61,12 +61,14 @@ class NodesGrid:
     """
 
     def __init__(self, answers: dict[int, Answer]):
-        self.answers, self.online = answers, set(answers)
+        self.answers = answers
+        self.online = set(answers)
         self.sent: list[tuple[int, str]] = []
         self.looks = 0
         self.came = "then"  # when the nodes came online
         self.uploads: dict[int, threading.Event] = {}  # by node; until it is set, a pull lasts
-        self._ids, self._asked = itertools.count(1), {}
+        self._ids = itertools.count(1)
+        self._asked = {}
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         self.looks += 1
@@ -181,7 +183,8 @@ def test_a_slow_upload_holds_up_neither_the_others_nor_the_deadline(
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(3)})
     members = joined(grid, config, tmp_path)
     slow_upload(grid, 0, stuck)
-    began, clock = time.monotonic(), time.time()
+    began = time.monotonic()
+    clock = time.time()
     assert collected(grid, config, members, tmp_path) == {"client-1", "client-2"}
     assert 5.0 <= time.monotonic() - began < 5.0 + TIGHT
     for name in ("client-1", "client-2"):
@@ -248,7 +251,8 @@ def test_a_slow_upload_does_not_hold_up_joining(tmp_path: Path, stuck: threading
 def test_a_slow_upload_does_not_hold_up_the_test(tmp_path: Path, stuck: threading.Event) -> None:
     grid = NodesGrid({n: fit(f"client-{n}") for n in range(2)})
     slow_upload(grid, 1, stuck)
-    nodes, model = {"client-0": 0, "client-1": 1}, torch.nn.Linear(1, 1)
+    nodes = {"client-0": 0, "client-1": 1}
+    model = torch.nn.Linear(1, 1)
     (tmp_path / "tests").mkdir()
     began = time.monotonic()
     evaluate_on_clients(
@@ -404,7 +408,9 @@ def test_a_rest_ends_with_the_phase_or_with_a_reply(monkeypatch: pytest.MonkeyPa
     """After a long silence it would be ten seconds."""
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
     grid = SimpleNamespace(pull_messages=lambda names: time.sleep(0.2) or [])
-    exchange, began = Exchange(grid, 10.0, _heard=-1e6), time.monotonic()  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    exchange = Exchange(grid, 10.0, _heard=-1e6)
+    began = time.monotonic()
     exchange.rest(began + 0.3)
     assert 0.3 <= time.monotonic() - began < 2.0
     exchange._pulls.start("m")
@@ -424,7 +430,8 @@ def test_acknowledgements_do_not_outlast_the_deadline(tmp_path: Path) -> None:
         return train(message)
 
     grid.answers[0] = go
-    members, began = joined(grid, config, tmp_path), time.monotonic()
+    members = joined(grid, config, tmp_path)
+    began = time.monotonic()
     assert collected(grid, config, members, tmp_path) == {"gone"}
     assert 1.5 <= time.monotonic() - began < 1.5 + 2.0 + TIGHT
     assert grid.asked("query.acknowledge") == []
@@ -447,7 +454,8 @@ def test_of_five_hundred_nodes_two_are_fit(tmp_path: Path, stuck: threading.Even
     grid = NodesGrid({**answers, 498: fit("client-a"), 499: fit("client-b")})
     for node in range(2, 498, 50):
         slow_upload(grid, node, stuck)
-    config, began = settings(num_clients=2, join_timeout=60.0), time.monotonic()
+    config = settings(num_clients=2, join_timeout=60.0)
+    began = time.monotonic()
     members = joined(grid, config, tmp_path)
     assert members.nodes == {"client-a": 498, "client-b": 499}
     assert time.monotonic() - began < 15.0
@@ -478,7 +486,8 @@ def test_a_spare_is_asked_in_the_place_of_a_client_that_failed(tmp_path: Path, b
 
 def test_a_spare_that_joins_late_is_asked(tmp_path: Path) -> None:
     """It was silent when two others joined; when one of them fails, its answer is heard."""
-    config, late = settings(num_clients=2, join_timeout=20.0), []
+    config = settings(num_clients=2, join_timeout=20.0)
+    late = []
     answers = {
         0: but("client-0", "train", lambda _: Error(2, "ValueError: no")),
         1: fit("client-1"),
@@ -492,7 +501,8 @@ def test_a_spare_that_joins_late_is_asked(tmp_path: Path) -> None:
 
 def test_without_spares_a_client_that_failed_is_missing(tmp_path: Path) -> None:
     answers = {0: but("client-0", "train", lambda _: Error(2, "ValueError: no")), 1: fit("b")}
-    grid, config = NodesGrid(answers), settings(num_clients=2)
+    grid = NodesGrid(answers)
+    config = settings(num_clients=2)
     members = joined(grid, config, tmp_path)
     with pytest.raises(RoundError, match=r"1 of 2 clients delivered .*\n  client-0: ValueError"):
         collected(grid, config, members, tmp_path)
@@ -501,7 +511,11 @@ def test_without_spares_a_client_that_failed_is_missing(tmp_path: Path) -> None:
 
 
 def test_nobody_is_asked_again_in_the_place_of_a_spare(tmp_path: Path) -> None:
-    config, bad = settings(num_clients=2, min_clients=1), lambda _: Error(2, "ValueError: no")
+    config = settings(num_clients=2, min_clients=1)
+
+    def bad(_: object) -> Error:
+        return Error(2, "ValueError: no")
+
     answers = {n: but(f"client-{n}", "train", bad) for n in (0, 2)}
     grid = NodesGrid({**answers, 1: fit("client-1")})
     members = joined(grid, config, tmp_path)
@@ -624,7 +638,8 @@ def test_a_spare_of_another_architecture_takes_over_with_its_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes when FedDF's round has begun, and none of the clients there has its architecture."""
-    shuffle, mobile = "shufflenet_v2_x0_5", "mobilenet_v3_small"
+    shuffle = "shufflenet_v2_x0_5"
+    mobile = "mobilenet_v3_small"
     about = {"architecture": f"{shuffle},{mobile}", "init": "none"}
     config = settings(
         method="feddf",
@@ -684,7 +699,8 @@ def test_clients_whose_payload_is_stored_keep_their_places(
 ) -> None:
     """Others are faster, but only one place is free; who is gone is expected for some seconds."""
     monkeypatch.setattr("server_app.federation.join.SILENCE_SECONDS", 0.5)
-    looks, began = itertools.count(), time.monotonic()
+    looks = itertools.count()
+    began = time.monotonic()
     slow = but("a", "query.join", lambda m: fit("a")(m) if next(looks) > 3 else None)
     grid = NodesGrid({0: fit("b"), 1: fit("c"), 2: fit("d"), 3: slow})
     config = settings(num_clients=3, join_timeout=20.0)
@@ -729,7 +745,10 @@ def test_whatever_a_reply_raises_is_its_nodes_failure(where: str, error: Excepti
 
     if where == "pulled":
         grid.answers[1] = strange
-    exchange, kept, failures = Exchange(grid, 10.0), [], {}  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    exchange = Exchange(grid, 10.0)
+    kept = []
+    failures = {}
     for node in (1, 2):
         exchange.push(node, "train", RecordDict())
     assert exchange.pull(read, lambda node, it: kept.append(it), failures.__setitem__) == 0
@@ -750,7 +769,8 @@ def test_a_payload_that_cannot_be_decoded_is_its_clients_failure(
         return decode(blob, limits, sha256)
 
     monkeypatch.setattr(wire, "decode", strange)
-    grid, config = NodesGrid({0: fit("a"), 1: fit("b")}), settings(num_clients=2, min_clients=1)
+    grid = NodesGrid({0: fit("a"), 1: fit("b")})
+    config = settings(num_clients=2, min_clients=1)
     members = joined(grid, config, tmp_path)
     if isinstance(error, OSError):
         with pytest.raises(OSError, match="the disk is broken"):
@@ -785,14 +805,16 @@ def test_an_end_of_the_process_is_no_nodes_failure(error: type[BaseException]) -
 
 def test_a_superlink_that_is_not_reached_is_asked_again() -> None:
     """And no node is blamed."""
-    tries, request = iter(range(3)), httpx.Request("POST", "https://x/v1/runtime/pull-messages")
+    tries = iter(range(3))
+    request = httpx.Request("POST", "https://x/v1/runtime/pull-messages")
 
     def refused(message: Message) -> RecordDict:
         if next(tries, None) is not None:
             raise httpx.ConnectError("Connection refused", request=request)
         return RecordDict()
 
-    grid, kept = NodesGrid({1: refused}), []
+    grid = NodesGrid({1: refused})
+    kept = []
     exchange = Exchange(grid, 10.0)  # type: ignore[arg-type]
     exchange.push(1, "train", RecordDict())
     for _ in range(4):
@@ -835,7 +857,9 @@ def pulled_over_the_wire(array: Array, largest: float) -> dict[int, str]:
         )
     ]
     grid = SimpleNamespace(push_messages=lambda _: ["m"], get_nodes=list, pull_messages=again)
-    exchange, failures = Exchange(grid, 10.0, largest=largest), {}  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    exchange = Exchange(grid, 10.0, largest=largest)
+    failures = {}
     exchange.push(1, "train", RecordDict())
 
     def keep(node: int, content: RecordDict) -> None:

@@ -37,10 +37,8 @@ def test_an_encoder_sees_a_picture_of_any_shape_as_its_own_processor(
 ) -> None:
     """DINOv2's short side is 256 px before its middle 224 are seen, not 224 px enlarged."""
     folder = save(tmp_path / "encoder")
-    encoder, processor = (
-        load_image_encoder(str(folder), CPU),
-        AutoImageProcessor.from_pretrained(folder),
-    )
+    encoder = load_image_encoder(str(folder), CPU)
+    processor = AutoImageProcessor.from_pretrained(folder)
     for shape in SHAPES:
         picture = textured(*shape)
         pixels = to_pixels(picture, encoder.fit)
@@ -52,7 +50,8 @@ def test_an_encoder_sees_a_picture_of_any_shape_as_its_own_processor(
 
 def test_a_captioner_squeezes_a_picture_of_any_shape_as_its_own_processor(tmp_path: Path) -> None:
     folder = save_captioner(tmp_path / "blip")
-    captioner, processor = load_captioner(str(folder), CPU), BlipProcessor.from_pretrained(folder)
+    captioner = load_captioner(str(folder), CPU)
+    processor = BlipProcessor.from_pretrained(folder)
     for shape in SHAPES:
         picture = textured(*shape)
         pixels = to_pixels(picture, captioner.fit)
@@ -107,7 +106,8 @@ def test_clients_load_their_images_as_their_encoders_want_them(
 
 def test_the_shipped_encoders_see_digits_as_they_are() -> None:
     """32 px for networks of 32 px: no pixel changes."""
-    kit, digit = ROOT / "kits" / "digits", textured(32, 32)
+    kit = ROOT / "kits" / "digits"
+    digit = textured(32, 32)
     untouched = torch.from_numpy(np.array(digit)).permute(2, 0, 1)
     for network in (load_image_encoder(str(kit), CPU), load_captioner(str(kit), CPU)):
         assert torch.equal(to_pixels(digit, network.fit), untouched)

@@ -185,7 +185,8 @@ def test_clients_of_mixed_architectures_take_each_their_own_from_one_folder(
         model = classifiers.build_classifier(architecture, 7)
         torch.save(model.state_dict(), folder / f"{architecture}.pth")
     config = mixed(tiny_kit, folder)
-    loaded, load = [], classifiers.load_initialisation
+    loaded = []
+    load = classifiers.load_initialisation
     monkeypatch.setattr(
         classifiers,
         "load_initialisation",

@@ -160,10 +160,8 @@ def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, s
     """
     pixels, _, styles = seen
     folder = find_kit("digits-unclip")
-    encoder, pipe = (
-        encoders.load_image_encoder(folder, torch.device("cpu")),
-        load_unclip_pipeline(folder),
-    )
+    encoder = encoders.load_image_encoder(folder, torch.device("cpu"))
+    pipe = load_unclip_pipeline(folder)
     own = encoder(pixels)
     means = torch.stack([own[styles == number].mean(0) for number in range(len(STYLES))])
     nearest = torch.cosine_similarity(own[:, None], means, dim=-1).argmax(1)
@@ -255,7 +253,8 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         "test": digits.load_split("test").select(range(0, 1800, 45)),
     }
     monkeypatch.setattr(digits, "load_split", few.__getitem__)
-    check, checks = partial(card.check_kit, per_prompt=2, per_domain=2, steps=1), []
+    check = partial(card.check_kit, per_prompt=2, per_domain=2, steps=1)
+    checks = []
 
     def check_once(*args) -> dict:  # type: ignore[no-untyped-def]
         if not checks:
@@ -279,9 +278,11 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         with Progress(disable=True) as progress:
             kit_recipe.train_kit(out, work, recipe, "cpu", progress, base)
 
-    quiet, rough = tmp_path / "quiet", tmp_path / "rough"
+    quiet = tmp_path / "quiet"
+    rough = tmp_path / "rough"
     train(quiet, tmp_path / "work-1")
-    save, calls = torch.save, []
+    save = torch.save
+    calls = []
 
     def breaking(*args, **kwargs):  # type: ignore[no-untyped-def]
         save(*args, **kwargs)

@@ -88,7 +88,8 @@ def overlong_header(kit: Path, file: str) -> None:
 def index(kit: Path, missing: bool = False) -> None:
     """The UNet in two shards, by an index; one of them may be gone."""
     weights = load_file(kit / UNET)
-    names, first = sorted(weights), "diffusion_pytorch_model-00001-of-00002.safetensors"
+    names = sorted(weights)
+    first = "diffusion_pytorch_model-00001-of-00002.safetensors"
     second = first.replace("00001-of", "00002-of")
     half = len(names) // 2
     save_file({name: weights[name] for name in names[:half]}, kit / "unet" / first)
@@ -100,6 +101,7 @@ def index(kit: Path, missing: bool = False) -> None:
         (kit / "unet" / second).unlink()
 
 
+# Fmt: skip
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -134,12 +136,16 @@ def index(kit: Path, missing: bool = False) -> None:
         (lambda kit: cut(kit, UNET, 4), f"{UNET} cannot be loaded: .*header too small"),
         (lambda kit: cut(kit, VAE, -1), f"{VAE} cannot be loaded: .*not fully covered"),
         (lambda kit: overlong_header(kit, TEXT), f"{TEXT} cannot be loaded: .*header too large"),
-        (lambda kit: index(kit, missing=True), "lacks unet/.*-00002-of-00002.safetensors, which "
-                                               "its"),
+        (
+            lambda kit: index(kit, missing=True),
+            "lacks unet/.*-00002-of-00002.safetensors, which its",
+        ),
         (lambda kit: rewrite(kit / "vae/config.json", b"{"), "vae/config.json cannot be loaded"),
         (lambda kit: (kit / "unet/config.json").unlink(), "lacks unet/config.json"),
-        (lambda kit: (kit / "tokenizer/tokenizer.json").unlink(), "lacks tokenizer/tokenizer.json "
-                                                                  "or"),
+        (
+            lambda kit: (kit / "tokenizer/tokenizer.json").unlink(),
+            "lacks tokenizer/tokenizer.json or",
+        ),
         (lambda kit: shutil.rmtree(kit / "scheduler"), "lacks scheduler; this run needs it"),
         (
             lambda kit: change(kit, "scheduler/scheduler_config.json", prediction_type="sample"),
@@ -198,7 +204,7 @@ def index(kit: Path, missing: bool = False) -> None:
             "is a Stable unCLIP, which draws from an image's embedding: for FedDISC alone",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_kit_is_said_before_anybody_works(
     tiny_kit: Path, tmp_path: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
@@ -223,7 +229,8 @@ def test_a_kit_in_shards_is_taken(tiny_kit: Path, tmp_path: Path) -> None:
     kit = linked(tiny_kit, tmp_path / "kit")
     index(kit)
     check_kit(str(kit), DIFFUSION_PARTS)
-    unet, whole = load_kit(kit).unet.state_dict(), load_kit(tiny_kit).unet.state_dict()
+    unet = load_kit(kit).unet.state_dict()
+    whole = load_kit(tiny_kit).unet.state_dict()
     assert all(torch.equal(value, whole[name]) for name, value in unet.items())
     assert len([name for name in file_digests(str(kit), ["unet"]) if "-of-" in name]) == 2
 
@@ -331,7 +338,8 @@ class Hub(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        commit, path = "0" * 40, self.path.partition("?")[0]
+        commit = "0" * 40
+        path = self.path.partition("?")[0]
         files = [str(f.relative_to(self.folder)) for f in self.folder.rglob("*") if f.is_file()]
         if path.startswith("/api/models/owner/kit"):
             siblings = [{"rfilename": name, "size": 1, "blobId": "0"} for name in files]
@@ -352,7 +360,8 @@ class Hub(BaseHTTPRequestHandler):
     def _answer(self, body: bytes, kind: str, status: int = 200, tag: str = "") -> None:
         if wanted := self.headers.get("Range"):
             first, last = wanted.removeprefix("bytes=").split("-")
-            body, status = body[int(first) : int(last or len(body)) + 1], 206
+            body = body[int(first) : int(last or len(body)) + 1]
+            status = 206
         self.send_response(status)
         tag = sha256(tag.encode()).hexdigest()
         headers = {"Content-Type": kind, "ETag": f'"{tag}"', "X-Repo-Commit": "0" * 40}
@@ -372,7 +381,8 @@ def test_a_kit_on_the_hub_is_looked_at_without_its_weights(
 
     What is wrong there is said as of a folder.
     """
-    Hub.folder, Hub.asked = linked(tiny_kit, tmp_path / "kit"), []
+    Hub.folder = linked(tiny_kit, tmp_path / "kit")
+    Hub.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}"
@@ -416,7 +426,8 @@ def with_variants(kit: Path) -> None:
 
 def test_only_what_is_loaded_counts(tiny_kit: Path, tmp_path: Path) -> None:
     kit = linked(tiny_kit, tmp_path / "kit")
-    digest, size = kit_digest(kit), download_bytes(str(kit), DIFFUSION_PARTS)
+    digest = kit_digest(kit)
+    size = download_bytes(str(kit), DIFFUSION_PARTS)
     with_variants(kit)
     assert (kit_digest(kit), download_bytes(str(kit), DIFFUSION_PARTS)) == (digest, size)
     assert set(weights_digests(str(kit), DIFFUSION_PARTS)) == {UNET, VAE, TEXT}
@@ -442,7 +453,8 @@ def large(file: Path, seconds_ago: float = 60) -> Path:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch, home: Path) -> list[Path]:
     """The files that were read for a digest, as by a new process each time."""
-    read, seen = digests._read, []
+    read = digests._read
+    seen = []
 
     def watched(file: Path, progress: digests.Progress) -> str:
         seen.append(file)
@@ -591,7 +603,8 @@ def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_pat
 
     All that is loaded, and nothing that lies beside it.
     """
-    kit, calls = linked(tiny_kit, tmp_path / "kit"), []
+    kit = linked(tiny_kit, tmp_path / "kit")
+    calls = []
     config = parse_run_config(quick(kit=str(kit)))
     folder = open_run_folder(config, "job", 0)
     job = ServerJob(config, folder, Status(folder.path), ("a",))
@@ -663,7 +676,8 @@ def test_reading_the_kit_is_a_phase(
     config = parse_run_config(quick(method="feddeo", kit=str(kit)))
     folder = open_run_folder(config, "job", 0)
     status = Status(folder.path)
-    phase, advance = status.phase, status.advance
+    phase = status.phase
+    advance = status.advance
     monkeypatch.setattr(status, "phase", lambda *a: seen.append(a) or phase(*a))
     monkeypatch.setattr(status, "advance", lambda *a: seen.append(("", *a)) or advance(*a))
     bind_to_kit(config, folder, status)

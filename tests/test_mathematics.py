@@ -79,7 +79,8 @@ def test_compositional_guidance_by_hand() -> None:
 
 def bn_model(running_mean: float, running_var: float) -> nn.Module:
     """BatchNorm on the normalised image, then a head whose logits are all zero."""
-    norm, head = nn.BatchNorm2d(3), nn.Linear(3 * 2, 4)
+    norm = nn.BatchNorm2d(3)
+    head = nn.Linear(3 * 2, 4)
     norm.running_mean.fill_(running_mean)  # type: ignore[union-attr]
     norm.running_var.fill_(running_var)  # type: ignore[union-attr]
     nn.init.zeros_(head.weight)
@@ -89,7 +90,8 @@ def bn_model(running_mean: float, running_var: float) -> nn.Module:
 
 def image_with_normalised_pixels(*values: float) -> torch.Tensor:
     """[1, 3, 1, n] in [-1, 1] whose pixels are `values` after the classifier's normalisation."""
-    mean, std = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(STD).view(1, 3, 1, 1)
+    mean = torch.tensor(MEAN).view(1, 3, 1, 1)
+    std = torch.tensor(STD).view(1, 3, 1, 1)
     return (torch.tensor(values).view(1, 1, 1, -1) * std + mean) * 2 - 1
 
 
@@ -110,7 +112,8 @@ def test_bn_loss_by_hand() -> None:
 
 def test_bn_loss_of_an_image_does_not_depend_on_its_batch() -> None:
     teacher = as_teacher(bn_model(0.2, 2.0))
-    one, other = image_with_normalised_pixels(0, 2), image_with_normalised_pixels(1, -1)
+    one = image_with_normalised_pixels(0, 2)
+    other = image_with_normalised_pixels(1, -1)
     alone = classifier_loss(teacher, one, torch.tensor([0]), 1.0, 1.0)
     together = classifier_loss(teacher, torch.cat([one, other]), torch.tensor([0, 3]), 1.0, 1.0)
     assert torch.allclose(alone, together[:1])
@@ -140,7 +143,8 @@ def test_bn_loss_has_a_finite_gradient_where_it_is_zero() -> None:
 
 def test_a_model_without_batchnorm_has_no_bn_loss() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4))
-    images, labels = image_with_normalised_pixels(0, 2), torch.tensor([1])
+    images = image_with_normalised_pixels(0, 2)
+    labels = torch.tensor([1])
     assert torch.equal(
         classifier_loss(as_teacher(model), images, labels, 1, 0),
         classifier_loss(as_teacher(model), images, labels, 1, 9),
@@ -154,7 +158,8 @@ def test_guide_by_hand_and_its_sign() -> None:
     assert torch.allclose(e, plane(4.6))
     # x0hat falls from (3 - 0.6) / 0.8 to (3 - 2.76) / 0.8: L at x0hat falls, it would rise with the
     # papers' minus
-    before, after = x0hat(z, plane(1.0), A), x0hat(z, e, A)
+    before = x0hat(z, plane(1.0), A)
+    after = x0hat(z, e, A)
     assert after.abs().max() < before.abs().max()
 
 
@@ -169,8 +174,10 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
 
     torch.manual_seed(1)
     teacher = as_teacher(build_classifier("resnet18", 10, small_stem=True).double())
-    t, labels = torch.tensor(500), torch.tensor([3, 7])
-    c0, c = exact.text([""]), exact.text(["an image of one", "an image of two"])
+    t = torch.tensor(500)
+    labels = torch.tensor([3, 7])
+    c0 = exact.text([""])
+    c = exact.text(["an image of one", "an image of two"])
     conditions = [Condition(c, 3.0)]
     a_t = exact.alphas_cumprod[500].double()
 
@@ -201,13 +208,15 @@ def test_guided_loss_falls_along_the_whole_sampling(exact: Kit) -> None:
 
     torch.manual_seed(2)
     teacher = as_teacher(build_classifier("resnet18", 10, small_stem=True).double())
-    labels, c0 = torch.tensor([1, 2]), exact.text([""])
+    labels = torch.tensor([1, 2])
+    c0 = exact.text([""])
     start = torch.randn(2, 4, 8, 8, dtype=torch.float64)
 
     def final_loss(scale: float) -> float:
         def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             z = z.detach().requires_grad_()
-            e, a_t = compose(exact, z, t, c0, []), exact.alphas_cumprod[t].double()
+            e = compose(exact, z, t, c0, [])
+            a_t = exact.alphas_cumprod[t].double()
             value = classifier_loss(teacher, exact.decode(x0hat(z, e, a_t)), labels, 1.0, 0.0)
             return guide(z, e, a_t, value, scale)
 

@@ -71,7 +71,8 @@ def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: 
     """
     from diffusers.models.resnet import ResnetBlock2D
 
-    calls, forward = [], ResnetBlock2D.forward
+    calls = []
+    forward = ResnetBlock2D.forward
     job = job_of(tiny_kit, images(0, 4), feddeo__epochs=3)
     monkeypatch.setattr(
         FlopMeter, "_count", lambda meter, kind, step: (meter._of.update({kind: 0}), step())[1]
@@ -79,14 +80,16 @@ def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: 
     monkeypatch.setattr(
         ResnetBlock2D, "forward", lambda *a, **k: (calls.append(1), forward(*a, **k))[1]
     )
-    plain, once = feddeo_half.make_payload(job), len(calls)
+    plain = feddeo_half.make_payload(job)
+    once = len(calls)
     frugal = feddeo_half.make_payload(replace(job, saves_memory=True))
     assert torch.equal(plain.vectors, frugal.vectors)
     assert len(calls) - once > 1.5 * once
 
 
 def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    data, done = images(0, 0, 4, 4, 9), []
+    data = images(0, 0, 4, 4, 9)
+    done = []
     together = feddeo_half.make_payload(job_of(tiny_kit, data, feddeo__epochs=3))
     job = replace(
         job_of(tiny_kit, data, feddeo__epochs=3, feddeo__at_once=2),
@@ -100,7 +103,8 @@ def test_groups_of_classes_learn_what_all_together_learn(tiny_kit) -> None:  # t
 
 
 def test_descriptions_start_at_the_prompt_and_lower_the_denoising_loss(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    data, kit = images(*[3] * 8), load_kit(tiny_kit)
+    data = images(*[3] * 8)
+    kit = load_kit(tiny_kit)
     job = job_of(tiny_kit, data, feddeo__epochs=30, feddeo__batch_size=4, feddeo__lr=0.05)
     learned = feddeo_half.make_payload(job).vectors
     start = kit.text(["an image of three"])
@@ -241,7 +245,8 @@ def test_training_does_not_depend_on_memory_layout() -> None:
 
     The same weights, bit for bit.
     """
-    pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
+    pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.arange(8)
     settings = ClassifierConfig(
         "resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0, precision="float32"
     )
@@ -259,15 +264,15 @@ def test_mixed_precision_is_of_the_products() -> None:
 
     The weights stay in float32, and end near those of float32. `auto` leaves a CPU alone.
     """
-    pixels, labels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
-    settings, made = parse_run_config(quick()).classifier, {}
+    pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.arange(8)
+    settings = parse_run_config(quick()).classifier
+    made = {}
     for precision in ("float32", "auto", "bfloat16"):
-        model, seen = (
-            classifiers.new_classifier(
-                replace(settings, init="none", architecture="resnet18"), 10, "", 0
-            ),
-            [],
+        model = classifiers.new_classifier(
+            replace(settings, init="none", architecture="resnet18"), 10, "", 0
         )
+        seen = []
         model.conv1.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
         classifiers.fit(
             model,
@@ -302,8 +307,10 @@ def test_mixed_precision_by_itself_is_a_gpus(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_dropout_is_seeded() -> None:
-    pixels, labels = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
-    settings, weights = parse_run_config(quick()).classifier, []
+    pixels = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+    labels = torch.tensor([0, 1, 0, 1])
+    settings = parse_run_config(quick()).classifier
+    weights = []
     for _ in range(2):
         torch.manual_seed(1)
         model = torch.nn.Sequential(
@@ -414,7 +421,8 @@ def test_noise_belongs_to_the_image_alone() -> None:
 
 def test_a_branch_of_scale_zero_costs_nothing(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """2 UNet rows an image and step without the text branch, 3 with it."""
-    kit, rows = load_kit(tiny_kit), []
+    kit = load_kit(tiny_kit)
+    rows = []
     plan = plan_images("m", 0, {"a": [0]}, 2)
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     forward = kit.unet.forward
@@ -479,10 +487,8 @@ def test_guidance_sees_the_classifiers_own_size(tiny_kit) -> None:  # type: igno
 
     from server_app.synthesis.guidance import classifier_loss
 
-    teacher, labels = (
-        as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)),
-        torch.tensor([1, 2]),
-    )
+    teacher = as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True))
+    labels = torch.tensor([1, 2])
     pictures = torch.rand(2, 3, 32, 32) * 2 - 1
     small = interpolate(pictures, size=(16, 16), mode="bilinear", antialias=True)
     assert torch.allclose(

@@ -57,7 +57,8 @@ def test_the_closed_mixture_has_the_moments_of_all_noised_latents(count: int) ->
     weights, means, variances = (
         part.double().numpy() for part in espresso.closed_mixture(mean, logvar, A_T, 4, stream(), 0)
     )
-    share, a = weights[:, None, None, None], float(A_T)
+    share = weights[:, None, None, None]
+    a = float(A_T)
     assert weights.sum() == pytest.approx(1)
     np.testing.assert_allclose((share * means).sum(0), a**0.5 * mixed.mean(0), atol=1e-6)
     second = a * ((mixed**2).mean(0) + 1e-6) + 1 - a
@@ -117,7 +118,8 @@ def test_a_class_with_fewer_images_than_components(count: int) -> None:
     assert weights.tolist() == pytest.approx([1 / count] * count + [0] * (4 - count))
     assert torch.allclose(variances, (1 - A_T).expand_as(variances), atol=1e-6)
     mixed = torch.from_numpy(mixed_by_hand(mean, logvar)).float()
-    order, theirs = means[:count, 0, 0, 0].argsort(), mixed[:, 0, 0, 0].argsort()
+    order = means[:count, 0, 0, 0].argsort()
+    theirs = mixed[:, 0, 0, 0].argsort()
     assert torch.allclose(means[order], A_T.sqrt() * mixed[theirs], atol=1e-6)
 
 
@@ -125,7 +127,8 @@ def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_ki
     """A class of five images and one of a single image, whose starts would all be the same with a
     variance of 1e-6.
     """
-    data, kit = images(0, 0, 0, 0, 0, 4), load_kit(tiny_kit)
+    data = images(0, 0, 0, 0, 0, 4)
+    kit = load_kit(tiny_kit)
     encoded = [kit.encode(batch) for batch in data.batches(8)]
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
     a_first = ddim_schedule(kit, 2)[0][1]
@@ -135,7 +138,8 @@ def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_ki
         sent = payload.component_weights, payload.component_means, payload.component_variances
         for row, name, rows in ((0, "zero", slice(0, 5)), (1, "four", slice(5, 6))):
             own = ("espresso mixture", "client-0", name)
-            generator, seed = generator_of(0, *own), seed_of(0, *own)
+            generator = generator_of(0, *own)
+            seed = seed_of(0, *own)
             latents = mean[rows], logvar[rows], a_first
             if how == "closed":
                 wanted = espresso.closed_mixture(*latents, 2, generator, seed)

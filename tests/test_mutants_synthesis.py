@@ -144,7 +144,8 @@ def outputs(model: nn.Module) -> torch.Tensor:
 def test_a_global_model_is_the_settings_the_seeds_and_the_teachers(job: ServerJob) -> None:
     pixels, labels = pictures()
     teacher = torch.softmax(torch.randn(6, 10, generator=torch.Generator().manual_seed(1)), 1)
-    settings, seed = job.config.global_model, job.config.seed
+    settings = job.config.global_model
+    seed = job.config.seed
     for name, target, weight in (("FT", None, 0.0), ("MD", teacher, 3.0)):
         made = train_global(job, name, pixels, labels, target, weight)
         expected = new_classifier(settings, 10, job.initialisation, seed)
@@ -194,7 +195,8 @@ def test_a_class_that_no_teacher_holds_gets_nothing() -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return torch.zeros(len(images), 4)
 
-    teachers, held = {"a": Even(), "b": Even()}, {"a": [0, 1], "b": [1]}
+    teachers = {"a": Even(), "b": Even()}
+    held = {"a": [0, 1], "b": [1]}
     made = mean_teacher(teachers, held, pictures()[0], CPU, plain=False)
     assert torch.allclose(made, torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(6, 4))
 

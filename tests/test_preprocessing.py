@@ -111,7 +111,8 @@ def test_pictures_are_decoded_as_pillow_resizes_and_cuts_them(width: int, height
     long = 32 * max(width, height) // short
     wide, high = (long, 32) if width > height else (32, long)
     resized = image.resize((wide, high), Image.Resampling.BILINEAR)
-    left, top = (wide - 32) // 2, (high - 32) // 2
+    left = (wide - 32) // 2
+    top = (high - 32) // 2
     theirs = np.asarray(resized.crop((left, top, left + 32, top + 32))).transpose(2, 0, 1)
     assert ours.shape == (3, 32, 32)
     assert np.abs(ours.numpy().astype(int) - theirs.astype(int)).max() <= 1

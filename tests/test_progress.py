@@ -92,7 +92,8 @@ def test_what_a_client_wrote_is_what_the_terminal_shows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loop", ["ddim", "unipc", "z"])
 def test_every_sampler_tells_of_its_steps(tiny_kit: Path, loop: str) -> None:
-    kit, seen = load_kit(tiny_kit), []
+    kit = load_kit(tiny_kit)
+    seen = []
     z = torch.zeros(1, *kit.latent_shape)
 
     def still(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,8 @@ def test_the_status_tells_of_the_steps_within_a_unit(
     config = parse_run_config(quick(kit=str(tiny_kit), synthesis__unit_size=2))
     folder = open_run_folder(config, "job", 0)
     job = ServerJob(config, folder, Status(folder.path), ("a",))
-    kit, seen = load_kit(tiny_kit), []
+    kit = load_kit(tiny_kit)
+    seen = []
     within = job.status.within
     monkeypatch.setattr(job.status, "within", lambda *step: seen.append(step) or within(*step))
     c = kit.text(["a"])
@@ -193,7 +195,8 @@ def test_a_run_may_go_on_with_other_checkpointing(home: Path) -> None:
 
 
 def test_oscar_encodes_a_class_in_batches_and_the_mean_stays(tiny_kit: Path) -> None:
-    text, seen = load_kit(tiny_kit).text, []
+    text = load_kit(tiny_kit).text
+    seen = []
     captions = [f"an image of {'seven ' * (n % 5)}" for n in range(37)]
 
     def encode(batch: Any) -> torch.Tensor:
@@ -267,14 +270,17 @@ def test_images_are_decoded_once_a_job(
             method="fedavg", data__name="folder", data__classes="cat,dog", classifier__init="none"
         )
     )
-    node, cache, calls = NodeConfig(data_dir=str(client_folder)), tmp_path / "cache", []
+    node = NodeConfig(data_dir=str(client_folder))
+    cache = tmp_path / "cache"
+    calls = []
     decode = work.load_images
     monkeypatch.setattr(work, "load_images", lambda *a: calls.append(a) or decode(*a))
 
     def load(size: int = 16) -> Images:
         return work._job(config, node, "a", "", cache).load(size)
 
-    first, again = load(), load()
+    first = load()
+    again = load()
     assert len(calls) == 1
     assert torch.equal(first.pixels, again.pixels)
     assert torch.equal(first.labels, again.labels)
@@ -321,7 +327,8 @@ def test_what_is_too_much_or_finds_no_room_is_not_kept(
 def test_a_key_is_of_everything_that_pixels_come_from(client_folder: Path) -> None:
     config = parse_run_config(quick(data__name="folder", data__classes="cat,dog", kit="/kit")).data
     node = NodeConfig(data_dir=str(client_folder))
-    digits, key = parse_run_config(quick()).data, partial(files_key, config, node, "train", 16)
+    digits = parse_run_config(quick()).data
+    key = partial(files_key, config, node, "train", 16)
     keys = [key(), files_key(config, node, "train", 32)]
     keys += [files_key(digits, NodeConfig(partition_id=k), "train", 16) for k in range(2)]
     assert len(set(keys)) == 4

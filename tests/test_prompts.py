@@ -16,11 +16,17 @@ from server_app.methods import fgl, prompts_domain
 FOLDERS = ("alarm_clock", "hourglass", "Unicorn", "umbrella", "dog")
 
 
+# Fmt: skip
 def test_folder_names_become_words() -> None:
     names = ("alarm_clock", "art_painting", "Real World", "Real_World", "__eiffel__tower_", "dog")
     assert [in_words(name) for name in names] == [
-        "alarm clock", "art painting", "real world", "real world", "eiffel tower", "dog",
-    ]  # fmt: skip
+        "alarm clock",
+        "art painting",
+        "real world",
+        "real world",
+        "eiffel tower",
+        "dog",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,13 +47,22 @@ def test_a_template_is_filled(template: str, said: str) -> None:
     assert fill(template, names, "a {class} of 1_000") == said
 
 
+# Fmt: skip
 def test_the_article_goes_by_sound() -> None:
     names = (*FOLDERS, "uninhabited island", "ukulele", "ewe", "ear", "one way sign", "octopus")
     assert [fill("a {class}", {"class": name}) for name in names] == [
-        "an alarm clock", "an hourglass", "a unicorn", "an umbrella", "a dog", "an uninhabited "
-                                                                               "island",
-        "a ukulele", "a ewe", "an ear", "a one way sign", "an octopus",
-    ]  # fmt: skip
+        "an alarm clock",
+        "an hourglass",
+        "a unicorn",
+        "an umbrella",
+        "a dog",
+        "an uninhabited island",
+        "a ukulele",
+        "a ewe",
+        "an ear",
+        "a one way sign",
+        "an octopus",
+    ]
 
 
 def test_a_clients_domain_cannot_name_another_placeholder() -> None:
@@ -58,7 +73,8 @@ def test_a_clients_domain_cannot_name_another_placeholder() -> None:
 def test_the_digits_have_the_prompts_that_their_kit_has_learned() -> None:
     """As the names stood in the templates before they became words: "a infograph of a eight"."""
     config = defaults()
-    text, domain = config["synthesis.prompt"], config["prompts-domain.prompt"]
+    text = config["synthesis.prompt"]
+    domain = config["prompts-domain.prompt"]
     run = parse_run_config(quick())
     for name in CLASSES:
         assert run.synthesis.prompts([name]) == [text.replace("{class}", name)]

@@ -84,7 +84,8 @@ def test_every_method_makes_its_round_trip(
         "local": ["client-0", "client-1"],
         "ceiling": ["real"],
     }.get(method, ["FT"])
-    rounds, samples = METHODS[method].rounds, METHODS[method].samples
+    rounds = METHODS[method].rounds
+    samples = METHODS[method].samples
     models = {"fedcado": ["FT", "MD", "SD"]}.get(method, [method] if rounds else models)
     grid = start(quick(method=method, kit=str(tiny_kit), feddisc__kit=str(tiny_unclip)))
     result = metrics(home)
@@ -128,11 +129,12 @@ def test_every_method_makes_its_round_trip(
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")  # opens offline
     assert json.loads((folder / "status.json").read_text())["phase"] == "finished"
+    # A finished job asks nobody to train again, whatever it has sent or drawn
     if method in (
         "fedlmg",
         "fedavg",
         "ceiling",
-    ):  # a finished job asks nobody to train again, whatever it has sent or drawn
+    ):
         again = start(grid.run_config)
         assert "train" not in [t for _, t in again.sent]
         assert metrics(home)["accuracy"] == result["accuracy"]
@@ -157,9 +159,8 @@ def test_payload_sizes_are_those_on_the_wire(home: Path, tiny_kit: Path) -> None
     for client, about in metrics(home)["clients"].items():
         stored = home / "runs" / "job" / "payloads" / f"{client}.pb"
         assert stored.stat().st_size == about["upload_bytes"]
-        assert (
-            10 * 8 * 32 * 4 < about["upload_bytes"] < 10 * 8 * 32 * 4 + 256 + 100
-        )  # ten descriptions [8, 32] in fp32
+        # Ten descriptions [8, 32] in fp32
+        assert 10 * 8 * 32 * 4 < about["upload_bytes"] < 10 * 8 * 32 * 4 + 256 + 100
         assert (
             wire.digest(stored.read_bytes())
             == json.loads(stored.with_suffix(".json").read_text())["sha256"]
@@ -204,7 +205,8 @@ def test_an_interrupted_server_makes_the_same_images(
     """
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config, "quiet")
-    commit, rendered = synthesis_images._commit, []
+    commit = synthesis_images._commit
+    rendered = []
 
     def commit_one_then_die(job, unit, pixels) -> None:  # type: ignore[no-untyped-def]
         rendered.append(unit.name)
@@ -251,11 +253,9 @@ def test_a_disk_that_fills_loses_nothing(
 
     Each time the error says so, and the same command goes on.
     """
-    config, ballast, commit = (
-        quick(method="feddeo", kit=str(tiny_kit)),
-        small_disk / "ballast",
-        synthesis_images._commit,
-    )
+    config = quick(method="feddeo", kit=str(tiny_kit))
+    ballast = small_disk / "ballast"
+    commit = synthesis_images._commit
 
     def fill() -> None:
         ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
@@ -294,7 +294,8 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
 
     The same run again mends all but the payload.
     """
-    config, folder = quick(method="feddeo", kit=str(tiny_kit)), home / "runs" / "job"
+    config = quick(method="feddeo", kit=str(tiny_kit))
+    folder = home / "runs" / "job"
     start(config)
     good = files(folder, "images", "models", "manifest.jsonl")
 
@@ -316,11 +317,12 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     manifest = folder / "manifest.jsonl"
     manifest.write_text(manifest.read_text().replace('"seed": ', '"seed": 1', 1))
     pictures = sorted((folder / "images").rglob("*.png"))
+    # Of three units: a client's eight and two, the other's eight
     gone, short, changed = (
         pictures[1],
         pictures[9],
         pictures[12],
-    )  # of three units: a client's eight and two, the other's eight
+    )
     gone.unlink()
     short.write_bytes(short.read_bytes()[:60])
     with Image.open(changed) as picture:
@@ -363,7 +365,8 @@ def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
 
     Another, of the same image with other pixels, is as a replaced payload leaves it.
     """
-    config, folder = quick(method="feddeo", kit=str(tiny_kit)), home / "runs" / "job"
+    config = quick(method="feddeo", kit=str(tiny_kit))
+    folder = home / "runs" / "job"
     start(config)
     good = files(folder, "images", "units", "manifest.jsonl")
     first = sorted((folder / "units").glob("*.jsonl"))[0]
@@ -383,7 +386,8 @@ def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
 def test_a_disk_that_never_gives_back_an_image_ends_the_run(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, commit = [], synthesis_images._commit
+    made = []
+    commit = synthesis_images._commit
     monkeypatch.setattr(
         synthesis_images,
         "_commit",
@@ -424,7 +428,8 @@ def test_a_client_that_is_asked_twice_at_once_works_once(
 
     The second request waits, and has the first one's payload.
     """
-    config, made = quick(method="prompts-domain", kit=str(tiny_kit)), []
+    config = quick(method="prompts-domain", kit=str(tiny_kit))
+    made = []
     make_payload = domain_client.make_payload
 
     def slow(job: ClientJob) -> Payload:
@@ -477,6 +482,7 @@ def swap_payload(change) -> object:  # type: ignore[no-untyped-def]
     return tamper
 
 
+# No costs of what was refused
 def test_one_bad_payload_does_not_harm_the_others(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit), min_clients=1)
     start(config, tamper=swap_payload(lambda b: b[:-1] + bytes([b[-1] ^ 1])))
@@ -488,16 +494,17 @@ def test_one_bad_payload_does_not_harm_the_others(home: Path, tiny_kit: Path) ->
             json.loads, (home / "runs" / "job" / "manifest.jsonl").read_text().splitlines()
         )
     } == {"client-0"}
+    # The model is still tested there
     assert set(result["accuracy"]["FT"]) == {
         "client-0",
         "client-1",
         "average",
-    }  # the model is still tested there
+    }
     assert not (home / "runs" / "job" / "payloads" / "client-1.pb").exists()
     assert set(result["clients"]["client-1"]) == {
         "download_bytes",
         "upload_bytes",
-    }  # no costs of what was refused
+    }
 
 
 def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(
@@ -509,9 +516,8 @@ def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(
     assert status["phase"] == "failed"
     assert "client-1" in status["error"]
     assert not (home / "runs" / "job" / "report.html").exists()
-    grid = start(
-        quick(method="feddeo", kit=str(tiny_kit))
-    )  # the good payload was kept, the bad one is asked for again
+    # The good payload was kept, the bad one is asked for again
+    grid = start(quick(method="feddeo", kit=str(tiny_kit)))
     assert [index for index, kind in grid.sent if kind == "train"] == [1]
 
 
@@ -545,7 +551,8 @@ def test_a_payload_that_leads_sampling_astray_is_left_out(
 def test_outputs_that_are_not_finite_are_their_clients_fault() -> None:
     broken = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 3))
     torch.nn.init.constant_(broken[1].bias, float("nan"))
-    pixels, cpu = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.device("cpu")
+    pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    cpu = torch.device("cpu")
     with pytest.raises(
         wire.PayloadError,
         match="payload of b: state: its outputs on the synthetic images are not finite",
@@ -558,7 +565,9 @@ def test_outputs_that_are_not_finite_are_their_clients_fault() -> None:
 def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its message gets no id; when the node is back, it is asked."""
     monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
-    ids, online, replies = iter(["", "m1"]), [], []
+    ids = iter(["", "m1"])
+    online = []
+    replies = []
     reply = SimpleNamespace(has_error=lambda: False, content="content")
     grid = SimpleNamespace(
         push_messages=lambda _: [next(ids)],
@@ -580,7 +589,9 @@ def test_a_node_that_was_away_unnoticed_is_asked_again(monkeypatch: pytest.Monke
     What it had been asked died with it, and the SuperLink delivers nothing twice.
     """
     monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
-    ids, came, replies = iter(["m1", "m2"]), ["then"], []
+    ids = iter(["m1", "m2"])
+    came = ["then"]
+    replies = []
     reply = SimpleNamespace(has_error=lambda: False, content="content")
     grid = SimpleNamespace(
         push_messages=lambda _: [next(ids)],
@@ -607,6 +618,7 @@ def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit
     assert "Not tested everywhere: client-1" in (home / "runs" / "job" / "report.html").read_text()
 
 
+# Nobody learned again
 def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005)
     with pytest.raises(
@@ -618,9 +630,7 @@ def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -
     with pytest.raises(RoundError, match="it was not sent"):  # the kept one neither
         start(config)
     start({**config, "max-payload-mb": 1.0})
-    assert all(
-        about["resent"] for about in metrics(home)["clients"].values()
-    )  # nobody learned again
+    assert all(about["resent"] for about in metrics(home)["clients"].values())
 
 
 def test_an_oversized_payload_is_refused_before_it_is_stored(home: Path, tiny_kit: Path) -> None:
@@ -679,10 +689,11 @@ def test_a_full_disk_is_noticed_before_anything_is_done(home: Path, tiny_kit: Pa
 def test_a_missing_kit_is_named(home: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"kit = 'nothing': no such kit"):
         start(quick(method="prompts-only", kit="nothing", classifier__init="none"))
+    # Where nothing but the server's own sampling needs it
     for method in (
         "prompts-only",
         "fedlmg",
-    ):  # where nothing but the server's own sampling needs it
+    ):
         config = quick(
             method=method, kit="/nowhere/kit", classifier__init="none", global_model__init="none"
         )
@@ -693,6 +704,7 @@ def test_a_missing_kit_is_named(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "needed"), [("prompts-only", False), ("feddeo", True)])
+# The global model
 def test_only_a_client_that_needs_the_kit_must_have_it(
     home: Path, tiny_kit: Path, method: str, needed: bool
 ) -> None:
@@ -708,9 +720,7 @@ def test_only_a_client_that_needs_the_kit_must_have_it(
         assert {kind for _, kind in grid.sent} == {"query.join"}
     else:
         run_job(grid, parse_run_config(config), "job")
-        assert all(
-            about["download_bytes"] < 50e6 for about in metrics(home)["clients"].values()
-        )  # the global model
+        assert all(about["download_bytes"] < 50e6 for about in metrics(home)["clients"].values())
 
 
 def test_the_ceiling_needs_no_numbers_in_the_clients_names(home: Path, tiny_kit: Path) -> None:
@@ -947,7 +957,8 @@ class Faltering(LoopGrid):
 def falter(tiny_kit: Path, failing: dict[tuple[str, int], tuple[str, int]]) -> Faltering:
     config = quick(method="prompts-domain", kit=str(tiny_kit))
     grid = Faltering(app, config, nodes(2))
-    grid.failing, grid.calls = failing, Counter()
+    grid.failing = failing
+    grid.calls = Counter()
     run_job(grid, parse_run_config(config), "job")
     return grid
 
@@ -957,7 +968,9 @@ def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: 
 
     What may have been done is asked for again, and nothing is counted twice.
     """
-    pushed, pulled, nodes_asked = "push-messages", "pull-messages", "get-nodes"
+    pushed = "push-messages"
+    pulled = "pull-messages"
+    nodes_asked = "get-nodes"
     failing = {
         (nodes_asked, 1): (nodes_asked, 500),
         (pushed, 1): (pushed, 500),
@@ -967,9 +980,8 @@ def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: 
     grid = falter(tiny_kit, failing)
     assert metrics(home)["accuracy"]["FT"].keys() == {"client-0", "client-1", "average"}
     asked = Counter(grid.sent)
-    assert sorted(asked.values()) == [1] * 7 + [
-        2
-    ]  # join, train, acknowledge, evaluate of two clients; one of them again
+    # Join, train, acknowledge, evaluate of two clients; one of them again
+    assert sorted(asked.values()) == [1] * 7 + [2]
     assert len(metrics(home)["clients"]) == 2
 
 
@@ -1005,7 +1017,8 @@ def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch)
     """A look each second at first, then after a twentieth of the silence, and after ten seconds at
     the latest; whatever comes ends the silence.
     """
-    now, pauses = [0.0], []
+    now = [0.0]
+    pauses = []
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("server_app.federation.exchange.time", clock)
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
@@ -1038,7 +1051,9 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
             return replies[ids[0]] if len(replies) == 2 else []
 
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    exchange, seen = Exchange(Slow(), 10.0, 0.01), []  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    exchange = Exchange(Slow(), 10.0, 0.01)
+    seen = []
     exchange.push(7, "evaluate", RecordDict())
     for _ in range(3):
         time.sleep(0.02)
@@ -1052,7 +1067,8 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(
 ) -> None:
     """The first one was lost, and the SuperLink did not take the second: there must be a third."""
     monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
-    ids, replies = iter(["m1", "", "m3"]), []
+    ids = iter(["m1", "", "m3"])
+    replies = []
     reply = SimpleNamespace(has_error=lambda: False, content="content")
     grid = SimpleNamespace(
         push_messages=lambda _: [next(ids)],
@@ -1136,7 +1152,8 @@ def test_a_reply_that_flower_cannot_put_together_is_its_nodes_failure(
     grid = SimpleNamespace(
         push_messages=lambda _: ["m1"], get_nodes=lambda: [], pull_messages=lambda wanted: [read()]
     )
-    exchange, failures = Exchange(grid, 10.0), []
+    exchange = Exchange(grid, 10.0)
+    failures = []
     exchange.push(5, "train", RecordDict())
     assert exchange.pull(said, failed, lambda *it: failures.append(it)) == 0
     ((node, reason),) = failures

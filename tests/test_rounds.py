@@ -42,7 +42,8 @@ def test_fedavg_is_the_mean_of_what_the_clients_sent(home: Path, tiny_kit: Path)
     """One round of clients with equally many images: BatchNorm statistics too."""
     replies: list[dict[str, torch.Tensor]] = []
     start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=keep_replies(replies))
-    sent, made = replies[:2], model(home, "fedavg")
+    sent = replies[:2]
+    made = model(home, "fedavg")
     assert not torch.equal(sent[0]["fc.weight"], sent[1]["fc.weight"])
     for name, value in made.items():
         if value.is_floating_point():
@@ -73,7 +74,8 @@ def test_feddf_distils_the_mean_from_the_clients_models(
     """Every round the student begins at the mean, the teachers are what the clients sent, and what
     is learned is what goes on.
     """
-    replies, calls = [], []
+    replies = []
+    calls = []
 
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train":
@@ -110,11 +112,9 @@ def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -
         ("prox", "fedprox", {"rounds__proximal_mu": 50.0}),
     ):
         start(quick(method=method, **common, **settings), job)
-    plain, zero, near = (
-        model(home, "fedavg", "avg"),
-        model(home, "fedprox", "prox-0"),
-        model(home, "fedprox", "prox"),
-    )
+    plain = model(home, "fedavg", "avg")
+    zero = model(home, "fedprox", "prox-0")
+    near = model(home, "fedprox", "prox")
     begin = new_classifier(parse_run_config(quick()).classifier, 10, str(tiny_kit), 0).state_dict()
     way = (plain["fc.weight"] - begin["fc.weight"]).norm()
     assert (near["fc.weight"] - begin["fc.weight"]).norm() < 0.7 * way
@@ -127,7 +127,8 @@ def test_a_rounds_model_is_packed_once_for_all_clients(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And held once until they have answered, however many they are."""
-    packed, pack = [], rounds_run.pack_state
+    packed = []
+    pack = rounds_run.pack_state
     monkeypatch.setattr(rounds_run, "pack_state", lambda state: packed.append(1) or pack(state))
     start(quick(method="fedavg", kit=str(tiny_kit), num_clients=3, rounds__count=2))
     assert len(packed) == 2
@@ -169,7 +170,8 @@ def test_a_killed_server_goes_on_after_the_last_round(
         classifier__init="none",
     )
     start(config, "quiet")
-    keep, calls = rounds_run._keep, []
+    keep = rounds_run._keep
+    calls = []
 
     def keep_then_die(*args) -> None:  # type: ignore[no-untyped-def]
         keep(*args)
@@ -186,7 +188,8 @@ def test_a_killed_server_goes_on_after_the_last_round(
     monkeypatch.setattr(rounds_run, "_keep", keep)
     grid = start(config, "rough")
     assert "train" not in [kind for _, kind in grid.sent]
-    quiet, rough = model(home, method, "quiet"), model(home, method, "rough")
+    quiet = model(home, method, "quiet")
+    rough = model(home, method, "rough")
     assert all(torch.equal(quiet[name], rough[name]) for name in quiet)
     one, other = (metrics(home, job)["clients"]["client-0"] for job in ("quiet", "rough"))
     assert one["upload_bytes"] == other["upload_bytes"]

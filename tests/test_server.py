@@ -106,7 +106,8 @@ def test_a_unit_that_does_not_fit_is_sampled_in_parts(home: Path, tiny_kit: Path
 
 def test_each_scale_belongs_to_its_branch(tiny_kit: Path) -> None:
     """With one branch switched off, FedDEO is classifier-free guidance on the other."""
-    kit, plan = load_kit(tiny_kit), plan_images("m", 0, {"a": [0]}, 2)
+    kit = load_kit(tiny_kit)
+    plan = plan_images("m", 0, {"a": [0]}, 2)
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     d = torch.randn(prompts.shape[1:], generator=generator_of(0))
     for scales, c in (((0.0, 3.0), d.expand(2, -1, -1)), ((3.0, 0.0), prompts[[0, 0]])):
@@ -117,10 +118,8 @@ def test_each_scale_belongs_to_its_branch(tiny_kit: Path) -> None:
 
 def test_the_server_uses_the_classifier_that_was_sent() -> None:
     state = resnet().state_dict()
-    payload, job = (
-        Classifier(CLASSES, "resnet18", state),
-        SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES),
-    )
+    payload = Classifier(CLASSES, "resnet18", state)
+    job = SimpleNamespace(config=parse_run_config(quick()), classes=CLASSES)
     for model in (
         fedlmg._rebuild(payload, 10, True).model,
         local.run(job, {"a": payload})["a"].model,
@@ -135,9 +134,12 @@ def test_each_row_is_guided_by_its_own_classifier(
 
     Teacher, labels, weights, size, statistics; the scale.
     """
-    kit, plan, calls = load_kit(tiny_kit), plan_images("m", 0, {"a": [0, 3], "b": [5]}, 1), []
+    kit = load_kit(tiny_kit)
+    plan = plan_images("m", 0, {"a": [0, 3], "b": [5]}, 1)
+    calls = []
     teachers = {client: as_teacher(resnet()) for client in "ab"}
-    loss, guide = fedlmg.classifier_loss, fedlmg.guide
+    loss = fedlmg.classifier_loss
+    guide = fedlmg.guide
     settings = parse_run_config(quick(fedlmg__gradient_scale=7.0, fedlmg__bn_weight=0.3)).fedlmg
 
     def watched_loss(teacher, x, y, *rest):  # type: ignore[no-untyped-def]
@@ -159,7 +161,8 @@ def test_each_row_is_guided_by_its_own_classifier(
 
 def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan has the client's own classes and the run's seed."""
-    plans, held = [], ("two", "seven")
+    plans = []
+    held = ("two", "seven")
     for method, name, payload in (
         (feddeo, "feddeo", Descriptions(held, torch.zeros(2, 8, 32))),
         (fedlmg, "fedlmg", Classifier(held, "resnet18", resnet().state_dict())),
@@ -198,7 +201,8 @@ def test_rows_of_the_confusion_matrix_are_true_classes() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.one_hot(torch.full((len(x),), 3), 4).float()
 
-    pixels, labels = torch.zeros(3, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 0, 3])
+    pixels = torch.zeros(3, 3, 4, 4, dtype=torch.uint8)
+    labels = torch.tensor([0, 0, 3])
     assert classifiers.confusion(Threes(), pixels, labels, 4, CPU) == [
         [0, 0, 0, 2],
         [0] * 4,
@@ -211,7 +215,8 @@ def test_rows_that_are_not_finite_are_named(tiny_kit: Path) -> None:
     kit = load_kit(tiny_kit)
     z = torch.zeros(3, *kit.latent_shape)
     assert to_images(kit, z).shape == (3, 3, 32, 32)
-    z[1, 0, 0, 0], z[2, 0, 0, 0] = float("nan"), float("inf")
+    z[1, 0, 0, 0] = float("nan")
+    z[2, 0, 0, 0] = float("inf")
     with pytest.raises(NotFiniteError) as caught:
         to_images(kit, z)
     assert caught.value.rows == [1, 2]

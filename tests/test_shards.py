@@ -25,7 +25,8 @@ def run(tmp_path: Path) -> Path:
     rows = []
     for number in range(10):
         picture = torch.full((3, 8, 8), 20 * number, dtype=torch.uint8)
-        client, label = f"site-{number % 2}", number // 5
+        client = f"site-{number % 2}"
+        label = number // 5
         file = f"images/{client}/{label:03d}-{NAMES[label]}/{number:05d}.png"
         (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(tmp_path / "run" / file)

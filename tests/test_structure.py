@@ -118,14 +118,13 @@ def paths_of_runs(file: Path) -> list[str]:
     return found
 
 
+# It would be found elsewhere
 def test_nobody_but_run_folder_spells_a_path_inside_a_runs_folder() -> None:
     room = ROOT / "osfl" / "run_folder"
     spelled = {file.relative_to(ROOT).as_posix(): paths_of_runs(file) for file in sources()}
     inside = {name for name in spelled if (ROOT / name).is_relative_to(room)}
     assert {name: paths for name, paths in spelled.items() if paths and name not in inside} == {}
-    assert {"rounds/done.json", "kit.json", "units"} <= set(
-        spelled["osfl/run_folder/layout.py"]
-    )  # it would be found elsewhere
+    assert {"rounds/done.json", "kit.json", "units"} <= set(spelled["osfl/run_folder/layout.py"])
 
 
 def test_nothing_is_ever_unpickled() -> None:

@@ -72,9 +72,11 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_a_ddim_step_is_undone_exactly_when_the_prediction_is_fixed() -> None:
-    z, e = random(2, 4, 8, 8).double(), random(2, 4, 8, 8, seed=1).double()
+    z = random(2, 4, 8, 8).double()
+    e = random(2, 4, 8, 8, seed=1).double()
     for a_t, a_prev in ((0.05, 0.2), (0.5, 0.9), (0.9, 0.999)):
-        a_t, a_prev = torch.tensor(a_t).double(), torch.tensor(a_prev).double()
+        a_t = torch.tensor(a_t).double()
+        a_prev = torch.tensor(a_prev).double()
         assert torch.allclose(
             ddim_step(ddim_step(z, e, a_t, a_prev), e, a_prev, a_t), z, atol=1e-12
         )
@@ -85,29 +87,35 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
 
     The second step lies below the threshold.
     """
-    kit, z = load_kit(tiny_kit), torch.full((1, 4, 8, 8), 2.0)
+    kit = load_kit(tiny_kit)
+    z = torch.full((1, 4, 8, 8), 2.0)
     (t1, a1, p1), (t2, a2, p2) = ddim_schedule(kit, 2)
     assert t1 > 400
-    strong, weak = (lambda z, t: z / 2), (lambda z, t: torch.ones_like(z))
+
+    def strong(z: torch.Tensor, t: object) -> torch.Tensor:
+        return z / 2
+
+    def weak(z: torch.Tensor, t: object) -> torch.Tensor:
+        return torch.ones_like(z)
 
     def down(x: float, e: float, a: float, p: float) -> float:
         return p**0.5 * (x - (1 - a) ** 0.5 * e) / a**0.5 + (1 - p) ** 0.5 * e
 
     a1, p1, a2, p2 = (float(v) for v in (a1, p1, a2, p2))
     zig = down(2.0, 1.0, a1, p1)  # 1. strong: e = 2 / 2
-    zag = down(
-        zig, 1.0, p1, a1
-    )  # 2. weak, backwards: e = 1, as it happens the same; so z is back at 2
+    # 2. weak, backwards: e = 1, as it happens the same; so z is back at 2
+    zag = down(zig, 1.0, p1, a1)
     assert zag == pytest.approx(2.0)
     kept = down(zag, zag / 2, a1, p1)  # 3. strong again
     end = down(kept, kept / 2, a2, p2)  # below the threshold: one plain step
     assert torch.allclose(
         z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4
     )
+    # Where each prediction is taken
     strong, weak = (
         (lambda z, t: z / 2 + t / 1000),
         (lambda z, t: z / 3 + t / 500),
-    )  # where each prediction is taken
+    )
     zig = down(2.0, 1.0 + t1 / 1000, a1, p1)
     zag = down(zig, zig / 3 + t1 / 500, p1, a1)  # at the lower latent, and at the upper timestep
     kept = down(zag, zag / 2 + t1 / 1000, a1, p1)
@@ -122,7 +130,8 @@ def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type:
 
     2 + 2 + 2 with gamma_2 > 0.
     """
-    kit, rows = load_kit(tiny_kit), []
+    kit = load_kit(tiny_kit)
+    rows = []
     settings = parse_run_config(quick(espresso__gmm=False, espresso__z_threshold=800)).espresso
     payload = Mixtures(CLASSES, random(10, 2, *kit.text.shape), torch.full((10, 2), 0.5))
     forward = kit.unet.forward
@@ -152,10 +161,8 @@ def test_noise_from_a_mixture_has_its_moments() -> None:
     Mean 2, variance 0.25 + 0.1875 + 12 = 12.4375.
     """
     weights = torch.tensor([[0.25, 0.75]])
-    means, variances = (
-        torch.tensor([-4.0, 4.0]).view(1, 2, 1, 1, 1),
-        torch.tensor([1.0, 0.25]).view(1, 2, 1, 1, 1),
-    )
+    means = torch.tensor([-4.0, 4.0]).view(1, 2, 1, 1, 1)
+    variances = torch.tensor([1.0, 0.25]).view(1, 2, 1, 1, 1)
     payload = Mixtures(("a",), torch.zeros(1, 1, 2, 2), torch.ones(1, 1), weights, means, variances)
     drawn = torch.cat(
         [
@@ -243,7 +250,8 @@ def test_espresso_sends_what_its_ablation_says(tiny_kit) -> None:  # type: ignor
 
 
 def test_a_condition_is_drawn_by_its_clusters_share(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    kit, seen = load_kit(tiny_kit), []
+    kit = load_kit(tiny_kit)
+    seen = []
     conditions = torch.stack([torch.full((1, *kit.text.shape), float(j)) for j in range(3)], dim=1)
     payload = Mixtures(("zero",), conditions, torch.tensor([[0.5, 0.5, 0.0]]))
     settings = parse_run_config(quick(espresso__gmm=False, espresso__z_sampling=False)).espresso
@@ -278,13 +286,15 @@ def test_noise_editing_by_hand() -> None:
 
 
 def test_edited_noise_has_a_lower_loss_and_other_images(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    kit, plan = load_kit(tiny_kit), plan_images("m", 0, {"a": [1, 2]}, 2)
+    kit = load_kit(tiny_kit)
+    plan = plan_images("m", 0, {"a": [1, 2]}, 2)
     torch.manual_seed(0)
     teachers = {"a": as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True))}
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     settings = parse_run_config(quick(fedcado__noise_edits=10, fedcado__noise_edit_lr=0.3)).fedcado
     loss_at = fedlmg.guidance_loss(kit, plan, prompts, teachers, settings, None)
-    z, t = initial_noise(plan, kit.latent_shape, CPU), torch.tensor(501)
+    z = initial_noise(plan, kit.latent_shape, CPU)
+    t = torch.tensor(501)
     edited = fedcado.edit_noise(z, t, loss_at, 10, 0.3)
     assert loss_at(edited, t)[1].mean() < loss_at(z, t)[1].mean()
     plain = fedlmg.sample(kit, plan, prompts, teachers, settings, 2)
@@ -310,10 +320,8 @@ def test_a_teacher_without_batchnorm_warns_and_guides() -> None:
 
 def test_oscars_mean_is_a_loops(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     data = images(3, 3, 3, 8)
-    captioner, text = (
-        encoders.load_captioner(str(tiny_kit), CPU),
-        encoders.load_text_encoder(str(tiny_kit), CPU, torch.float32),
-    )
+    captioner = encoders.load_captioner(str(tiny_kit), CPU)
+    text = encoders.load_text_encoder(str(tiny_kit), CPU, torch.float32)
     captions = [captioner(data.pixels[i : i + 1])[0] for i in range(4)]
     payload = oscar_half.make_payload(job_of(tiny_kit, data, method="oscar"))
     total = torch.zeros(8, 32)
@@ -332,7 +340,9 @@ def test_captions_cost_as_much_as_when_all_is_counted(tiny_kit) -> None:  # type
 
     Here 16, 16 and 2 images, of 5 words and of 3.
     """
-    captioner, meter, counted = encoders.load_captioner(str(tiny_kit), CPU), FlopMeter(), []
+    captioner = encoders.load_captioner(str(tiny_kit), CPU)
+    meter = FlopMeter()
+    counted = []
     for words in (5, 3):
         with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as whole:
             patch.setattr(encoders, "MAX_TOKENS", words)
@@ -346,7 +356,8 @@ def test_captions_cost_as_much_as_when_all_is_counted(tiny_kit) -> None:  # type
 
 
 def test_a_pooled_vector_is_laid_out_behind_the_begin_of_text(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    kit, p = load_kit(tiny_kit), random(2, 32)
+    kit = load_kit(tiny_kit)
+    p = random(2, 32)
     conditions = oscar.as_conditions(kit, p)
     assert conditions.shape == (2, 8, 32)
     for text in ("", "an image of six"):  # the begin-of-text state is the same whatever follows
@@ -397,12 +408,15 @@ def test_fgl_sends_nothing_that_a_server_refuses(tiny_kit, monkeypatch) -> None:
 
 
 def test_a_negative_prompt_is_the_other_end_of_the_guidance(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    kit, plan = load_kit(tiny_kit), plan_images("m", 0, {"a": [0]}, 1)
-    c, bad = random(1, 8, 32), random(1, 8, 32, seed=1)
+    kit = load_kit(tiny_kit)
+    plan = plan_images("m", 0, {"a": [0]}, 1)
+    c = random(1, 8, 32)
+    bad = random(1, 8, 32, seed=1)
     nothing = kit.text([""])
     z = initial_noise(plan, kit.latent_shape, CPU)
     t = torch.tensor(501)
-    away, towards = kit.eps(z, t, bad), kit.eps(z, t, c)
+    away = kit.eps(z, t, bad)
+    towards = kit.eps(z, t, c)
     assert torch.allclose(
         compose(kit, z, t, bad, [Condition(c, 2.0)]), away + 2 * (towards - away), atol=1e-5
     )
@@ -421,20 +435,21 @@ def test_feddiscs_payload_has_12288_numbers_a_class() -> None:
     assert vectors.numel() == 12_288
 
 
+# One image: its vector three times, and as the mean
 def test_centres_and_mean_of_two_clouds() -> None:
     cloud = torch.cat([torch.full((3, 4), 1.0), torch.full((1, 4), 5.0)])
     vectors = feddisc_half.class_vectors(cloud, clusters=2, seed=0)
     assert sorted(vectors[:2, 0].tolist()) == [1, 5]
     assert torch.equal(vectors[2], torch.full((4,), 2.0))
     few = feddisc_half.class_vectors(cloud[:1], clusters=3, seed=0)
-    assert torch.equal(
-        few, torch.full((4, 4), 1.0)
-    )  # one image: its vector three times, and as the mean
+    assert torch.equal(few, torch.full((4, 4), 1.0))
 
 
 def test_embedding_noise_is_diffusers_own(tiny_unclip) -> None:  # type: ignore[no-untyped-def]
-    pipe, ours = load_unclip_pipeline(tiny_unclip), load_embedding_noise(str(tiny_unclip))
-    embeddings, noise = random(3, 12), random(3, 12, seed=1)
+    pipe = load_unclip_pipeline(tiny_unclip)
+    ours = load_embedding_noise(str(tiny_unclip))
+    embeddings = random(3, 12)
+    noise = random(3, 12, seed=1)
     for level in (0, 500, 999):
         theirs = pipe.noise_image_embeddings(embeddings, level, noise=noise)
         assert torch.allclose(ours(embeddings, torch.full((3,), level), noise), theirs, atol=1e-6)
@@ -444,17 +459,13 @@ def test_unclip_sampling_equals_diffusers_own_pipeline(tiny_unclip) -> None:  # 
     """One image condition, guidance 3: the latents agree to 1e-4."""
     from diffusers import DDIMScheduler
 
-    kit, pipe, noise = (
-        load_kit(tiny_unclip),
-        load_unclip_pipeline(tiny_unclip),
-        load_embedding_noise(str(tiny_unclip)),
-    )
+    kit = load_kit(tiny_unclip)
+    pipe = load_unclip_pipeline(tiny_unclip)
+    noise = load_embedding_noise(str(tiny_unclip))
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
-    embeddings, z, texts = (
-        random(2, 12),
-        random(2, 4, 8, 8, seed=2),
-        ["an image of one", "an image of two"],
-    )
+    embeddings = random(2, 12)
+    z = random(2, 4, 8, 8, seed=2)
+    texts = ["an image of one", "an image of two"]
     theirs = pipe(
         prompt=texts,
         image_embeds=embeddings,
@@ -465,9 +476,8 @@ def test_unclip_sampling_equals_diffusers_own_pipeline(tiny_unclip) -> None:  # 
         output_type="latent",
         generator=torch.Generator().manual_seed(7),
     ).images
-    drawn = torch.randn(
-        2, 12, generator=torch.Generator().manual_seed(7)
-    )  # what the pipeline drew first
+    # What the pipeline drew first
+    drawn = torch.randn(2, 12, generator=torch.Generator().manual_seed(7))
     image = noise(embeddings, torch.full((2,), 500), drawn)
     with torch.no_grad():
         condition = Condition(kit.text(texts), 3.0, image)
@@ -476,7 +486,9 @@ def test_unclip_sampling_equals_diffusers_own_pipeline(tiny_unclip) -> None:  # 
 
 
 def test_feddisc_uses_the_centres_in_turn_and_the_mean_for_all(tiny_unclip, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    kit, plan, seen = load_kit(tiny_unclip), plan_images("m", 0, {"a": [2]}, 3), []
+    kit = load_kit(tiny_unclip)
+    plan = plan_images("m", 0, {"a": [2]}, 3)
+    seen = []
     rows = torch.arange(3.0).view(3, 1).expand(3, 24)  # centres 0 and 1, mean 2
     forward = kit.unet.forward
 
@@ -504,11 +516,13 @@ def test_concepts_take_their_words_places(shipped_kit, tiny_kit) -> None:  # typ
         *("of</w>", "a</w>", "x</w>", "<|endoftext|>"),
     ]
     bare = text.model(torch.tensor([ids])).last_hidden_state[0]
-    domain, vectors = random(64, seed=1), random(2, 64, seed=2)
+    domain = random(64, seed=1)
+    vectors = random(2, 64, seed=2)
     made = concept_prompt(text).filled(domain, vectors)
     for row in range(2):
         expected = bare.clone()
-        expected[2], expected[6] = domain, vectors[row]
+        expected[2] = domain
+        expected[6] = vectors[row]
         assert torch.allclose(made[row], expected, atol=1e-6)
     own = concept_prompt(text).filled(random(2, 64, seed=3), vectors)
     assert torch.equal(own[:, 2], random(2, 64, seed=3))
@@ -551,7 +565,8 @@ def test_concepts_are_sampled_as_diffusers_own_pipeline_samples_them(
         torch.ones(2, 4, 8, 8),
     )
     settings = parse_run_config(quick(fedbip__guidance=3.0, fedbip__domain_noise=0.0)).fedbip
-    begun, ended = [], []
+    begun = []
+    ended = []
     denoise = fedbip.denoise
     monkeypatch.setattr(
         fedbip, "denoise", lambda kit, z, *rest: (begun.append(z), denoise(kit, z, *rest))[1]
@@ -571,10 +586,12 @@ def test_concepts_are_sampled_as_diffusers_own_pipeline_samples_them(
 
 
 def test_words_learn_to_lower_the_denoising_loss(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    data, kit = images(*[3] * 6), load_kit(tiny_kit)
+    data = images(*[3] * 6)
+    kit = load_kit(tiny_kit)
     job = job_of(tiny_kit, data, method="fedbip", fedbip__epochs=60, fedbip__batch_size=6)
     payload = fedbip_half.make_payload(job)
-    prompt, start = concept_prompt(kit.text), concept_starts(kit.text, ["three"])
+    prompt = concept_prompt(kit.text)
+    start = concept_starts(kit.text, ["three"])
 
     @torch.no_grad()
     def loss(condition: torch.Tensor) -> float:
@@ -592,6 +609,7 @@ def test_words_learn_to_lower_the_denoising_loss(tiny_kit) -> None:  # type: ign
     assert payload.labels.tolist() == [3] * 6
 
 
+# E (1 + 2u)^2 of u uniform on [0, 1]
 def test_latents_are_drawn_between_two_images_of_the_class() -> None:
     labels = torch.tensor([0, 0, 1])
     means = torch.tensor([1.0, 3.0, 50.0]).view(3, 1, 1, 1)
@@ -610,14 +628,14 @@ def test_latents_are_drawn_between_two_images_of_the_class() -> None:
         deviations=torch.tensor([1.0, 3.0, 0.0]).view(3, 1, 1, 1),
     )
     drawn = [fedbip.interpolated(wide, 0, generator_of(i)).item() for i in range(2000)]
-    assert np.std(drawn) == pytest.approx(
-        (13 / 3) ** 0.5, rel=0.05
-    )  # E (1 + 2u)^2 of u uniform on [0, 1]
+    assert np.std(drawn) == pytest.approx((13 / 3) ** 0.5, rel=0.05)
 
 
 def test_every_posterior_stays_with_its_image_and_its_word(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Two classes in turn, the later one's images first."""
-    data, kit, seen = images(8, 3, 8, 3, 8), load_kit(tiny_kit), []
+    data = images(8, 3, 8, 3, 8)
+    kit = load_kit(tiny_kit)
+    seen = []
     monkeypatch.setattr(
         fedbip_half,
         "learn_words",
@@ -636,8 +654,10 @@ def test_every_posterior_stays_with_its_image_and_its_word(tiny_kit, monkeypatch
 
 
 def test_latents_are_scaled_as_diffusers_pipelines_scale_them(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    kit, x = load_kit(tiny_kit), random(2, 3, 32, 32)
-    theirs, scale = kit.vae.encode(x).latent_dist, kit.vae.config.scaling_factor
+    kit = load_kit(tiny_kit)
+    x = random(2, 3, 32, 32)
+    theirs = kit.vae.encode(x).latent_dist
+    scale = kit.vae.config.scaling_factor
     assert scale != 1
     mean, logvar = kit.encode(x)
     assert torch.allclose(mean, scale * theirs.mean, atol=1e-6)
@@ -647,11 +667,13 @@ def test_latents_are_scaled_as_diffusers_pipelines_scale_them(tiny_kit) -> None:
 
 def test_conditions_learn_from_draws_of_the_posterior(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Of mean 5 and variance 4."""
-    kit, drawn = load_kit(tiny_kit), []
+    kit = load_kit(tiny_kit)
+    drawn = []
     monkeypatch.setattr(
         conditions, "forward_noise", lambda z, noise, a: (drawn.append(z), noise)[1]
     )
-    mean, logvar = torch.full((64, 4, 8, 8), 5.0), torch.full((64, 4, 8, 8), math.log(4))
+    mean = torch.full((64, 4, 8, 8), 5.0)
+    logvar = torch.full((64, 4, 8, 8), math.log(4))
     job = job_of(tiny_kit, images(3), feddeo__epochs=1, feddeo__batch_size=64)
     start = kit.text(["an image of three"])
     conditions.learn_conditions(
@@ -669,10 +691,8 @@ def every_sampler(
     kit, unclip, plan: list[ImageJob], steps: int, **settings: Any
 ) -> dict[str, Callable[..., torch.Tensor]]:  # type: ignore[no-untyped-def]
     """For whatever images of a plan, with payloads of random numbers."""
-    config, clients = (
-        parse_run_config(quick(espresso__clusters=2, **settings)),
-        sorted({job.client for job in plan}),
-    )
+    config = parse_run_config(quick(espresso__clusters=2, **settings))
+    clients = sorted({job.client for job in plan})
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     torch.manual_seed(0)
     teachers = {
@@ -746,24 +766,23 @@ def test_no_sampler_does_more_than_its_formula(tiny_kit, tiny_unclip) -> None:  
     Three steps, one of them above T_z = 600, two edits of the noise; the empty prompt's encoding,
     once for all images, and FedBiP's prompt's.
     """
-    kit, unclip, steps, edits, above = load_kit(tiny_kit), load_kit(tiny_unclip), 3, 2, 1
+    kit = load_kit(tiny_kit)
+    unclip = load_kit(tiny_unclip)
+    steps = 3
+    edits = 2
+    above = 1
     plan = plan_images("m", 0, {"a": [0], "b": [3]}, 1)
-    z, t, c = (
-        random(1, *kit.latent_shape).requires_grad_(),
-        torch.tensor(500),
-        random(1, *kit.text.shape),
-    )
-    F, V, T = (
-        flops(lambda: kit.eps(z.detach(), t, c)),
-        flops(lambda: kit.decode(z.detach())),
-        flops(lambda: kit.text([""])),
-    )
+    z = random(1, *kit.latent_shape).requires_grad_()
+    t = torch.tensor(500)
+    c = random(1, *kit.text.shape)
+    F = flops(lambda: kit.eps(z.detach(), t, c))
+    V = flops(lambda: kit.decode(z.detach()))
+    T = flops(lambda: kit.text([""]))
     F_unclip = flops(lambda: unclip.eps(z.detach(), t, c, random(1, 24)))
     classifier = as_teacher(classifiers.build_classifier("resnet18", 10, small_stem=True)).model
     x = random(1, 3, 32, 32).requires_grad_()
-    G_F = flops(
-        lambda: torch.autograd.grad(kit.eps(z * 1, t, c).sum(), z)
-    )  # the counter cannot hook on to a leaf
+    # The counter cannot hook on to a leaf
+    G_F = flops(lambda: torch.autograd.grad(kit.eps(z * 1, t, c).sum(), z))
     G_V = flops(lambda: torch.autograd.grad(kit.decode(z).sum(), z))
     G_C = flops(lambda: torch.autograd.grad(classifier(x * 1).sum(), x))
     guided = 2 * G_F + G_V + G_C
@@ -810,7 +829,8 @@ def test_the_local_objectives_by_hand() -> None:
 
     FedDyn that, less grad L_k = (2, 7).
     """
-    start, gradient = {"weight": torch.tensor([[1.0, 1.0]])}, {"weight": torch.tensor([[2.0, 7.0]])}
+    start = {"weight": torch.tensor([[1.0, 1.0]])}
+    gradient = {"weight": torch.tensor([[2.0, 7.0]])}
     for penalty, added in (
         (proximal(start, 0.5), [1 + 1, 1 - 0.5]),
         (dynamic(start, gradient, 0.5), [1 + 1 - 2, 1 - 0.5 - 7]),
@@ -863,7 +883,8 @@ def test_a_penalty_enters_every_step() -> None:
         "resnet18", True, "none", 1, 2, lr=1.0, momentum=0.0, weight_decay=0.0, precision="float32"
     )
     start = {"1.weight": torch.zeros_like(before)}
-    pixels, labels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+    pixels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
+    labels = torch.zeros(2, dtype=torch.long)
     classifiers.fit(model, pixels, labels, settings, 0, CPU, penalty=proximal(start, 0.25))
     assert torch.allclose(model[1].weight.detach(), 0.75 * before)  # type: ignore[union-attr]
 
@@ -907,9 +928,8 @@ def test_feddyns_server_step_by_hand() -> None:
     after, _ = strategy.aggregate_train(1, [reply(2, 10), reply(4, 20)])
     assert after is not None
     assert after["w"].numpy().tolist() == [5.0]
-    assert after["bn.running_mean"].numpy().tolist() == [
-        15.0
-    ]  # statistics are averaged and not corrected
+    # Statistics are averaged and not corrected
+    assert after["bn.running_mean"].numpy().tolist() == [15.0]
     list(strategy.configure_train(2, after, said, grid))  # type: ignore[arg-type]
     after, _ = strategy.aggregate_train(2, [reply(5, 0), reply(7, 0)])
     assert after is not None
@@ -939,7 +959,8 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
             classifiers.logits_of(student, proxy, CPU).log_softmax(1), target, reduction="batchmean"
         ).item()
 
-    before, batches = distance(), list[int]()
+    before = distance()
+    batches = list[int]()
     student.register_forward_hook(lambda module, images, logits: batches.append(len(images[0])))
     feddf.distil([student], teachers, proxy, job, 1)  # type: ignore[arg-type]
     assert batches == [12] * 40
@@ -979,9 +1000,8 @@ def test_the_papers_payloads_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert numbers("fedbip") == 768 + 768 + 1 + 2 * 16_384
     with torch.device("meta"):
         resnet = classifiers.build_classifier("resnet18", 1000)
-    assert (
-        sum(p.numel() for p in resnet.parameters()) == 11_689_512
-    )  # FedCADO's and FedLMG's 11.69 M
+    # FedCADO's and FedLMG's 11.69 M
+    assert sum(p.numel() for p in resnet.parameters()) == 11_689_512
     assert sum(b.numel() for name, b in resnet.named_buffers() if "running" in name) == 9_600
 
 
@@ -1017,7 +1037,8 @@ def test_a_resnet34_begins_as_the_kits_resnet18(tiny_kit) -> None:  # type: igno
     shallow = classifiers.new_classifier(
         replace(config, architecture="resnet18"), 10, str(tiny_kit), 0
     ).eval()
-    deep.fc, shallow.fc = nn.Identity(), nn.Identity()
+    deep.fc = nn.Identity()
+    shallow.fc = nn.Identity()
     x = random(2, 3, 32, 32)
     assert torch.equal(deep(x), shallow(x))
     assert sum(p.numel() for p in deep.parameters()) > 1.8 * sum(

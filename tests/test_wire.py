@@ -110,10 +110,8 @@ def test_mutated_bytes_are_refused_or_still_valid(data: st.DataObject) -> None:
     original = blob(Classifier(("dog",), "resnet18", STATE), CLASSIFIER)
     mutated = bytearray(original)
     for _ in range(data.draw(st.integers(1, 4))):
-        kind, at = (
-            data.draw(st.sampled_from(["flip", "cut", "insert"])),
-            data.draw(st.integers(0, max(len(mutated) - 1, 0))),
-        )
+        kind = data.draw(st.sampled_from(["flip", "cut", "insert"]))
+        at = data.draw(st.integers(0, max(len(mutated) - 1, 0)))
         if kind == "flip" and mutated:
             mutated[at] ^= data.draw(st.integers(1, 255))
         elif kind == "cut":
@@ -344,7 +342,8 @@ def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-unty
 
 # ---- Every other kind of payload ----
 
-REAL, WHOLE = torch.float32, torch.int64
+REAL = torch.float32
+WHOLE = torch.int64
 KINDS: dict[str, tuple[Payload, dict]] = {
     "oscar": (
         Encodings(("cat", "emu"), torch.arange(12.0).view(2, 2, 3)),
@@ -408,15 +407,14 @@ def same(one: Payload, other: Payload) -> bool:
 
 
 @pytest.mark.parametrize("method", KINDS)
+# As protobuf itself would write it
 def test_every_kind_round_trips(method: str) -> None:
     payload = KINDS[method][0]
     encoded = blob(payload, expected_of(method))
     back = wire.decode(encoded, expected_of(method), wire.digest(encoded))
     assert same(back, payload)
     assert blob(back, expected_of(method)) == encoded
-    assert (
-        pb.Payload.FromString(encoded).SerializeToString(deterministic=True) == encoded
-    )  # as protobuf itself would write it
+    assert pb.Payload.FromString(encoded).SerializeToString(deterministic=True) == encoded
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -442,7 +440,8 @@ def test_a_large_payload_is_held_no_more_than_three_times(tmp_path: Path) -> Non
     }
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
     expected = replace(CLASSIFIER, architectures={"resnet18": shapes}, max_bytes=300_000_000)
-    payload, file = Classifier(("dog",), "resnet18", state), tmp_path / "payload.pb"
+    payload = Classifier(("dog",), "resnet18", state)
+    file = tmp_path / "payload.pb"
     size = sum(value.nbytes for value in state.values())
     assert peak_of(lambda: file.write_bytes(blob(payload, expected))) < 1.2 * size
     assert (

@@ -149,7 +149,8 @@ def test_the_scan_knows_every_type_of_the_schema() -> None:
 @pytest.mark.parametrize("wire_type", [0, 1, 3, 4, 5, 6, 7])
 def test_a_field_has_the_wire_type_of_its_schema(wire_type: int) -> None:
     """Of a text 2, a length. Three bits of the tag say it."""
-    data, expected = bytearray(blob()), DESCRIPTIONS
+    data = bytearray(blob())
+    expected = DESCRIPTIONS
     last = pb.Payload.DESCRIPTOR.fields_by_name["client"].number
     at = data.index(bytes([last << 3 | 2, len(expected.client)]) + expected.client.encode())
     assert scanned(bytes(data), expected) == ""

@@ -48,10 +48,11 @@ from server_app.synthesis.plan import initial_noise, plan_images
 from server_app.synthesis.samplers import ddim_schedule
 
 CPU = torch.device("cpu")
+# B's only class is a's second: a row number is no label, and no client's row is another's
 HELD = {
     "a": [3, 8],
     "b": [8],
-}  # b's only class is a's second: a row number is no label, and no client's row is another's
+}
 NAMES = {client: tuple(CLASSES[label] for label in labels) for client, labels in HELD.items()}
 PLAN = plan_images("m", 0, HELD, 1)  # a 3, a 8, b 8
 OWN = [103.0, 108.0, 208.0]  # what `marked` says of the three
@@ -219,8 +220,10 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
     }
     config = config_of(tiny_kit, fedbip__guidance=4.5, fedbip__domain_noise=0.0)
     fedbip.sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
-    (only,), kit = composed[0][1], load_kit(tiny_kit)
-    domains, words = torch.tensor([100.0, 100.0, 200.0]), torch.tensor(OWN)
+    (only,) = composed[0][1]
+    kit = load_kit(tiny_kit)
+    domains = torch.tensor([100.0, 100.0, 200.0])
+    words = torch.tensor(OWN)
     prompt = concept_prompt(kit.text)
     expected = prompt.filled(*(values[:, None].expand(-1, 32) for values in (domains, words)))
     assert torch.equal(only.c, expected)
@@ -299,10 +302,8 @@ def test_what_guides_a_classifiers_images(tiny_kit, monkeypatch, gradient: str) 
 
     monkeypatch.setattr(fedlmg, "compose", record)
     settings = config_of(tiny_kit, fedlmg__guidance=4.5, fedlmg__gradient=gradient).fedlmg
-    kit, teachers = (
-        load_kit(tiny_kit),
-        {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)},
-    )
+    kit = load_kit(tiny_kit)
+    teachers = {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)}
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
     loss_at = fedlmg.guidance_loss(kit, PLAN, prompts, teachers, settings, None)
     loss_at(initial_noise(PLAN, kit.latent_shape, CPU).requires_grad_(), torch.tensor(501))
@@ -319,12 +320,12 @@ def test_the_gradient_at_x0_takes_the_latents_as_standard_normal(tiny_kit, monke
     monkeypatch.setattr(
         fedlmg, "compose", lambda kit, z, t, c0, conditions: torch.full_like(z, 0.1)
     )
-    kit, teachers = (
-        load_kit(tiny_kit),
-        {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)},
-    )
-    prompts, t = kit.text([f"an image of {name}" for name in CLASSES]), torch.tensor(501)
-    losses, gradients = [], []
+    kit = load_kit(tiny_kit)
+    teachers = {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)}
+    prompts = kit.text([f"an image of {name}" for name in CLASSES])
+    t = torch.tensor(501)
+    losses = []
+    gradients = []
     for gradient in ("full", "x0"):
         settings = config_of(tiny_kit, fedlmg__gradient=gradient).fedlmg
         z = initial_noise(PLAN, kit.latent_shape, CPU).requires_grad_()
@@ -344,10 +345,8 @@ def test_fedcado_edits_at_the_first_timestep(tiny_kit, monkeypatch) -> None:  # 
         fedcado, "edit_noise", lambda z, t, loss_at, *rest: (edits.append((int(t), *rest)), z)[1]
     )
     settings = config_of(tiny_kit, fedcado__noise_edits=3, fedcado__noise_edit_lr=0.7).fedcado
-    kit, teachers = (
-        load_kit(tiny_kit),
-        {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)},
-    )
+    kit = load_kit(tiny_kit)
+    teachers = {client: as_teacher(resnet(n)) for n, client in enumerate(HELD)}
     fedcado.sample(
         kit, PLAN, kit.text([f"an image of {name}" for name in CLASSES]), teachers, settings, 4
     )
@@ -357,12 +356,15 @@ def test_fedcado_edits_at_the_first_timestep(tiny_kit, monkeypatch) -> None:  # 
 
 def test_every_batchnorm_layer_counts() -> None:
     """Against a hook on every layer, summed layer by layer."""
-    model, x = resnet(0).eval(), torch.rand(2, 3, 32, 32) * 2 - 1
-    expected, handles = torch.zeros(2), []
+    model = resnet(0).eval()
+    x = torch.rand(2, 3, 32, 32) * 2 - 1
+    expected = torch.zeros(2)
+    handles = []
 
     def add(norm: nn.BatchNorm2d, args: tuple[torch.Tensor]) -> None:
         nonlocal expected
-        mean, variance = args[0].mean((2, 3)), args[0].var((2, 3), unbiased=False)
+        mean = args[0].mean((2, 3))
+        variance = args[0].var((2, 3), unbiased=False)
         expected = (
             expected
             + (mean - norm.running_mean).norm(dim=1)
@@ -416,7 +418,8 @@ def test_each_strategy_has_its_own_teacher(
         256, (4, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
     made = SimpleNamespace(pixels=pixels, labels=torch.tensor([0, 1, 1, 2]), clients=owners)
-    targets, parted = {}, []
+    targets = {}
+    parted = []
     monkeypatch.setattr(
         driver,
         "render",
@@ -440,7 +443,9 @@ def test_each_strategy_has_its_own_teacher(
         mean = (p["a"] + p["b"]) / 2
     else:
         mean = torch.zeros(4, 10)
-        mean[:, 0], mean[:, 1], mean[:, 2] = p["a"][:, 0], (p["a"] + p["b"])[:, 1] / 2, p["b"][:, 2]
+        mean[:, 0] = p["a"][:, 0]
+        mean[:, 1] = (p["a"] + p["b"])[:, 1] / 2
+        mean[:, 2] = p["b"][:, 2]
         mean = mean / mean.sum(1, keepdim=True)
     assert torch.allclose(targets["MD"], mean, atol=1e-6)
 
@@ -453,7 +458,9 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
 
     Rows, shares and latents are the class's own; the noise is the first timestep's.
     """
-    data, learned, noised = images(0, 4, 0, 0, 0, 0), {}, []
+    data = images(0, 4, 0, 0, 0, 0)
+    learned = {}
+    noised = []
     monkeypatch.setattr(
         espresso_half,
         "cluster",
@@ -505,7 +512,8 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
 
 def test_feddisc_clusters_each_classs_noised_embeddings(tiny_unclip, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The mean of a class is that of its own images' embeddings, noised at the config's level."""
-    data, levels = images(3, 8, 3), []
+    data = images(3, 8, 3)
+    levels = []
     add = load_embedding_noise(str(tiny_unclip))
     whole: list[torch.Tensor] = []
 

@@ -27,13 +27,11 @@ from server_app.synthesis.workers import (
     sample_units,
 )
 
-pytestmark = pytest.mark.xdist_group(
-    "ray"
-)  # one cluster, not one for every process that runs tests
+# One cluster, not one for every process that runs tests
+pytestmark = pytest.mark.xdist_group("ray")
 CPU = torch.device("cpu")
-UNITS = cut_units(
-    plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {}
-)  # twelve units of two
+# Twelve units of two
+UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +66,8 @@ def that(act: Callable[[Sequence[ImageJob]], None]) -> MakeSampler:
 
 def test_models_are_loaded_with_the_threads_that_sample() -> None:
     """What is faster, which `auto` measures while they are loaded, depends on it."""
-    seen, before = [], torch.get_num_threads()
+    seen = []
+    before = torch.get_num_threads()
 
     def make(device: torch.device) -> Sample:
         seen.append(torch.get_num_threads())
@@ -139,6 +138,7 @@ def test_more_workers_than_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPa
     assert [pixels.unique().tolist() for _, pixels, _ in sampled] == [[1]] * 2
 
 
+# One again for each death, and at the end what an idle actor repeats
 def test_a_dead_actor_costs_its_unit_alone(tmp_path: Path) -> None:
     """Two die, each at its second unit, in the middle of it."""
 
@@ -152,9 +152,7 @@ def test_a_dead_actor_costs_its_unit_alone(tmp_path: Path) -> None:
     assert sorted(names_of_sampled(that(act), workers(2))) == sorted(unit.name for unit in UNITS)
     died = [file for file in tmp_path.iterdir() if file.read_text() == "xx"]
     assert len(died) >= 2
-    assert (
-        sum(len(file.read_text()) for file in tmp_path.iterdir()) <= 12 + 2 + 2
-    )  # one again for each death, and at the end what an idle actor repeats
+    assert sum(len(file.read_text()) for file in tmp_path.iterdir()) <= 12 + 2 + 2
 
 
 def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
@@ -185,7 +183,8 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
 def test_an_actor_that_ray_ends_or_loses_is_replaced(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    get, ended = ray.get, []
+    get = ray.get
+    ended = []
 
     def end_once(ref: object) -> object:
         if not ended:

@@ -124,7 +124,8 @@ def try_all(
 
     Of earlier runs, or of this one until the deadline.
     """
-    kept, lock = work / "verdicts.jsonl", Lock()
+    kept = work / "verdicts.jsonl"
+    lock = Lock()
     known = load_verdicts(kept)
     with Servers(project, work, jobs) as servers:
         reach = Reach(project, servers, work / "reach.json", deadline)
@@ -150,7 +151,8 @@ def try_all(
 
 def shown(mutant: Mutant, most: int = 60) -> str:
     """Its place and the change, without what is the same on both sides of it."""
-    before, after = mutant.before, mutant.after
+    before = mutant.before
+    after = mutant.after
     same = 0
     while same < min(len(before), len(after)) and before[same] == after[same]:
         same += 1
@@ -199,9 +201,9 @@ def write_report(
     left = [mutant for mutant in tried if ends.get(mutant.name) != "killed"]
     lines = ["Survivors:", ""]
     for mutant in sorted(left, key=lambda mutant: (not mutant.computes, mutant.file, mutant.lines)):
-        said = reasons.get(mutant.name) or ("" if mutant.computes else "does not compute")
+        reason = reasons.get(mutant.name) or ("" if mutant.computes else "does not compute")
         unreached = " (no test runs it)" * (ends.get(mutant.name) == "unreached")
-        lines.append(f"- `{shown(mutant)}`{unreached}{': ' * bool(said)}{said}")
+        lines.append(f"- `{shown(mutant)}`{unreached}{': ' * bool(reason)}{reason}")
     page = out.with_suffix(".md")
     page.write_text(page.read_text() + "\n" + "\n".join(lines) + "\n")
     data = json.loads(out.with_suffix(".json").read_text())

@@ -106,7 +106,8 @@ class _Finder(cst.CSTVisitor):
     def __init__(self, file: str, module: cst.Module):
         super().__init__()
         self.found: list[Mutant] = []
-        self._file, self._module = file, module
+        self._file = file
+        self._module = module
         self._names: list[str] = []
         self._statements: list[tuple[int, int]] = []
         self._quiet = 0

@@ -74,11 +74,11 @@ def run(
         _in_child(Path(tree), arguments, notes, measure)
     end, code = _wait(child, began + timeout)
     _end_descendants()
-    said = json.loads(notes.read_text()) if notes.is_file() else {}
+    noted = json.loads(notes.read_text()) if notes.is_file() else {}
     if not end:
         end = "passed" if code == 0 else "failed" if code > 0 else "crash"
-        said.setdefault("why", f"exit code {code}")
-    return {"test": "", "why": "", **said, "end": end, "seconds": time.monotonic() - began}
+        noted.setdefault("why", f"exit code {code}")
+    return {"test": "", "why": "", **noted, "end": end, "seconds": time.monotonic() - began}
 
 
 def _wait(child: int, deadline: float) -> tuple[str, int]:
@@ -142,8 +142,8 @@ class Recorder:
         self.notes = notes
         self.said: dict[str, Any] = {}
 
-    def note(self, **said: Any) -> None:
-        self.said.update(said)
+    def note(self, **entries: Any) -> None:
+        self.said.update(entries)
         self.notes.write_text(json.dumps(self.said))
 
     def finish(self) -> None:
@@ -183,7 +183,8 @@ class Measure(Recorder):
 
     @contextmanager
     def _within(self, context: str) -> Iterator[None]:
-        before, self.context = self.context, context
+        before = self.context
+        self.context = context
         self.coverage.switch_context(context)
         try:
             yield
@@ -193,7 +194,8 @@ class Measure(Recorder):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.shared, began = 0.0, time.monotonic()
+        self.shared = 0.0
+        began = time.monotonic()
         with self._within(item.nodeid):
             result = yield
         seconds = time.monotonic() - began - self.shared
@@ -205,7 +207,8 @@ class Measure(Recorder):
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
         if fixturedef.scope == "function":
             return (yield)
-        nested, began = self.context.startswith("fixture "), time.monotonic()
+        nested = self.context.startswith("fixture ")
+        began = time.monotonic()
         with self._within(f"fixture {fixturedef.argname}"):
             result = yield
         if not nested:

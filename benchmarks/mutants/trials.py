@@ -107,7 +107,8 @@ class Server:
 
     def write(self, file: str, text: str) -> None:
         """A file of the tree, with a time of its own, so that no compiled one is taken for its."""
-        path, moment = self.tree / file, next(self._moments)
+        path = self.tree / file
+        moment = next(self._moments)
         path.write_text(text)
         os.utime(path, (moment, moment))
 
@@ -194,13 +195,17 @@ class Reach:
     """
 
     def __init__(self, project: Project, servers: Servers, file: Path, deadline: float):
-        self.project, self._file, self._lock = project, file, Lock()
+        self.project = project
+        self._file = file
+        self._lock = Lock()
         known = json.loads(file.read_text()) if file.is_file() else {}
         base, each = sources(project)
         if known.get("base") != base:
             known = {"base": base, "each": {}, "tests": {}, "lines": {}, "clean": {}}
         self.tree = f"{base} {hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16]}"
-        self._base, self._each, self._known = base, each, known
+        self._base = base
+        self._each = each
+        self._known = known
         for gone in {*known["each"]} - {*each}:
             self._forget(gone)
         changed = [name for name in each if each[name] != known["each"].get(name)]

@@ -54,11 +54,10 @@ def make_payload(job: ClientJob) -> Mixtures:
         ValueError: a condition diverged.
     """
     settings = job.config.espresso
-    kit, encoder = (
-        load_kit_to_learn(job),
-        load_image_encoder(job.config.image_encoder or job.kit, job.device),
-    )
-    images, seen = job.load(kit.image_size), job.load(encoder.fit)
+    kit = load_kit_to_learn(job)
+    encoder = load_image_encoder(job.config.image_encoder or job.kit, job.device)
+    images = job.load(kit.image_size)
+    seen = job.load(encoder.fit)
     embedded: list[torch.Tensor] = []
     job.progress(0, len(seen), "embedding image")
     for x in seen.pixels.split(16):
@@ -70,7 +69,9 @@ def make_payload(job: ClientJob) -> Mixtures:
     names = [job.classes[label] for label in held]
 
     # C: one condition a cluster
-    rows_of, owners, cluster_names = [], [], []
+    rows_of = []
+    owners = []
+    cluster_names = []
     for index, label in enumerate(held):
         rows = (images.labels == label).nonzero().flatten()
         for number, members in enumerate(cluster(features[rows], settings.clusters)):
@@ -107,8 +108,10 @@ def _mixture(
     mean: torch.Tensor, logvar: torch.Tensor, a_t: torch.Tensor, name: str, job: ClientJob
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One class's, as the config asks for it."""
-    settings, stream = job.config.espresso, ("espresso mixture", job.client, name)
-    generator, seed = generator_of(job.config.seed, *stream), seed_of(job.config.seed, *stream)
+    settings = job.config.espresso
+    stream = ("espresso mixture", job.client, name)
+    generator = generator_of(job.config.seed, *stream)
+    seed = seed_of(job.config.seed, *stream)
     if settings.mixture_fit == "closed":
         return closed_mixture(mean, logvar, a_t, settings.components, generator, seed)
     latents = noised_latents(mean, logvar, a_t, settings.noise_draws, generator)

@@ -43,7 +43,9 @@ def make_payload(job: ClientJob) -> Concepts:
     names = [job.classes[label] for label in held]
     mean, logvar = posteriors(kit, images, job)
     order = images.labels.argsort(stable=True)
-    mean, logvar, labels = mean[order], logvar[order], images.labels[order]
+    mean = mean[order]
+    logvar = logvar[order]
+    labels = images.labels[order]
     domain, vectors = learn_words(
         kit, names, torch.tensor([held.index(y) for y in labels.tolist()]), mean, logvar, job
     )
@@ -68,10 +70,12 @@ def learn_words(
         owner: [N], each image's class among them.
         mean, logvar: posteriors, [N, c, h, w].
     """
-    settings, alphas_cumprod = job.config.fedbip, kit.alphas_cumprod
+    settings = job.config.fedbip
+    alphas_cumprod = kit.alphas_cumprod
     prompt = concept_prompt(kit.text)
     domain, vectors = concept_starts(kit.text, names)
-    domain, vectors = domain.clone().requires_grad_(), vectors.clone().requires_grad_()
+    domain = domain.clone().requires_grad_()
+    vectors = vectors.clone().requires_grad_()
     optimiser = torch.optim.Adam([domain, vectors], lr=settings.lr)
     generator = generator_of(job.config.seed, "fedbip", job.client)
     schedule = minibatches(
@@ -84,10 +88,11 @@ def learn_words(
         x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(
             len(rows), *mean.shape[1:], generator=generator
         ).to(kit.device)
-        z_t, whose = forward_noise(x0, eps, alphas_cumprod[t]), owner[rows]
+        z_t = forward_noise(x0, eps, alphas_cumprod[t])
+        owners = owner[rows]
 
-        def update(z_t=z_t, t=t, eps=eps, whose=whose) -> None:  # type: ignore[no-untyped-def]
-            condition = prompt.filled(domain, vectors[whose])
+        def update(z_t=z_t, t=t, eps=eps, owners=owners) -> None:  # type: ignore[no-untyped-def]
+            condition = prompt.filled(domain, vectors[owners])
             loss = (eps - kit.eps(z_t, t, condition)).square().mean()
             optimiser.zero_grad()
             loss.backward()
@@ -95,7 +100,8 @@ def learn_words(
 
         job.meter.run(("words", len(rows)), update)
         job.progress(done, len(schedule))
-    domain, vectors = domain.detach().float().cpu(), vectors.detach().float().cpu()
+    domain = domain.detach().float().cpu()
+    vectors = vectors.detach().float().cpu()
     if not (torch.isfinite(domain).all() and torch.isfinite(vectors).all()):
         raise ValueError(f"the words diverged (NaN or infinity); lower fedbip.lr = {settings.lr:g}")
     return domain, vectors

@@ -16,6 +16,8 @@ Payload for Stable unCLIP 2.1 (embeddings of 1024 and their level's encoding): (
 12,288 numbers a class.
 """
 
+from functools import partial
+
 import torch
 from sklearn.cluster import KMeans
 
@@ -33,12 +35,13 @@ def make_payload(job: ClientJob) -> Embeddings:
         KitError: the image encoder or its noise schedule is missing or damaged.
     """
     settings = job.config.feddisc
-    encoder, add_noise = load_image_encoder(job.kit, job.device), load_embedding_noise(job.kit)
+    encoder = load_image_encoder(job.kit, job.device)
+    add_noise = load_embedding_noise(job.kit)
     images = job.load(encoder.fit)
     parts: list[torch.Tensor] = []
     job.progress(0, len(images), "embedding image")
     for pixels in images.pixels.split(16):
-        parts.append(job.meter.run(("embed", len(pixels)), lambda pixels=pixels: encoder(pixels)))  # type: ignore[misc]
+        parts.append(job.meter.run(("embed", len(pixels)), partial(encoder, pixels)))
         job.progress(sum(map(len, parts)), len(images), "embedding image")
     embeddings = torch.cat(parts)
     noise = torch.randn(

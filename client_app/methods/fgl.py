@@ -32,8 +32,7 @@ def make_payload(job: ClientJob) -> Captions:
         job.progress(len(captions), len(images), "captioning image")
     captions = [sendable(text) for text in captions]
     held = images.held()
-    texts = tuple(
-        tuple(t for t, y in zip(captions, images.labels.tolist(), strict=True) if y == label)
-        for label in held
-    )
-    return Captions(tuple(job.classes[label] for label in held), texts)
+    texts: dict[int, list[str]] = {label: [] for label in held}
+    for caption, label in zip(captions, images.labels.tolist(), strict=True):
+        texts[label].append(caption)
+    return Captions(tuple(job.classes[label] for label in held), tuple(map(tuple, texts.values())))

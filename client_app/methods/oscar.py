@@ -39,7 +39,9 @@ def make_payload(job: ClientJob) -> Encodings:
     text = load_text_encoder(job.kit, job.device, torch.float32)
     images = job.load(captioner.fit)
     encode = text.pooled if job.config.method == "oscar-pooled" else text
-    held, means, total = images.held(), [], len(images)
+    held = images.held()
+    means = []
+    total = len(images)
     done = 0
     job.progress(done, total, "captioning image")
     for label in held:

@@ -28,11 +28,12 @@ from osfl.config import ConfigError, is_identifier
 from osfl.files import PUBLIC, write_atomically
 from osfl.words import plain
 
+# Names of every server certificate: the server's own processes dial these
 ALWAYS = (
     "localhost",
     "127.0.0.1",
     "::1",
-)  # names of every server certificate: the server's own processes dial these
+)
 SKEW = timedelta(minutes=5)  # a node's clock may be slow
 
 
@@ -46,7 +47,8 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
     Raises:
         ConfigError: there is one and `rotate` is not set, or there is none and it is.
     """
-    key_file, certificate_file = folder / "ca.key", folder / "ca.crt"
+    key_file = folder / "ca.key"
+    certificate_file = folder / "ca.crt"
     if not rotate and (found := [file for file in (certificate_file, key_file) if file.exists()]):
         raise ConfigError(
             f"{found[0]} exists. Use this authority, or make a new one beside it with --rotate"
@@ -56,10 +58,8 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
         raise ConfigError(
             f"{certificate_file} does not exist; there is nothing to rotate. Leave --rotate out"
         )
-    key, name = (
-        ec.generate_private_key(ec.SECP384R1()),
-        _name(f"OSFL CA {datetime.now(UTC):%Y-%m-%d %H:%M:%S}"),
-    )
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = _name(f"OSFL CA {datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
     usage = x509.KeyUsage(
         key_cert_sign=True,
         crl_sign=True,
@@ -211,9 +211,8 @@ def _host(name: str) -> x509.GeneralName:
         pass
     labels = name.split(".")
     plain = all(label.isascii() and label.replace("-", "").isalnum() for label in labels)
-    if (
-        not plain or labels[-1].isdigit() or len(name) > 253
-    ):  # digits at the end: an address that is none
+    # Digits at the end: an address that is none
+    if not plain or labels[-1].isdigit() or len(name) > 253:
         raise ConfigError(f"host {name!r}: must be a host name or an IP address, without port")
     return x509.DNSName(name)
 

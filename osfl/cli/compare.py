@@ -49,7 +49,7 @@ from osfl.run_folder.report_page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
 from osfl.words import plain
 
-OWN = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
+RESERVED = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
 MOST_CLIENTS = 8  # that have a column of their own in the Markdown table
 MOST_ERROR = 1000  # characters of a run's error
 MOST_OUTPUT = 20_000  # characters at the end of a run's output, in which its error is looked for
@@ -81,16 +81,12 @@ class TableFile:
 
     def cells(self) -> list[Cell]:
         """Every row with every seed, seed by seed: with one seed done there is a whole table."""
-        return [
-            _cell(
-                self.name,
-                row,
-                (*(f"{key}={_text(value)}" for key, value in settings.items()), f"seed={seed}"),
-                seed,
-            )
-            for seed in self.seeds
-            for row, settings in self.rows.items()
-        ]
+        made = []
+        for seed in self.seeds:
+            for row, settings in self.rows.items():
+                overrides = (*_overrides(settings), f"seed={seed}")
+                made.append(_cell(self.name, row, overrides, seed))
+        return made
 
 
 def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
@@ -179,15 +175,21 @@ def read_table(
     for name, settings in made.items():
         try:
             settings.update(resolve_config(extra)[1])
-            if own := [key for key in OWN if key in settings]:
+            for key in RESERVED:
+                if key not in settings:
+                    continue
                 raise ConfigError(
-                    f"{own[0]} = {settings[own[0]]!r}: is the table's to set; see its seeds, and "
-                    "--seeds and --runs"
+                    f"{key} = {settings[key]!r}: is the table's to set; see its seeds, and --seeds "
+                    "and --runs"
                 )
-            resolve_config([f"{key}={_text(value)}" for key, value in settings.items()])
+            resolve_config(_overrides(settings))
         except ConfigError as error:
             raise ConfigError(f"{file}, row {name!r}: {error}") from None
     return table
+
+
+def _overrides(settings: dict[str, Scalar]) -> list[str]:
+    return [f"{key}={_text(value)}" for key, value in settings.items()]
 
 
 def _text(value: Scalar) -> str:
@@ -204,12 +206,13 @@ class Runner:
         note: Callable[[Cell, str], None] = lambda cell, state: None,
         options: Iterable[str] = (),  # more options of `osfl run`
     ):
-        self.runs, self.at_once, self.note, self.options = runs, at_once, note, tuple(options)
-        self._stopped, self._processes, self._lock = (
-            threading.Event(),
-            set[subprocess.Popen](),
-            threading.Lock(),
-        )
+        self.runs = runs
+        self.at_once = at_once
+        self.note = note
+        self.options = tuple(options)
+        self._stopped = threading.Event()
+        self._processes = set[subprocess.Popen]()
+        self._lock = threading.Lock()
         self.outcomes: dict[Cell, Outcome] = {}  # of the cells that have ended, by themselves
 
     def run_all(self, cells: list[Cell]) -> list[Outcome]:
@@ -315,19 +318,16 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
 
     Local's models become their mean.
     """
-    cell, metrics = outcome.cell, outcome.metrics
+    cell = outcome.cell
+    metrics = outcome.metrics
     if not metrics:
         return [{"row": cell.row, "seed": cell.seed, "error": outcome.error}]
-    accuracy, all_images = metrics["accuracy"], metrics["over_images"]
+    accuracy = metrics["accuracy"]
+    all_images = metrics["over_images"]
     if metrics["method"] == "local":
-        tested = sorted(set.intersection(*(set(row) for row in accuracy.values())) - {"average"})
-        means = {
-            client: float(np.mean([row[client] for row in accuracy.values()])) for client in tested
-        }
-        accuracy = {"": {**means, "average": float(np.mean(list(means.values())))}}
-        matrices = [{c: own[c] for c in tested} for own in metrics["confusion"].values()]
-        all_images = {"": float(np.mean([over_images(own) for own in matrices]))}
-    clients, server = metrics["clients"].values(), metrics["server"]
+        accuracy, all_images = _mean_of_models(accuracy, metrics["confusion"])
+    clients = metrics["clients"].values()
+    server = metrics["server"]
 
     def most(key: str) -> float:
         return max(about.get(key, 0) for about in clients)
@@ -341,23 +341,38 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
         "client_memory_mb": most("peak_memory_mb"),
         "server_seconds_per_image": server["seconds_per_image"],
     }
-    return [
-        {
+    records = []
+    for model, by_client in accuracy.items():
+        of_clients = dict(by_client)
+        record = {
             "row": f"{cell.row} {model}" if len(accuracy) > 1 else cell.row,
             "seed": cell.seed,
-            "average": by_client["average"],
+            "average": of_clients.pop("average"),
             "over_images": all_images[model],
-            "accuracy": {
-                client: value for client, value in by_client.items() if client != "average"
-            },
+            "accuracy": of_clients,
             **costs,
             "versions": metrics["versions"],
             "kit_not_counted": metrics.get("kit_not_counted", False),
             "not_tested": metrics["not_tested"],
             "branches": _branches(metrics),
         }
-        for model, by_client in accuracy.items()
-    ]
+        records.append(record)
+    return records
+
+
+def _mean_of_models(
+    accuracy: dict[str, dict[str, float]], confusion: dict[str, dict[str, Any]]
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Local's models as one row: each client's accuracy, and that over all images, averaged."""
+    tested = set.intersection(*map(set, accuracy.values())) - {"average"}
+    means = {}
+    for client in sorted(tested):
+        means[client] = float(np.mean([row[client] for row in accuracy.values()]))
+    shares = []
+    for matrix in confusion.values():
+        shares.append(over_images({client: matrix[client] for client in means}))
+    average = float(np.mean(list(means.values())))
+    return {"": {**means, "average": average}}, {"": float(np.mean(shares))}
 
 
 def _branches(metrics: dict[str, Any]) -> str:
@@ -380,11 +395,11 @@ def as_csv(records: list[dict[str, Any]]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["row", "seed", "average", "over_images", *clients, *costs, "error"])
     for record in records:
-        own = record.get("accuracy", {})
+        accuracy = record.get("accuracy", {})
         cells = [
             record.get("average", ""),
             record.get("over_images", ""),
-            *(own.get(c, "") for c in clients),
+            *(accuracy.get(c, "") for c in clients),
             *(record.get(key, "") for key in costs),
         ]
         writer.writerow([record["row"], record["seed"], *cells, record.get("error", "")])
@@ -424,7 +439,10 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
     for name, group in groups.items():
         averages = [record["average"] for record in group]
         spread = f" ± {np.std(averages, ddof=1):.1f}" if len(averages) > 1 else ""
-        cells = [f"{np.mean([r['accuracy'].get(c, np.nan) for r in group]):.1f}" for c in shown]
+        cells = []
+        for client in shown:
+            figures = [record["accuracy"].get(client, np.nan) for record in group]
+            cells.append(f"{np.mean(figures):.1f}")
         cells.append(f"**{np.mean(averages):.1f}**{spread}")
         if both:
             cells.append(f"{np.mean([record['over_images'] for record in group]):.1f}")
@@ -439,7 +457,7 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         for r in records
         if "average" not in r
     ]
-    seeds = [str(seed) for seed in sorted({r["seed"] for r in records})]
+    seeds = list(map(str, sorted({record["seed"] for record in records})))
     over = (
         f"mean of seeds {', '.join(seeds)}, ± the standard deviation of the average"
         if len(seeds) > 1
@@ -521,7 +539,9 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
     ):
         for name, group in groups.items():
             averages = [record["average"] for record in group]
-            size = float(np.mean([sum(record[key] for key in keys) for record in group]))
+            size = 0.0
+            for key in keys:
+                size += float(np.mean([record[key] for record in group]))
             if any(record["upload_bytes"] for record in group):
                 spread = np.std(averages, ddof=1) if len(averages) > 1 else 0
                 panel.errorbar(
@@ -544,9 +564,8 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
                 )
         panel.set(xscale="log", xlabel=f"bytes of a client, {title}")
         low, high = panel.get_xlim()
-        if (
-            high < 10 * low
-        ):  # rows of one size: a whole decade around them, or the axis shows their last digits
+        # Rows of one size: a whole decade around them, or the axis shows their last digits
+        if high < 10 * low:
             panel.set_xlim((low * high / 10) ** 0.5, (low * high * 10) ** 0.5)
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("average top-1 accuracy (%)")

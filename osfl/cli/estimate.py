@@ -104,11 +104,11 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
         changed.add_row(key, display.words(value))
     if estimate.changed:
         display.console.print(changed)
-    whose = "a client sends" if simulated else "a client that has an image of every class sends"
+    sender = "a client sends" if simulated else "a client that has an image of every class sends"
     sizes = sorted(estimate.uploads.items())
     lines = [f"{client} sends {human_bytes(size)}" for client, size in sizes[:SHOWN_CLIENTS]]
     if not simulated or len(set(estimate.uploads.values())) == 1:
-        lines = [f"{whose} {human_bytes(sizes[0][1])}"]
+        lines = [f"{sender} {human_bytes(sizes[0][1])}"]
     elif len(sizes) > SHOWN_CLIENTS:
         lines.append(f"and {len(sizes) - SHOWN_CLIENTS} more clients")
     lines.append(f"all {len(sizes)} together: {human_bytes(sum(estimate.uploads.values()))}")
@@ -177,10 +177,10 @@ def simulated_clients(config: RunConfig) -> dict[str, Client]:
     clients: dict[str, Client] = {}
     for number in range(config.num_clients):
         node = NodeConfig(partition_id=number, num_partitions=config.num_clients)
-        own, _, name = own_settings(config, node)
-        check_node(own, node)
+        node_settings, _, name = own_settings(config, node)
+        check_node(node_settings, node)
         labels = tuple(image_labels(config.data, node, "train", config.seed))
-        clients[name] = Client(own, labels, domain_name(config.data, node))
+        clients[name] = Client(node_settings, labels, domain_name(config.data, node))
     return clients
 
 

@@ -113,7 +113,8 @@ def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scala
     Raises:
         ConfigError: a missing or broken file, an unknown key, a bad value.
     """
-    known, overrides = default_config(), dict[str, Scalar]()
+    known = default_config()
+    overrides = dict[str, Scalar]()
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if equals:
@@ -149,11 +150,13 @@ def find_config(name: str) -> Path:
     file = Path(name)
     if file.is_file():
         return file
-    ours = shipped("configs")
-    found = ours.parent / file
-    if file.parts[:1] == (ours.name,) and ".." not in file.parts and found.is_file():
+    packaged = shipped("configs")
+    found = packaged.parent / file
+    if file.parts[:1] == (packaged.name,) and ".." not in file.parts and found.is_file():
         return found
-    names = sorted(path.relative_to(ours.parent).as_posix() for path in ours.rglob("*.toml"))
+    names = sorted(
+        path.relative_to(packaged.parent).as_posix() for path in packaged.rglob("*.toml")
+    )
     raise ConfigError(
         f"{name!r}: no such file, and not key=value. With osfl come: {', '.join(names)}"
     )
@@ -382,7 +385,8 @@ def outcome(
             details = run.get("status-details") or run.get("details") or ""
             details = plain_lines(details, MOST_SAID)
         except (ValueError, KeyError, IndexError):
-            status, details = "unknown", _tail(done.stdout + done.stderr)
+            status = "unknown"
+            details = _tail(done.stdout + done.stderr)
         if status.startswith("finished") or time.monotonic() > end:
             return status, details
 

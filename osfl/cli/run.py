@@ -149,7 +149,8 @@ def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
         f"job [bold]{job_id}[/], Flower's run {run_id}; the server keeps it in its runs-dir",
         highlight=False,
     )
-    status, details = "", ""
+    status = ""
+    details = ""
     while not status.startswith("finished"):  # the log may break off before the run does
         launch.follow_log(run_id, connection, environment, print)
         status, details = launch.outcome(run_id, connection, environment)

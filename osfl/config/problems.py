@@ -148,7 +148,8 @@ def _differentiates(run: RunConfig) -> bool:
 
 
 def _of_prompts(run: RunConfig) -> Iterator[str]:
-    of_class, of_domain = run.synthesis.prompt, run.prompts_domain.prompt
+    of_class = run.synthesis.prompt
+    of_domain = run.prompts_domain.prompt
     if "{class}" not in of_class:
         yield f"synthesis.prompt = {of_class!r}: must contain {{class}}"
     if "{class}" not in of_domain or "{domain}" not in of_domain:

@@ -51,7 +51,8 @@ _FEATURES = datasets.Features(
 
 def split_sources() -> dict[str, np.ndarray]:
     """Indices into scikit-learn's digits: a partition of all 1,797, stratified by class."""
-    labels, rng = load_digits().target, np.random.default_rng(SEED)
+    labels = load_digits().target
+    rng = np.random.default_rng(SEED)
     private_count = IMAGES_PER_CLASS * len(STYLES)
     parts: dict[str, list[np.ndarray]] = {"public": [], "private": [], "test": []}
     for label in range(len(CLASSES)):
@@ -110,13 +111,16 @@ def _domain_rows(split: str, labels: np.ndarray) -> list[tuple[int, str, str]]:
 def _validation_sources(labels: np.ndarray) -> np.ndarray:
     """The first public scans of every class."""
     public = split_sources()["public"]
-    own = [public[labels[public] == label][:TEST_SCANS_PER_CLASS] for label in range(len(CLASSES))]
-    return np.concatenate(own)
+    scans = [
+        public[labels[public] == label][:TEST_SCANS_PER_CLASS] for label in range(len(CLASSES))
+    ]
+    return np.concatenate(scans)
 
 
 def _public_rows(labels: np.ndarray, rng: np.random.Generator) -> list[tuple[int, str, str]]:
     """(source, style, caption) of the long-tailed public corpus."""
-    sources, others = split_sources()["public"], STYLES[1:]
+    sources = split_sources()["public"]
+    others = STYLES[1:]
     rows = []
     for _ in range(PUBLIC_IMAGES):
         source = int(rng.choice(sources))

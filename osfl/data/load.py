@@ -82,9 +82,8 @@ def load_images(
     )
 
 
-@lru_cache(
-    maxsize=16
-)  # a message needs its partition several times, and cutting takes longer than reading it
+# A message needs its partition several times, and cutting takes longer than reading it
+@lru_cache(maxsize=16)
 def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
     """Cut the embedded digits with flwr-datasets.
 
@@ -131,7 +130,8 @@ def image_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) ->
 
 
 def _load_folder(config: DataConfig, node: NodeConfig, split: str, fit: Fit) -> Images:
-    pixels, labels = [], []
+    pixels = []
+    labels = []
     for file, label in list_folder(config, node, split):
         try:
             with Image.open(file) as image:
@@ -157,9 +157,8 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     image = ImageOps.exif_transpose(image)
     if image.mode == "F":
         raise ValueError("floating-point pixels; save it with 8 or 16 bits")
-    if image.mode.startswith(
-        "I"
-    ):  # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
+    # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
+    if image.mode.startswith("I"):
         image = Image.fromarray(
             (np.asarray(image).astype(np.float64) / 257).clip(0, 255).round().astype(np.uint8)
         )
@@ -172,8 +171,9 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
         return fit(tensor)
     if tensor.shape[1:] == (fit, fit):
         return tensor
+    # Seconds to import, and the digits need no resizing
     from torchvision.transforms.v2 import (
         functional,
-    )  # seconds to import, and the digits need no resizing
+    )
 
     return functional.center_crop(functional.resize(tensor, [fit], antialias=True), [fit, fit])

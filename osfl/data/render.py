@@ -87,11 +87,14 @@ def _place(source: Array, style: str, rng: np.random.Generator) -> Array:
     scan = Image.fromarray((np.pad(source, 1) * 255).astype(np.uint8)).resize(
         (SIZE, SIZE), Image.Resampling.BICUBIC
     )
-    turn, shear = np.deg2rad(rng.uniform(-10, 10)), rng.uniform(-0.12, 0.12)
+    turn = np.deg2rad(rng.uniform(-10, 10))
+    shear = rng.uniform(-0.12, 0.12)
     scale = rng.uniform(0.85, 1.05) * (1.15 if style == "infograph" else 1.0)
     shift = rng.uniform(-2, 2, size=2)
-    a, b = np.cos(turn) * scale, (np.sin(turn) + shear) * scale
-    c, d = -np.sin(turn) * scale, np.cos(turn) * scale
+    a = np.cos(turn) * scale
+    b = (np.sin(turn) + shear) * scale
+    c = -np.sin(turn) * scale
+    d = np.cos(turn) * scale
     mid = SIZE / 2
     matrix = (a, b, mid - a * mid - b * mid + shift[0], c, d, mid - c * mid - d * mid + shift[1])
     moved = scan.transform((SIZE, SIZE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)

@@ -109,13 +109,13 @@ def train_kit(
     from osfl.kit_recipe.stages import load_corpus
 
     work.mkdir(parents=True, exist_ok=True)
-    own = json.dumps({**asdict(recipe), "device": device}, indent=1)
-    if (file := work / "recipe.json").is_file() and file.read_text() != own:
+    description = json.dumps({**asdict(recipe), "device": device}, indent=1)
+    if (file := work / "recipe.json").is_file() and file.read_text() != description:
         raise ConfigError(
             f"--work {work}: its checkpoints are of another recipe or device; remove them, or name "
             "another folder"
         )
-    file.write_text(own)
+    file.write_text(description)
     target = torch.device(device)
     corpus = load_corpus(target)
     log: dict = {

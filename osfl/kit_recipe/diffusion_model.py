@@ -1,5 +1,6 @@
 """Stages 1 and 2: the autoencoder; then the UNet and the text encoder, together."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ def train(
     """
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "diffusion model"))
-    vae, unet = untrained.new_vae(), untrained.new_unet(recipe.text_width)
+    vae = untrained.new_vae()
+    unet = untrained.new_unet(recipe.text_width)
     text = untrained.new_text_encoder(corpus.captions, recipe.text_length, recipe.text_width)
 
     def vae_loss(generator: torch.Generator) -> torch.Tensor:
@@ -47,15 +49,18 @@ def train(
 
     with torch.no_grad():  # latents once
         posteriors = [vae.encode(to_float(chunk)).latent_dist for chunk in corpus.pixels.split(500)]
-        mean, std = torch.cat([p.mean for p in posteriors]), torch.cat([p.std for p in posteriors])
+        mean = torch.cat([p.mean for p in posteriors])
+        std = torch.cat([p.std for p in posteriors])
         noise = torch.randn(
             mean.shape, generator=torch.Generator(device).manual_seed(0), device=device
         )
         scale = float(1 / (mean + std * noise).std())
     vae.register_to_config(scaling_factor=scale)
-    tokens, nothing = text.tokens(corpus.captions).to(device), text.tokens([""]).to(device)
+    tokens = text.tokens(corpus.captions).to(device)
+    nothing = text.tokens([""]).to(device)
     alphas_cumprod = untrained.new_scheduler().alphas_cumprod.to(device)
-    named = torch.tensor([any(s in c for s in STYLES) for c in corpus.captions], device=device)
+    names = re.compile("|".join(map(re.escape, STYLES)))
+    named = torch.tensor([bool(names.search(c)) for c in corpus.captions], device=device)
     weights = 1 + (recipe.style_weight - 1) * named
 
     def denoiser_loss(generator: torch.Generator) -> torch.Tensor:

@@ -36,7 +36,8 @@ def train_classifiers(
 
     The pretext task has 4 turns x 6 styles.
     """
-    device, log = corpus.pixels.device, {}
+    device = corpus.pixels.device
+    log = {}
 
     def pretext(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         rows = corpus.draw(recipe.classifier_batch, generator)
@@ -74,14 +75,13 @@ def train_classifiers(
         bits = BITS.get(architecture, 4)
         classifiers.round_weights(model, bits)
         generator = torch.Generator(device).manual_seed(seed_of(recipe.seed, name, "check"))
-        update_bn(
-            [pretext(generator)[0] for _ in range(30)], model
-        )  # BatchNorm's statistics of the rounded weights
+        # BatchNorm's statistics of the rounded weights
+        update_bn([pretext(generator)[0] for _ in range(30)], model)
         with torch.no_grad():
-            checks = [
-                (model(x).argmax(1) == y).float().mean().item()
-                for x, y in (pretext(generator) for _ in range(20))
-            ]
+            checks = []
+            for _ in range(20):
+                x, y = pretext(generator)
+                checks.append((model(x).argmax(1) == y).float().mean().item())
         log[name]["accuracy"] = round(sum(checks) / len(checks), 4)
         classifiers.save_initialisation(
             model.cpu(), out / "classifiers" / f"{architecture}.safetensors", bits
@@ -100,7 +100,8 @@ def train_image_encoder(
     )
     text = encoders.load_text_encoder(str(out), device, torch.float32)
     table, caption_of = _captions(text, corpus)
-    captioned, project = caption_of >= 0, nn.Linear(table.shape[1], recipe.embedding)
+    captioned = caption_of >= 0
+    project = nn.Linear(table.shape[1], recipe.embedding)
     mean, std = (
         torch.tensor(v, device=device).view(3, 1, 1)
         for v in (encoder.processor.image_mean, encoder.processor.image_std)
@@ -113,10 +114,11 @@ def train_image_encoder(
     def loss(generator: torch.Generator) -> torch.Tensor:
         rows = corpus.draw_balanced(recipe.image_encoder_batch, generator)
         x = corpus.images(rows)
-        one, other = embed(x, generator), embed(x, generator)
-        own = torch.arange(len(rows), device=device)
-        views = F.cross_entropy(one @ other.T / 0.1, own) + F.cross_entropy(
-            other @ one.T / 0.1, own
+        one = embed(x, generator)
+        other = embed(x, generator)
+        pairs = torch.arange(len(rows), device=device)
+        views = F.cross_entropy(one @ other.T / 0.1, pairs) + F.cross_entropy(
+            other @ one.T / 0.1, pairs
         )
         named = captioned[rows]
         texts = F.normalize(project(table))
@@ -157,7 +159,8 @@ def _view(x: torch.Tensor, generator: torch.Generator, turn: float = 0.0) -> tor
     def uniform(low: float, high: float) -> torch.Tensor:
         return low + (high - low) * torch.rand(len(x), generator=generator, device=x.device)
 
-    scale, nothing = uniform(0.75, 1.05), torch.zeros(len(x), device=x.device)
+    scale = uniform(0.75, 1.05)
+    nothing = torch.zeros(len(x), device=x.device)
     rows = [
         torch.stack([scale, nothing, uniform(-0.15, 0.15)], 1),
         torch.stack([nothing, scale, uniform(-0.15, 0.15)], 1),
@@ -205,7 +208,8 @@ def train_captioner(
         rows = corpus.draw_balanced(recipe.captioner_batch, generator, among=captioned)
         view = _view(_recolour(corpus.images(rows), generator), generator, turn=0.2)
         x = ((view + 1) / 2 - mean) / std
-        tokens, mask = batch.input_ids[rows], batch.attention_mask[rows]
+        tokens = batch.input_ids[rows]
+        mask = batch.attention_mask[rows]
         return captioner.model(
             x, tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)
         ).loss
@@ -232,17 +236,16 @@ def train_unclip(
     Written as a Stable unCLIP folder of its own.
     """
     device = corpus.pixels.device
-    kit, encoder = diffusion.load_kit(out, device), encoders.load_image_encoder(str(out), device)
+    kit = diffusion.load_kit(out, device)
+    encoder = encoders.load_image_encoder(str(out), device)
     embeddings = encoder(corpus.pixels.cpu()).to(device)
     noise = untrained.new_embedding_noise(embeddings.mean(dim=0), embeddings.std(dim=0))
     posteriors = [kit.encode(to_float(chunk)) for chunk in corpus.pixels.split(500)]
     mean, logvar = (torch.cat(part) for part in zip(*posteriors, strict=True))
     distinct = ["", *sorted(set(corpus.captions) - {""})]
     number = {caption: index for index, caption in enumerate(distinct)}
-    hidden, caption_of = (
-        kit.text(distinct),
-        torch.tensor([number[c] for c in corpus.captions], device=device),
-    )
+    hidden = kit.text(distinct)
+    caption_of = torch.tensor([number[c] for c in corpus.captions], device=device)
     torch.manual_seed(seed_of(recipe.seed, "unclip"))
     unet = untrained.new_unclip_unet(kit.unet, recipe.embedding).requires_grad_()
     levels_count = noise.scheduler.config.num_train_timesteps
@@ -279,9 +282,8 @@ def train_unclip(
     )
     pipe.image_encoder.half()
     pipe.save_pretrained(unclip)
-    for file in unclip.rglob(
-        "*.json"
-    ):  # diffusers notes where a part came from: a path of this machine
+    # Diffusers notes where a part came from: a path of this machine
+    for file in unclip.rglob("*.json"):
         content = json.loads(file.read_text())
         if isinstance(content, dict) and content.pop("_name_or_path", None):
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -64,9 +64,8 @@ class Stage:
     modules: nn.ModuleDict
     steps: int
     lr: float
-    loss: Callable[
-        [torch.Generator], torch.Tensor
-    ]  # of one step; all its randomness comes from the generator
+    # Of one step; all its randomness comes from the generator
+    loss: Callable[[torch.Generator], torch.Tensor]
     ema_decay: float = 0.0
 
 
@@ -88,15 +87,19 @@ def run_stage(
         modules.parameters(), lr=stage.lr, weight_decay=1e-2, betas=(0.9, 0.99)
     )
     average = {k: v.clone() for k, v in modules.state_dict().items()}
-    file, step = folder / f"{stage.name}.pt", 0
+    file = folder / f"{stage.name}.pt"
+    step = 0
     log: dict = {"seconds": 0.0, "losses": []}
     if file.exists():
         saved = torch.load(file, map_location=device, weights_only=True)
         modules.load_state_dict(saved["modules"])
         optimiser.load_state_dict(saved["optimiser"])
-        average, step, log = saved["average"], saved["step"], saved["log"]
+        average = saved["average"]
+        step = saved["step"]
+        log = saved["log"]
     bar = progress.add_task(stage.name, total=stage.steps, completed=step)
-    started, recent = time.perf_counter(), []
+    started = time.perf_counter()
+    recent = []
     while step < stage.steps:
         for group in optimiser.param_groups:  # 100 steps of warm-up, then a cosine to zero
             group["lr"] = (
@@ -125,7 +128,8 @@ def run_stage(
         if step % 100 == 0 or step == stage.steps:
             log["seconds"] += time.perf_counter() - started
             log["losses"].append(round(float(np.mean(recent)), 5))
-            started, recent = time.perf_counter(), []
+            started = time.perf_counter()
+            recent = []
             state = {"modules": modules.state_dict(), "optimiser": optimiser.state_dict()}
             temporary = file.with_suffix(".tmp")
             torch.save({**state, "average": average, "step": step, "log": log}, temporary)

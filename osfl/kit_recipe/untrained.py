@@ -91,7 +91,8 @@ def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise
     The schedule of Stable unCLIP 2.1.
     """
     normalizer = StableUnCLIPImageNormalizer(len(mean))
-    normalizer.mean.data, normalizer.std.data = mean[None].clone(), std[None].clone()
+    normalizer.mean.data = mean[None].clone()
+    normalizer.std.data = std[None].clone()
     return EmbeddingNoise(
         normalizer.requires_grad_(False), DDPMScheduler(beta_schedule="squaredcos_cap_v2")
     )

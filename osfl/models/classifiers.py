@@ -6,6 +6,7 @@ Torchvision architectures, an option for small images, and their pretrained init
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -66,9 +67,8 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
             f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take "
             "a resnet"
         )
-    if architecture.startswith(
-        "mnasnet"
-    ):  # its stem's shape depends on metadata that only a pickled state dict has
+    # Its stem's shape depends on metadata that only a pickled state dict has
+    if architecture.startswith("mnasnet"):
         raise ClassifierError(
             f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; take "
             "mobilenet_v2"
@@ -97,10 +97,8 @@ def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
     elif architecture.startswith("mobilenet"):
         model.features[0][0].stride = (1, 1)
     elif architecture.startswith("vgg"):
-        model.avgpool, model.classifier = (
-            nn.AdaptiveAvgPool2d(1),
-            nn.Sequential(nn.Flatten(), nn.Linear(512, num_classes)),
-        )
+        model.avgpool = nn.AdaptiveAvgPool2d(1)
+        model.classifier = nn.Sequential(nn.Flatten(), nn.Linear(512, num_classes))
     else:
         raise ClassifierError(
             f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and "
@@ -134,9 +132,9 @@ def rebuild(
         RuntimeError: the state dict is another architecture's.
     """
     model = blank_classifier(architecture, num_classes, small_stem)
-    own = model.state_dict()  # averages of models count their batches in fractions
+    blank = model.state_dict()  # averages of models count their batches in fractions
     model.load_state_dict(
-        {name: value.to(own.get(name, value).dtype) for name, value in state.items()}, assign=True
+        {name: value.to(blank.get(name, value).dtype) for name, value in state.items()}, assign=True
     )
     return model.eval()
 
@@ -185,12 +183,12 @@ def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None
         raise ClassifierError(
             f"{key} = {str(file)!r} is not a state dict: it must hold tensors by name"
         )
-    own = model.state_dict()
+    initial = model.state_dict()
     fitting = {}
     for name, tensor in weights.items():
         name = _DENSENET_LEGACY.sub(r"\1\2", name)
         # Names that the model does not have may be older ones, which its layers know (ViT's MLP)
-        if name not in own or own[name].shape == tensor.shape:
+        if name not in initial or initial[name].shape == tensor.shape:
             fitting[name] = tensor
     try:
         absent = model.load_state_dict(fitting, strict=False).missing_keys
@@ -230,7 +228,8 @@ def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tenso
 
     Of 8 bits: int8. Of 4: two in a byte, uint8, with the shape beside them (`NAME.shape`).
     """
-    packed, most = {}, 2 ** (bits - 1) - 1
+    packed = {}
+    most = 2 ** (bits - 1) - 1
     for name, tensor in state.items():
         if tensor.ndim < 2:
             packed[name] = tensor.contiguous()
@@ -246,8 +245,10 @@ def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tenso
                 .view(-1, 2)
                 .unbind(1)
             )
-            packed[f"{name}.shape"], rounded = torch.tensor(tensor.shape), high * 16 + low
-        packed[name], packed[f"{name}.scale"] = rounded, scale
+            packed[f"{name}.shape"] = torch.tensor(tensor.shape)
+            rounded = high * 16 + low
+        packed[name] = rounded
+        packed[f"{name}.scale"] = scale
     return packed
 
 
@@ -286,7 +287,8 @@ def deepen(shallow: nn.Module, deep: nn.Module) -> None:
     Every stage's further blocks begin as copies of its last one whose residual branch ends in a
     BatchNorm with weight 0 (Goyal et al. 2017), so that they pass their input on.
     """
-    state, source = deep.state_dict(), shallow.state_dict()
+    state = deep.state_dict()
+    source = shallow.state_dict()
     for name in state:
         stage, _, rest = name.partition(".")
         if not stage.startswith("layer"):
@@ -366,10 +368,12 @@ def fit(
         raise ClassifierError(
             f"{len(labels)} image(s) to train a classifier on; batch normalisation needs at least 2"
         )
-    meter, model = meter or FlopMeter(), model.to(device).train()
+    meter = meter or FlopMeter()
+    model = model.to(device).train()
     # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result
     # would differ from that on loaded ones.
-    pixels, labels = pixels.to(device).contiguous(), labels.to(device)
+    pixels = pixels.to(device).contiguous()
+    labels = labels.to(device)
     teacher = None if teacher is None else teacher.to(device)
     optimiser = torch.optim.SGD(
         model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
@@ -403,7 +407,7 @@ def fit(
         torch.manual_seed(seed_of(seed, "dropout"))
         progress(0, len(batches))
         for done, rows in enumerate(batches, start=1):
-            loss = meter.run(("fit", len(rows)), lambda rows=rows: step(rows.to(device)))  # type: ignore[misc]
+            loss = meter.run(("fit", len(rows)), partial(step, rows.to(device)))
             if not torch.isfinite(loss):
                 raise ClassifierError(
                     f"training diverged at step {done} (loss {loss.item()}); lower lr = "

@@ -142,10 +142,11 @@ class Attention(AttnProcessor2_0):
     def __init__(self, implementation: str):
         super().__init__()
         first = self.IMPLEMENTATIONS[implementation]
+        # The latter's memory grows with the square of the length
         others = (
             SDPBackend.EFFICIENT_ATTENTION,
             SDPBackend.MATH,
-        )  # the latter's memory grows with the square of the length
+        )
         self._backends = [first, *(other for other in others if other != first)]
 
     def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
@@ -163,7 +164,8 @@ def load_kit(
         KitError: nothing there, a part is missing, its parts do not fit each other, or as
             `check_schedule`.
     """
-    source, device = str(path), torch.device(device)
+    source = str(path)
+    device = torch.device(device)
     check_kit(source, DIFFUSION_PARTS)
     scheduler = check_schedule(source)
     try:

@@ -66,7 +66,8 @@ def _about(file: Path) -> list[int]:
 
 
 def _recall(file: Path) -> str | None:
-    name, about = str(file.resolve()), _about(file)
+    name = str(file.resolve())
+    about = _about(file)
     if digest := _here.get((name, *about)):
         return digest
     entry = _known().get(name)

@@ -80,7 +80,7 @@ def check_kit(
     if missing := [part for part in parts if not (folder.has(part) or folder.names(part))]:
         outs = dict.fromkeys(INSTEAD.get(part, "use a whole kit") for part in missing)
         raise KitError(
-            f"{folder.said} lacks {', '.join(missing)}; this run needs it: {'; or '.join(outs)}"
+            f"{folder.setting} lacks {', '.join(missing)}; this run needs it: {'; or '.join(outs)}"
         )
     shapes = {part: _check_part(folder, part) for part in parts}
     if set(DIFFUSION_PARTS) <= set(parts):
@@ -132,15 +132,16 @@ def open_kit(name: str, key: str = "kit") -> KitFolder:
     Raises:
         KitError: no such folder; the hub is not reached, or has nothing of that name.
     """
-    folder, said = Path(name), f"{key} = {name!r}"
+    folder = Path(name)
+    setting = f"{key} = {name!r}"
     if folder.is_dir():
-        return KitFolder(said, folder)
+        return KitFolder(setting, folder)
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise KitError(f"{said}: no such folder. Give an absolute path or a hub id (owner/name)")
-    return _on_hub(name, said)
+        raise KitError(f"{setting}: no such folder. Give an absolute path or a hub id (owner/name)")
+    return _on_hub(name, setting)
 
 
-def _on_hub(name: str, said: str) -> KitFolder:
+def _on_hub(name: str, setting: str) -> KitFolder:
     """What was fetched before, else the names of the hub's files, with the small ones fetched."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
@@ -155,21 +156,22 @@ def _on_hub(name: str, said: str) -> KitFolder:
         wanted = [f"*{file}" for file in (*SETTINGS, "model_index.json", ".safetensors.index.json")]
         folder = Path(snapshot_download(name, allow_patterns=wanted))
     except HFValidationError as error:
-        raise KitError(f"{said}: no hub id: {error}") from None
+        raise KitError(f"{setting}: no hub id: {error}") from None
     except RepositoryNotFoundError:
         raise KitError(
-            f"{said}: the hub has no such model, or shows it only to who is logged in (hf auth "
+            f"{setting}: the hub has no such model, or shows it only to who is logged in (hf auth "
             "login)"
         ) from None
     except (httpx.HTTPError, OSError) as error:
         try:
-            return KitFolder(said, Path(snapshot_download(name, local_files_only=True)))
+            return KitFolder(setting, Path(snapshot_download(name, local_files_only=True)))
         except LocalEntryNotFoundError:
             raise KitError(
-                f"{said}: hub not reached ({error}), and it was not fetched before. Connect this "
+                f"{setting}: hub not reached ({error}), and it was not fetched before. Connect "
+                "this "
                 f"machine, or fetch it elsewhere (hf download {name}) and give the folder's path"
             ) from None
-    return KitFolder(said, folder, frozenset(file.rfilename for file in listed), name)
+    return KitFolder(setting, folder, frozenset(file.rfilename for file in listed), name)
 
 
 def _shapes(folder: KitFolder, file: str) -> Shapes:
@@ -180,7 +182,7 @@ def _shapes(folder: KitFolder, file: str) -> Shapes:
             it has.
     """
     if not folder.has(file):
-        raise KitError(f"{folder.said} lacks {file}, which its index names; fetch it")
+        raise KitError(f"{folder.setting} lacks {file}, which its index names; fetch it")
     try:
         if file in folder.on_hub and not (folder.path / file).is_file():
             return _shapes_on_hub(folder.repository, file)
@@ -188,7 +190,7 @@ def _shapes(folder: KitFolder, file: str) -> Shapes:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
     except (SafetensorError, OSError) as error:
         raise KitError(
-            f"{folder.said}: {file} cannot be loaded: {error}. Fetch it again"
+            f"{folder.setting}: {file} cannot be loaded: {error}. Fetch it again"
         ) from error
 
 
@@ -234,25 +236,29 @@ def _check_part(folder: KitFolder, part: str, kind: str = "") -> Shapes:
 
 def _need(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
     if not any(folder.has(file_in(part, name)) for name in group):
-        raise KitError(f"{folder.said} lacks {' or '.join(file_in(part, name) for name in group)}")
+        raise KitError(
+            f"{folder.setting} lacks {' or '.join(file_in(part, name) for name in group)}"
+        )
 
 
 def _no_weights(folder: KitFolder, part: str, stem: str) -> str:
-    wanted, names = file_in(part, f"{stem}.safetensors"), folder.names(part)
-    said = f"{folder.said} lacks {wanted}"
+    wanted = file_in(part, f"{stem}.safetensors")
+    names = folder.names(part)
+    message = f"{folder.setting} lacks {wanted}"
     variants = [n for n in names if n.startswith(f"{stem}.") and n.endswith(".safetensors")]
     pickles = [n for n in names if n.endswith((".bin", ".ckpt", ".pt", ".pth"))]
     if variants:
         return (
-            f"{said}; there is the variant {variants[0]} alone. Copy it to that name (weights of "
+            f"{message}; there is the variant {variants[0]} alone. Copy it to that name (weights "
+            "of "
             "16 bits are made 32 when they are loaded), or fetch the whole ones"
         )
     if pickles:
         return (
-            f"{said}; there is {pickles[0]} alone, a pickle, which could run code. Take a "
+            f"{message}; there is {pickles[0]} alone, a pickle, which could run code. Take a "
             "repository with safetensors, or save it anew: from_pretrained, then save_pretrained"
         )
-    return f"{said}; fetch it"
+    return f"{message}; fetch it"
 
 
 def _check_model(folder: KitFolder, part: str, kind: str, config: Mapping[str, Any]) -> None:
@@ -273,7 +279,7 @@ def _check_model(folder: KitFolder, part: str, kind: str, config: Mapping[str, A
     if (found := config.get(key)) not in allowed:
         what = kind.replace("_", " ")
         raise KitError(
-            f"{folder.said}: {file_in(part, 'config.json')} is of a {found!r}; "
+            f"{folder.setting}: {file_in(part, 'config.json')} is of a {found!r}; "
             f"{what} must be one of {', '.join(allowed)}"
         )
 
@@ -301,15 +307,15 @@ def _check_sizes(
     }.get(kind, ())
     at = partial(file_in, part)
     if not shapes:
-        raise KitError(f"{folder.said}: {at(WEIGHTS[kind])}.safetensors has no tensors")
+        raise KitError(f"{folder.setting}: {at(WEIGHTS[kind])}.safetensors has no tensors")
     for end, axis, name, value in wanted:
         tensor = next((tensor for tensor in shapes if tensor.endswith(end)), None)
         if tensor is None:
-            raise KitError(f"{folder.said}: the weights in {part}/ have no {end}")
+            raise KitError(f"{folder.setting}: the weights in {part}/ have no {end}")
         size = shapes[tensor][axis : axis + 1]
         if value is not None and size != (value,):
             raise KitError(
-                f"{folder.said}: {tensor} in {part}/ has the shape {list(shapes[tensor])}, "
+                f"{folder.setting}: {tensor} in {part}/ has the shape {list(shapes[tensor])}, "
                 f"but {at('config.json')} says {name} = {value}"
             )
 
@@ -324,7 +330,7 @@ def _check_pipeline(folder: KitFolder) -> None:
             name.endswith((".safetensors", ".ckpt")) for name in folder.names("")
         ):
             raise KitError(
-                f"{folder.said} is a checkpoint in one file. Make a kit of it: diffusers' "
+                f"{folder.setting} is a checkpoint in one file. Make a kit of it: diffusers' "
                 "StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
             )
         return
@@ -332,7 +338,7 @@ def _check_pipeline(folder: KitFolder) -> None:
     if found not in PIPELINES:
         known = (name for start, name in OTHER_PIPELINES.items() if found.startswith(start))
         what = next(known, "another model")
-        raise KitError(f"{folder.said} is {what} ({found or 'unnamed'}); {TAKEN}")
+        raise KitError(f"{folder.setting} is {what} ({found or 'unnamed'}); {TAKEN}")
 
 
 def _check_together(
@@ -353,30 +359,32 @@ def _check_together(
         predicted = "flow"
     if predicted not in ("epsilon", "v_prediction"):
         raise KitError(
-            f"{folder.said} predicts {predicted!r}; it must be epsilon or v_prediction. {TAKEN}"
+            f"{folder.setting} predicts {predicted!r}; it must be epsilon or v_prediction. {TAKEN}"
         )
     width = text.get("text_config", text).get("hidden_size", 512)
     if width != unet.get("cross_attention_dim", 1280):
         raise KitError(
-            f"{folder.said}: text width {width}, but the UNet expects "
+            f"{folder.setting}: text width {width}, but the UNet expects "
             f"{unet.get('cross_attention_dim')}"
         )
-    channels, taken = vae.get("latent_channels", 4), unet.get("in_channels", 4)
+    channels = vae.get("latent_channels", 4)
+    taken = unet.get("in_channels", 4)
     if channels != taken:
         more = " (is it a model for inpainting or editing?)" if taken > channels else ""
         raise KitError(
-            f"{folder.said}: latents have {channels} channels, but the UNet takes {taken}{more}"
+            f"{folder.setting}: latents have {channels} channels, but the UNet takes {taken}{more}"
         )
     if not isinstance(unet.get("sample_size"), int):
         raise KitError(
-            f"{folder.said}: unet/config.json says sample_size = {unet.get('sample_size')!r}; it "
+            f"{folder.setting}: unet/config.json says sample_size = {unet.get('sample_size')!r}; "
+            "it "
             "must be a whole number"
         )
     if SMALL_DECODER in shapes:
         small = folder.settings(f"{SMALL_DECODER}/config.json").get("latent_channels", 4)
         if small != channels:
             raise KitError(
-                f"{folder.said}: its small_decoder takes {small} channels; the latents have "
+                f"{folder.setting}: its small_decoder takes {small} channels; the latents have "
                 f"{channels}"
             )
     _check_image_condition(folder, unet, image_condition)
@@ -387,15 +395,16 @@ def _check_image_condition(folder: KitFolder, unet: Mapping[str, Any], wanted: b
     width = unet.get("projection_class_embeddings_input_dim")
     if unet.get("addition_embed_type") or kind not in (None, "projection"):
         what = unet.get("addition_embed_type") or kind
-        raise KitError(f"{folder.said}: its UNet wants a further condition ({what!r}). {TAKEN}")
+        raise KitError(f"{folder.setting}: its UNet wants a further condition ({what!r}). {TAKEN}")
     if wanted is False and kind:
         raise KitError(
-            f"{folder.said} is a Stable unCLIP, which draws from an image's embedding: for FedDISC "
+            f"{folder.setting} is a Stable unCLIP, which draws from an image's embedding: for "
+            "FedDISC "
             f"alone. {TAKEN}"
         )
     if wanted and not (kind and width):
         raise KitError(
-            f"{folder.said} is no Stable unCLIP, which FedDISC needs: its UNet takes no image's "
+            f"{folder.setting} is no Stable unCLIP, which FedDISC needs: its UNet takes no image's "
             "embedding. "
             "Take stabilityai/stable-diffusion-2-1-unclip, say (feddisc.kit=)"
         )
@@ -408,13 +417,13 @@ def _check_embedding(folder: KitFolder) -> None:
         encoder = folder.settings("image_encoder/config.json").get("projection_dim", 512)
         if encoder != width:
             raise KitError(
-                f"{folder.said}: the image encoder's embeddings have {encoder} numbers, but "
+                f"{folder.setting}: the image encoder's embeddings have {encoder} numbers, but "
                 f"image_normalizer's {width}"
             )
     if folder.has("unet/config.json"):
         taken = folder.settings("unet/config.json").get("projection_class_embeddings_input_dim")
         if taken not in (None, 2 * width):
             raise KitError(
-                f"{folder.said}: the UNet takes an image condition of {taken} numbers, but "
+                f"{folder.setting}: the UNet takes an image condition of {taken} numbers, but "
                 f"image_normalizer makes {2 * width}"
             )

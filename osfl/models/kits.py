@@ -49,10 +49,10 @@ def initialisation_part(architecture: str, kit: str) -> str:
 
     A ResNet-34 grows out of the ResNet-18 where the kit has no weights of its own for it.
     """
-    own = f"classifiers/{architecture}.safetensors"
-    if architecture == "resnet34" and not (Path(kit) / own).is_file():
+    file = f"classifiers/{architecture}.safetensors"
+    if architecture == "resnet34" and not (Path(kit) / file).is_file():
         return "classifiers/resnet18.safetensors"
-    return own
+    return file
 
 
 class KitError(ValueError):
@@ -81,9 +81,8 @@ def _kit_roots() -> list[Path]:
     Not beside this file, which may be the copy in a Flower bundle, where kits are left out.
     """
     roots = []
-    with suppress(
-        PackageNotFoundError
-    ):  # installed with `pip install -e`: the checkout, before the copy made at installation
+    # Installed with `pip install -e`: the checkout, before the copy made at installation
+    with suppress(PackageNotFoundError):
         origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):
             roots.append(Path(unquote(urlparse(origin["url"]).path)) / "kits")
@@ -104,7 +103,7 @@ def file_in(part: str, name: str) -> str:
 class KitFolder:
     """A kit's files: those in a folder, and those that the hub alone has."""
 
-    said: str  # as the user named it, for messages: kit = '/a/folder'
+    setting: str  # as the user named it, for messages: kit = '/a/folder'
     path: Path
     on_hub: frozenset[str] = frozenset()
     repository: str = ""  # on the hub
@@ -128,9 +127,9 @@ class KitFolder:
         try:
             content = json.loads((self.path / file).read_bytes())
         except (OSError, ValueError) as error:
-            raise KitError(f"{self.said}: {file} cannot be loaded: {error}") from error
+            raise KitError(f"{self.setting}: {file} cannot be loaded: {error}") from error
         if not isinstance(content, dict):
-            raise KitError(f"{self.said}: {file} cannot be loaded: it is no JSON object")
+            raise KitError(f"{self.setting}: {file} cannot be loaded: it is no JSON object")
         return content
 
     def weights(self, part: str, kind: str = "") -> list[str]:
@@ -159,10 +158,12 @@ class KitFolder:
         shards = content.get("weight_map")
         if not isinstance(shards, dict) or "metadata" not in content:
             raise KitError(
-                f"{self.said}: {index} cannot be loaded: it has no weight_map or metadata"
+                f"{self.setting}: {index} cannot be loaded: it has no weight_map or metadata"
             )
         if strange := [name for name in shards.values() if Path(str(name)).name != name]:
-            raise KitError(f"{self.said}: {index} names {strange[0]!r}, which is no file beside it")
+            raise KitError(
+                f"{self.setting}: {index} names {strange[0]!r}, which is no file beside it"
+            )
         return [index, *(file_in(part, shard) for shard in sorted(set(shards.values())))]
 
     def loaded(self, part: str, kind: str = "") -> list[str]:
@@ -247,7 +248,8 @@ def image_size(kit: str) -> int:
 
     512, Stable Diffusion 1.5's, for a hub id that is not on this machine.
     """
-    unet, vae = Path(kit) / "unet" / "config.json", Path(kit) / "vae" / "config.json"
+    unet = Path(kit) / "unet" / "config.json"
+    vae = Path(kit) / "vae" / "config.json"
     if not (unet.is_file() and vae.is_file()):
         return 512
     return json.loads(unet.read_text())["sample_size"] * 2 ** (

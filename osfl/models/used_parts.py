@@ -21,9 +21,8 @@ def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
     """
     method = METHODS[config.method]
     elsewhere: tuple[str, ...] = ("captioner",) if config.captioner else ()
-    if (
-        config.image_encoder and config.method != "feddisc"
-    ):  # whose UNet knows the embeddings of its own kit's encoder alone
+    # Whose UNet knows the embeddings of its own kit's encoder alone
+    if config.image_encoder and config.method != "feddisc":
         elsewhere += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in elsewhere)
     if method.payload == "Classifier" and config.classifier.init == "kit":
@@ -46,7 +45,8 @@ def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
 
     The clients' payloads, the images, the global models.
     """
-    method, used = METHODS[config.method], {}
+    method = METHODS[config.method]
+    used = {}
     if method.client and (parts := kit_parts(config, _folder(config.sampling_kit))):
         used["payloads"] = (config.sampling_kit, parts)
     if method.samples:

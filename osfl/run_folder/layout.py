@@ -55,7 +55,9 @@ MOST_ENDS = 2
 OTHER_JOB = "put it back from a copy, or use another job-id"
 DRAW_ANEW = "remove it, and the images are drawn anew"
 BEGIN_AGAIN = "move the folder rounds away, and the same `osfl run` begins with the first round"
-_MODEL, _MEMORY = ".safetensors", ".memory.safetensors"  # of a round
+# of a round
+_MODEL = ".safetensors"
+_MEMORY = ".memory.safetensors"
 _ROUND = {"round": int, "seconds": int | float, "costs": dict, "sha256": dict}
 # What each step of a job leaves on the disk
 _STEPS = {
@@ -425,7 +427,8 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
 
 def _bind(folder: RunFolder, now: dict[str, Any]) -> None:
     """The folder is of this configuration and of no other from here on."""
-    job_id, earlier = folder.path.name, folder.read_json("config.json", {})
+    job_id = folder.path.name
+    earlier = folder.read_json("config.json", {})
     if earlier is None and (found := _results(folder.path)):
         raise ConfigError(
             f"job-id = {job_id!r}: {folder.path / 'config.json'} is missing, so nobody knows what "

@@ -104,10 +104,9 @@ def gather(
 
 def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
     """All that follows from the confusion matrices, of one model and of the clients together."""
-    accuracy = {
-        name: {client: _accuracy(matrix) for client, matrix in by_client.items()}
-        for name, by_client in tests.items()
-    }
+    accuracy = {}
+    for name, by_client in tests.items():
+        accuracy[name] = {client: _accuracy(matrix) for client, matrix in by_client.items()}
     averages = {name: _mean(by_client) for name, by_client in accuracy.items()}
     # FT where there is one: by their accuracy on the clients' test images nobody could choose
     shown = ""
@@ -171,11 +170,13 @@ def _seconds_of_rounds(times: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             The first entry may be of a later round, where an older version did those before it.
     """
     found = []
-    number, seconds = 0, 0.0
+    number = 0
+    seconds = 0.0
     for one in times:
         each = (one["seconds"] - seconds) / max(1, one["round"] - number)
         found.append({"round": one["round"], "seconds": max(0.0, each)})
-        number, seconds = one["round"], one["seconds"]
+        number = one["round"]
+        seconds = one["seconds"]
     return found
 
 

@@ -125,7 +125,7 @@ def _clients(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
         if len(found) > MOST_COLUMNS:
             known = [value for value in found if value is not None]
             found = [float(np.mean(known)) if known else None]
-        matrices = [own[client] for own in metrics["confusion"].values() if client in own]
+        matrices = [matrix[client] for matrix in metrics["confusion"].values() if client in matrix]
         row = {"name": client, "accuracy": found}
         row["images"] = int(np.sum(matrices[0])) if matrices else "–"
         shown = metrics["confusion"].get(metrics["shown"], {}).get(client)
@@ -197,7 +197,8 @@ def _mistakes(
 def _timeline(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Where each phase lies, in percent of the whole time."""
     total = sum(phase["seconds"] for phase in phases) or 1.0
-    rows, left = [], 0.0
+    rows = []
+    left = 0.0
     for phase in phases:
         width = 100 * phase["seconds"] / total
         rows.append({**phase, "left": min(left, 99.5), "width": width})

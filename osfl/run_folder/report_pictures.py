@@ -59,10 +59,9 @@ def gallery_of(folder: Path, manifest: Sequence[str], classes: Sequence[str]) ->
     clients = sorted(files)[:MOST_CLIENTS]
     held = {name for client in clients for name in files[client]}
     shown = [name for name in classes if name in held][:MOST_CLASSES]
-    pictured = {
-        client: {name: files[client][name] for name in shown if name in files[client]}
-        for client in clients
-    }
+    pictured = {}
+    for client in clients:
+        pictured[client] = {name: files[client][name] for name in shown if name in files[client]}
     with ThreadPoolExecutor() as readers:
         first = _first(folder, pictured, readers)
         more = _grid(folder, pictured, readers)
@@ -101,7 +100,9 @@ def _first(folder: Path, files: Grid, readers: ThreadPoolExecutor) -> dict[str, 
 
 def _grid(folder: Path, files: Grid, readers: ThreadPoolExecutor) -> Grid:
     """One image more of every class at a time, as long as all of them fit."""
-    grid: Grid = {client: {name: [] for name in row} for client, row in files.items()}
+    grid: Grid = {}
+    for client, row in files.items():
+        grid[client] = {name: [] for name in row}
     size = 0
     for number in range(MOST_EACH):
         cells = [

@@ -49,12 +49,10 @@ def write_shards(
         )
     check_sealed(run, manifest.name)  # a whole number of lines may be missing
     rows = read_rows(manifest)
-    of, about = (
-        out / "shards.json",
-        {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size},
-    )
+    listing = out / "shards.json"
+    about = {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size}
     cure = "name an empty folder, or remove it if its shards are not wanted"
-    known = read_json(of, cure=cure) if os.path.lexists(of) else None
+    known = read_json(listing, cure=cure) if os.path.lexists(listing) else None
     if known != about and (known or any(out.glob("*.tar"))):
         raise ConfigError(
             f"{out} has shards of another run, or of another size; name an empty folder"
@@ -63,7 +61,7 @@ def write_shards(
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
     files = [out / f"{number:05d}.tar" for number in range(len(groups))]
     private_folder(out)
-    write_atomically(of, json.dumps(about).encode())
+    write_atomically(listing, json.dumps(about).encode())
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
         _write_shard(run, file, group, number * size)
         progress(min((number + 1) * size, len(rows)), len(rows))

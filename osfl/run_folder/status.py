@@ -67,7 +67,8 @@ class Status:
 
     def client(self, name: str, state: str) -> None:
         """A client joined, is asked, delivered, failed or was refused."""
-        name, state = plain(name), plain(state)
+        name = plain(name)
+        state = plain(state)
         log.info("%s: %s", name, state)
         self.state["clients"][name] = state
         self._write(now=True)

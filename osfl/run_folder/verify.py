@@ -89,9 +89,9 @@ def verify_run(
         _of_manifest(folder, rows),
         _of_vouched(folder, "models", ".safetensors"),
     ]
-    said = {problem for finding in found for problem in finding.wrong}
+    told = {problem for finding in found for problem in finding.wrong}
     records = _of_records(folder)
-    new = tuple(problem for problem in records.wrong if problem not in said)
+    new = tuple(problem for problem in records.wrong if problem not in told)
     return [*found, Finding("records", records.good, new)]
 
 
@@ -120,7 +120,8 @@ def check_sealed(folder: Path, name: str) -> None:
 
 def _rows_of_units(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """(the rows of all units, by file; what is wrong with units)."""
-    rows, wrong = [], []
+    rows = []
+    wrong = []
     for unit in sorted((folder / "units").glob("*.jsonl")):
         try:
             rows += read_rows(unit)

@@ -57,7 +57,8 @@ class FedDF(FedAvg):
 
     def __init__(self, job: ServerJob, proxy: Proxy):
         super().__init__(fraction_evaluate=0.0, **everyone(job))
-        self.job, self.proxy = job, proxy
+        self.job = job
+        self.proxy = proxy
         self.first = 0
         self.final = final_model(job.config).architecture
         self.settings = {each.architecture: each for _, each in initial_models(job.config)}

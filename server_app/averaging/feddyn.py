@@ -35,7 +35,9 @@ class FedDyn(FedAvg):
 
     def __init__(self, alpha: float, clients: int, parameters: frozenset[str], **settings: int):
         super().__init__(fraction_evaluate=0.0, weighted_by_key="clients", **settings)  # type: ignore[arg-type]
-        self.alpha, self.clients, self.parameters = alpha, clients, parameters
+        self.alpha = alpha
+        self.clients = clients
+        self.parameters = parameters
         self.memory: dict[str, np.ndarray] = {}  # h
 
     def configure_train(
@@ -56,7 +58,8 @@ class FedDyn(FedAvg):
             return arrays, metrics
         result = {name: array.numpy() for name, array in arrays.items()}
         for name in self.parameters:
-            mean, before = result[name], self._before[name]
+            mean = result[name]
+            before = self._before[name]
             h = self.memory.get(name, np.zeros_like(before))
             h = h - self.alpha * len(replies) / self.clients * (mean - before)
             self.memory[name] = h.astype(before.dtype)

@@ -22,7 +22,8 @@ class Pictures:
     """
 
     def __init__(self, files: Sequence[Path], size: int):
-        self.files, self.size = files, size
+        self.files = files
+        self.size = size
 
     def __len__(self) -> int:
         return len(self.files)
@@ -58,7 +59,8 @@ def load_proxy(job: ServerJob) -> Proxy:
     Raises:
         ConfigError: no such folder, or fewer than two images in it.
     """
-    settings, size = job.config.rounds, job.config.data.image_size
+    settings = job.config.rounds
+    size = job.config.data.image_size
     if settings.proxy == "public":
         from osfl.data.digits import load_split
 

@@ -51,7 +51,8 @@ def run_rounds(
         RoundError: in a round, fewer than `min-clients` send a model that can be used, or their
             mean is not finite.
     """
-    settings, count = final_model(job.config), job.config.rounds.count
+    settings = final_model(job.config)
+    count = job.config.rounds.count
     start = initial_state(job, settings)
     done, seconds, state, costs = _resume(job, strategy, start)
     strategy.first = done  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
@@ -211,7 +212,10 @@ class RoundsGrid:
         messages = list(messages)
         if not messages:  # Flower's strategies also ask for an evaluation, of nobody
             return []
-        largest = max(sum(like.nbytes for like in likes.values()) for likes in self.likes.values())
+        sizes = []
+        for state in self.likes.values():
+            sizes.append(sum(tensor.nbytes for tensor in state.values()))
+        largest = max(sizes)
         # A round that is asked for twice would be trained twice
         exchange = Exchange(self.grid, self.config.deadline, math.inf, largest)
         asked = _Round(self, exchange)
@@ -256,7 +260,8 @@ class RoundsGrid:
         """
         if set(content.array_records) != {"model"} or "metrics" not in content.metric_records:
             raise ValueError("its reply must have one model and its figures")
-        model, metrics = content.array_records["model"], content.metric_records["metrics"]
+        model = content.array_records["model"]
+        metrics = content.metric_records["metrics"]
         architecture = self.members.architectures[client]
         expected = self.likes[architecture]
         if size_of(model) > sum(like.nbytes + HEADER_BYTES for like in expected.values()):
@@ -277,8 +282,8 @@ class RoundsGrid:
         if images < 1:
             raise ValueError("a model that was trained on no image")
         self._add(client, upload_bytes=size_of(model), seconds=seconds, flops=flops)
-        own = self.costs[client]
-        own |= {"images": images, "peak_memory_mb": max(memory, own.get("peak_memory_mb", 0.0))}
+        cost = self.costs[client]
+        cost |= {"images": images, "peak_memory_mb": max(memory, cost.get("peak_memory_mb", 0.0))}
         return RecordDict(
             {
                 "arrays": ArrayRecord({name: Array(state[name].numpy()) for name in expected}),
@@ -288,16 +293,17 @@ class RoundsGrid:
         )
 
     def _add(self, client: str, **costs: float) -> None:
-        own = self.costs.setdefault(client, {})
+        cost = self.costs.setdefault(client, {})
         for key, value in costs.items():
-            own[key] = own.get(key, 0) + value
+            cost[key] = cost.get(key, 0) + value
 
 
 class _Round:
     """One round's messages to the clients, and their models."""
 
     def __init__(self, federation: RoundsGrid, exchange: Exchange):
-        self.federation, self.members = federation, federation.members
+        self.federation = federation
+        self.members = federation.members
         self.exchange = exchange
         self.usable: dict[str, RecordDict] = {}
         self.problems: dict[str, str] = {}  # by client

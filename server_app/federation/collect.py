@@ -41,8 +41,11 @@ class Collection:
         status: Status,
         expected: ExpectedOf,
     ):
-        self.config, self.members, self.folder = config, members, folder
-        self.status, self.expected = status, expected
+        self.config = config
+        self.members = members
+        self.folder = folder
+        self.status = status
+        self.expected = expected
         self.end = time.monotonic() + config.deadline
         self.payloads: dict[str, Payload] = {}
         self.problems: dict[str, str] = {}  # by client
@@ -125,7 +128,8 @@ class Collection:
 
     def _keep(self, node: int, upload: _Upload) -> None:
         client = self._asked[node]
-        blob, sha256 = upload.blob, upload.sha256
+        blob = upload.blob
+        sha256 = upload.sha256
         about = {"sha256": wire.digest(blob), "bytes": len(blob), "costs": upload.costs}
         # Before anything else: from here on nobody is asked twice
         self.folder.store_payload(client, blob, about)
@@ -153,8 +157,8 @@ class Collection:
 
     def _refuse(self, client: str, error: Exception) -> None:
         known = isinstance(error, wire.PayloadError)
-        said = plain(error if known else f"{type(error).__name__}: {error}")
-        self.problems[client] = said if known else f"its payload cannot be read: {said}"
+        reason = plain(error if known else f"{type(error).__name__}: {error}")
+        self.problems[client] = reason if known else f"its payload cannot be read: {reason}"
         log.error("%s refused: %s", client, self.problems[client])
         self.status.client(client, "refused")
 
@@ -193,7 +197,8 @@ def collect(
     while collection.look() and time.monotonic() < collection.end:
         collection.rest()
     collection.close()
-    payloads, needed = collection.payloads, config.needed_clients
+    payloads = collection.payloads
+    needed = config.needed_clients
     if len(payloads) < needed:
         raise RoundError(
             f"{len(payloads)} of {config.num_clients} clients delivered a valid payload; {needed} "

@@ -65,7 +65,8 @@ def evaluate_on_clients(
     Raises:
         RoundError: no client could test a model.
     """
-    total, done = len(models) * len(nodes), 0
+    total = len(models) * len(nodes)
+    done = 0
     status.phase("testing on clients", total)
     client_of = {node: client for client, node in nodes.items()}
     for name, entry in models.items():

@@ -210,7 +210,8 @@ class Exchange:
     def _ask_again(self, online: Mapping[int, str]) -> None:
         """Those who were away, those who are silent, and those whose time to be asked has come."""
         for message_id, request in list(self._open.items()):
-            came, node = online.get(request.node, ""), request.node
+            came = online.get(request.node, "")
+            node = request.node
             # A reply that is half here goes on when its node is back, or ends as an error
             if message_id not in self._open or self._pulls.under_way(message_id):
                 continue
@@ -218,7 +219,8 @@ class Exchange:
                 log.warning("node %s was away; it will be asked again", node)
                 self._put_off(self._open.pop(message_id))
             elif time.monotonic() >= request.again_at:
-                kind, twice = request.message_type, 2 * request.patience
+                kind = request.message_type
+                twice = 2 * request.patience
                 log.warning("node %s has not answered %s; it is asked once more", node, kind)
                 self._open[message_id] = replace(request, again_at=math.inf)
                 self.push(node, kind, request.content, request.attempt, twice)
@@ -285,7 +287,7 @@ def ignore(*_: Any) -> None:
 
 def listed(reasons: Mapping[Any, str]) -> str:
     """Who failed and why, a line each, for the end of an error's text."""
-    lines = [f"\n  {who}: {reason}" for who, reason in sorted(reasons.items())]
+    lines = [f"\n  {client}: {reason}" for client, reason in sorted(reasons.items())]
     more = len(lines) - MOST_REASONS
     return "".join(lines[:MOST_REASONS]) + (f"\n  and {more} more" if more > 0 else "")
 
@@ -307,10 +309,10 @@ def _bear(error: httpx.HTTPError) -> None:
     if isinstance(error, httpx.HTTPStatusError):
         if not error.response.is_server_error:
             raise error
-        said = f"answered {_path(error)} with {error.response.status_code}"
+        failure = f"answered {_path(error)} with {error.response.status_code}"
     else:
-        said = f"was not reached ({type(error).__name__}: {error})"
-    log.warning("the SuperLink %s; it will be asked again", said)
+        failure = f"was not reached ({type(error).__name__}: {error})"
+    log.warning("the SuperLink %s; it will be asked again", failure)
 
 
 def _path(error: httpx.HTTPError) -> str:
@@ -322,8 +324,8 @@ def _path(error: httpx.HTTPError) -> str:
 def _unreadable(request: _Request, error: Exception) -> str:
     if isinstance(error, UnfitError | PayloadError):
         return plain(error)
-    said = plain(f"{type(error).__name__}: {error}")
-    return f"its reply to {request.message_type} cannot be read: {said}"
+    message = plain(f"{type(error).__name__}: {error}")
+    return f"its reply to {request.message_type} cannot be read: {message}"
 
 
 def _reason(text: str | None, code: int) -> str:

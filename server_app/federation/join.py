@@ -103,7 +103,8 @@ class Members:
     def _read(self, node: int, content: RecordDict) -> tuple[str, str]:
         """(client, the architecture of its model, where the method has rounds)."""
         record = content.config_records["join"]
-        client, version = str(record["client"]), str(record["version"])
+        client = str(record["client"])
+        version = str(record["version"])
         if not is_identifier(client):
             raise UnfitError(
                 f"its client id {plain(client, 80)!r} is not 1 to 64 letters, digits, '-' or '_'"

@@ -25,12 +25,14 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
         ConfigError: the images are folders and `data.root` is empty.
     """
     parts = [load_images(job.config.data, node, "train", job.config.seed) for node in _nodes(job)]
-    pixels, labels = torch.cat([p.pixels for p in parts]), torch.cat([p.labels for p in parts])
+    pixels = torch.cat([p.pixels for p in parts])
+    labels = torch.cat([p.labels for p in parts])
     return {"real": train_global(job, "real", pixels, labels)}
 
 
 def _nodes(job: ServerJob) -> list[NodeConfig]:
-    data, count = job.config.data, job.config.num_clients
+    data = job.config.data
+    count = job.config.num_clients
     if data.name == "digits":
         return [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
     if not data.root:

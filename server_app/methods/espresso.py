@@ -68,14 +68,17 @@ def sample(
     Returns:
         uint8 [B, 3, H, W].
     """
-    c0, z = kit.text([""]), initial_noise(jobs, kit.latent_shape, torch.device("cpu"))
-    chosen, starts = [], []
+    c0 = kit.text([""])
+    z = initial_noise(jobs, kit.latent_shape, torch.device("cpu"))
+    chosen = []
+    starts = []
     for image, (payload, row), noise in zip(jobs, sources, z, strict=True):
         generator = generator_of(image.noise_seed, "espresso")
         j = int(torch.multinomial(payload.weights[row], 1, generator=generator))
         chosen.append(payload.conditions[row, j])
         starts.append(from_mixture(payload, row, noise, generator) if settings.gmm else noise)
-    c, z = torch.stack(chosen).to(kit.device, kit.dtype), torch.stack(starts).to(kit.device)
+    c = torch.stack(chosen).to(kit.device, kit.dtype)
+    z = torch.stack(starts).to(kit.device)
 
     def strong(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:  # gamma_1
         return compose(kit, z, t, c0, [Condition(c, settings.guidance)])

@@ -56,15 +56,20 @@ def sample(
 ) -> torch.Tensor:
     """Interpolate, noise, denoise. Returns uint8 [B, 3, H, W]."""
     names = [classes[image.label] for image in jobs]
-    domains, words, latents = [], [], []
+    domains = []
+    words = []
+    latents = []
     for image, name in zip(jobs, names, strict=True):
-        own, generator = payloads[image.client], generator_of(image.noise_seed, "fedbip")
+        payload = payloads[image.client]
+        generator = generator_of(image.noise_seed, "fedbip")
         domains.append(
-            own.domain + settings.domain_noise * torch.randn(own.domain.shape, generator=generator)
+            payload.domain
+            + settings.domain_noise * torch.randn(payload.domain.shape, generator=generator)
         )
-        words.append(own.vectors[own.classes.index(name)])
-        latents.append(interpolated(own, image.label, generator))
-    s, v = torch.stack(domains).to(kit.device), torch.stack(words).to(kit.device)
+        words.append(payload.vectors[payload.classes.index(name)])
+        latents.append(interpolated(payload, image.label, generator))
+    s = torch.stack(domains).to(kit.device)
+    v = torch.stack(words).to(kit.device)
     c = concept_prompt(kit.text).filled(s, v)
     a_first = kit.alphas_cumprod[first_timestep(kit, steps)]
     z0 = torch.stack(latents).to(kit.device)

@@ -61,12 +61,13 @@ def sample(
     Returns:
         uint8 [B, 3, H, W].
     """
-    c0, c = kit.text([""]), prompts[[image.label for image in jobs]]
-    own = [vectors[image.client, image.label] for image in jobs]
+    c0 = kit.text([""])
+    c = prompts[[image.label for image in jobs]]
+    chosen = [vectors[image.client, image.label] for image in jobs]
     centres = torch.stack(
-        [rows[image.index % (len(rows) - 1)] for rows, image in zip(own, jobs, strict=True)]
+        [rows[image.index % (len(rows) - 1)] for rows, image in zip(chosen, jobs, strict=True)]
     )
-    means = torch.stack([rows[-1] for rows in own])
+    means = torch.stack([rows[-1] for rows in chosen])
     conditions = [
         Condition(c, settings.guidance_cluster, centres),
         Condition(c, settings.guidance_domain, means),

@@ -28,6 +28,7 @@ Differences from the paper:
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -55,9 +56,8 @@ from server_app.synthesis.samplers import Predict, denoise, to_images, x0hat
 from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
 
-LossAt = Callable[
-    [torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-]  # (z, t []) -> (e, L [B])
+# (z, t []) -> (e, L [B])
+LossAt = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def run(job: ServerJob, payloads: Mapping[str, Classifier]) -> Models:
@@ -188,12 +188,12 @@ def guidance_loss(
     size: int | None,
 ) -> LossAt:
     """The function (z, t) -> e, L(z, t) of a batch; L is differentiable in z."""
-    c0, labels = kit.text([""]), torch.tensor([job.label for job in jobs], device=kit.device)
+    c0 = kit.text([""])
+    labels = torch.tensor([job.label for job in jobs], device=kit.device)
     condition = [Condition(prompts[labels], settings.guidance)]
-    rows_of = {
-        client: [row for row, job in enumerate(jobs) if job.client == client]
-        for client in {job.client for job in jobs}
-    }
+    rows_of = defaultdict(list)
+    for row, job in enumerate(jobs):
+        rows_of[job.client].append(row)
 
     def loss_at(z: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # 1. e: classifier-free guidance on the class's prompt
@@ -201,16 +201,16 @@ def guidance_loss(
             e = compose(kit, z, t, c0, condition)
         # 2. L(z, t) = CE(F_k(D(x0hat)), y) + lambda L_BN, each row by its own client's classifier
         x0 = x0hat(z, e, kit.alphas_cumprod[t])
+        # The same x0hat, its gradient sqrt(a_t)
         if settings.gradient == "x0":
-            x0 = x0.detach() + kit.alphas_cumprod[t].sqrt() * (
-                z - z.detach()
-            )  # the same x0hat, its gradient sqrt(a_t)
+            x0 = x0.detach() + kit.alphas_cumprod[t].sqrt() * (z - z.detach())
         x = kit.decode_for_guidance(x0)
         loss = torch.zeros(len(z), device=z.device)
         for client, rows in rows_of.items():
-            weights, over = (settings.classifier_weight, settings.bn_weight), settings.bn_statistics
-            own = classifier_loss(teachers[client], x[rows], labels[rows], *weights, size, over)
-            loss = loss.index_add(0, torch.tensor(rows, device=z.device), own)
+            weights = (settings.classifier_weight, settings.bn_weight)
+            over = settings.bn_statistics
+            terms = classifier_loss(teachers[client], x[rows], labels[rows], *weights, size, over)
+            loss = loss.index_add(0, torch.tensor(rows, device=z.device), terms)
         return e, loss
 
     return loss_at

@@ -15,7 +15,8 @@ from server_app.job import GlobalModel, ServerJob
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """One model a client, under the client's name."""
-    small_stem, models = job.config.classifier.small_stem, {}
+    small_stem = job.config.classifier.small_stem
+    models = {}
     for client, payload in cast(Mapping[str, Classifier], payloads).items():
         model = rebuild(payload.state, payload.architecture, len(job.classes), small_stem)
         models[client] = GlobalModel(model, payload.architecture, small_stem)

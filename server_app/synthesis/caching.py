@@ -27,14 +27,17 @@ def cache_features(kit: Kit, interval: int) -> None:
     """
     unet = kit.unet
     inner = [*unet.down_blocks[1:], unet.mid_block, *unet.up_blocks[:-1]]
-    computes, passes, last = True, 0, (-1, torch.Size())
+    computes = True
+    passes = 0
+    last = (-1, torch.Size())
 
     def begin(_: nn.Module, args: tuple[Any, ...], __: dict[str, Any]) -> None:
         nonlocal computes, passes, last
         sample, t = args[:2]
         now = (int(torch.as_tensor(t).flatten()[0]), sample.shape)
         passes = passes + 1 if now[0] < last[0] and now[1] == last[1] else 0
-        computes, last = passes % interval == 0, now
+        computes = passes % interval == 0
+        last = now
 
     def keeping(forward: Callable[..., Any]) -> Callable[..., Any]:
         kept: Any = None

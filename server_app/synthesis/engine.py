@@ -80,7 +80,8 @@ def settled(source: str, device: torch.device, settings: SynthesisConfig) -> Syn
 def _measured_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
     """Seconds an image of every batch and number of units at once, and the best of them."""
     seconds: dict[str, float] = {}
-    best, choice = math.inf, {"batch_size": 1, "units_at_once": 1}
+    best = math.inf
+    choice = {"batch_size": 1, "units_at_once": 1}
     for units in _units_at_once(kit, settings):
         least = math.inf
         for batch in _batches(settings):
@@ -91,7 +92,8 @@ def _measured_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
                 break
             seconds[f"{units} x {batch}"] = taken
             if taken < best:
-                best, choice = taken, {"batch_size": batch, "units_at_once": units}
+                best = taken
+                choice = {"batch_size": batch, "units_at_once": units}
             least = min(least, taken)
             if taken > NO_GAIN * least:
                 break

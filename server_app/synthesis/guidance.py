@@ -44,9 +44,8 @@ def compose(
         c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image
             condition is zero, as in Stable unCLIP.
     """
-    weighted = any(
-        condition.scale for condition in conditions
-    )  # else e0 is the prediction at every step
+    # Else e0 is the prediction at every step
+    weighted = any(condition.scale for condition in conditions)
     if weighted and not _is_guided(kit, t):
         return _unguided(kit, z, t, conditions)
     branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
@@ -62,7 +61,8 @@ def compose(
 
 
 def _is_guided(kit: Kit, t: torch.Tensor) -> bool:
-    low, high = kit.sampling.guided_from, kit.sampling.guided_to
+    low = kit.sampling.guided_from
+    high = kit.sampling.guided_to
     return (low, high) == (0, 1000) or low <= int(
         t
     ) <= high  # reading t waits for a GPU, so not for nothing
@@ -72,10 +72,8 @@ def _unguided(
     kit: Kit, z: torch.Tensor, t: torch.Tensor, conditions: Sequence[Condition]
 ) -> torch.Tensor:
     images = [condition.image for condition in conditions if condition.image is not None]
-    branches, image = (
-        torch.cat([condition.c for condition in conditions]),
-        torch.cat(images) if images else None,
-    )
+    branches = torch.cat([condition.c for condition in conditions])
+    image = torch.cat(images) if images else None
     parts = kit.eps(z.repeat(len(conditions), 1, 1, 1), t, branches, image).chunk(len(conditions))
     total = sum(condition.scale for condition in conditions)
     return sum(
@@ -138,15 +136,11 @@ def classifier_loss(
     loss = classifier_weight * F.cross_entropy(logits, labels, reduction="none")
     if bn_weight > 0:
         for norm, x in zip(teacher.norms, inputs, strict=True):
-            mean_k, var_k = (
-                cast(torch.Tensor, norm.running_mean),
-                cast(torch.Tensor, norm.running_var),
-            )
+            mean_k = cast(torch.Tensor, norm.running_mean)
+            var_k = cast(torch.Tensor, norm.running_var)
             over = (2, 3) if bn_statistics == "image" else (0, 2, 3)
-            mu, var = (
-                x.mean(dim=over).view(-1, x.shape[1]),
-                x.var(dim=over, unbiased=False).view(-1, x.shape[1]),
-            )
+            mu = x.mean(dim=over).view(-1, x.shape[1])
+            var = x.var(dim=over, unbiased=False).view(-1, x.shape[1])
             loss = loss + bn_weight * (_norm(mu - mean_k) + _norm(var - var_k))
     return loss
 

@@ -129,8 +129,8 @@ def _read_all(job: ServerJob, units: list[Unit], pixels: torch.Tensor) -> list[U
 
 def _forget_others(job: ServerJob, units: list[Unit]) -> None:
     """Remove the lists of units that are not of this plan: of a payload that was replaced, say."""
-    ours = {_manifest(job, unit) for unit in units}
-    for other in set(job.folder.unit_files()) - ours:
+    planned = {_manifest(job, unit) for unit in units}
+    for other in set(job.folder.unit_files()) - planned:
         other.unlink()
 
 
@@ -205,7 +205,8 @@ def _in_batches(make_sampler: MakeSampler, batch_size: int) -> MakeSampler:
     """
 
     def make(device: torch.device) -> Sample:
-        sample, most = make_sampler(device), batch_size
+        sample = make_sampler(device)
+        most = batch_size
 
         def in_parts(jobs: Sequence[ImageJob]) -> torch.Tensor:
             nonlocal most

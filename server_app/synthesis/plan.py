@@ -74,12 +74,13 @@ def cut_units(
         ingredients: for each client, the digest of its payload.
         settings: of the sampler, the kit's digest included.
     """
-    units, jobs_of = [], defaultdict(list)
+    units = []
+    jobs_of = defaultdict(list)
     for job in jobs:
         jobs_of[job.client].append(job)
-    for client, own in sorted(jobs_of.items()):
-        for start in range(0, len(own), size):
-            part = tuple(own[start : start + size])
+    for client, client_jobs in sorted(jobs_of.items()):
+        for start in range(0, len(client_jobs), size):
+            part = tuple(client_jobs[start : start + size])
             text = json.dumps(
                 [[vars(job) for job in part], ingredients.get(client, ""), dict(settings)],
                 sort_keys=True,

@@ -55,10 +55,11 @@ def ddim_schedule(kit: Kit, steps: int) -> list[tuple[int, torch.Tensor, torch.T
     """
     kit.scheduler.set_timesteps(steps)
     gap = kit.scheduler.config.num_train_timesteps // steps
-    alphas_cumprod, a_final = kit.alphas_cumprod, kit.scheduler.final_alpha_cumprod.to(kit.device)
+    alphas_cumprod = kit.alphas_cumprod
+    a_final = kit.scheduler.final_alpha_cumprod.to(kit.device)
     return [
         (t, alphas_cumprod[t], alphas_cumprod[t - gap] if t >= gap else a_final)
-        for t in (int(t) for t in kit.scheduler.timesteps)
+        for t in kit.scheduler.timesteps.tolist()
     ]
 
 

@@ -114,7 +114,8 @@ def _side_by_side(
         finally:
             idle.put(sampler)
 
-    waiting, running = deque(units), set[Future[Sampled]]()
+    waiting = deque(units)
+    running = set[Future[Sampled]]()
     pool = ThreadPoolExecutor(len(samplers), initializer=torch.set_num_threads, initargs=(threads,))
     try:
         while waiting or running:
@@ -156,7 +157,8 @@ class SynthesisWorker:
     """An actor: it loads the models with its first unit and keeps them."""
 
     def __init__(self, make_sampler: MakeSampler, device: str, threads: int):
-        self._make_sampler, self._device = make_sampler, device
+        self._make_sampler = make_sampler
+        self._device = device
         self._sample: Sample | None = None
         torch.set_num_threads(threads)
 
@@ -176,17 +178,17 @@ def _on_ray(
     """On Ray's cluster, which ends with the sampling where it was begun for it."""
     import ray
 
-    ours = _begin_ray(settings)
+    begun_here = _begin_ray(settings)
     try:
         gpus = _gpus_each(ray, device, settings)
-        start = _starter(make_sampler, device, settings, gpus, ours)
+        start = _starter(make_sampler, device, settings, gpus, begun_here)
         pool = ActorPool(start, settings.workers, units)
         try:
             yield from pool.sampled()
         finally:
             pool.end()
     finally:
-        if ours:
+        if begun_here:
             ray.shutdown()
 
 
@@ -195,7 +197,7 @@ def _starter(
     device: torch.device,
     settings: SynthesisConfig,
     gpus: int,
-    ours: bool,
+    begun_here: bool,
 ) -> Callable[[], Any]:
     """What starts an actor."""
     import ray
@@ -205,7 +207,7 @@ def _starter(
     # In a cluster that others began, actors find the package by themselves.
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
     remote = ray.remote(SynthesisWorker).options(
-        num_cpus=0, num_gpus=gpus, runtime_env=environment if ours else {}
+        num_cpus=0, num_gpus=gpus, runtime_env=environment if begun_here else {}
     )
     return partial(remote.remote, shared, device.type, threads)
 

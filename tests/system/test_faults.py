@@ -60,9 +60,8 @@ def test_everything_dies_once_while_payloads_cross_the_network(
     federation.begin_superlink("process")
 
     def delivered() -> int:
-        if (
-            federation.processes["site-1"].poll() is not None
-        ):  # it is refused while the SuperLink takes it for online
+        # It is refused while the SuperLink takes it for online
+        if federation.processes["site-1"].poll() is not None:
             time.sleep(15)  # every start costs seconds of both cores
             begin_site(1)
         return len(list((folder / "payloads").glob("*.pb")))

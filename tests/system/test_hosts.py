@@ -299,9 +299,8 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     assert run.wait(timeout=600) == 0, log()
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["clients"]["site-a"]["upload_bytes"] > PAYLOAD
-    assert (
-        metrics["clients"]["site-a"]["seconds"] == costs["seconds"]
-    )  # what it had made, not made again
+    # What it had made, not made again
+    assert metrics["clients"]["site-a"]["seconds"] == costs["seconds"]
     assert site.sent_bytes() - before < 1.2 * PAYLOAD  # a quarter had crossed before the cut
     assert metrics["accuracy"]["site-a"].keys() == {"site-a", "average"}
 

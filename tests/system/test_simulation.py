@@ -80,9 +80,8 @@ def test_a_killed_run_resumes_from_the_store_and_reports(
 
     done = osfl("run", *ONE_AT_A_TIME, *slow)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(
-        f.stat().st_mtime_ns == at for f, at in kept.items()
-    )  # neither asked for nor made again
+    # Neither asked for nor made again
+    assert all(f.stat().st_mtime_ns == at for f, at in kept.items())
     assert len((folder / "manifest.jsonl").read_text().splitlines()) == 3 * 10
     log = (folder / "server.log").read_text()
     assert "a: delivered" in log
