@@ -3,12 +3,15 @@
 What FedDEO calls descriptions and Espresso learns for every cluster.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from client_app.job import ClientJob
 from osfl.config import ConditionTraining
+from osfl.costs import FlopMeter
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit, forward_noise, load_kit
 from osfl.seeds import generator_of
@@ -59,81 +62,138 @@ def learn_conditions(
     Raises:
         ValueError: a condition diverged.
     """
-    learned = []
-    groups = [*range(0, len(start), settings.at_once)]
-    for number, first in enumerate(groups):
-        part = slice(first, first + settings.at_once)
-
-        def advance(done: int, total: int, number: int = number) -> None:
-            job.progress(number * total + done, len(groups) * total)
-
-        learned.append(
-            _learn_together(
-                kit, start[part], mean, logvar, rows_of[part], names[part], settings, job, advance
-            )
-        )
-    return torch.cat(learned)
-
-
-def _learn_together(  # type: ignore[no-untyped-def]
-    kit, start, mean, logvar, rows_of, names, settings, job, advance
-) -> torch.Tensor:
-    # One tensor each: a condition that is done is left alone
-    conditions = [c.clone().requires_grad_() for c in start]
-    optimiser = torch.optim.Adam(conditions, lr=settings.lr)
     randomness = [
         generator_of(job.config.seed, job.config.method, job.client, name) for name in names
     ]
-    schedules = [
-        minibatches(rows, settings.epochs, settings.steps, settings.batch_size, g)
-        for rows, g in zip(rows_of, randomness, strict=True)
-    ]
-    total = max(len(s) for s in schedules)
-    alphas_cumprod = kit.alphas_cumprod
+    firsts = range(0, len(start), settings.at_once)
+    learned = []
+    for number, first in enumerate(firsts):
+        part = slice(first, first + settings.at_once)
+        schedules = []
+        for rows, generator in zip(rows_of[part], randomness[part], strict=True):
+            schedules.append(
+                minibatches(rows, settings.epochs, settings.steps, settings.batch_size, generator)
+            )
+        group = _Group(start[part], schedules, randomness[part])
 
+        def advance(done: int, total: int, number: int = number) -> None:
+            job.progress(number * total + done, len(firsts) * total)
+
+        conditions = _learn_together(kit, group, mean, logvar, settings.lr, job.meter, advance)
+        if not torch.isfinite(conditions).all():
+            raise ValueError(
+                f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = "
+                f"{settings.lr:g}"
+            )
+        learned.append(conditions)
+    return torch.cat(learned)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Conditions that are learned side by side.
+
+    Attributes:
+        start: [G, L, d].
+        schedules: each one's minibatches of rows.
+        randomness: each one's own, so that who learns beside it changes nothing.
+    """
+
+    start: torch.Tensor
+    schedules: list[list[torch.Tensor]]
+    randomness: list[torch.Generator]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One step's images of every condition that is not done.
+
+    Attributes:
+        rows: [B], of the images.
+        owners: of each image, the number of its condition.
+        share: [B], 1 over the number of images that its condition has in the step.
+        t: [B], timesteps.
+        posterior_noise, eps: [B, c, h, w].
+    """
+
+    rows: torch.Tensor
+    owners: list[int]
+    share: torch.Tensor
+    t: torch.Tensor
+    posterior_noise: torch.Tensor
+    eps: torch.Tensor
+
+
+def _learn_together(
+    kit: Kit,
+    group: _Group,
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    lr: float,
+    meter: FlopMeter,
+    advance: Callable[[int, int], None],
+) -> torch.Tensor:
+    """A group's conditions [G, L, d]."""
+    # One tensor each: a condition that is done is left alone
+    conditions = [c.clone().requires_grad_() for c in group.start]
+    optimiser = torch.optim.Adam(conditions, lr=lr)
+    total = max(map(len, group.schedules))
     advance(0, total)
     for step in range(total):
-        rows = []
-        t = []
-        posterior_noise = []
-        eps = []
-        owner = []
-        for index, (schedule, generator) in enumerate(zip(schedules, randomness, strict=True)):
-            if step < len(schedule):
-                batch = schedule[step]
-                rows.append(batch)
-                t.append(torch.randint(len(alphas_cumprod), (len(batch),), generator=generator))
-                posterior_noise.append(
-                    torch.randn(len(batch), *mean.shape[1:], generator=generator)
-                )
-                eps.append(torch.randn(len(batch), *mean.shape[1:], generator=generator))
-                owner += [index] * len(batch)
-        chosen = torch.cat(rows)
-        steps = torch.cat(t).to(kit.device)
-        noise = torch.cat(eps).to(kit.device)
-        x0 = mean[chosen] + (0.5 * logvar[chosen]).exp() * torch.cat(posterior_noise).to(kit.device)
-        z_t = forward_noise(x0, noise, alphas_cumprod[steps])
-        # Mean over a condition's own images
-        share = torch.tensor([1 / len(schedules[i][step]) for i in owner], device=kit.device)
-
-        def update(z_t=z_t, steps=steps, noise=noise, owner=owner, share=share) -> None:  # type: ignore[no-untyped-def]
-            guess = kit.eps(z_t, steps, torch.stack([conditions[i] for i in owner]))
-            loss = (
-                (noise - guess).square().mean(dim=(1, 2, 3)) * share
-            ).sum()  # FedDEO, eq. 4; Espresso, eq. 8
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-
-        job.meter.run(("condition", len(owner)), update)
+        batch = _draw(group, step, len(kit.alphas_cumprod), mean.shape[1:], kit.device)
+        std = (0.5 * logvar[batch.rows]).exp()
+        x0 = mean[batch.rows] + std * batch.posterior_noise
+        z_t = forward_noise(x0, batch.eps, kit.alphas_cumprod[batch.t])
+        update = partial(_update, kit, conditions, optimiser, batch, z_t)
+        meter.run(("condition", len(batch.rows)), update)
         advance(step + 1, total)
-    learned = torch.stack([c.detach() for c in conditions])
-    if not torch.isfinite(learned).all():
-        raise ValueError(
-            f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = "
-            f"{settings.lr:g}"
-        )
-    return learned
+    return torch.stack([c.detach() for c in conditions])
+
+
+def _draw(
+    group: _Group, step: int, timesteps: int, shape: torch.Size, device: torch.device
+) -> _Batch:
+    rows = []
+    owners = []
+    shares = []
+    t = []
+    posterior_noise = []
+    eps = []
+    for number, schedule in enumerate(group.schedules):
+        if step >= len(schedule):
+            continue
+        count = len(schedule[step])
+        generator = group.randomness[number]
+        rows.append(schedule[step])
+        owners += [number] * count
+        shares += [1 / count] * count
+        t.append(torch.randint(timesteps, (count,), generator=generator))
+        posterior_noise.append(torch.randn(count, *shape, generator=generator))
+        eps.append(torch.randn(count, *shape, generator=generator))
+    return _Batch(
+        torch.cat(rows),
+        owners,
+        torch.tensor(shares, device=device),
+        torch.cat(t).to(device),
+        torch.cat(posterior_noise).to(device),
+        torch.cat(eps).to(device),
+    )
+
+
+def _update(
+    kit: Kit,
+    conditions: list[torch.Tensor],
+    optimiser: torch.optim.Optimizer,
+    batch: _Batch,
+    z_t: torch.Tensor,
+) -> None:
+    guess = kit.eps(z_t, batch.t, torch.stack([conditions[number] for number in batch.owners]))
+    errors = (batch.eps - guess).square().mean(dim=(1, 2, 3))
+    # FedDEO, eq. 4; Espresso, eq. 8: of each condition the mean over its own images
+    loss = (errors * batch.share).sum()
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
 
 
 def minibatches(

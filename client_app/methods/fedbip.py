@@ -20,6 +20,8 @@ Payload for Stable Diffusion 1.5 at 512 px: 768 + 768 a class + 2 x 16,384 an im
 decodes to a close likeness of its image: of all methods here this one gives the most away.
 """
 
+from functools import partial
+
 import torch
 
 from client_app.conditions import load_kit_to_learn, minibatches, posteriors
@@ -81,6 +83,14 @@ def learn_words(
     schedule = minibatches(
         torch.arange(len(owner)), settings.epochs, settings.steps, settings.batch_size, generator
     )
+
+    def update(z_t: torch.Tensor, t: torch.Tensor, eps: torch.Tensor, owners: torch.Tensor) -> None:
+        condition = prompt.filled(domain, vectors[owners])
+        loss = (eps - kit.eps(z_t, t, condition)).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
     job.progress(0, len(schedule))
     for done, rows in enumerate(schedule, start=1):
         t = torch.randint(len(alphas_cumprod), (len(rows),), generator=generator).to(kit.device)
@@ -89,16 +99,7 @@ def learn_words(
             len(rows), *mean.shape[1:], generator=generator
         ).to(kit.device)
         z_t = forward_noise(x0, eps, alphas_cumprod[t])
-        owners = owner[rows]
-
-        def update(z_t=z_t, t=t, eps=eps, owners=owners) -> None:  # type: ignore[no-untyped-def]
-            condition = prompt.filled(domain, vectors[owners])
-            loss = (eps - kit.eps(z_t, t, condition)).square().mean()
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-
-        job.meter.run(("words", len(rows)), update)
+        job.meter.run(("words", len(rows)), partial(update, z_t, t, eps, owner[rows]))
         job.progress(done, len(schedule))
     domain = domain.detach().float().cpu()
     vectors = vectors.detach().float().cpu()
