@@ -3,4 +3,4 @@
 Code shared by the clients (`client_app`) and the server (`server_app`); it imports neither.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
