@@ -102,7 +102,7 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
         ConfigError, DataError, KitError, FileNotFoundError: it lacks images, a part of the kit, the
             initial weights or the device.
     """
-    check_images(config.data, node)
+    check_images(config.data, node, config.seed)
     kit = _kit(config, node)
     _check_encoders(config)
     if METHODS[config.method].payload == "Classifier":

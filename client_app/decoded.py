@@ -6,7 +6,7 @@ Each message is a process of its own, which would decode them again.
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ import torch
 
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.load import Images
-from osfl.data.parts import list_folder
+from osfl.data.parts import has_rows, list_folder
 from osfl.files import write_atomically
-
-MOST_BYTES = 2**30  # of pixels that are kept; more are decoded each time
 
 
 def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
@@ -36,10 +34,10 @@ def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
     if (kept := _kept(pixels, about, key)) is not None:
         return kept
     images = load()
-    if images.pixels.nbytes <= MOST_BYTES:
-        # A full disk: then they are decoded each time
+    if isinstance(images.pixels, torch.Tensor):
+        # A full disk: then they are decoded each time, as those are that memory does not hold
         with suppress(OSError):
-            _keep(pixels, about, key, images)
+            _keep(pixels, about, key, images.pixels, images.labels)
     return images
 
 
@@ -49,7 +47,9 @@ def files_key(config: DataConfig, node: NodeConfig, split: str, size: int) -> st
     Of the digits, which are drawn, of the settings alone.
     """
     files: list[Any] = []
-    if config.name == "folder":
+    if node.data_dir and has_rows(config, node):
+        files = sorted((str(file), file.stat().st_mtime_ns) for file in _files(node.data_dir))
+    if config.name != "digits" and not has_rows(config, node):
         for file, label in list_folder(config, node, split):
             stat = file.stat()
             files.append([str(file), stat.st_size, stat.st_mtime_ns, label])
@@ -57,13 +57,17 @@ def files_key(config: DataConfig, node: NodeConfig, split: str, size: int) -> st
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-def _keep(pixels: Path, about: Path, key: str, images: Images) -> None:
+def _files(folder: str) -> Iterator[Path]:
+    return (file for file in Path(folder).rglob("*") if file.is_file())
+
+
+def _keep(pixels: Path, about: Path, key: str, decoded: torch.Tensor, labels: torch.Tensor) -> None:
     """Readable by their owner alone; `about` comes last, and vouches for the pixels."""
     content = io.BytesIO()
-    np.save(content, images.pixels.numpy(), allow_pickle=False)
+    np.save(content, decoded.numpy(), allow_pickle=False)
     about.unlink(missing_ok=True)
     write_atomically(pixels, content.getvalue(), 0o600)
-    header = {"key": key, "bytes": content.tell(), "labels": images.labels.tolist()}
+    header = {"key": key, "bytes": content.tell(), "labels": labels.tolist()}
     write_atomically(about, json.dumps(header).encode(), 0o600)
 
 

@@ -99,7 +99,7 @@ def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Pat
         return load_once(folder, key, partial(decode, fit))
 
     def domain() -> str:
-        return node.domain or domain_name(config.data, node)
+        return node.domain or domain_name(config.data, node, config.seed)
 
     names = class_names(config.data)
     device = pick_device(node.device)

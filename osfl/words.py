@@ -6,6 +6,7 @@ look like another; a node can send 50 MB of either.
 """
 
 import logging
+import re
 import traceback
 
 MARK = "\N{REPLACEMENT CHARACTER}"
@@ -88,6 +89,11 @@ def plain_record(record: logging.LogRecord) -> bool:
         record.msg = "(a line that cannot be shown)"
         record.args = ()
     return True
+
+
+def identifier(name: str) -> str:
+    """A name from the wild as one that a folder can have: `Real World` is `Real_World`."""
+    return "_".join(re.split(r"[\s/\\,]+", name.strip().lstrip("-.")))
 
 
 def name_problem(name: str) -> str:

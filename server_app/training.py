@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from osfl.costs import Stopwatch
 from osfl.models import classifiers
 from osfl.models.classifiers import logits_of
+from osfl.pixels import Pixels
 from osfl.wire import PayloadError
 from server_app.job import GlobalModel, ServerJob
 
@@ -20,7 +21,7 @@ from server_app.job import GlobalModel, ServerJob
 def train_global(
     job: ServerJob,
     name: str,
-    pixels: torch.Tensor,
+    pixels: Pixels,
     labels: torch.Tensor,
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 0.0,
@@ -60,11 +61,12 @@ def train_global(
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
 
 
-def _digest(*tensors: torch.Tensor | None) -> str:
+def _digest(*inputs: Pixels | None) -> str:
     """SHA-256 of what a model is trained on."""
     digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+    for rows in inputs:
+        for part in () if rows is None else rows.split(1000):
+            digest.update(part.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

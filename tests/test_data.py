@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, defaults, public_digits
 from PIL import Image
 
-from osfl.config import DataConfig, NodeConfig, parse_run_config
+from osfl.config import NodeConfig, parse_run_config
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
 from osfl.data.load import _digits_partition, load_images
 from osfl.data.parts import DataError, check_images, simulated_folder
@@ -157,7 +157,7 @@ def test_a_client_beyond_the_data_is_told() -> None:
         load_images(DIGITS, NodeConfig(), "train", 0)
 
 
-FOLDER = DataConfig("folder", "domain", 2, 0.5, "cat,dog", 16, "")
+FOLDER = replace(DIGITS, name="folder", classes="cat,dog", image_size=16)
 
 
 def make_folder(root, **classes: list[Image.Image]):  # type: ignore[no-untyped-def]
@@ -228,10 +228,10 @@ def test_floating_point_pixels_are_refused(tmp_path) -> None:  # type: ignore[no
 def test_checking_lists_both_splits_and_opens_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
     node = make_folder(tmp_path, cat=[Image.new("RGB", (16, 16))])
     with pytest.raises(DataError, match="there is no folder test/"):
-        check_images(FOLDER, node)
+        check_images(FOLDER, node, 0)
     (tmp_path / "test" / "dog").mkdir(parents=True)
     (tmp_path / "test" / "dog" / "a.png").write_bytes(b"never opened")
-    check_images(FOLDER, node)
+    check_images(FOLDER, node, 0)
 
 
 def test_a_corrupt_image_is_named(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, defaults
 from encoder_folders import save_captioner, save_clip, save_dinov2, seen
 from PIL import Image
 from test_methods import images, job_of
 from transformers import AutoImageProcessor, BlipProcessor
 
 from client_app.methods import espresso, feddisc, fgl, oscar
-from osfl.config import DataConfig, NodeConfig
+from osfl.config import NodeConfig
 from osfl.data.load import Images, load_images, to_pixels
 from osfl.models.encoders import load_captioner, load_image_encoder
 
@@ -70,7 +70,9 @@ def test_pictures_of_a_folder_fit_their_encoder(tmp_path: Path) -> None:
     upright.rotate(90, expand=True).save(folder / "a.png", exif=exif)
     textured(500, 256).save(folder / "b.png")
     encoder = load_image_encoder(str(save_dinov2(tmp_path / "dinov2")), CPU)
-    config = DataConfig("folder", "domain", 1, 1.0, "cat,dog", 32, "")
+    config = replace(
+        parse_run_config(defaults()).data, name="folder", classes="cat,dog", image_size=32
+    )
     node = NodeConfig(data_dir=str(tmp_path / "data"))
     made = load_images(config, node, "train", 0, encoder.fit)
     assert made.pixels.shape == (2, 3, 256, 256)

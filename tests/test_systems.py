@@ -1077,13 +1077,15 @@ def test_what_a_hub_model_weighs_is_not_known(tiny_kit) -> None:  # type: ignore
 
 def test_a_simulated_client_knows_its_domain() -> None:
     config = parse_run_config(quick()).data
-    assert [domain_name(config, NodeConfig(partition_id=k)) for k in (0, 2, 5)] == [
+    assert [domain_name(config, NodeConfig(partition_id=k), 0) for k in (0, 2, 5)] == [
         "clipart",
         "neon",
         "sketch",
     ]
     assert (
-        domain_name(replace(config, partition="iid"), NodeConfig(partition_id=0, num_partitions=2))
+        domain_name(
+            replace(config, partition="iid"), NodeConfig(partition_id=0, num_partitions=2), 0
+        )
         == ""
     )
 

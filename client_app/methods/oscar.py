@@ -46,7 +46,8 @@ def make_payload(job: ClientJob) -> Encodings:
     job.progress(done, total, "captioning image")
     for label in held:
         captions: list[str] = []
-        for pixels in images.pixels[images.labels == label].split(BATCH):
+        for rows in (images.labels == label).nonzero().flatten().split(BATCH):
+            pixels = images.pixels[rows]
             captions += captioner(pixels, job.meter)
             done += len(pixels)
             job.progress(done, total, "captioning image")

@@ -180,7 +180,7 @@ def simulated_clients(config: RunConfig) -> dict[str, Client]:
         node_settings, _, name = own_settings(config, node)
         check_node(node_settings, node)
         labels = tuple(image_labels(config.data, node, "train", config.seed))
-        clients[name] = Client(node_settings, labels, domain_name(config.data, node))
+        clients[name] = Client(node_settings, labels, domain_name(config.data, node, config.seed))
     return clients
 
 

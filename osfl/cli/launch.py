@@ -26,6 +26,8 @@ import psutil
 from flwr.common.config import flatten_dict
 
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
+from osfl.data.named import chosen_classes, is_named
+from osfl.data.partition import DataError
 from osfl.words import plain, plain_lines
 
 # Flower installs an app's dependencies before every run (and fails offline), phones home and looks
@@ -121,7 +123,19 @@ def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scala
             overrides[key.strip()] = _value(key.strip(), text.strip(), known)
         else:
             overrides.update(_read_toml(argument))
-    return parse_run_config({**known, **overrides}), overrides
+    config = parse_run_config({**known, **overrides})
+    if is_named(config.data):
+        # What a data set stores is asked once, here: nodes are told the names.
+        overrides["data.classes"] = ",".join(_classes(config))
+        config = parse_run_config({**known, **overrides})
+    return config, overrides
+
+
+def _classes(config: RunConfig) -> tuple[str, ...]:
+    try:
+        return chosen_classes(config.data)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _value(key: str, text: str, known: dict[str, Scalar]) -> Scalar:

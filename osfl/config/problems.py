@@ -1,5 +1,6 @@
 """What no key can say alone: values that do not go together, and texts that need a word in them."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from osfl.config.names import is_identifier, split_names
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.words import name_problem, plain
+
+_HUB_DATA = re.compile(r"hf:[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def problems(run: RunConfig) -> Iterator[str]:
@@ -37,16 +40,23 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
     if run.kit.startswith("."):
         yield f"kit = {run.kit!r}: must be a shipped kit's name, an absolute path or a hub id"
     draws_digits = run.sampling_kit in ("digits", "digits-unclip")
-    if METHODS[run.method].samples and draws_digits and run.data.name == "folder":
+    if METHODS[run.method].samples and draws_digits and run.data.name != "digits":
         key = "feddisc.kit" if run.method == "feddisc" and run.feddisc.kit else "kit"
         yield (
-            f"{key} = {run.sampling_kit!r}: it draws digits; with data.name = 'folder', name a kit "
-            "for your images"
+            f"{key} = {run.sampling_kit!r}: it draws digits; with data.name = {run.data.name!r}, "
+            "name a kit for your images"
         )
 
 
 def _of_data(run: RunConfig) -> Iterator[str]:
     classes = split_names(run.data.classes)
+    if run.data.name not in ("digits", "folder") and not _HUB_DATA.fullmatch(run.data.name):
+        yield (
+            f"data.name = {run.data.name!r}: must be digits, folder, or hf:OWNER/NAME@REVISION, a "
+            "data set of the Hugging Face hub"
+        )
+    if run.data.name == "digits" and run.data.partition == "dirichlet-domain":
+        yield "data.partition = 'dirichlet-domain': the digits are cut by domain or by label"
     if run.data.name == "folder" and len(classes) < 2:
         yield "data.classes: data.name = 'folder' needs at least two class names, comma-separated"
     if run.data.name == "digits" and classes:

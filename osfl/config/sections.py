@@ -24,18 +24,22 @@ class DataConfig:
 
     name: Annotated[
         str,
-        OneOf("digits", "folder"),
         Doc(
-            "Where images come from: the embedded digits, or folders "
-            "(`<data-dir>/{train,test}/<class>/*`)."
+            "Where images come from: `digits`, the embedded ones; `folder`, folders "
+            "(`<data-dir>/{train,test}/<class>/*`); or `hf:OWNER/NAME@REVISION`, a data set of the "
+            "Hugging Face hub."
         ),
+    ]
+    subset: Annotated[
+        str, Doc("Of a hub's data set that has several: which (its configuration's name).")
     ]
     partition: Annotated[
         str,
-        OneOf("domain", "label", "dirichlet", "iid"),
+        OneOf("domain", "label", "dirichlet", "dirichlet-domain", "iid"),
         Doc(
-            "How the digits are cut into clients: a domain each (feature skew), by label or by a "
-            "Dirichlet distribution over labels (label skew), or at random."
+            "How the data are cut into clients: a domain each (feature skew), by label or by a "
+            "Dirichlet distribution over labels (label skew), each domain by such a distribution "
+            "(both), or at random. Folders are clients already."
         ),
     ]
     shards_per_client: Annotated[
@@ -53,7 +57,39 @@ class DataConfig:
     ]
     classes: Annotated[
         str,
-        Doc("The classes' names, comma-separated; empty: the digits' own."),
+        Doc(
+            "The classes' names, comma-separated; empty: the digits' own, or all that a hub's data "
+            "set stores, in its order; `0-89`: its first ninety."
+        ),
+    ]
+    image_column: Annotated[str, Doc("Of a hub's data set: the column of the images.")]
+    label_column: Annotated[str, Doc("Of a hub's data set: the column of the labels.")]
+    domain_column: Annotated[
+        str,
+        Doc(
+            "Of a hub's data set: the column of each image's domain, hospital or writer; for the "
+            "partitions by domain."
+        ),
+    ]
+    train_split: Annotated[str, Doc("Of a hub's data set: the split of the clients' images.")]
+    test_split: Annotated[
+        str,
+        Doc(
+            "Of a hub's data set: the split of the test images; empty: `test-share` of the train's."
+        ),
+    ]
+    test_share: Annotated[
+        float,
+        Range(0.01, 0.99),
+        Doc("Without a split of test images: the share of each client's images of every class."),
+    ]
+    max_per_class: Annotated[
+        int,
+        Range(0, 10**9),
+        Doc(
+            "Of a hub's data set: the most images of a class that a client trains on, chosen by "
+            "the seed; 0: all."
+        ),
     ]
     image_size: Annotated[
         int,
@@ -63,8 +99,9 @@ class DataConfig:
     root: Annotated[
         str,
         Doc(
-            "With name = folder: the absolute path of the folder with all clients' folders, for "
-            "simulations and method = ceiling."
+            "An absolute path. With name = folder: the folder with all clients' folders, for "
+            "simulations and method = ceiling. With a hub's data set: a copy of it on every "
+            "machine, in place of the hub."
         ),
     ]
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,13 +11,17 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from osfl.config import DataConfig, NodeConfig
-from osfl.data.parts import DataError, count_parts, list_folder, simulated_folder
-from osfl.pixels import to_float
+from osfl.data.named import domain_of, load_rows
+from osfl.data.partition import DataError, partitioner_of
+from osfl.data.parts import count_parts, has_rows, list_folder, simulated_folder
+from osfl.pixels import LazyPixels, Pixels, to_float
 from osfl.words import plain
 
 if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
 
+
+MOST_BYTES = 2**30  # of pixels that are decoded at once and held; more are decoded as they are used
 
 # How big, and in which part, a picture is seen: pixels on a side (short side resized, the middle
 # cut out), or an encoder's own way with [3, H, W] uint8.
@@ -27,7 +32,7 @@ Fit = int | Callable[[torch.Tensor], torch.Tensor]
 class Images:
     """Decoded images of one size."""
 
-    pixels: torch.Tensor  # [N, 3, S, S] uint8 RGB
+    pixels: Pixels  # [N, 3, S, S] uint8 RGB
     labels: torch.Tensor  # [N] int64, indices into the run's classes
 
     def __len__(self) -> int:
@@ -46,13 +51,15 @@ class Images:
         return sorted(set(self.labels.tolist()))
 
 
-def domain_name(config: DataConfig, node: NodeConfig) -> str:
+def domain_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
     """The name of a simulated client's domain: the digits' style, or the client's folder.
 
     "" where nobody knows it.
     """
     if config.name == "digits" and config.partition == "domain" and node.partition_id >= 0:
         return str(_digits_partition(config, node, "test", 0)[0]["domain"])
+    if has_rows(config, node):
+        return domain_of(config, load_rows(config, node, "train", seed))
     folder = simulated_folder(config, node)
     return folder.name if folder else ""
 
@@ -73,13 +80,54 @@ def load_images(
         DataError: no data for this node, a missing folder, a class nobody knows, a corrupt image.
     """
     fit = fit or config.image_size
-    if config.name == "folder":
-        return _load_folder(config, node, split, fit)
+    if has_rows(config, node):
+        rows = load_rows(config, node, split, seed)
+        read = partial(_read_row, rows.select_columns(["image"]), fit, node.data_dir or config.name)
+        return _decoded(read, list(rows["label"]))
+    if config.name != "digits":
+        files = list_folder(config, node, split)
+        read = partial(_read_file, [file for file, _ in files], fit)
+        return _decoded(read, [label for _, label in files])
     rows = _digits_partition(config, node, split, seed)
     return Images(
         torch.stack([to_pixels(image, fit) for image in rows["image"]]),
         torch.tensor(rows["label"]),
     )
+
+
+def _decoded(read: Callable[[int], torch.Tensor], labels: list[int]) -> Images:
+    """All of them now, or when they are taken where they are many."""
+    first = read(0)
+    if len(labels) * first.nbytes > MOST_BYTES:
+        return Images(LazyPixels(read, len(labels)), torch.tensor(labels))
+    pixels = [first]
+    for number in range(1, len(labels)):
+        pixels.append(read(number))
+    return Images(torch.stack(pixels), torch.tensor(labels))
+
+
+def _read_file(files: list[Path], fit: Fit, number: int) -> torch.Tensor:
+    file = files[number]
+    try:
+        with Image.open(file) as image:
+            return to_pixels(image, fit)
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise DataError(
+            f"{plain(file, 1000)}: not a readable image ({plain(error)}). Remove or replace it"
+        ) from error
+
+
+def _read_row(rows: "Dataset", fit: Fit, source: str, number: int) -> torch.Tensor:
+    try:
+        image = rows[number]["image"]
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"it is a {type(image).__name__}, and no image")
+        return to_pixels(image, fit)
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise DataError(
+            f"{source}, row {number} of this client: not a readable image ({plain(error)}). "
+            "data.image-column names the column of the images"
+        ) from error
 
 
 # A message needs its partition several times, and cutting takes longer than reading it
@@ -92,28 +140,20 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
     A node's test and validation images are its own domain's; under the other partitions, its equal
     share of all domains'.
     """
-    from flwr_datasets import partitioner as cut
-
     from osfl.data import digits
 
     count = count_parts(config, node)
     whole = digits.load_split("private" if split == "train" else split)
-    chosen: cut.Partitioner
     if config.partition == "domain":
-        chosen = cut.NaturalIdPartitioner(partition_by="domain")
-    elif split != "train" or config.partition == "iid":
-        chosen = cut.IidPartitioner(num_partitions=count)
-    elif config.partition == "label":
-        chosen = cut.ShardPartitioner(
-            count, "label", num_shards_per_partition=config.shards_per_client, seed=seed
-        )
-    else:
-        chosen = cut.DirichletPartitioner(
-            count, "label", config.alpha, min_partition_size=1, seed=seed
-        )
+        from flwr_datasets.partitioner import NaturalIdPartitioner
+
+        by_domain = NaturalIdPartitioner(partition_by="domain")
+        by_domain.dataset = whole
+        return by_domain.load_partition(node.partition_id)
+    chosen = partitioner_of(config, count, seed, even=split != "train")
     # The split lies class by class and domain by domain: a run of one class's rows would be one
     # domain's.
-    chosen.dataset = whole if config.partition == "domain" else whole.shuffle(seed=seed)
+    chosen.dataset = whole.shuffle(seed=seed)
     return chosen.load_partition(node.partition_id)
 
 
@@ -124,24 +164,11 @@ def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) ->
 
 def image_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) -> list[int]:
     """The labels of this node's images, one an image; none is opened."""
-    if config.name == "folder":
+    if has_rows(config, node):
+        return list(load_rows(config, node, split, seed)["label"])
+    if config.name != "digits":
         return [label for _, label in list_folder(config, node, split)]
     return list(_digits_partition(config, node, split, seed)["label"])
-
-
-def _load_folder(config: DataConfig, node: NodeConfig, split: str, fit: Fit) -> Images:
-    pixels = []
-    labels = []
-    for file, label in list_folder(config, node, split):
-        try:
-            with Image.open(file) as image:
-                pixels.append(to_pixels(image, fit))
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-            raise DataError(
-                f"{plain(file, 1000)}: not a readable image ({plain(error)}). Remove or replace it"
-            ) from error
-        labels.append(label)
-    return Images(torch.stack(pixels), torch.tensor(labels))
 
 
 def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:

@@ -6,25 +6,29 @@ Imports no torch: joining takes no second.
 from pathlib import Path
 
 from osfl.config import DataConfig, NodeConfig, split_names
+from osfl.data.named import has_saved_part, is_named, load_rows
+from osfl.data.partition import DataError
 from osfl.data.render import CLASSES, STYLES
 from osfl.words import name_problem, plain
 
 
-class DataError(ValueError):
-    """Images that cannot be used; the message names the file or folder and the fix."""
-
-
 def class_names(config: DataConfig) -> tuple[str, ...]:
     """The run's class names, in order; an image's label is its class's index here."""
-    if named := split_names(config.classes):
-        return named
-    return CLASSES
+    if config.name == "digits":
+        return CLASSES
+    names = split_names(config.classes)
+    if is_named(config) and len(names) < 2:
+        raise DataError(
+            "data.classes: no class names; `osfl run` and `osfl compare` take them from the data "
+            "set, and Flower's own commands must be given them"
+        )
+    return names
 
 
-def check_images(config: DataConfig, node: NodeConfig) -> None:
+def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
     """Whether this node has images to train and to test on.
 
-    Folders are listed, no image is opened or drawn.
+    Folders are listed and columns of labels read; no image is opened or drawn.
 
     Raises:
         DataError: as `load_images`, but for corrupt images, and for a part of the digits that is
@@ -34,7 +38,15 @@ def check_images(config: DataConfig, node: NodeConfig) -> None:
         count_parts(config, node)
         return
     for split in ("train", "test"):
-        list_folder(config, node, split)
+        if has_rows(config, node):
+            load_rows(config, node, split, seed)
+        else:
+            list_folder(config, node, split)
+
+
+def has_rows(config: DataConfig, node: NodeConfig) -> bool:
+    """Whether this node's images are rows of a data set, and no files of a folder."""
+    return has_saved_part(node) or (is_named(config) and not node.data_dir)
 
 
 def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:

@@ -21,7 +21,7 @@ from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
 from osfl.files import PUBLIC, write_atomically
 from osfl.models.initialisation import initial_weights
-from osfl.pixels import to_float
+from osfl.pixels import Pixels, to_float
 from osfl.seeds import seed_of
 
 # Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to
@@ -335,7 +335,7 @@ def new_classifier(
 
 def fit(
     model: nn.Module,
-    pixels: torch.Tensor,
+    pixels: Pixels,
     labels: torch.Tensor,
     config: ClassifierConfig,
     seed: int,
@@ -424,7 +424,7 @@ def _in_bfloat16(config: ClassifierConfig, device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def logits_of(model: nn.Module, pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+def logits_of(model: nn.Module, pixels: Pixels, device: torch.device) -> torch.Tensor:
     """Logits [N, C] on the CPU, of uint8 images [N, 3, S, S]; the model is put in eval mode."""
     model = model.to(device).eval()
     return torch.cat(
@@ -437,7 +437,7 @@ def logits_of(model: nn.Module, pixels: torch.Tensor, device: torch.device) -> t
 
 def confusion(
     model: nn.Module,
-    pixels: torch.Tensor,
+    pixels: Pixels,
     labels: torch.Tensor,
     num_classes: int,
     device: torch.device,

@@ -14,6 +14,7 @@ import torch
 from osfl.config import ConfigError, NodeConfig
 from osfl.data.load import load_images
 from osfl.payloads import Payload
+from osfl.pixels import concatenated
 from server_app.job import GlobalModel, ServerJob
 from server_app.training import train_global
 
@@ -25,7 +26,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
         ConfigError: the images are folders and `data.root` is empty.
     """
     parts = [load_images(job.config.data, node, "train", job.config.seed) for node in _nodes(job)]
-    pixels = torch.cat([p.pixels for p in parts])
+    pixels = concatenated([part.pixels for part in parts])
     labels = torch.cat([p.labels for p in parts])
     return {"real": train_global(job, "real", pixels, labels)}
 
@@ -33,7 +34,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 def _nodes(job: ServerJob) -> list[NodeConfig]:
     data = job.config.data
     count = job.config.num_clients
-    if data.name == "digits":
+    if data.name != "folder":
         return [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
     if not data.root:
         raise ConfigError(

@@ -1,0 +1,324 @@
+"""Data sets by name: those of the Hugging Face hub, local copies of them, and saved parts.
+
+Labels are mapped by the names that the data set itself stores. No image is opened here.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from osfl.config import DataConfig, NodeConfig, split_names
+from osfl.data.partition import DataError, node_rows
+from osfl.words import identifier, plain
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict, Features  # seconds to import
+
+HUB = "hf:"
+
+
+def is_named(config: DataConfig) -> bool:
+    """Whether a run's images are of a data set by name."""
+    return config.name.startswith(HUB)
+
+
+def has_saved_part(node: NodeConfig) -> bool:
+    """Whether a node's folder is one that `Dataset.save_to_disk` wrote.
+
+    That is what `flwr-datasets create` makes for every node of a deployment.
+    """
+    folder = Path(node.data_dir).expanduser()
+    return bool(node.data_dir) and _is_saved(folder)
+
+
+def stored_classes(config: DataConfig) -> tuple[str, ...]:
+    """The names that the data set stores for its labels, in the order of the labels.
+
+    Raises:
+        DataError: it cannot be read, or stores none.
+    """
+    if config.root:
+        features = _first(_read(config.name, config.subset, config.root)).features
+    else:
+        features = _features_on_hub(config)
+    names = getattr(_feature(features, config.label_column, config.name), "names", None)
+    if not names:
+        raise DataError(
+            f"data.classes: {config.name} stores no names for the labels in its column "
+            f"{config.label_column!r}; name the classes, in the order of its numbers"
+        )
+    return tuple(map(identifier, names))
+
+
+def chosen_classes(config: DataConfig) -> tuple[str, ...]:
+    """`data.classes` with what stands for stored names replaced by them.
+
+    Empty is all of them, `0-89` the first ninety; anything else stands for itself.
+
+    Raises:
+        DataError: as `stored_classes`, or a range beyond them.
+    """
+    first, dash, last = config.classes.partition("-")
+    if not config.classes:
+        return stored_classes(config)
+    if not (dash and first.strip().isdigit() and last.strip().isdigit()):
+        return split_names(config.classes)
+    names = stored_classes(config)
+    begin = int(first)
+    end = int(last)
+    if not begin <= end < len(names):
+        raise DataError(
+            f"data.classes = {config.classes!r}: {config.name} has the classes 0 to "
+            f"{len(names) - 1}"
+        )
+    return names[begin : end + 1]
+
+
+def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
+    """One node's rows, as a data set with the columns image and label.
+
+    Labels are indices into the run's classes. Images are decoded when a row is read.
+
+    Args:
+        split: `train` or `test`.
+        seed: of the partition, of a test share and of the images that a cap leaves.
+
+    Raises:
+        DataError: the data set or its columns are not as the configuration says, or this node has
+            no rows.
+    """
+    # `data.image-size` and the like matter to images, not to which of them are a node's.
+    return _load_rows(config, node.data_dir, node.partition_id, node.num_partitions, split, seed)
+
+
+@lru_cache(maxsize=16)
+def _load_rows(
+    config: DataConfig, data_dir: str, part: int, parts: int, split: str, seed: int
+) -> "Dataset":
+    if data_dir:
+        source = data_dir
+        splits = _saved(Path(data_dir).expanduser())
+    else:
+        source = config.name
+        splits = _read(config.name, config.subset, config.root)
+    names = split_names(config.classes)
+    train = _labelled(_split(splits, config.train_split, "train", source), config, names, source)
+    held_out = config.test_split or ("test" if data_dir and "test" in splits else "")
+    test = None
+    if held_out:
+        test = _labelled(_split(splits, held_out, "test", source), config, names, source)
+    chosen = train if split == "train" or test is None else test
+    if data_dir:
+        rows = np.arange(len(chosen))
+    else:
+        domains = _domains(chosen, config, source)
+        labels = np.asarray(chosen["label"])
+        rows = node_rows(config, labels, domains, part, parts, seed, even=chosen is test)
+    labels = np.asarray(chosen["label"])
+    if test is None:
+        rows = _share(rows, labels, config.test_share, split, seed)
+    if split == "train" and config.max_per_class:
+        rows = _capped(rows, labels, config.max_per_class, seed)
+    if not len(rows):
+        raise DataError(f"{source}: no images. This client has no data for {split}")
+    wanted = {config.image_column: "image", "label": "label"}
+    if config.domain_column in chosen.column_names:
+        wanted[config.domain_column] = "domain"
+    mine = chosen.select(np.sort(rows)).select_columns(list(dict.fromkeys(wanted)))
+    renamed = {old: new for old, new in wanted.items() if old != new}
+    return mine.rename_columns(renamed)
+
+
+def domain_of(config: DataConfig, rows: "Dataset") -> str:
+    """The domain's name, where all of a node's rows are of one; else ""."""
+    if "domain" not in rows.column_names:
+        return ""
+    return _domain_names(rows.select_columns(["domain"]), "domain")[0] if len(rows) else ""
+
+
+# ---- Reading ----
+
+
+@lru_cache(maxsize=4)
+def _read(name: str, subset: str, root: str) -> "DatasetDict":
+    """All splits of a data set: of the local copy in `root`, or of the hub."""
+    from datasets import load_dataset
+
+    if root:
+        folder = Path(root).expanduser()
+        if not folder.is_dir():
+            raise DataError(f"data.root = {root!r}: no such folder")
+        if _is_saved(folder):
+            return _saved(folder)
+    repository, revision = repository_of(name)
+    try:
+        return load_dataset(
+            str(Path(root).expanduser()) if root else repository,
+            subset or None,
+            revision=None if root else revision,
+        )
+    # Whatever the hub's client, the network or a file of the data set raises
+    except Exception as error:
+        raise DataError(_unread(name, root, error)) from error
+
+
+def _features_on_hub(config: DataConfig) -> "Features":
+    """What the data set's card says of its columns: a few kB, where it says it."""
+    from datasets import load_dataset_builder
+
+    repository, revision = repository_of(config.name)
+    try:
+        builder = load_dataset_builder(repository, config.subset or None, revision=revision)
+    except Exception as error:
+        raise DataError(_unread(config.name, "", error)) from error
+    if builder.info.features:
+        return builder.info.features
+    return _first(_read(config.name, config.subset, "")).features
+
+
+def _unread(name: str, root: str, error: Exception) -> str:
+    place = f"data.root = {root!r}" if root else f"data.name = {name!r}"
+    return (
+        f"{place}: cannot be read ({type(error).__name__}: {plain(error)}). "
+        "It is hf:OWNER/NAME@REVISION, with data.subset where the data set has several; without "
+        "a network, give data.root, the folder of a copy of it"
+    )
+
+
+def repository_of(name: str) -> tuple[str, str | None]:
+    """(owner/name, revision) of `hf:owner/name@revision`."""
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    return repository, revision or None
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _saved(folder: Path) -> "DatasetDict":
+    """What `save_to_disk` wrote: a data set, whose rows are all called train, or one of splits."""
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    if not _is_saved(folder):
+        raise DataError(
+            f"node-config data-dir = {str(folder)!r}: no data set that save_to_disk wrote, such as "
+            "a part that `flwr-datasets create` makes"
+        )
+    try:
+        saved = load_from_disk(str(folder))
+    except Exception as error:
+        raise DataError(f"{folder}: cannot be read ({plain(error)})") from error
+    return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
+
+
+def _first(splits: "DatasetDict") -> "Dataset":
+    return next(iter(splits.values()))
+
+
+def _split(splits: "DatasetDict", name: str, key: str, source: str) -> "Dataset":
+    if name not in splits:
+        raise DataError(f"data.{key}-split = {name!r}: {source} has the splits {', '.join(splits)}")
+    return splits[name]
+
+
+def _feature(features: "Features", column: str, source: str) -> object:
+    if column not in features:
+        raise DataError(
+            f"{source} has no column {column!r}, only {', '.join(features)}; set "
+            "data.label-column, "
+            "data.image-column and data.domain-column"
+        )
+    return features[column]
+
+
+# ---- Labels and domains ----
+
+
+def _labelled(
+    rows: "Dataset", config: DataConfig, names: tuple[str, ...], source: str
+) -> "Dataset":
+    """The rows of the run's classes, whose column label holds indices into them."""
+    from datasets import Value
+
+    _feature(rows.features, config.image_column, source)
+    feature = _feature(rows.features, config.label_column, source)
+    stored = rows.with_format("numpy")[config.label_column][:]
+    labels = _indices(stored, getattr(feature, "names", None), names, source)
+    kept = np.flatnonzero(labels >= 0)
+    others = [column for column in rows.column_names if column != config.label_column]
+    chosen = rows.select_columns(others)
+    if len(kept) < len(labels):
+        chosen = chosen.select(kept)
+    if "label" in chosen.column_names:
+        chosen = chosen.remove_columns("label")
+    return chosen.add_column("label", labels[kept], feature=Value("int64"))
+
+
+def _indices(
+    stored: Iterable, stored_names: Sequence[str] | None, names: tuple[str, ...], source: str
+) -> np.ndarray:
+    """Each stored label as the index of its class, [N] int64; -1: none of the run's."""
+    places = {name: place for place, name in enumerate(names)}
+    values = np.asarray(stored)
+    # Numbers without names are the classes in their order; texts name their class.
+    if stored_names is None and np.issubdtype(values.dtype, np.integer):
+        return np.where((values >= 0) & (values < len(names)), values, -1).astype(np.int64)
+    if stored_names is None:
+        texts, values = np.unique(values, return_inverse=True)
+        stored_names = [str(text) for text in texts]
+    table = np.array([places.get(identifier(name), -1) for name in stored_names])
+    if missing := sorted(set(range(len(names))) - set(table.tolist())):
+        raise DataError(
+            f"data.classes: {source} has no class {names[missing[0]]!r}; it has "
+            f"{plain(', '.join(map(identifier, stored_names)), 500)}"
+        )
+    return np.where(values >= 0, table[values], -1).astype(np.int64)
+
+
+def _domains(rows: "Dataset", config: DataConfig, source: str) -> list[str] | None:
+    if config.partition not in ("domain", "dirichlet-domain"):
+        return None
+    if config.domain_column not in rows.column_names:
+        raise DataError(
+            f"data.partition = {config.partition!r} needs data.domain-column, the column that says "
+            f"which domain an image is of; {source} has {', '.join(rows.column_names)}"
+        )
+    return _domain_names(rows, config.domain_column)
+
+
+def _domain_names(rows: "Dataset", column: str) -> list[str]:
+    values = rows.with_format("numpy")[column][:]
+    names = getattr(rows.features[column], "names", None)
+    return [identifier(names[value] if names else str(value)) for value in values]
+
+
+# ---- Shares ----
+
+
+def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str, seed: int) -> np.ndarray:
+    """A node's test rows, `share` of every class (at least one of two), or the others."""
+    taken = []
+    for label, members in _by_class(rows, labels):
+        order = np.random.default_rng([seed, label, *b"share"]).permutation(members)
+        count = round(share * len(members))
+        if len(members) > 1:
+            count = min(max(count, 1), len(members) - 1)
+        taken.append(order[:count] if split == "test" else order[count:])
+    return np.concatenate(taken) if taken else rows
+
+
+def _capped(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.ndarray:
+    """At most so many rows of every class."""
+    taken = []
+    for label, members in _by_class(rows, labels):
+        order = np.random.default_rng([seed, label, *b"cap"]).permutation(members)
+        taken.append(order[:most])
+    return np.concatenate(taken) if taken else rows
+
+
+def _by_class(rows: np.ndarray, labels: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    own = labels[rows]
+    return [(int(label), rows[own == label]) for label in np.unique(own)]
