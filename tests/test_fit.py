@@ -4,6 +4,7 @@ What the library's own processor makes of it, to the bit.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from test_methods import images, job_of
 from transformers import AutoImageProcessor, BlipProcessor
 
 from client_app.methods import espresso, feddisc, fgl, oscar
-from osfl.config import NodeConfig
+from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import Images, load_images, to_pixels
 from osfl.models.encoders import load_captioner, load_image_encoder
 
