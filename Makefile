@@ -31,12 +31,12 @@ test-unit: setup ## unit tests only
 
 NEWEST := .venv-newest-flower
 
-test-newest-flower: | $(UV) ## the simulation on the newest Flower, in an environment of its own; optional, and may fail
+test-newest-flower: | $(UV) ## simulation and TLS nodes on the newest Flower, in an environment of its own; optional, and may fail
 	test -x $(NEWEST)/bin/python || $(UV) venv --quiet --python ">=3.11,<3.14" $(NEWEST)
-	sed 's/flwr==[0-9.]*/flwr/; s/flwr\[simulation\]==[0-9.]*/flwr[simulation]/' pyproject.toml > $(NEWEST)/pyproject.toml
+	sed -E 's/"flwr(\[simulation\])?[<=>][^"]*"/"flwr\1"/' pyproject.toml > $(NEWEST)/pyproject.toml
 	$(UV) pip install --quiet --upgrade --python $(NEWEST)/bin/python -r $(NEWEST)/pyproject.toml --all-extras
 	$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --editable .
-	$(NEWEST)/bin/python -m pytest -n 1 tests/system/test_simulation.py
+	$(NEWEST)/bin/python -m pytest -n 1 tests/system/test_simulation.py tests/system/test_deployment.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -12,10 +12,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 from conftest import defaults, quick
+from packaging.version import Version
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -26,6 +28,9 @@ BIN = Path(sys.executable).parent
 # Every client that is simulated at the same time is a process that imports torch: half of what a
 # small run costs.
 ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
+
+# Whether nodes dial a port of their own, by gRPC. Since Flower 1.40 they call the port of `flwr`.
+GRPC = Version(version("flwr")) < Version("1.40")
 
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:
@@ -127,6 +132,8 @@ class Federation:
         """Start it with the keys and the database that are there, and wait for its health."""
         if not self.control:
             self.control, self.fleet = free_ports(2)
+            if not GRPC:
+                self.fleet = self.control
         authority = self.keys / "ca.crt"
         (self.folder / "flwr").mkdir(exist_ok=True)
         (self.folder / "flwr" / "config.toml").write_text(
