@@ -1,8 +1,10 @@
 """docker-compose.yml as a user runs it, against a real engine."""
 
+import io
 import os
 import shutil
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,33 +12,40 @@ from functools import cache
 from ipaddress import ip_network
 from pathlib import Path
 
+import docker
 import pytest
 from conftest import ROOT
+from docker.errors import DockerException
+from docker.models.containers import Container
 from filelock import FileLock
 from system_tools import BIN, quick_arguments, wait_for
 
 
 @cache
-def engine() -> list[str]:
-    """The compose command, or [] where there is no engine to talk to."""
-    if (
-        not shutil.which("docker")
-        or subprocess.run(["docker", "info"], capture_output=True).returncode
-    ):
+def engine() -> docker.DockerClient:
+    """The Docker engine; DockerException where none answers."""
+    # Seconds, for a command in a container that says nothing until it ends.
+    return docker.from_env(timeout=600)
+
+
+@cache
+def compose_command() -> list[str]:
+    """Compose as users type it, or [] where it or the engine is missing."""
+    try:
+        engine().ping()
+    except DockerException:
         return []
-    plugin = subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
-    return (
-        ["docker", "compose"]
-        if plugin
-        else ["docker-compose"]
-        if shutil.which("docker-compose")
-        else []
-    )
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if not shutil.which(command[0]):
+            continue
+        if subprocess.run([*command, "version"], capture_output=True).returncode == 0:
+            return command
+    return []
 
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(not engine(), reason="no Docker engine with compose here"),
+    pytest.mark.skipif(not compose_command(), reason="no Docker engine with compose here"),
     pytest.mark.timeout(3600),  # the images are several GB
 ]
 
@@ -52,7 +61,7 @@ class Containers:
     def compose(self, *arguments: str, check: bool = True, timeout: float = 3000) -> str:
         """The output of a compose command."""
         files = [word for file in self.files for word in ("-f", str(file))]
-        command = [*engine(), "-p", self.project, *files, *arguments]
+        command = [*compose_command(), "-p", self.project, *files, *arguments]
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -64,8 +73,28 @@ class Containers:
         assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + done.stderr
 
-    def inside(self, service: str, *command: str) -> str:
-        return self.compose("exec", "-T", service, *command)
+    def containers(self, *labels: str) -> list[Container]:
+        """Of the services, running or not, without those of `compose run`."""
+        own = [f"project={self.project}", "oneoff=False", *labels]
+        wanted = [f"com.docker.compose.{label}" for label in own]
+        return engine().containers.list(all=True, filters={"label": wanted})
+
+    def container(self, service: str) -> Container:
+        """The one container of a service."""
+        (found,) = self.containers(f"service={service}")
+        return found
+
+    def inside(self, service: str, *command: str, check: bool = True) -> str:
+        """The output of a command in a service's container."""
+        status, output = self.container(service).exec_run(list(command))
+        text = output.decode()
+        assert status == 0 or not check, text[-3000:]
+        return text
+
+    def logs(self, *services: str) -> str:
+        """The last 60 lines of each of these services, or of all."""
+        found = [self.container(name) for name in services] or self.containers()
+        return "\n".join(f"{one.name}:\n{one.logs(tail=60).decode()}" for one in found)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +114,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> None:
     built = "".join(
         f"  {name}: {{build: {{network: host}}}}\n" for name in ("keys", "server", "client-0")
     )
-    # Where containers reach the package index by the host's network alone
-    extra.write_text(f"services:\n{built}")
+    extra.write_text(
+        f"services:\n{built}"
+    )  # where containers reach the package index by the host's network alone
     builder = Containers(f"osfl-build-{os.getpid()}", (ROOT / "docker-compose.yml", extra))
     builder.compose("build", "keys")
     builder.compose("build", "server", "client-0")
@@ -117,9 +147,7 @@ def a_run_ends_with_its_table(federation: Containers) -> None:
         "digits", method="feddeo", job_id="composed", num_clients=6, synthesis__workers=2
     )
     output = federation.compose("run", "--rm", "run", *arguments, check=False)
-    assert "report: " in output, output[-3000:] + federation.compose(
-        "logs", "--no-color", "--tail", "60", "superlink", "server"
-    )
+    assert "report: " in output, output[-3000:] + federation.logs("superlink", "server")
     assert "accuracy (%) of FT: client-0 " in output
     assert "client-5: delivered" in output
     table = federation.inside("server", "osfl", "show", "/data/runs/composed")
@@ -137,36 +165,21 @@ def a_client_reaches_the_nodes_port_and_nothing_else(federation: Containers) -> 
         "import socket, sys; "
         "socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5); print('open')"
     )
-    name = federation.compose("ps", "-q", "superlink").split()[0]
-    template = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
-    addresses = subprocess.run(
-        ["docker", "inspect", "-f", template, name], capture_output=True, text=True
-    ).stdout.split()
+    networks = federation.container("superlink").attrs["NetworkSettings"]["Networks"]
+    addresses = [network["IPAddress"] for network in networks.values()]
     assert len(addresses) == 2
     assert "open" in federation.inside("client-0", "python", "-c", look, "superlink", "9092")
     for place in addresses:
-        answer = federation.compose(
-            "exec", "-T", "client-0", "python", "-c", look, place, "8000", check=False
-        )
+        answer = federation.inside("client-0", "python", "-c", look, place, "8000", check=False)
         assert (
             answer.strip()
             .splitlines()[-1]
             .startswith(("ConnectionRefusedError", "TimeoutError", "OSError: [Errno 101]"))
         ), answer
-    name = federation.compose("ps", "-q", "client-0").split()[0]
-    networks = "{{range $name, $_ := .NetworkSettings.Networks}}{{$name}} {{end}}"
-    joined = subprocess.run(
-        ["docker", "inspect", "-f", networks, name], capture_output=True, text=True
-    ).stdout.split()
-    assert len(joined) == 1
+    (joined,) = federation.container("client-0").attrs["NetworkSettings"]["Networks"]
     # The engine's promise, as whether anything outside answers says more of this machine. Older
     # engines leave a route and drop what takes it.
-    internal = subprocess.run(
-        ["docker", "network", "inspect", "-f", "{{.Internal}}", *joined],
-        capture_output=True,
-        text=True,
-    )
-    assert internal.stdout.strip() == "true"
+    assert engine().networks.get(joined).attrs["Internal"]
     files = federation.inside(
         "client-0", "sh", "-c", "find / -xdev -name '*.key' 2>/dev/null || true"
     ).split()
@@ -184,37 +197,19 @@ def containers_are_what_they_should_be(federation: Containers) -> None:
     clients no diffusers.
     """
     for service in ("superlink", "server", "client-0"):
-        name = federation.compose("ps", "-q", service).split()[0]
-        health = subprocess.run(
-            ["docker", "inspect", "-f", "{{.State.Health.Status}}", name],
-            capture_output=True,
-            text=True,
-        )
-        assert health.stdout.strip() == "healthy"
+        assert federation.container(service).health == "healthy"
         assert federation.inside(service, "id", "-u").strip() == "10001"
-        written = federation.compose("exec", "-T", service, "touch", "/app/osfl/x", check=False)
+        written = federation.inside(service, "touch", "/app/osfl/x", check=False)
         assert "Read-only file system" in written
         assert (
             federation.inside(service, "sh", "-c", "which gcc cc g++ make || echo none").strip()
             == "none"
         )
-    missing = federation.compose(
-        "exec", "-T", "superlink", "python", "-c", "import diffusers", check=False
-    )
+    missing = federation.inside("superlink", "python", "-c", "import diffusers", check=False)
     assert "No module named 'diffusers'" in missing
-    search = [
-        "docker",
-        "run",
-        "--rm",
-        "--entrypoint",
-        "find",
-        "osfl-client",
-        "/app/kits",
-        "-type",
-        "f",
-    ]
-    kits = subprocess.run(search, capture_output=True, text=True)
-    assert (kits.returncode, kits.stdout) == (0, "")
+    search = ["/app/kits", "-type", "f"]
+    kits = engine().containers.run("osfl-client", search, entrypoint="find", remove=True)
+    assert kits == b""
 
 
 def keys_and_registrations_outlive_the_containers(federation: Containers) -> None:
@@ -242,7 +237,7 @@ def keys_and_registrations_outlive_the_containers(federation: Containers) -> Non
         )
         return listed.count('"online"')
 
-    wait_for(lambda: online() == 6, 180, lambda: federation.compose("logs", "--tail", "20"))
+    wait_for(lambda: online() == 6, 180, federation.logs)
     assert "average" in federation.inside("server", "osfl", "show", "/data/runs/composed")
 
 
@@ -254,9 +249,8 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
     """
     if os.geteuid():
         pytest.skip("needs root: keys belong to the containers' user")
-    look = ["docker", "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}"]
-    subnet = subprocess.run(look, capture_output=True, text=True, check=True).stdout.strip()
-    # The engine's own; it does not always say which
+    subnet = engine().networks.get("bridge").attrs["IPAM"]["Config"][0]["Subnet"]
+    # The engine's own; it does not always say which.
     address = str(next(ip_network(subnet).hosts()))
     for command in (
         "ca keys",
@@ -270,15 +264,15 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
         tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem"
     )
     install(at_server / "nodes", tmp_path / "keys" / "nodes", {}, "site-a.pub", "site-b.pub")
-    deploy = ROOT / "deploy"
-    settings = {"OSFL_KEYS": str(at_server), "OSFL_ADDRESS": address}
+    deploy, settings = ROOT / "deploy", {"OSFL_KEYS": str(at_server), "OSFL_ADDRESS": address}
     server = Containers(f"osfl-server-{os.getpid()}", (deploy / "server.yml",), settings)
     made = [server]
     try:
         server.compose("up", "-d", "--no-build")
         assert server.compose("run", "--rm", "register").count('"node-id"') == 2
-        # What is known stays as it is
-        assert '"node-id"' not in server.compose("run", "--rm", "register")
+        assert '"node-id"' not in server.compose(
+            "run", "--rm", "register"
+        )  # what is known stays as it is
         for number, name in enumerate(("site-a", "site-b")):
             keys = install(tmp_path / name, tmp_path / "keys", {}, "ca.crt")
             install(keys, tmp_path / "keys" / "nodes", {name: "node.key"})
@@ -297,21 +291,15 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
             "digits", method="fedlmg", fedlmg__strategies="ft", job_id="apart", num_clients=2
         )
         output = server.compose("run", "--rm", "run", *arguments, check=False)
-        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].compose(
-            "logs", "--no-color", "--tail", "60"
-        )
+        assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].logs()
         assert "average" in server.inside("server", "osfl", "show", "/data/runs/apart")
         listed = server.compose(
             "run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json"
         )
         assert listed.count('"online"') == 2
-        container = server.compose("ps", "-q", "server").split()[0]
-        subprocess.run(
-            ["docker", "cp", f"{container}:/data/runs/apart", str(tmp_path)],
-            check=True,
-            capture_output=True,
-        )
-        assert (tmp_path / "apart" / "report.html").is_file()
+        copied, _ = server.container("server").get_archive("/data/runs/apart")
+        with tarfile.open(fileobj=io.BytesIO(b"".join(copied))) as archive:
+            assert archive.getmember("apart/report.html").isfile()
     finally:
         for containers in reversed(made):
             containers.compose("down", "--volumes", check=False)
