@@ -310,10 +310,8 @@ def workers() -> Rows:
     units = units_of(job_of("slow", per_class=400), 10)
     found = rate(lambda device: stamped(sleeping(0.2, slow=WORK / "who is slow")), units, 4)
     # Three at full speed, one at a tenth
-    took, ideal = (
-        found["seconds"],
-        found["units"] * 0.2 / 3.1,
-    )
+    took = found["seconds"]
+    ideal = found["units"] * 0.2 / 3.1
     rows.append(
         {
             "workers": 4,

@@ -165,10 +165,8 @@ class Federation:
         )
         unchecked = ssl.create_default_context()
         # Its certificate may be one that nodes refuse
-        unchecked.check_hostname, unchecked.verify_mode = (
-            False,
-            ssl.CERT_NONE,
-        )
+        unchecked.check_hostname = False
+        unchecked.verify_mode = ssl.CERT_NONE
 
         def healthy() -> bool:
             with suppress(OSError):

@@ -89,7 +89,8 @@ def test_parsing_and_flattening_are_inverse() -> None:
         (
             "data.partition",
             "magic",
-            "data.partition = 'magic': must be one of domain, label, dirichlet, iid",
+            "data.partition = 'magic': must be one of domain, label, dirichlet, dirichlet-domain, "
+            "iid",
         ),
         ("synthesis.prompt", "an image", "synthesis.prompt = 'an image': must contain {class}"),
         ("fedlmg.strategies", "ft,xx", "fedlmg.strategies = 'ft,xx': must name some of ft, md, sd"),

@@ -230,7 +230,9 @@ def test_counting_and_joining_open_no_image(tmp_path: Path) -> None:
     config = data(tmp_path / "broken", classes="cat,dog")
     check_images(config, node(0), 0)
     assert count_images(config, node(0), "train", 0) == 6
-    with pytest.raises(DataError, match="hf:owner/toy, row 0 of this client: not a readable image"):
+    with pytest.raises(
+        DataError, match="hf:owner/toy, train image 0 of this client: not a readable image"
+    ):
         load_images(config, node(0), "train", 0)
 
 

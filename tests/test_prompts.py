@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import defaults, quick
 
-from osfl.config import parse_run_config
+from osfl.config import ConfigError, parse_run_config
 from osfl.data.render import CLASSES, STYLES
 from osfl.models.concepts import concept_prompts
 from osfl.payloads import Domain
@@ -77,7 +77,7 @@ def test_the_digits_have_the_prompts_that_their_kit_has_learned() -> None:
     domain = config["prompts-domain.prompt"]
     run = parse_run_config(quick())
     for name in CLASSES:
-        assert run.synthesis.prompts([name]) == [text.replace("{class}", name)]
+        assert run.prompts([name]) == [text.replace("{class}", name)]
         assert fill("a {class}", {"class": name}) == f"a {name}"
         assert name in concept_prompts([name])[0].split()
         for style in STYLES:
@@ -91,7 +91,7 @@ def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.Monke
     settings = quick(data__name="folder", data__classes=",".join(classes), kit="/kit")
     job = SimpleNamespace(config=parse_run_config(settings), classes=classes, kit="/kit")
     image = SimpleNamespace(client="a", label=0, index=0)
-    assert job.config.synthesis.prompts(classes) == ["an image of alarm clock", "an image of dog"]
+    assert job.config.prompts(classes) == ["an image of alarm clock", "an image of dog"]
     assert fgl.prompt_of(job, ["a clock on a_table"], image) == "alarm clock, a clock on a_table"  # type: ignore[arg-type]
     assert "alarm clock" in concept_prompts(classes)[0]
     said: list[str] = []
@@ -101,3 +101,17 @@ def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.Monke
     payloads = {"a": Domain(classes, "art_painting")}
     prompts_domain.sampler(job, torch.device("cpu"), payloads)([image])  # type: ignore
     assert said == ["an art painting of an alarm clock"]
+
+
+def test_a_words_map_is_what_prompts_say() -> None:
+    """In every template; a class keeps its own name everywhere else."""
+    settings = quick(
+        data__name="folder", data__classes="mouse,dog", data__words="mouse=computer mouse, Art=art"
+    )
+    config = parse_run_config({**settings, "kit": "/kit"})
+    assert config.prompts(["mouse", "dog"]) == ["an image of computer mouse", "an image of dog"]
+    job = SimpleNamespace(config=config, classes=("mouse", "dog"))
+    image = SimpleNamespace(client="a", label=0, index=0)
+    assert fgl.prompt_of(job, ["a thing"], image) == "computer mouse, a thing"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="data.words = 'mouse': 'mouse' must be name=words"):
+        parse_run_config({**settings, "kit": "/kit", "data.words": "mouse"})

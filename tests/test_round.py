@@ -318,11 +318,9 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"seed": ', '"seed": 1', 1))
     pictures = sorted((folder / "images").rglob("*.png"))
     # Of three units: a client's eight and two, the other's eight
-    gone, short, changed = (
-        pictures[1],
-        pictures[9],
-        pictures[12],
-    )
+    gone = pictures[1]
+    short = pictures[9]
+    changed = pictures[12]
     gone.unlink()
     short.write_bytes(short.read_bytes()[:60])
     with Image.open(changed) as picture:

@@ -111,17 +111,20 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
     assert torch.allclose(
         z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4
     )
+
     # Where each prediction is taken
-    strong, weak = (
-        (lambda z, t: z / 2 + t / 1000),
-        (lambda z, t: z / 3 + t / 500),
-    )
+    def strong_at(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return z / 2 + t / 1000
+
+    def weak_at(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return z / 3 + t / 500
+
     zig = down(2.0, 1.0 + t1 / 1000, a1, p1)
     zag = down(zig, zig / 3 + t1 / 500, p1, a1)  # at the lower latent, and at the upper timestep
     kept = down(zag, zag / 2 + t1 / 1000, a1, p1)
     end = down(kept, kept / 2 + t2 / 1000, a2, p2)
     assert torch.allclose(
-        z_sampling(kit, z, 2, strong, weak, threshold=400), torch.full_like(z, end), rtol=1e-4
+        z_sampling(kit, z, 2, strong_at, weak_at, threshold=400), torch.full_like(z, end), rtol=1e-4
     )
 
 

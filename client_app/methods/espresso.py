@@ -78,7 +78,7 @@ def make_payload(job: ClientJob) -> Mixtures:
             rows_of.append(rows[members])
             owners.append((index, number))
             cluster_names.append(f"{names[index]}/{number}")
-    prompts = kit.text(job.config.synthesis.prompts(names))
+    prompts = kit.text(job.config.prompts(names))
     start = prompts[[index for index, _ in owners]]
     learned = (
         learn_conditions(kit, start, mean, logvar, rows_of, cluster_names, settings, job)

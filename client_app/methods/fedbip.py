@@ -75,7 +75,7 @@ def learn_words(
     settings = job.config.fedbip
     alphas_cumprod = kit.alphas_cumprod
     prompt = concept_prompt(kit.text)
-    domain, vectors = concept_starts(kit.text, names)
+    domain, vectors = concept_starts(kit.text, list(map(job.config.data.word, names)))
     domain = domain.clone().requires_grad_()
     vectors = vectors.clone().requires_grad_()
     optimiser = torch.optim.Adam([domain, vectors], lr=settings.lr)

@@ -35,7 +35,7 @@ def make_payload(job: ClientJob) -> Descriptions:
     held = images.held()
     names = [job.classes[label] for label in held]
     mean, logvar = posteriors(kit, images, job)
-    start = kit.text(job.config.synthesis.prompts(names))
+    start = kit.text(job.config.prompts(names))
     rows_of = [(images.labels == label).nonzero().flatten() for label in held]
     learned = learn_conditions(kit, start, mean, logvar, rows_of, names, job.config.feddeo, job)
     return Descriptions(tuple(names), learned.float().cpu())

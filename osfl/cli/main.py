@@ -25,6 +25,10 @@ certs_app = typer.Typer(
     help="Keys and certificates of a federation.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(certs_app, name="certs")
+data_app = typer.Typer(
+    help="The images of a run's clients.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(data_app, name="data")
 SHOWN = 20  # of a run's damaged files
 
 Settings = Annotated[
@@ -107,6 +111,17 @@ def doctor(settings: Settings = None, runs: RunsFolder = None) -> None:
     from osfl.cli.doctor import show_findings
 
     show_findings(settings or [], runs)
+
+
+@data_app.command("check")
+def data_check(settings: Settings = None) -> None:
+    """Open every image of every client: classes, sizes, what is broken, tests like training images.
+
+    Example: osfl data check configs/data/pacs.toml data.root=/data/pacs
+    """
+    from osfl.cli.data_check import show_check
+
+    show_check(settings or [])
 
 
 @app.command()

@@ -1,9 +1,27 @@
 """Names in a configuration: several in one text, and those that become file names."""
 
+from functools import lru_cache
+
 
 def split_names(text: str) -> tuple[str, ...]:
     """`"a, b"` to `("a", "b")`."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@lru_cache(maxsize=16)
+def named_words(text: str) -> dict[str, str]:
+    """`"mouse=computer mouse, a=b"` by name.
+
+    Raises:
+        ValueError: a part without `=`, or with nothing on a side of it.
+    """
+    words = {}
+    for part in split_names(text):
+        name, _, word = map(str.strip, part.partition("="))
+        if not name or not word:
+            raise ValueError(f"{part!r} must be name=words")
+        words[name] = word
+    return words
 
 
 def is_identifier(text: str) -> bool:

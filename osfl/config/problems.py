@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from osfl.config.names import is_identifier, split_names
+from osfl.config.names import is_identifier, named_words, split_names
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.words import name_problem, plain
@@ -65,6 +65,10 @@ def _of_data(run: RunConfig) -> Iterator[str]:
             "has its own"
         )
     yield from _of_class_names(classes)
+    try:
+        named_words(run.data.words)
+    except ValueError as error:
+        yield f"data.words = {run.data.words!r}: {error}, comma-separated"
     if run.data.root and not _is_absolute(run.data.root):
         yield _not_absolute("data.root", run.data.root)
 
@@ -203,9 +207,10 @@ def _of_rounds(run: RunConfig) -> Iterator[str]:
     proxy = run.rounds.proxy.removeprefix("public")
     if proxy and not _is_absolute(proxy):
         yield _not_absolute("rounds.proxy", proxy)
-    if run.method == "feddf" and run.data.name == "folder" and run.rounds.proxy == "public":
+    if run.method == "feddf" and run.data.name != "digits" and run.rounds.proxy == "public":
         yield (
-            "rounds.proxy = 'public': those are digits; with data.name = 'folder', name a folder "
+            "rounds.proxy = 'public': those are digits, and the clients' images are not; name a "
+            "folder "
             "of unlabelled images"
         )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from osfl.config.markers import Approximate, Doc, NotIdentity, OneOf, Range
+from osfl.config.names import named_words
 from osfl.methods import METHODS
 from osfl.prompts import fill
 
@@ -62,6 +63,13 @@ class DataConfig:
             "set stores, in its order; `0-89`: its first ninety."
         ),
     ]
+    words: Annotated[
+        str,
+        Doc(
+            "What prompts say in the place of a class's or domain's name: "
+            "`mouse=computer mouse, nail=nail of iron`; empty: the names themselves."
+        ),
+    ]
     image_column: Annotated[str, Doc("Of a hub's data set: the column of the images.")]
     label_column: Annotated[str, Doc("Of a hub's data set: the column of the labels.")]
     domain_column: Annotated[
@@ -104,6 +112,10 @@ class DataConfig:
             "machine, in place of the hub."
         ),
     ]
+
+    def word(self, name: str) -> str:
+        """A class or domain in the words of a prompt."""
+        return named_words(self.words).get(name, name)
 
 
 @dataclass(frozen=True)
@@ -239,10 +251,6 @@ class SynthesisConfig:
         ),
         NotIdentity(),
     ]
-
-    def prompts(self, names: Iterable[str]) -> list[str]:
-        """The prompt of every class."""
-        return [fill(self.prompt, {"class": name}) for name in names]
 
 
 @dataclass(frozen=True)
@@ -513,6 +521,10 @@ class RunConfig:
     feddisc: FedDISCConfig
     fedbip: FedBiPConfig
     rounds: RoundsConfig
+
+    def prompts(self, names: Iterable[str]) -> list[str]:
+        """The prompt of every class."""
+        return [fill(self.synthesis.prompt, {"class": self.data.word(name)}) for name in names]
 
     @property
     def sampling_kit(self) -> str:

@@ -1,9 +1,9 @@
 """A client's own images, decoded."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,55 +79,101 @@ def load_images(
     Raises:
         DataError: no data for this node, a missing folder, a class nobody knows, a corrupt image.
     """
-    fit = fit or config.image_size
+    opened = open_images(config, node, split, seed)
+    return _decoded(opened, fit or config.image_size)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One node's images, none of them decoded.
+
+    Attributes:
+        labels: one an image.
+        read: image number -> the picture.
+        name: image number -> what messages call it.
+    """
+
+    labels: list[int]
+    read: Callable[[int], Image.Image]
+    name: Callable[[int], str]
+
+    def image(self, number: int) -> Image.Image:
+        """A picture, decoded.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        with _named(self.name(number)):
+            image = self.read(number)
+            image.load()
+            return image
+
+    def pixels(self, fit: Fit, number: int) -> torch.Tensor:
+        """A picture as [3, S, S] uint8.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        with _named(self.name(number)):
+            return to_pixels(self.read(number), fit)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise DataError(
+            f"{name}: not a readable image ({plain(error)}). Remove or replace it"
+        ) from error
+
+
+def open_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> Opened:
+    """The images of one node, not decoded.
+
+    Raises:
+        DataError: as `load_images`, but for corrupt images.
+    """
+    if config.name != "digits" and not has_rows(config, node):
+        files = list_folder(config, node, split)
+        return Opened(
+            [label for _, label in files],
+            lambda number: Image.open(files[number][0]),
+            lambda number: plain(files[number][0], 1000),
+        )
     if has_rows(config, node):
         rows = load_rows(config, node, split, seed)
-        read = partial(_read_row, rows.select_columns(["image"]), fit, node.data_dir or config.name)
-        return _decoded(read, list(rows["label"]))
-    if config.name != "digits":
-        files = list_folder(config, node, split)
-        read = partial(_read_file, [file for file, _ in files], fit)
-        return _decoded(read, [label for _, label in files])
-    rows = _digits_partition(config, node, split, seed)
-    return Images(
-        torch.stack([to_pixels(image, fit) for image in rows["image"]]),
-        torch.tensor(rows["label"]),
+        source = plain(node.data_dir or config.name, 1000)
+    else:
+        rows = _digits_partition(config, node, split, seed)
+        source = "digits"
+    images = rows.select_columns(["image"])
+    return Opened(
+        list(rows["label"]),
+        lambda number: _picture(images[number]["image"]),
+        lambda number: f"{source}, {split} image {number} of this client",
     )
 
 
-def _decoded(read: Callable[[int], torch.Tensor], labels: list[int]) -> Images:
+def _picture(value: object) -> Image.Image:
+    if isinstance(value, Image.Image):
+        return value
+    raise ValueError(
+        f"it is a {type(value).__name__}; data.image-column names the column of the images"
+    )
+
+
+def _decoded(opened: Opened, fit: Fit) -> Images:
     """All of them now, or when they are taken where they are many."""
+    labels = torch.tensor(opened.labels)
+    read = partial(opened.pixels, fit)
     first = read(0)
     if len(labels) * first.nbytes > MOST_BYTES:
-        return Images(LazyPixels(read, len(labels)), torch.tensor(labels))
+        return Images(LazyPixels(read, len(labels)), labels)
     pixels = [first]
     for number in range(1, len(labels)):
         pixels.append(read(number))
-    return Images(torch.stack(pixels), torch.tensor(labels))
-
-
-def _read_file(files: list[Path], fit: Fit, number: int) -> torch.Tensor:
-    file = files[number]
-    try:
-        with Image.open(file) as image:
-            return to_pixels(image, fit)
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        raise DataError(
-            f"{plain(file, 1000)}: not a readable image ({plain(error)}). Remove or replace it"
-        ) from error
-
-
-def _read_row(rows: "Dataset", fit: Fit, source: str, number: int) -> torch.Tensor:
-    try:
-        image = rows[number]["image"]
-        if not isinstance(image, Image.Image):
-            raise ValueError(f"it is a {type(image).__name__}, and no image")
-        return to_pixels(image, fit)
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        raise DataError(
-            f"{source}, row {number} of this client: not a readable image ({plain(error)}). "
-            "data.image-column names the column of the images"
-        ) from error
+    return Images(torch.stack(pixels), labels)
 
 
 # A message needs its partition several times, and cutting takes longer than reading it

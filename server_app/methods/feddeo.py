@@ -37,7 +37,7 @@ def run(job: ServerJob, payloads: Mapping[str, Descriptions]) -> Models:
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descriptions]) -> Sample:
     """Each image by its class's prompt and its client's description."""
     kit = load_engine(job.kit, device, job.config.synthesis)
-    prompts = kit.text(job.config.synthesis.prompts(job.classes))
+    prompts = kit.text(job.config.prompts(job.classes))
     learned = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
     scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
     return lambda jobs: sample(kit, jobs, prompts, learned, scales, job.config.synthesis.steps)

@@ -37,7 +37,7 @@ def run(job: ServerJob, payloads: Mapping[str, Embeddings]) -> Models:
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddings]) -> Sample:
     """Each image by its class's prompt, and its client's centres and mean of the class."""
     kit = load_engine(job.kit, device, job.config.synthesis)
-    prompts = kit.text(job.config.synthesis.prompts(job.classes))
+    prompts = kit.text(job.config.prompts(job.classes))
     vectors = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
     settings = job.config.feddisc
     return lambda jobs: sample(kit, jobs, prompts, vectors, settings, job.config.synthesis.steps)

@@ -102,7 +102,7 @@ def _sampler(
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
     size = job.config.data.image_size
-    prompts = kit.text(job.config.synthesis.prompts(job.classes))
+    prompts = kit.text(job.config.prompts(job.classes))
     # Copies lie in memory as torch lays it out, whichever process they came from: a sum's last bit
     # may depend on it.
     teachers = {

@@ -48,4 +48,6 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Caption
 def prompt_of(job: ServerJob, captions: Sequence[str], image: ImageJob) -> str:
     """The prompt of one image, by its client's captions of its class."""
     caption = captions[image.index % len(captions)]
-    return fill(job.config.fgl.prompt, {"class": job.classes[image.label]}, caption)
+    return fill(
+        job.config.fgl.prompt, {"class": job.config.data.word(job.classes[image.label])}, caption
+    )

@@ -33,10 +33,11 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Domain]
     kit = load_engine(job.kit, device, job.config.synthesis)
     settings = job.config.prompts_domain
     steps = job.config.synthesis.steps
+    word = job.config.data.word
 
     def prompt(image: ImageJob) -> str:
-        domain = payloads[image.client].name
-        return fill(settings.prompt, {"domain": domain, "class": job.classes[image.label]})
+        domain = word(payloads[image.client].name)
+        return fill(settings.prompt, {"domain": domain, "class": word(job.classes[image.label])})
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
         c = kit.text([prompt(image) for image in jobs])

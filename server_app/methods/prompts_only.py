@@ -38,7 +38,7 @@ def plan(job: ServerJob, payloads: Mapping[str, Payload]) -> list[ImageJob]:
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Payload]) -> Sample:
     """Each image by its class's prompt."""
     kit = load_engine(job.kit, device, job.config.synthesis)
-    prompts = kit.text(job.config.synthesis.prompts(job.classes))
+    prompts = kit.text(job.config.prompts(job.classes))
     guidance = job.config.prompts_only.guidance
     steps = job.config.synthesis.steps
     return lambda jobs: sample(kit, jobs, prompts[[image.label for image in jobs]], guidance, steps)

@@ -86,6 +86,8 @@ def _shaping(job: ServerJob) -> dict[str, object]:
         if key.startswith(("synthesis.", f"{section}.")) and key not in NOT_IDENTITY
     }
     shaping["classes"] = job.classes
+    if job.config.data.words:
+        shaping["words"] = job.config.data.words
     shaping["kit"] = kit_digest(job.kit, sampling_parts(job.config))
     small_decoder = job.config.synthesis.small_decoder
     if small_decoder not in ("", "kit"):

@@ -114,9 +114,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> None:
     built = "".join(
         f"  {name}: {{build: {{network: host}}}}\n" for name in ("keys", "server", "client-0")
     )
-    extra.write_text(
-        f"services:\n{built}"
-    )  # where containers reach the package index by the host's network alone
+    # Where containers reach the package index by the host's network alone
+    extra.write_text(f"services:\n{built}")
     builder = Containers(f"osfl-build-{os.getpid()}", (ROOT / "docker-compose.yml", extra))
     builder.compose("build", "keys")
     builder.compose("build", "server", "client-0")
@@ -264,15 +263,15 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
         tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem"
     )
     install(at_server / "nodes", tmp_path / "keys" / "nodes", {}, "site-a.pub", "site-b.pub")
-    deploy, settings = ROOT / "deploy", {"OSFL_KEYS": str(at_server), "OSFL_ADDRESS": address}
+    deploy = ROOT / "deploy"
+    settings = {"OSFL_KEYS": str(at_server), "OSFL_ADDRESS": address}
     server = Containers(f"osfl-server-{os.getpid()}", (deploy / "server.yml",), settings)
     made = [server]
     try:
         server.compose("up", "-d", "--no-build")
         assert server.compose("run", "--rm", "register").count('"node-id"') == 2
-        assert '"node-id"' not in server.compose(
-            "run", "--rm", "register"
-        )  # what is known stays as it is
+        # What is known stays as it is
+        assert '"node-id"' not in server.compose("run", "--rm", "register")
         for number, name in enumerate(("site-a", "site-b")):
             keys = install(tmp_path / name, tmp_path / "keys", {}, "ca.crt")
             install(keys, tmp_path / "keys" / "nodes", {name: "node.key"})

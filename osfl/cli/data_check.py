@@ -1,0 +1,145 @@
+"""`osfl data check`: what a run's clients hold, before anybody trains on it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import typer
+from PIL import Image, ImageOps
+from rich.progress import track
+
+from osfl.cli import display, launch
+from osfl.cli.display import Table
+from osfl.config import NodeConfig, RunConfig
+from osfl.data.load import open_images
+from osfl.data.partition import DataError
+from osfl.data.parts import class_names
+from osfl.words import plain
+
+SIDE = 16  # of the grid of a picture's hash, which has 256 bits
+NEAR = 16  # bits in which the hashes of two pictures that look alike may differ
+SHOWN = 10  # of the files that cannot be read, and of the pairs that look alike
+AT_ONCE = 200  # hashes that are compared with all others at a time
+
+
+@dataclass
+class Pictures:
+    """What one client holds of one split.
+
+    Attributes:
+        counts: of images, by class.
+        sizes: of images, by (width, height).
+        hashes: of images that can be read, each with what its place is called.
+        broken: why those that cannot be read cannot.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    hashes: dict[str, np.ndarray] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+
+def show_check(settings: list[str]) -> None:
+    """Open every image of every client, print what is there, and exit with 1 if any is broken."""
+    config, _ = launch.resolve_config(settings)
+    train: dict[str, Pictures] = {}
+    test: dict[str, Pictures] = {}
+    for part in track(range(config.num_clients), "clients", console=display.console):
+        node = NodeConfig(partition_id=part, num_partitions=config.num_clients)
+        train[f"client-{part}"] = look(config, node, "train")
+        test[f"client-{part}"] = look(config, node, "test")
+    _show_clients(config, train, test)
+    everything = [*train.values(), *test.values()]
+    broken = [reason for pictures in everything for reason in pictures.broken]
+    _show_some("cannot be read", broken)
+    alike = near_duplicates(_hashes(train), _hashes(test))
+    _show_some("of the test images look like one of the training images", alike)
+    if broken:
+        raise typer.Exit(1)
+
+
+def look(config: RunConfig, node: NodeConfig, split: str) -> Pictures:
+    """Open one client's images, one after the other.
+
+    Raises:
+        DataError: it has none.
+    """
+    names = class_names(config.data)
+    opened = open_images(config.data, node, split, config.seed)
+    found = Pictures()
+    for number, label in enumerate(opened.labels):
+        found.counts[names[label]] += 1
+        try:
+            image = opened.image(number)
+            found.sizes[image.size] += 1
+            found.hashes[opened.name(number)] = difference_hash(image)
+        except DataError as error:
+            found.broken.append(str(error))
+    return found
+
+
+def difference_hash(image: Image.Image) -> np.ndarray:
+    """Where a picture, shrunk and grey, is lighter than on its left: 256 bits, as [4] uint64.
+
+    Pictures that look alike have hashes that differ in few bits, whatever their sizes.
+    """
+    upright = ImageOps.exif_transpose(image).convert("L")
+    grey = np.asarray(upright.resize((SIDE + 1, SIDE), Image.Resampling.LANCZOS)).astype(int)
+    return np.packbits(grey[:, 1:] > grey[:, :-1]).view(np.uint64)
+
+
+def near_duplicates(train: dict[str, np.ndarray], test: dict[str, np.ndarray]) -> list[str]:
+    """The pairs of test and training images that look alike, in words; for each test image one."""
+    if not train or not test:
+        return []
+    known = np.stack(list(train.values()))
+    asked = np.stack(list(test.values()))
+    known_names = list(train)
+    asked_names = list(test)
+    found = []
+    for first in range(0, len(asked), AT_ONCE):
+        chunk = asked[first : first + AT_ONCE]
+        bits = np.bitwise_count(chunk[:, None] ^ known).sum(axis=-1, dtype=int)
+        nearest = bits.argmin(axis=1)
+        for row in np.flatnonzero(bits.min(axis=1) <= NEAR):
+            found.append(f"{asked_names[first + row]} and {known_names[nearest[row]]}")
+    return found
+
+
+def _hashes(clients: dict[str, Pictures]) -> dict[str, np.ndarray]:
+    merged = {}
+    for client, pictures in clients.items():
+        merged.update({f"{client}: {name}": value for name, value in pictures.hashes.items()})
+    return merged
+
+
+def _show_clients(config: RunConfig, train: dict[str, Pictures], test: dict[str, Pictures]) -> None:
+    table = Table("client", "train", "test", "classes", "fewest", "most", "sizes (px)")
+    for client, pictures in train.items():
+        counts = pictures.counts.values()
+        table.add_row(
+            client,
+            f"{sum(counts):,}",
+            f"{sum(test[client].counts.values()):,}",
+            f"{len(counts)} of {len(class_names(config.data))}",
+            f"{min(counts):,}",
+            f"{max(counts):,}",
+            _sizes(pictures.sizes),
+        )
+    display.console.print(table)
+
+
+def _sizes(sizes: Counter[tuple[int, int]]) -> str:
+    if len(sizes) <= 1:
+        return ", ".join(f"{width} x {height}" for width, height in sizes)
+    shorter = [min(size) for size in sizes]
+    longer = [max(size) for size in sizes]
+    return f"{len(sizes)} sizes, {min(shorter)} to {max(longer)}"
+
+
+def _show_some(what: str, found: list[str]) -> None:
+    display.console.print(f"{len(found):,} {what}")
+    for line in found[:SHOWN]:
+        display.console.print(f"  {plain(line, 1000)}", markup=False)
+    if len(found) > SHOWN:
+        display.console.print(f"  and {len(found) - SHOWN:,} more")
