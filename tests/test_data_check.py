@@ -1,5 +1,6 @@
 """`osfl data check`, and the data sets of configs/data, each against a copy of its columns."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -116,3 +117,10 @@ def test_a_preset_fits_a_copy_of_its_data_set_with_every_method(
     assert len(class_names(config.data)) in (90, 100, len(config.data.classes.split(",")))
     for part in (0, clients - 1):
         check_images(config.data, NodeConfig(partition_id=part, num_partitions=clients), 0)
+
+
+def test_every_data_set_is_in_the_table_of_the_docs() -> None:
+    page = (ROOT / "docs" / "your-data.md").read_text()
+    table = page.partition("| file in configs/data |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert sorted(re.findall("`([^`]+)`", " ".join(cells))) == PRESETS
