@@ -373,7 +373,13 @@ def measured(seed: int, folder: Path) -> dict[str, Any]:
     about = {"seed": seed, "kind": INPUTS[seed % len(INPUTS)].__name__, **in_a_process(make)}
     if "died" in about:
         raise SystemExit(f"input {seed} could not be made")
-    return {**about, "bytes": file.stat().st_size, **in_a_process(decode)}
+    size = file.stat().st_size
+    found = in_a_process(decode)
+    # Pages of libraries that a busy machine had dropped count as new memory: the lower of two.
+    if "died" not in found and found["mb"] - 4 * size / 1e6 > SLACK_MB:
+        again = in_a_process(decode)
+        found = again if "died" in again or again["mb"] < found["mb"] else found
+    return {**about, "bytes": size, **found}
 
 
 def inputs(first: int, count: int, seconds: float) -> Iterator[dict[str, Any]]:
