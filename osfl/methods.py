@@ -107,6 +107,13 @@ METHODS: dict[str, Method] = {
         sends="learned words for domain and classes, and the latent of every image",
         client_parts=DIFFUSION_PARTS,
     ),
+    "fedcgs": Method(
+        client="fedcgs",
+        server="fedcgs",
+        payload="FeatureStatistics",
+        sends="how many images of every class, and sums of their features",
+        samples=False,
+    ),
     "fedavg": Method(
         client=None,
         server="fedavg",

@@ -24,6 +24,7 @@ DIMENSIONS = {
     "h": "height of a latent",
     "w": "width of a latent",
     "2e": "width of unCLIP's image condition: of an image embedding, twice",
+    "f": "width of the features before a classifier's last layer",
     "J": "Espresso's clusters of a class",
     "M": "components of Espresso's mixture; a run without it has no M",
     "K + 1": "FedDISC's clusters of a class, and their mean",
@@ -53,6 +54,7 @@ class Values(Enum):
     SHARES = "must not be negative, and sum to 1 in every class"
     VARIANCES = "a variance below zero"
     DEVIATIONS = "a standard deviation below zero"
+    COUNTS = "must be at least 1, and no more than 1,000,000,000"
     LABELS = "must be the labels of the payload's classes, each at least once"
 
 

@@ -91,6 +91,19 @@ class Concepts:
 
 
 @dataclass(frozen=True)
+class FeatureStatistics:
+    """FedCGS: of a frozen network's features, each class's sum, and the sum of outer products.
+
+    Of a class with one image the sum is that image's features.
+    """
+
+    classes: tuple[str, ...]
+    counts: Annotated[torch.Tensor, Shape("classes", dtype=torch.int64), Values.COUNTS]
+    sums: Annotated[torch.Tensor, Shape("classes", "f")]
+    moments: Annotated[torch.Tensor, Shape("f", "f")]
+
+
+@dataclass(frozen=True)
 class Domain:
     """prompts-domain: the name of the client's domain, given away."""
 
@@ -99,7 +112,15 @@ class Domain:
 
 
 Payload = (
-    Descriptions | Classifier | Encodings | Mixtures | Captions | Embeddings | Concepts | Domain
+    Descriptions
+    | Classifier
+    | Encodings
+    | Mixtures
+    | Captions
+    | Embeddings
+    | Concepts
+    | FeatureStatistics
+    | Domain
 )
 
 # Every kind by its name. A declaration that cannot be read ends the import.

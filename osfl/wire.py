@@ -265,6 +265,8 @@ def _keeps(rule: Values, numbers: torch.Tensor, held: list[int]) -> bool:
         case Values.SHARES:
             sums = numbers.sum(dim=1)
             return not bool((numbers < 0).any() or ((sums - 1).abs() > 1e-3).any())
+        case Values.COUNTS:
+            return not bool((numbers < 1).any() or (numbers > 10**9).any())
         case Values.LABELS:
             return bool(numbers.unique().tolist() == held)
         case Values.VARIANCES | Values.DEVIATIONS:

@@ -9,11 +9,12 @@ from osfl import wire
 from osfl.config import RunConfig, split_names
 from osfl.data.parts import class_names
 from osfl.methods import METHODS
-from osfl.models.classifiers import blank_classifier, logits_of, rebuild
+from osfl.models.classifiers import blank_classifier, headless, logits_of, rebuild
 from osfl.models.kits import find_kit
 from osfl.payload_fields import fields_of, tensors_of
-from osfl.payloads import Classifier, Payload, kind_of
+from osfl.payloads import Classifier, FeatureStatistics, Payload, kind_of
 from osfl.seeds import generator_of
+from server_app.methods.fedcgs import check_statistics
 
 ExpectedOf = Callable[[str], wire.Expected]
 
@@ -55,6 +56,10 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
 
     Without L where conditions are pooled, and without M where Espresso has no mixture.
     """
+    if METHODS[config.method].payload == "FeatureStatistics":
+        settings = config.classifier
+        model = blank_classifier(settings.architecture, 2, settings.small_stem)
+        return {"f": headless(model)[1]}
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
     length, width = text
     channels, height, latent_width = latent
@@ -85,11 +90,15 @@ def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
 
 
 def probe(payload: Payload, client: str, config: RunConfig) -> None:
-    """Whether a classifier's numbers, each plausible alone, give finite logits together.
+    """Whether numbers that are plausible one by one are so together.
+
+    A classifier's give finite logits, a client's feature statistics can be of images.
 
     Raises:
-        wire.PayloadError: they do not.
+        wire.PayloadError: they are not.
     """
+    if isinstance(payload, FeatureStatistics):
+        check_statistics(payload, client)
     if isinstance(payload, Classifier):
         classes = len(class_names(config.data))
         small_stem = config.classifier.small_stem

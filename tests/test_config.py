@@ -152,8 +152,30 @@ def test_bad_values_are_named(key: str, value: object, message: str) -> None:
     assert message in str(caught.value)
 
 
+RANDOM = {"classifier.init": "none", "global-model.init": "none"}
+
+
+@pytest.mark.parametrize(
+    ("method", "section"),
+    [
+        ("fedavg", "classifier"),
+        ("local", "classifier"),
+        ("fedcgs", "classifier"),
+        ("ceiling", "global-model"),
+    ],
+)
+def test_digits_weights_are_not_what_photographs_begin_with(method: str, section: str) -> None:
+    settings = {**defaults(), "data.name": "folder", "data.classes": "cat,dog", "method": method}
+    message = f"{section}.init = 'kit': the weights in kits/digits are of digits"
+    with pytest.raises(ConfigError, match=message):
+        parse_run_config(settings)
+    # Only where the method begins with them
+    assert parse_run_config({**settings, f"{section}.init": "none"}).method == method
+    assert parse_run_config({**settings, "kit": "/models/mine"}).method == method
+
+
 def test_feddf_does_not_distil_photographs_on_digits() -> None:
-    folders = {"data.name": "folder", "data.classes": "cat,dog", "method": "feddf"}
+    folders = {"data.name": "folder", "data.classes": "cat,dog", "method": "feddf", **RANDOM}
     with pytest.raises(ConfigError, match="rounds.proxy = 'public': those are digits"):
         parse_run_config({**defaults(), **folders})
     assert (
@@ -163,9 +185,9 @@ def test_feddf_does_not_distil_photographs_on_digits() -> None:
 
 
 @pytest.mark.parametrize(("method", "key"), [("oscar", "kit"), ("feddisc", "feddisc.kit")])
-# For its classifiers' first weights
 def test_digits_are_not_drawn_for_other_images(method: str, key: str) -> None:
-    folders = {**defaults(), "data.name": "folder", "data.classes": "cat,dog", "method": method}
+    given = {"data.name": "folder", "data.classes": "cat,dog", "method": method, **RANDOM}
+    folders = {**defaults(), **given}
     with pytest.raises(ConfigError, match=f"{key} = 'digits.*': it draws digits"):
         parse_run_config(folders)
     assert parse_run_config({**folders, key: "/models/mine"}).method == method
@@ -194,7 +216,7 @@ def test_a_class_named_twice_is_refused() -> None:
 )
 def test_a_class_is_a_folder_and_a_word(classes: str, message: str) -> None:
     """On every disk, and without a character that would reach a terminal through a log."""
-    folders = {**defaults(), "data.name": "folder", "method": "local"}
+    folders = {**defaults(), "data.name": "folder", "method": "local", **RANDOM}
     with pytest.raises(ConfigError) as caught:
         parse_run_config({**folders, "data.classes": classes})
     assert message in str(caught.value)

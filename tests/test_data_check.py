@@ -33,12 +33,16 @@ def drawing(seed: int, size: int = 64) -> Image.Image:
     return image
 
 
-def test_the_same_picture_is_found_whatever_its_size_and_shade() -> None:
+def test_the_same_picture_is_found_whatever_its_size_and_shade(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     train = {str(seed): difference_hash(drawing(seed)) for seed in range(40)}
     larger = drawing(7).resize((200, 160))
     darker = drawing(11).point(lambda value: value * 0.8)
     asked = {"a": difference_hash(larger), "b": difference_hash(darker)}
     asked |= {f"new {seed}": difference_hash(drawing(seed)) for seed in range(100, 140)}
+    assert near_duplicates(train, asked) == ["a and 7", "b and 11"]
+    monkeypatch.setattr("osfl.cli.data_check.AT_ONCE", 1)
     assert near_duplicates(train, asked) == ["a and 7", "b and 11"]
     assert near_duplicates({}, asked) == near_duplicates(train, {}) == []
 
@@ -57,11 +61,11 @@ def folders(root: Path) -> None:
 def test_the_check_counts_and_names_what_is_broken(tmp_path: Path) -> None:
     folders(tmp_path)
     settings = ["data.name=folder", f"data.root={tmp_path}", "data.classes=cat,dog"]
-    command = ["data", "check", *settings, "num-clients=2", "method=fedavg"]
+    command = ["data", "check", *settings, "num-clients=2"]
     sound = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
     assert sound.exit_code == 0, sound.output
     words = " ".join(sound.output.replace("│", " ").split())
-    assert "client-0 6 4 2 of 2 3 3 64 x 64" in words
+    assert "north 6 4 2 of 2 3 3 64 x 64" in words
     assert "0 cannot be read" in words
     assert "0 of the test images look like" in words
     broken = tmp_path / "south" / "train" / "dog" / "1.png"
@@ -73,8 +77,24 @@ def test_the_check_counts_and_names_what_is_broken(tmp_path: Path) -> None:
     assert found.exit_code == 1
     assert f"1 cannot be read {broken}: not a readable image" in words
     assert "1 of the test images look like" in words
-    assert "south/test/cat/0.png and client-0:" in words
+    assert "south/test/cat/0.png and north:" in words
     assert "north/train/cat/2.png" in words
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data.roto=/x"], "data.roto: unknown key"),
+        (["data.root=/nowhere"], "data.root = '/nowhere': no such folder"),
+        (["data.root=/nowhere", "data.name=hf:a/b", "data.classes="], "no such folder"),
+    ],
+)
+def test_wrong_settings_are_told_in_a_line(settings: list[str], message: str) -> None:
+    given = ["data.name=folder", "data.classes=cat,dog", *settings]
+    told = CliRunner().invoke(app, ["data", "check", *given], env={"COLUMNS": "300"})
+    assert told.exit_code == 1
+    assert message in " ".join(told.output.split())
+    assert "Traceback" not in told.output
 
 
 def copy_of(preset: str, folder: Path) -> dict:

@@ -59,6 +59,7 @@ def test_a_data_set_is_fetched_once_and_then_there_without_a_network(
     repositories: Path, tmp_path: Path
 ) -> None:
     settings = ["data.name=hf:owner/toy@" + REVISION, "num-clients=2", "method=fedavg"]
+    settings.append("classifier.init=none")
     check = [str(Path(sys.executable).parent / "osfl"), "data", "check", *settings]
     with hub(repositories) as server:
         told = osfl(tmp_path, server.address, *ASK, *settings)

@@ -19,7 +19,7 @@ from osfl.data import named
 from osfl.data.load import count_images, domain_name, image_labels, load_images
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, class_names
-from osfl.pixels import LazyPixels
+from osfl.pixels import LazyPixels, concatenated
 
 CLASSES = ["alarm clock", "Dog", "mouse"]
 DOMAINS = ["Clipart", "Real World"]
@@ -122,6 +122,10 @@ def test_partitions_are_disjoint_and_complete(parquet: Path, partition: str) -> 
         parts = [pictures(config, node(part, 3), split) for part in range(3)]
         assert sum(map(len, parts)) == len(everything(each))
         assert set.union(*parts) == everything(each)
+        if partition == "iid" or split == "test":
+            # Mixed before they are cut: nobody has one class or domain alone
+            assert all(len({p[0] for p in part}) == 2 for part in parts)
+            assert all(len({p[1] for p in part}) == 3 for part in parts)
         if split == "test":
             assert {len(part) for part in parts} == {len(everything(4)) // 3}
 
@@ -130,6 +134,16 @@ def test_a_few_classes_each_are_label_skew(parquet: Path) -> None:
     config = data(parquet, partition="label", shards_per_client=1, test_split="test")
     held = [set(image_labels(config, node(part, 3), "train", 0)) for part in range(3)]
     assert sorted(map(tuple, held)) == [(0,), (1,), (2,)]
+    several = data(parquet, partition="label", shards_per_client=5, test_split="test")
+    counts = [Counter(image_labels(several, node(part, 3), "train", 0)) for part in range(3)]
+    assert all(len(count) > 1 for count in counts)
+    # Shards of one size, five each: 60 / 15 = 4 images
+    assert {sum(count.values()) for count in counts} == {20}
+
+
+def test_another_seed_is_another_cut(parquet: Path) -> None:
+    config = data(parquet, partition="iid", test_split="test")
+    assert pictures(config, node(0), "train", 0) != pictures(config, node(0), "train", 1)
 
 
 def test_both_skews_cut_each_domain_by_itself(parquet: Path) -> None:
@@ -170,6 +184,7 @@ def test_classes_are_told_by_their_stored_names(parquet: Path) -> None:
 
 def test_the_run_takes_the_stored_names(parquet: Path) -> None:
     chosen = ["data.name=hf:owner/toy", f"data.root={parquet}", "method=fedavg"]
+    chosen.append("classifier.init=none")
     config, overrides = launch.resolve_config(chosen)
     assert class_names(config.data) == ("alarm_clock", "Dog", "mouse")
     assert overrides["data.classes"] == "alarm_clock,Dog,mouse"
@@ -248,6 +263,10 @@ def test_more_images_than_memory_are_decoded_as_they_are_taken(
     order = torch.randperm(len(held))
     assert torch.equal(lazy.pixels[order], held.pixels[order])
     assert torch.equal(torch.cat(list(lazy.pixels.split(7))), held.pixels)
+    assert lazy.pixels.to(torch.device("meta"))[order].device.type == "meta"
+    both = concatenated([lazy.pixels, held.pixels])
+    backwards = torch.arange(len(both)).flip(0)
+    assert torch.equal(both[backwards], torch.cat([held.pixels, held.pixels]).flip(0))
     assert torch.equal(torch.cat(list(lazy.batches(7))), torch.cat(list(held.batches(7))))
 
 
@@ -271,6 +290,8 @@ def test_parts_and_places_that_are_not_there_are_named(parquet: Path, tmp_path: 
         check_images(data(parquet), node(2), 0)
     with pytest.raises(DataError, match="needs node-config partition-id .* or data-dir"):
         check_images(data(parquet), NodeConfig(), 0)
+    with pytest.raises(DataError, match="60 images cannot be cut into 61 parts"):
+        check_images(data(parquet, partition="iid"), node(0, 61), 0)
     with pytest.raises(DataError, match="data.root = '/nowhere': no such folder"):
         check_images(data("/nowhere"), node(0), 0)
     with pytest.raises(DataError, match="cannot be read .*hf:OWNER/NAME@REVISION"):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_co
 from osfl.costs import FlopMeter
 from osfl.data.load import Images
 from osfl.models.diffusion import load_kit
+from osfl.pixels import LazyPixels
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.app import run_job
@@ -311,11 +313,11 @@ def test_images_are_decoded_once_a_job(
 def test_what_is_too_much_or_finds_no_room_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Images(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
-    monkeypatch.setattr(decoded, "MOST_BYTES", 95)
-    assert load_once(tmp_path, "k", lambda: made) is made
+    pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    made = Images(pixels, torch.tensor([0, 1]))
+    lazy = replace(made, pixels=LazyPixels(lambda number: pixels[number], 2))
+    assert load_once(tmp_path, "k", lambda: lazy) is lazy
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(decoded, "MOST_BYTES", 96)
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")

@@ -103,7 +103,7 @@ def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.Monke
     assert said == ["an art painting of an alarm clock"]
 
 
-def test_a_words_map_is_what_prompts_say() -> None:
+def test_a_words_map_is_what_prompts_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every template; a class keeps its own name everywhere else."""
     settings = quick(
         data__name="folder", data__classes="mouse,dog", data__words="mouse=computer mouse, Art=art"
@@ -113,5 +113,13 @@ def test_a_words_map_is_what_prompts_say() -> None:
     job = SimpleNamespace(config=config, classes=("mouse", "dog"))
     image = SimpleNamespace(client="a", label=0, index=0)
     assert fgl.prompt_of(job, ["a thing"], image) == "computer mouse, a thing"  # type: ignore[arg-type]
+    texts: list[str] = []
+    kit = SimpleNamespace(text=texts.extend)
+    monkeypatch.setattr(prompts_domain, "load_engine", lambda *_: kit)
+    monkeypatch.setattr(prompts_domain, "sample", lambda *_: torch.zeros(1))
+    payloads = {"a": Domain(("mouse", "dog"), "Art")}
+    job.kit = "/kit"
+    prompts_domain.sampler(job, torch.device("cpu"), payloads)([image])  # type: ignore
+    assert texts == ["an art of a computer mouse"]
     with pytest.raises(ConfigError, match="data.words = 'mouse': 'mouse' must be name=words"):
         parse_run_config({**settings, "kit": "/kit", "data.words": "mouse"})

@@ -83,6 +83,7 @@ def test_every_method_makes_its_round_trip(
         "fedlmg": ["FT", "MD", "SD"],
         "local": ["client-0", "client-1"],
         "ceiling": ["real"],
+        "fedcgs": ["FedCGS"],
     }.get(method, ["FT"])
     rounds = METHODS[method].rounds
     samples = METHODS[method].samples

@@ -13,7 +13,7 @@ from osfl.cli.display import Table
 from osfl.config import NodeConfig, RunConfig
 from osfl.data.load import open_images
 from osfl.data.partition import DataError
-from osfl.data.parts import class_names
+from osfl.data.parts import class_names, simulated_folder
 from osfl.words import plain
 
 SIDE = 16  # of the grid of a picture's hash, which has 256 bits
@@ -40,14 +40,23 @@ class Pictures:
 
 
 def show_check(settings: list[str]) -> None:
-    """Open every image of every client, print what is there, and exit with 1 if any is broken."""
-    config, _ = launch.resolve_config(settings)
+    """Open every image of every client, print what is there, and exit with 1 if any is broken.
+
+    Raises:
+        ConfigError: the settings, or data that they do not fit.
+        typer.Exit: an image is broken.
+    """
+    # Nothing that asks for a kit: this looks at images alone.
+    weights = ("classifier.init=none", "global-model.init=none")
+    config, _ = launch.resolve_config([*settings, "method=local", *weights])
     train: dict[str, Pictures] = {}
     test: dict[str, Pictures] = {}
     for part in track(range(config.num_clients), "clients", console=display.console):
         node = NodeConfig(partition_id=part, num_partitions=config.num_clients)
-        train[f"client-{part}"] = look(config, node, "train")
-        test[f"client-{part}"] = look(config, node, "test")
+        folder = simulated_folder(config.data, node)
+        client = folder.name if folder else f"client-{part}"
+        train[client] = look(config, node, "train")
+        test[client] = look(config, node, "test")
     _show_clients(config, train, test)
     everything = [*train.values(), *test.values()]
     broken = [reason for pictures in everything for reason in pictures.broken]
@@ -140,6 +149,6 @@ def _sizes(sizes: Counter[tuple[int, int]]) -> str:
 def _show_some(what: str, found: list[str]) -> None:
     display.console.print(f"{len(found):,} {what}")
     for line in found[:SHOWN]:
-        display.console.print(f"  {plain(line, 1000)}", markup=False)
+        display.console.print(f"  {plain(line, 1000)}", markup=False, soft_wrap=True)
     if len(found) > SHOWN:
         display.console.print(f"  and {len(found) - SHOWN:,} more")

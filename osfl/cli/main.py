@@ -119,9 +119,11 @@ def data_check(settings: Settings = None) -> None:
 
     Example: osfl data check configs/data/pacs.toml data.root=/data/pacs
     """
+    from osfl.cli import display
     from osfl.cli.data_check import show_check
 
-    show_check(settings or [])
+    with display.named_errors():
+        show_check(settings or [])
 
 
 @app.command()

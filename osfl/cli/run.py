@@ -11,6 +11,8 @@ from rich.markup import escape
 
 from osfl.cli import display, launch
 from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
+from osfl.data.partition import DataError
+from osfl.data.parts import check_root
 from osfl.files import open_private, private_folder
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.report import read_metrics
@@ -48,6 +50,7 @@ def run(
         if connection:
             _run_on(connection, overrides, job_id)
         else:
+            check_root(config.data)
             private_folder(root)
             federation: dict[str, Scalar] = {
                 "num-supernodes": config.num_clients,
@@ -55,7 +58,7 @@ def run(
                 "client-resources-num-gpus": client_gpus,
             }
             _simulate(config, overrides, job_id, root, federation)
-    except (ConfigError, launch.LaunchError, OSError) as error:
+    except (ConfigError, DataError, launch.LaunchError, OSError) as error:
         display.print_error(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.words import name_problem, plain
 
+DIGITS_KITS = ("digits", "digits-unclip")
 _HUB_DATA = re.compile(r"hf:[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -39,7 +40,7 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         )
     if run.kit.startswith("."):
         yield f"kit = {run.kit!r}: must be a shipped kit's name, an absolute path or a hub id"
-    draws_digits = run.sampling_kit in ("digits", "digits-unclip")
+    draws_digits = run.sampling_kit in DIGITS_KITS
     if METHODS[run.method].samples and draws_digits and run.data.name != "digits":
         key = "feddisc.kit" if run.method == "feddisc" and run.feddisc.kit else "kit"
         yield (
@@ -95,10 +96,17 @@ def _of_class_names(classes: tuple[str, ...]) -> Iterator[str]:
 def _of_classifiers(run: RunConfig) -> Iterator[str]:
     yield from _of_init("classifier", run.classifier)
     yield from _of_init("global-model", run.global_model)
+    yield from _of_digits_weights(run)
     architectures = split_names(run.classifier.architecture)
     if not architectures:
         yield "classifier.architecture: must name at least one torchvision model"
     averages = METHODS[run.method].rounds and run.method != "feddf"
+    one_backbone = METHODS[run.method].payload == "FeatureStatistics"
+    if one_backbone and len(architectures) > 1:
+        yield (
+            f"classifier.architecture = {run.classifier.architecture!r}: {run.method} adds up the "
+            "features of one architecture; name one"
+        )
     if averages and len(architectures) > 1:
         yield (
             f"classifier.architecture = {run.classifier.architecture!r}: {run.method} averages "
@@ -109,6 +117,28 @@ def _of_classifiers(run: RunConfig) -> Iterator[str]:
             f"global-model.architecture = {run.global_model.architecture!r}: must name one "
             "torchvision model"
         )
+
+
+def _of_digits_weights(run: RunConfig) -> Iterator[str]:
+    """First weights that are of digits, for other images."""
+    method = METHODS[run.method]
+    # Who samples with such a kit has been told already.
+    told = method.samples and run.sampling_kit in DIGITS_KITS
+    if told or run.data.name == "digits" or run.kit not in DIGITS_KITS:
+        return
+    features = method.payload == "FeatureStatistics"
+    begun = {}
+    if method.rounds or features or method.payload == "Classifier":
+        begun["classifier"] = run.classifier.init
+    if not (method.rounds or features or run.method == "local"):
+        begun["global-model"] = run.global_model.init
+    for section, init in begun.items():
+        if init == "kit":
+            yield (
+                f"{section}.init = 'kit': the weights in kits/{run.kit} are of digits; with "
+                f"data.name = {run.data.name!r} it is imagenet, none or a file, or name a kit for "
+                "your images"
+            )
 
 
 def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:

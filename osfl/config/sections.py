@@ -402,6 +402,20 @@ class FedBiPConfig:
 
 
 @dataclass(frozen=True)
+class FedCGSConfig:
+    """FedCGS: a head in closed form, on `[classifier]` as it begins."""
+
+    shrinkage: Annotated[
+        float,
+        Range(0.0, 1.0),
+        Doc(
+            "gamma: how far the features' covariance is drawn to a multiple of the identity; "
+            "0: not at all."
+        ),
+    ]
+
+
+@dataclass(frozen=True)
 class RoundsConfig:
     """FedAvg and its kin (fedavg, fedprox, feddyn, feddf), which train as `[classifier]` says.
 
@@ -520,6 +534,7 @@ class RunConfig:
     fgl: FGLConfig
     feddisc: FedDISCConfig
     fedbip: FedBiPConfig
+    fedcgs: FedCGSConfig
     rounds: RoundsConfig
 
     def prompts(self, names: Iterable[str]) -> list[str]:

@@ -89,6 +89,16 @@ def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
     return f"; rename the folder to {alike[0]!r}" if alike else ""
 
 
+def check_root(config: DataConfig) -> None:
+    """Whether the folder of all clients' images is there, where a run names one.
+
+    Raises:
+        DataError: it is not.
+    """
+    if config.root and not Path(config.root).expanduser().is_dir():
+        raise DataError(f"data.root = {config.root!r}: no such folder")
+
+
 def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
     """Where a simulated client finds its images.
 
@@ -102,9 +112,8 @@ def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
     """
     if config.name != "folder" or node.data_dir or not config.root or node.partition_id < 0:
         return None
+    check_root(config)
     root = Path(config.root).expanduser()
-    if not root.is_dir():
-        raise DataError(f"data.root = {config.root!r}: no such folder")
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if node.partition_id >= len(folders):
         raise DataError(

@@ -333,6 +333,39 @@ def new_classifier(
     return model
 
 
+def headless(model: nn.Module) -> tuple[nn.Module, int]:
+    """A classifier without its last linear layer, in place, and the width of its features.
+
+    Raises:
+        ClassifierError: it ends with another layer.
+    """
+    name, head = _head(model)
+    model.set_submodule(name, nn.Identity())
+    return model, head.in_features
+
+
+def replace_head(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """Give a classifier's last linear layer these numbers, [C, D] and [C], in place.
+
+    Raises:
+        ClassifierError: it ends with another layer.
+    """
+    _, head = _head(model)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+
+
+def _head(model: nn.Module) -> tuple[str, nn.Linear]:
+    name, last = [*model.named_modules()][-1]
+    if not isinstance(last, nn.Linear):
+        raise ClassifierError(
+            f"{type(model).__name__} does not end with a linear layer, which this method replaces; "
+            "take another classifier.architecture, such as resnet18"
+        )
+    return name, last
+
+
 def fit(
     model: nn.Module,
     pixels: Pixels,

@@ -25,7 +25,8 @@ def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
     if config.image_encoder and config.method != "feddisc":
         elsewhere += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in elsewhere)
-    if method.payload == "Classifier" and config.classifier.init == "kit":
+    begins = method.payload in ("Classifier", "FeatureStatistics")
+    if begins and config.classifier.init == "kit":
         parts += tuple(
             dict.fromkeys(
                 initialisation_part(a, kit) for a in split_names(config.classifier.architecture)
@@ -85,6 +86,9 @@ def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
     """Every model that the server begins with: the key of its `init`, and its settings."""
     if config.method == "local":
         return []
+    # Whose head alone is replaced
+    if METHODS[config.method].payload == "FeatureStatistics":
+        return [("classifier.init", config.classifier)]
     if not METHODS[config.method].rounds:
         return [("global-model.init", config.global_model)]
     models = [

@@ -1,0 +1,101 @@
+"""FedCGS: a linear head in closed form on a frozen network; no diffusion, no training.
+
+Guan et al. (AAAI 2025, arXiv 2503.06962): features of all classes are taken as Gaussians of one
+covariance, whose means and covariance the clients' sums give exactly, whatever their skew.
+
+    mu_j = A_j / N_j,    Sigma = (B - N mu mu^T) / (N - 1)
+    w_j = Sigma^-1 mu_j, b_j = log(N_j / N) - mu_j^T Sigma^-1 mu_j / 2
+
+Differences from the paper:
+
+1. Theirs: the inverse of Sigma. Ours: of (1 - gamma) Sigma + gamma tr(Sigma) / D I, with gamma =
+   `fedcgs.shrinkage`, for with fewer images than features Sigma has no inverse. 0 is theirs.
+2. Theirs has a class without images at log 0. Ours: such a class is never chosen.
+3. Theirs goes on to train a model of each client's own with the global statistics. Not ours.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+
+from osfl.models.classifiers import new_classifier, replace_head
+from osfl.models.kits import find_kit
+from osfl.payloads import FeatureStatistics, Payload
+from osfl.wire import PayloadError
+from server_app.job import GlobalModel, ServerJob
+
+NEVER = -1e6  # the bias of a class that nobody holds
+# Of a client's largest second moment: by how much rounding to 32 bits may lower an eigenvalue.
+ROUNDING = 1e-4
+
+
+def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
+    """The clients' frozen network with the head that their statistics give."""
+    statistics = cast(Mapping[str, FeatureStatistics], payloads)
+    settings = job.config.classifier
+    job.status.phase("solving for the head")
+    weight, bias = closed_form_head(
+        statistics, job.held(payloads), len(job.classes), job.config.fedcgs.shrinkage
+    )
+    kit = find_kit(job.config.kit) if settings.init == "kit" else ""
+    model = new_classifier(settings, len(job.classes), kit, job.config.seed, "classifier.init")
+    replace_head(model, weight, bias)
+    return {"FedCGS": GlobalModel(model.eval(), settings.architecture, settings.small_stem)}
+
+
+def closed_form_head(
+    statistics: Mapping[str, FeatureStatistics],
+    held: Mapping[str, list[int]],
+    classes: int,
+    shrinkage: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight [C, D] and bias [C] of the head, float32.
+
+    Args:
+        held: the labels of each client's rows.
+        shrinkage: gamma, 0 to 1.
+    """
+    width = next(iter(statistics.values())).sums.shape[1]
+    counts = torch.zeros(classes, dtype=torch.float64)
+    sums = torch.zeros(classes, width, dtype=torch.float64)
+    moments = torch.zeros(width, width, dtype=torch.float64)
+    # By name, for sums of floats depend on their order
+    for client in sorted(statistics):
+        labels = torch.tensor(held[client])
+        counts.index_add_(0, labels, statistics[client].counts.double())
+        sums.index_add_(0, labels, statistics[client].sums.double())
+        moments += statistics[client].moments.double()
+    n = counts.sum()
+    mu = sums.sum(dim=0) / n
+    # FedCGS: Sigma = (B - N mu mu^T) / (N - 1)
+    sigma = (moments - n * torch.outer(mu, mu)) / (n - 1)
+    sigma = (sigma + sigma.T) / 2
+    floor = sigma.trace() / width
+    shrunk = (1 - shrinkage) * sigma + shrinkage * floor * torch.eye(width, dtype=torch.float64)
+    present = counts > 0
+    means = sums[present] / counts[present, None]
+    # FedCGS: w_j = Sigma^-1 mu_j, b_j = log pi_j - mu_j^T Sigma^-1 mu_j / 2
+    solved = torch.linalg.lstsq(shrunk, means.T).solution.T
+    weight = torch.zeros(classes, width, dtype=torch.float64)
+    weight[present] = solved
+    bias = torch.full((classes,), NEVER, dtype=torch.float64)
+    bias[present] = (counts[present] / n).log() - (means * solved).sum(dim=1) / 2
+    return weight.float(), bias.float()
+
+
+def check_statistics(payload: FeatureStatistics, client: str) -> None:
+    """Whether one client's sums can be of any images at all.
+
+    Raises:
+        PayloadError: they cannot: the covariance of its features would be negative somewhere.
+    """
+    moments = payload.moments.double()
+    scale = moments.diagonal().abs().max().clamp_min(1e-12)
+    if (moments - moments.T).abs().max() > ROUNDING * scale:
+        raise PayloadError(client, "moments", "are not symmetric")
+    total = payload.sums.double().sum(dim=0)
+    scatter = (moments + moments.T) / 2 - torch.outer(total, total) / payload.counts.sum()
+    slack = ROUNDING * moments.trace().abs() * torch.eye(len(moments), dtype=torch.float64)
+    if torch.linalg.cholesky_ex(scatter + slack).info != 0:
+        raise PayloadError(client, "moments", "are of no features: less than the sums' own")
