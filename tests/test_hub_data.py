@@ -10,6 +10,7 @@ from loopback_hub import REVISION, hub
 from test_named_data import CLASSES, rows
 
 TOLD = "print(','.join(launch.resolve_config(sys.argv[1:])[0].data.classes.split(',')))"
+FEDAVG = ("method=fedavg", "classifier.init=none")
 ASK = (sys.executable, "-c", f"import sys; from osfl.cli import launch; {TOLD}")
 
 
@@ -82,7 +83,7 @@ def test_a_data_set_is_fetched_once_and_then_there_without_a_network(
 
 def test_a_name_that_the_hub_does_not_know_is_told(repositories: Path, tmp_path: Path) -> None:
     with hub(repositories) as server:
-        told = osfl(tmp_path, server.address, *ASK, "data.name=hf:owner/no", "method=fedavg")
+        told = osfl(tmp_path, server.address, *ASK, "data.name=hf:owner/no", *FEDAVG)
     assert told.returncode == 1
     assert "data.name = 'hf:owner/no': cannot be read" in told.stderr
     assert "give data.root, the folder of a copy of it" in told.stderr

@@ -18,6 +18,7 @@ from osfl.run_folder.status import Status
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
 from server_app.synthesis.engine import _calibrated, _seconds
+from server_app.synthesis.images import _shaping
 from server_app.synthesis.plan import Unit, cut_units, plan_images
 from server_app.synthesis.samplers import NotFiniteError, to_images
 from server_app.synthesis.workers import _hand_out
@@ -231,3 +232,15 @@ def test_a_pass_is_timed_once_it_is_warm(tiny_kit: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("server_app.synthesis.engine.time.perf_counter", lambda: next(clock))
     assert _seconds(load_kit(tiny_kit), 2) == 5.0
     assert next(clock, None) is None
+
+
+def test_other_words_in_prompts_are_other_units(home: Path, tiny_kit: Path) -> None:
+    """And no words at all leave the names as they always were."""
+    shaping = []
+    for number, words in enumerate(("", "zero=nothing", "zero=nil")):
+        config = parse_run_config(quick(kit=str(tiny_kit), data__words=words))
+        folder = open_run_folder(config, f"job-{number}", 0)
+        shaping.append(_shaping(ServerJob(config, folder, Status(folder.path), ("a",))))
+    assert "words" not in shaping[0]
+    assert [about["words"] for about in shaping[1:]] == ["zero=nothing", "zero=nil"]
+    assert {**shaping[0], "words": "zero=nil"} == shaping[2]

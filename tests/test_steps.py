@@ -1,11 +1,14 @@
 """How often a learned condition is stepped: by passes over its images, or as often as is said."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from test_methods import images, job_of
 
 from client_app.conditions import minibatches
 from client_app.methods import espresso, fedbip, feddeo
+from osfl.models.encoders import TextEncoder
 
 
 def generator() -> torch.Generator:
@@ -56,3 +59,21 @@ def test_fedbips_words_have_their_steps(tiny_kit) -> None:  # type: ignore[no-un
     object.__setattr__(job, "progress", lambda done, total, *what: progress.append((done, total)))
     fedbip.make_payload(job)
     assert progress[-3:] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_fedbips_words_begin_as_the_words_map_says(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    begin = fedbip.concept_starts
+
+    def starts(text: TextEncoder, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(names)
+        return begin(text, names)
+
+    monkeypatch.setattr(fedbip, "concept_starts", starts)
+    words = "zero=nothing, one=a single stroke"
+    job = job_of(tiny_kit, images(0, 0, 4), method="fedbip", fedbip__steps=1, data__words=words)
+    payload = fedbip.make_payload(job)
+    assert asked == [["nothing", "four"]]
+    assert payload.classes == ("zero", "four")
