@@ -11,16 +11,29 @@ from test_methods import images, job_of
 from torch import nn
 
 from client_app.methods import fedcgs
+from osfl import wire
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.load import Images
 from osfl.models.classifiers import ClassifierError, headless, new_classifier, normalise
 from osfl.payloads import FeatureStatistics
 from osfl.pixels import to_float
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
 from osfl.wire import PayloadError
+from server_app.expected import probe
+from server_app.job import ServerJob
+from server_app.methods import fedcgs as server_half
 from server_app.methods.fedcgs import NEVER, check_statistics, closed_form_head
 
 WIDTH = 6
 CLASSES = 4
+
+
+def assert_near(found: torch.Tensor, wanted: np.ndarray) -> None:
+    """Within a thousandth of the largest number, whatever the features' scale."""
+    largest = np.abs(wanted).max()
+    assert largest > 0
+    np.testing.assert_allclose(found / largest, wanted / largest, rtol=0, atol=1e-3)
 
 
 def drawn(count: int = 400) -> tuple[np.ndarray, np.ndarray]:
@@ -89,7 +102,7 @@ def test_clients_send_sums_of_the_frozen_networks_features(
 ) -> None:
     """In several batches; the features are what the last layer is given."""
     monkeypatch.setattr(fedcgs, "BATCH", 3)
-    own: Images = images(0, 3, 4)
+    own: Images = images(0, 3, 4, 4, 0)
     job = job_of(tiny_kit, own, method="fedcgs")
     payload = fedcgs.make_payload(job)
     model = new_classifier(job.config.classifier, len(job.classes), job.kit, job.config.seed)
@@ -103,12 +116,54 @@ def test_clients_send_sums_of_the_frozen_networks_features(
     held = sorted(set(labels.tolist()))
     assert payload.classes == tuple(job.classes[label] for label in held)
     assert payload.counts.tolist() == [int((labels == label).sum()) for label in held]
-    for row, label in enumerate(held):
-        wanted = features[labels == label].sum(axis=0)
-        np.testing.assert_allclose(payload.sums[row], wanted, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(payload.moments, features.T @ features, rtol=1e-3, atol=1e-3)
+    sums = np.stack([features[labels == label].sum(axis=0) for label in held])
+    assert_near(payload.sums, sums)
+    assert_near(payload.moments, features.T @ features)
     check_statistics(payload, "a")
     assert not [p for p in model.parameters() if p.grad is not None]
+
+
+def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Path) -> None:
+    """From two clients' payloads to logits, the features taken before its last layer."""
+    config = parse_run_config(quick(method="fedcgs", kit=str(tiny_kit)))
+    folder = open_run_folder(config, "job", 0)
+    job = ServerJob(config, folder, Status(folder.path), ("a", "b"))
+    payloads = {
+        client: fedcgs.make_payload(job_of(tiny_kit, images(*labels), method="fedcgs"))
+        for client, labels in {"a": [0, 0, 3, 3], "b": [3, 4, 4]}.items()
+    }
+    (made,) = server_half.run(job, payloads).values()
+    weight, bias = closed_form_head(
+        payloads, job.held(payloads), len(job.classes), config.fedcgs.shrinkage
+    )
+    pixels = images(0, 3, 4).pixels
+    backbone, _ = headless(new_classifier(config.classifier, 10, str(tiny_kit), config.seed).eval())
+    with torch.no_grad():
+        features = backbone(normalise(to_float(pixels)))
+        logits = made.model(normalise(to_float(pixels)))
+    torch.testing.assert_close(logits, features @ weight.T + bias, rtol=1e-4, atol=1e-4)
+    assert made.architecture == config.classifier.architecture
+    assert set(logits.argmax(dim=1).tolist()) <= {0, 3, 4}
+
+
+def test_impossible_statistics_are_refused_before_they_are_used() -> None:
+    sound, _ = statistics(*drawn())
+    config = parse_run_config(quick(method="fedcgs"))
+    probe(sound, "a", config)
+    with pytest.raises(PayloadError, match="moments: are of no features"):
+        probe(replace(sound, moments=-sound.moments), "a", config)
+    shapes: wire.Tensors = {
+        "counts": (("classes",), torch.int64),
+        "sums": (("classes", WIDTH), torch.float32),
+        "moments": ((WIDTH, WIDTH), torch.float32),
+    }
+    expected = wire.Expected("fedcgs", "job", "a", ("0", "1", "3"), 10_000, shapes)
+    assert wire.decode(wire.encode(sound, "fedcgs", "job", "a"), expected).classes == sound.classes
+    for count in (0, -1, 10**9 + 1):
+        counts = torch.tensor([count, 1, 1])
+        blob = wire.encode(replace(sound, counts=counts), "fedcgs", "job", "a")
+        with pytest.raises(PayloadError, match="counts: must be at least 1, and no more than"):
+            wire.decode(blob, expected)
 
 
 def test_statistics_of_no_images_are_refused() -> None:
