@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
@@ -174,9 +175,7 @@ def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, A
                 row(
                     name,
                     batch,
-                    lambda pipe=pipe, c=c, c0=c0, given=given: pipe(
-                        prompt_embeds=c, negative_prompt_embeds=c0, **given
-                    ),
+                    partial(pipe, prompt_embeds=c, negative_prompt_embeds=c0, **given),
                     kit.device,
                     flops,
                 )
@@ -195,7 +194,7 @@ def per_image(kit: Kit, steps: int) -> float:
 
     What two steps cost more than one step, steps times, and the decoding.
     """
-    two, three = (tera_flops(lambda n=n: sampled(kit, 1, n)) for n in (2, 3))
+    two, three = (tera_flops(partial(sampled, kit, 1, n)) for n in (2, 3))
     return two + (steps - 2) * (three - two)
 
 
@@ -210,9 +209,7 @@ def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]
             prepared = replace(kit, unet=torch.compile(kit.unet)) if compiled else kit
             name = f"{str(layout).removeprefix('torch.')}{', compiled' * compiled}"
             rows += [
-                row(
-                    name, batch, lambda p=prepared, n=batch: sampled(p, n, steps), kit.device, flops
-                )
+                row(name, batch, partial(sampled, prepared, batch, steps), kit.device, flops)
                 for batch in batches
             ]
     return rows
@@ -248,18 +245,18 @@ def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any
     }
     rows = []
     for name, sample in samplers.items():
-        flops = tera_flops(lambda sample=sample: sample(plan[:1]))
-        rows.append(row(name, batch, lambda sample=sample: sample(plan), kit.device, flops))
+        flops = tera_flops(partial(sample, plan[:1]))
+        rows.append(row(name, batch, partial(sample, plan), kit.device, flops))
     rows += descriptions(kit, batch)
     kit.checkpointed()  # as a GPU has it by default; it stays so, therefore last
     for name, sample in samplers.items():
         if name in ("FedLMG", "FedCADO, 10 edits"):
-            flops = tera_flops(lambda sample=sample: sample(plan[:1]))
+            flops = tera_flops(partial(sample, plan[:1]))
             rows.append(
                 row(
                     f"{name}, checkpointed",
                     batch,
-                    lambda sample=sample: sample(plan),
+                    partial(sample, plan),
                     kit.device,
                     flops,
                 )

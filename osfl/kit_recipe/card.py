@@ -105,7 +105,7 @@ def _check_captions(
         [digits.CLASSES[y] in words for words, y in zip(captions, labels, strict=True)]
     )
     style = np.array([STYLES[d] in words for words, d in zip(captions, domains, strict=True)])
-    styles_named = np.array([sum(name in words for name in STYLES) for words in captions])
+    styles_named = np.array([len({*STYLES}.intersection(words)) for words in captions])
     # A caption names a wrong style where it names more than the right one.
     wrong_style = styles_named > style
     found = {"digit": digit, "style": style, "wrong style": wrong_style}
