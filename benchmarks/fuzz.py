@@ -32,12 +32,7 @@ from osfl.payload_fields import tensors_of
 from osfl.payloads import (
     Captions,
     Classifier,
-    Concepts,
-    Descriptions,
     Domain,
-    Embeddings,
-    Encodings,
-    Mixtures,
     Payload,
     kind_of,
 )
@@ -69,7 +64,7 @@ def some_run(rng: random.Random) -> Run:
     method = rng.choice([name for name, row in METHODS.items() if row.payload])
     kind = str(METHODS[method].payload)
     sizes = dict(zip(("L", "d", "c", "h", "w"), (*text, *latent), strict=True))
-    sizes |= {"2e": 2 * text[1], "J": 2, "M": 2, "K + 1": 6}
+    sizes |= {"2e": 2 * text[1], "f": text[1], "J": 2, "M": 2, "K + 1": 6}
     tensors = tensors_of(kind_of(kind), sizes)
     images = rng.choice((5, 300))
     states = {}
@@ -122,8 +117,7 @@ def honest(expected: wire.Expected, rng: random.Random) -> Payload:
             values[name] /= values[name].shape[1]
     if "labels" in values:
         values["labels"] = torch.arange(expected.max_images) % len(classes)
-    kinds = (Descriptions, Encodings, Embeddings, Mixtures, Concepts)
-    return {made.__name__: made for made in kinds}[str(kind)](classes, **values)
+    return kind_of(str(kind))(classes, **values)
 
 
 # ---- Hostile inputs ----
