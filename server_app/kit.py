@@ -86,7 +86,8 @@ def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
     None where a part is a hub id, or is named apart from the kit.
     """
     method = METHODS[config.method]
-    if method.payload == "Classifier" and config.classifier.init not in ("kit", "none"):
+    begins = method.payload in ("Classifier", "FeatureStatistics")
+    if begins and config.classifier.init not in ("kit", "none"):
         return None
     if isinstance(payload, Classifier):  # one architecture of those that the run allows
         config = replace(

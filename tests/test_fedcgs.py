@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import quick
+from safetensors.torch import load_file
 from test_methods import images, job_of
 from torch import nn
 
@@ -142,6 +143,8 @@ def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Pa
         features = backbone(normalise(to_float(pixels)))
         logits = made.model(normalise(to_float(pixels)))
     torch.testing.assert_close(logits, features @ weight.T + bias, rtol=1e-4, atol=1e-4)
+    stored = load_file(folder.path / "models" / "FedCGS.safetensors")
+    assert torch.equal(stored["fc.weight"], weight)
     assert made.architecture == config.classifier.architecture
     assert set(logits.argmax(dim=1).tolist()) <= {0, 3, 4}
 
