@@ -92,7 +92,9 @@ def test_no_input_of_the_fuzz_costs_more_than_four_times_its_size() -> None:
     assert maxima["as_it_should_be"]["accepted"] == 8
     for kind, most in maxima.items():
         assert most["died"] == 0, kind
-        assert most["beyond_mb"] < 6, kind  # SLACK_MB says why
+        # 6 on a quiet machine (SLACK_MB); beside other tests up to 8.3 were seen. What this guards
+        # against costs a hundred times the message.
+        assert most["beyond_mb"] < 12, kind
         assert most["seconds"] < 2, kind  # of CPU; the largest has some 20 MB
 
 

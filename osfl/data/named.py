@@ -320,5 +320,5 @@ def _capped(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.nd
 
 
 def _by_class(rows: np.ndarray, labels: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    own = labels[rows]
-    return [(int(label), rows[own == label]) for label in np.unique(own)]
+    held = labels[rows]
+    return [(int(label), rows[held == label]) for label in np.unique(held)]
