@@ -109,6 +109,11 @@ def test_a_domain_is_a_client_and_a_share_is_its_test(parquet: Path) -> None:
     assert other != pictures(config, node(0), "test")
 
 
+def test_nobody_has_a_domain_whose_images_are_of_several(parquet: Path) -> None:
+    config = data(parquet, partition="iid")
+    assert domain_name(config, node(0), 0) == ""
+
+
 def test_a_split_of_tests_is_the_domains_own(parquet: Path) -> None:
     config = data(parquet, test_split="test")
     assert pictures(config, node(1), "test") == {p for p in everything(4) if p[0] == 1}
@@ -282,7 +287,7 @@ def test_more_images_than_memory_are_decoded_as_they_are_taken(
 )
 def test_what_the_data_set_lacks_is_named(parquet: Path, settings: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        load_images(data(parquet, **settings), node(0), "train", 0)
+        check_images(data(parquet, **settings), node(0), 0)
 
 
 def test_parts_and_places_that_are_not_there_are_named(parquet: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def domain_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
     if config.name == "digits" and config.partition == "domain" and node.partition_id >= 0:
         return str(_digits_partition(config, node, "test", 0)[0]["domain"])
     if has_rows(config, node):
-        return domain_of(config, load_rows(config, node, "train", seed))
+        return domain_of(load_rows(config, node, "train", seed))
     folder = simulated_folder(config, node)
     return folder.name if folder else ""
 
@@ -114,8 +114,8 @@ class Opened:
         Raises:
             DataError: it cannot be read.
         """
-        with _named(self.name(number)):
-            return to_pixels(self.read(number), fit)
+        with _named(self.name(number)), self.read(number) as image:
+            return to_pixels(image, fit)
 
 
 @contextmanager

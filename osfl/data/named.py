@@ -77,6 +77,8 @@ def chosen_classes(config: DataConfig) -> tuple[str, ...]:
     return names[begin : end + 1]
 
 
+# A message needs its rows several times, and cutting takes longer than reading them
+@lru_cache(maxsize=16)
 def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
     """One node's rows, as a data set with the columns image and label.
 
@@ -90,35 +92,28 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         DataError: the data set or its columns are not as the configuration says, or this node has
             no rows.
     """
-    # `data.image-size` and the like matter to images, not to which of them are a node's.
-    return _load_rows(config, node.data_dir, node.partition_id, node.num_partitions, split, seed)
-
-
-@lru_cache(maxsize=16)
-def _load_rows(
-    config: DataConfig, data_dir: str, part: int, parts: int, split: str, seed: int
-) -> "Dataset":
-    if data_dir:
-        source = data_dir
-        splits = _saved(Path(data_dir).expanduser())
+    if node.data_dir:
+        source = node.data_dir
+        splits = _saved(Path(node.data_dir).expanduser())
     else:
         source = config.name
         splits = _read(config.name, config.subset, config.root)
-    names = split_names(config.classes)
-    train = _labelled(_split(splits, config.train_split, "train", source), config, names, source)
-    held_out = config.test_split or ("test" if data_dir and "test" in splits else "")
-    test = None
-    if held_out:
-        test = _labelled(_split(splits, held_out, "test", source), config, names, source)
-    chosen = train if split == "train" or test is None else test
-    if data_dir:
+    saved_test = "test" if node.data_dir and "test" in splits else ""
+    held_out = config.test_split or saved_test
+    is_held_out = split == "test" and bool(held_out)
+    if is_held_out:
+        chosen = _split(splits, held_out, "test", source)
+    else:
+        chosen = _split(splits, config.train_split, "train", source)
+    chosen = _labelled(chosen, config, source)
+    labels = np.asarray(chosen["label"])
+    if node.data_dir:
         rows = np.arange(len(chosen))
     else:
         domains = _domains(chosen, config, source)
-        labels = np.asarray(chosen["label"])
-        rows = node_rows(config, labels, domains, part, parts, seed, even=chosen is test)
-    labels = np.asarray(chosen["label"])
-    if test is None:
+        part, parts = node.partition_id, node.num_partitions
+        rows = node_rows(config, labels, domains, part, parts, seed, even=is_held_out)
+    if not held_out:
         rows = _share(rows, labels, config.test_share, split, seed)
     if split == "train" and config.max_per_class:
         rows = _capped(rows, labels, config.max_per_class, seed)
@@ -127,19 +122,29 @@ def _load_rows(
     wanted = {config.image_column: "image", "label": "label"}
     if config.domain_column in chosen.column_names:
         wanted[config.domain_column] = "domain"
-    mine = chosen.select(np.sort(rows)).select_columns(list(dict.fromkeys(wanted)))
-    renamed = {old: new for old, new in wanted.items() if old != new}
-    return mine.rename_columns(renamed)
+    held = chosen.select(np.sort(rows)).select_columns(list(wanted))
+    return held.rename_columns({old: new for old, new in wanted.items() if old != new})
 
 
-def domain_of(config: DataConfig, rows: "Dataset") -> str:
+def domain_of(rows: "Dataset") -> str:
     """The domain's name, where all of a node's rows are of one; else ""."""
     if "domain" not in rows.column_names:
         return ""
-    return _domain_names(rows.select_columns(["domain"]), "domain")[0] if len(rows) else ""
+    names = set(_domain_names(rows.select_columns(["domain"]), "domain"))
+    return names.pop() if len(names) == 1 else ""
 
 
 # ---- Reading ----
+
+
+def check_root(root: str) -> None:
+    """Whether the folder of all clients' images is there, where a run names one.
+
+    Raises:
+        DataError: it is not.
+    """
+    if root and not Path(root).expanduser().is_dir():
+        raise DataError(f"data.root = {root!r}: no such folder")
 
 
 @lru_cache(maxsize=4)
@@ -148,9 +153,8 @@ def _read(name: str, subset: str, root: str) -> "DatasetDict":
     from datasets import load_dataset
 
     if root:
+        check_root(root)
         folder = Path(root).expanduser()
-        if not folder.is_dir():
-            raise DataError(f"data.root = {root!r}: no such folder")
         if _is_saved(folder):
             return _saved(folder)
     repository, revision = repository_of(name)
@@ -228,8 +232,7 @@ def _feature(features: "Features", column: str, source: str) -> object:
     if column not in features:
         raise DataError(
             f"{source} has no column {column!r}, only {', '.join(features)}; set "
-            "data.label-column, "
-            "data.image-column and data.domain-column"
+            "data.label-column, data.image-column and data.domain-column"
         )
     return features[column]
 
@@ -237,16 +240,14 @@ def _feature(features: "Features", column: str, source: str) -> object:
 # ---- Labels and domains ----
 
 
-def _labelled(
-    rows: "Dataset", config: DataConfig, names: tuple[str, ...], source: str
-) -> "Dataset":
+def _labelled(rows: "Dataset", config: DataConfig, source: str) -> "Dataset":
     """The rows of the run's classes, whose column label holds indices into them."""
     from datasets import Value
 
     _feature(rows.features, config.image_column, source)
     feature = _feature(rows.features, config.label_column, source)
     stored = rows.with_format("numpy")[config.label_column][:]
-    labels = _indices(stored, getattr(feature, "names", None), names, source)
+    labels = _indices(stored, getattr(feature, "names", None), split_names(config.classes), source)
     kept = np.flatnonzero(labels >= 0)
     others = [column for column in rows.column_names if column != config.label_column]
     chosen = rows.select_columns(others)

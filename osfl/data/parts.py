@@ -6,7 +6,7 @@ Imports no torch: joining takes no second.
 from pathlib import Path
 
 from osfl.config import DataConfig, NodeConfig, split_names
-from osfl.data.named import has_saved_part, is_named, load_rows
+from osfl.data.named import check_root, has_saved_part, is_named, load_rows
 from osfl.data.partition import DataError
 from osfl.data.render import CLASSES, STYLES
 from osfl.words import name_problem, plain
@@ -46,6 +46,8 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
 
 def has_rows(config: DataConfig, node: NodeConfig) -> bool:
     """Whether this node's images are rows of a data set, and no files of a folder."""
+    if config.name == "digits":
+        return False
     return has_saved_part(node) or (is_named(config) and not node.data_dir)
 
 
@@ -89,16 +91,6 @@ def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
     return f"; rename the folder to {alike[0]!r}" if alike else ""
 
 
-def check_root(config: DataConfig) -> None:
-    """Whether the folder of all clients' images is there, where a run names one.
-
-    Raises:
-        DataError: it is not.
-    """
-    if config.root and not Path(config.root).expanduser().is_dir():
-        raise DataError(f"data.root = {config.root!r}: no such folder")
-
-
 def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
     """Where a simulated client finds its images.
 
@@ -112,7 +104,7 @@ def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
     """
     if config.name != "folder" or node.data_dir or not config.root or node.partition_id < 0:
         return None
-    check_root(config)
+    check_root(config.root)
     root = Path(config.root).expanduser()
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if node.partition_id >= len(folders):

@@ -28,7 +28,7 @@ from osfl.wire import PayloadError
 from server_app.job import GlobalModel, ServerJob
 
 NEVER = -1e6  # the bias of a class that nobody holds
-# Of a client's largest second moment: by how much rounding to 32 bits may lower an eigenvalue.
+# Of the moments' trace: by how much rounding to 32 bits may lower an eigenvalue of their scatter.
 ROUNDING = 1e-4
 
 
