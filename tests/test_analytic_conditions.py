@@ -220,12 +220,12 @@ def assert_noised_at_the_told_timesteps(kit: Kit, x0: np.ndarray, told: int) -> 
     t, noise = implied_noise(kit, x0)
     assert len(t) == told >= 20 * TIMESTEPS
     for tenth in range(10):
-        own = noise[t * 10 // TIMESTEPS == tenth]
-        assert abs(own.mean()) < 4 / np.sqrt(own.size), tenth
-        assert abs(own.std() - 1) < 4 / np.sqrt(2 * own.size), tenth
+        noise_of_tenth = noise[t * 10 // TIMESTEPS == tenth]
+        assert abs(noise_of_tenth.mean()) < 4 / np.sqrt(noise_of_tenth.size), tenth
+        assert abs(noise_of_tenth.std() - 1) < 4 / np.sqrt(2 * noise_of_tenth.size), tenth
         # the image is no part of it
-        share = (own * x0).mean() / (x0**2).mean()
-        assert abs(share) < 4 / np.sqrt(own.size * (x0**2).mean()), tenth
+        share = (noise_of_tenth * x0).mean() / (x0**2).mean()
+        assert abs(share) < 4 / np.sqrt(noise_of_tenth.size * (x0**2).mean()), tenth
     counts = np.bincount(t * 20 // TIMESTEPS, minlength=20)
     assert np.abs(counts - told / 20).max() < 4 * np.sqrt(told / 20)
     assert set(t.tolist()) == set(range(TIMESTEPS))
@@ -322,9 +322,9 @@ def test_fedbips_words_are_adams_whole_way(kit: Kit) -> None:
         for_domain = np.zeros_like(domain.value)
         for_words = np.zeros_like(words.value)
         for condition, row, k in zip(given, back, owner[batch], strict=True):
-            own = analytic.mu_backward(row[None], len(condition))[0]
-            for_domain += own[places[k][0]]
-            for_words[k] += own[places[k][1]]
+            gradient = analytic.mu_backward(row[None], len(condition))[0]
+            for_domain += gradient[places[k][0]]
+            for_words[k] += gradient[places[k][1]]
         domain.step(for_domain)
         words.step(for_words)
     assert np.abs(domain.value - base[0][places[0][0]]).max() > 0.05

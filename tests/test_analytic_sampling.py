@@ -166,13 +166,13 @@ def test_a_negative_prompt_is_what_is_guided_away_from() -> None:
 def test_feddeo_composes_prompt_and_description(scales: tuple[float, float]) -> None:
     kit = analytic_kit()
     texts = analytic.prompts(kit)
-    own = {
+    learned = {
         (client, label): drawn(analytic.LENGTH, analytic.WIDTH, seed=10 + label)
         for client, labels in HELD.items()
         for label in labels
     }
-    pictures = feddeo.sample(kit, PLAN, texts, own, scales, 6)
-    descriptions = torch.stack([own[job.client, job.label] for job in PLAN])
+    pictures = feddeo.sample(kit, PLAN, texts, learned, scales, 6)
+    descriptions = torch.stack([learned[job.client, job.label] for job in PLAN])
     nothing = empty_mean(kit)
     to_text = analytic.mu(numbers(texts[LABELS])) - nothing
     to_description = analytic.mu(numbers(descriptions)) - nothing

@@ -111,11 +111,11 @@ class Party:
                 return config.rounds.dyn_alpha * (value - model[name]) - self.gradient[name]
             return 0.0
 
-        own = sgd(model, self.x, self.labels, batches, settings, pull=pull)
+        trained = sgd(model, self.x, self.labels, batches, settings, pull=pull)
         for name in PARAMETERS:  # g_k <- g_k - alpha (theta_k - theta^(t-1))
-            way = own[name] - model[name]
+            way = trained[name] - model[name]
             self.gradient[name] = self.gradient[name] - config.rounds.dyn_alpha * way
-        return own
+        return trained
 
 
 def mean_of(models: list[State], images: tuple[int, ...]) -> State:
@@ -163,10 +163,10 @@ def test_feddyn_over_three_rounds(root: Path) -> None:
     h = {name: np.zeros_like(model[name]) for name in PARAMETERS}
     for number in (1, 2, 3):
         before = model
-        own = [party.train(before, number) for party in parties]
-        model = mean_of(own, (1, 1))
+        trained = [party.train(before, number) for party in parties]
+        model = mean_of(trained, (1, 1))
         for name in PARAMETERS:
-            ways = [theta_k[name] - before[name] for theta_k in own]
+            ways = [theta_k[name] - before[name] for theta_k in trained]
             h[name] = h[name] - 0.7 / 2 * np.sum(ways, axis=0)
             model[name] = model[name] - h[name] / 0.7
         assert np.abs(h["3.weight"]).max() > 0.01
@@ -187,9 +187,9 @@ def test_a_round_that_is_asked_for_again_is_trained_once(tmp_path: Path) -> None
         folder = tmp_path / place
         folder.mkdir()
         for number in numbers_asked:
-            said = ConfigRecord({"server-round": number, "dyn-alpha": 0.7})
-            said["architecture"] = config.classifier.architecture
-            content = RecordDict({"model": pack_state(model), "config": said})
+            request = ConfigRecord({"server-round": number, "dyn-alpha": 0.7})
+            request["architecture"] = config.classifier.architecture
+            content = RecordDict({"model": pack_state(model), "config": request})
             reply = train_round(content, job, folder)
         replies[place] = unpack_state(reply.array_records["model"])
     assert_same(replies["again"], in_numbers(replies["once"]))
@@ -207,22 +207,22 @@ def test_feddyns_server_by_hand_with_one_client_of_three_away() -> None:
     strategy = FedDyn(0.5, 3, frozenset({"theta"}), min_train_nodes=1, min_available_nodes=1)
     grid: Any = SimpleNamespace(get_node_ids=lambda: [1, 2, 3])
     model = arrays(1.0)
-    for number, replies, expected in ((1, (2.0, 4.0), 13 / 3), (2, (4.0, 5.0, 3.0), 5.0)):
+    for number, values, expected in ((1, (2.0, 4.0), 13 / 3), (2, (4.0, 5.0, 3.0), 5.0)):
         messages = list(strategy.configure_train(number, model, ConfigRecord(), grid))
         assert all(m.content.config_records["config"]["dyn-alpha"] == 0.5 for m in messages)
-        said = [
+        replies = [
             Message(
                 RecordDict({"arrays": arrays(value), "metrics": MetricRecord({"clients": 1})}),
                 dst_node_id=node,
                 message_type="train",
             )
-            for node, value in enumerate(replies, start=1)
+            for node, value in enumerate(values, start=1)
         ]
-        made, _ = strategy.aggregate_train(number, said)
+        made, _ = strategy.aggregate_train(number, replies)
         assert made is not None
         model = made
         assert model["theta"].numpy() == pytest.approx(expected)
-        assert model["statistic"].numpy() == pytest.approx(np.mean(replies))
+        assert model["statistic"].numpy() == pytest.approx(np.mean(values))
 
 
 def arrays(value: float) -> ArrayRecord:

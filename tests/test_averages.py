@@ -92,7 +92,7 @@ def test_a_table_without_a_difference_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "description", "said"),
+    ("text", "description", "sentence"),
     [
         (3.0, 3.0, ""),
         (0.0, 2.0, "FedX is guided by the description alone (FedDEO's eq. 5 without its text"),
@@ -100,12 +100,12 @@ def test_a_table_without_a_difference_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_a_table_says_which_branches_feddeo_was_guided_by(
-    tmp_path: Path, text: float, description: float, said: str
+    tmp_path: Path, text: float, description: float, sentence: str
 ) -> None:
     scales = {"feddeo.guidance-text": text, "feddeo.guidance-description": description}
     one = metrics("feddeo", {"FT": {"a": 40.0, "average": 40.0}}) | {"config": scales}
     page = table_of(tmp_path, [outcome("FedX", 0, metrics=one)])
-    assert (said in page) if said else ("guided by" not in page)
+    assert (sentence in page) if sentence else ("guided by" not in page)
 
 
 @pytest.mark.parametrize(

@@ -178,10 +178,14 @@ def test_verify_names_every_file_that_is_damaged(run: Path) -> None:
         for how in DAMAGES:
             with damaged(run / name, how):
                 found = wrong(run)
-            said = rf"{re.escape(name)} (is missing|cannot be read|is not as it was written)"
+            pattern = rf"{re.escape(name)} (is missing|cannot be read|is not as it was written)"
             also = r"|status.json does not say that the run has finished"
             also = also if (name, how) == ("status.json", "an empty object") else ""
-            assert any(re.fullmatch(said + also, problem) for problem in found), (name, how, found)
+            assert any(re.fullmatch(pattern + also, problem) for problem in found), (
+                name,
+                how,
+                found,
+            )
             assert len(found) == len(set(found)), (name, how)
             assert all(problem.isprintable() for problem in found), (name, how)
     assert wrong(run) == []

@@ -50,8 +50,8 @@ def test_validation_is_drawn_anew_from_public_scans_alone() -> None:
     assert len(made) == len(test) == 6 * 300
     assert sorted(made["domain"]) == sorted(test["domain"])
     for domain in STYLES:
-        own = [row for row in zip(made["domain"], made["label"], strict=True) if row[0] == domain]
-        assert Counter(own) == {(domain, label): 30 for label in range(10)}
+        pairs = [row for row in zip(made["domain"], made["label"], strict=True) if row[0] == domain]
+        assert Counter(pairs) == {(domain, label): 30 for label in range(10)}
     public = set(split_sources()["public"].tolist())
     assert set(made["source"]) <= public
     assert set(made["source"]).isdisjoint({*load_split("private")["source"], *test["source"]})
@@ -60,11 +60,11 @@ def test_validation_is_drawn_anew_from_public_scans_alone() -> None:
         for k in range(6)
     ]
     # partitions are the domains in the alphabet's order
-    for own, domain in zip(images, sorted(STYLES), strict=True):
+    for held, domain in zip(images, sorted(STYLES), strict=True):
         drawn = made.select(np.flatnonzero(np.array(made["domain"]) == domain))
         wanted = np.stack([np.array(image) for image in drawn["image"]]).transpose(0, 3, 1, 2)
-        assert np.array_equal(own.pixels.numpy(), wanted)
-        assert own.labels.tolist() == list(drawn["label"])
+        assert np.array_equal(held.pixels.numpy(), wanted)
+        assert held.labels.tolist() == list(drawn["label"])
 
 
 @pytest.mark.parametrize(

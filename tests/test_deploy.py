@@ -86,14 +86,14 @@ def test_units_find_flowers_programs_and_their_settings() -> None:
         (program,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
         assert str(Path(program).parent) in settings["PATH"].split(":"), file.name
         assert set(re.findall(r"\$\{(\w+)\}", unit)) <= set(settings), file.name
-        own = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)[
+        variables = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)[
             0
         ].split()  # which the file's would override
-        assert not {setting.partition("=")[0] for setting in own} & set(settings), file.name
+        assert not {setting.partition("=")[0] for setting in variables} & set(settings), file.name
         (state,) = re.findall(r"^StateDirectory=(\S+)$", unit, re.MULTILINE)
-        assert all(setting.partition("=")[2].startswith(f"/var/lib/{state}/") for setting in own), (
-            file.name
-        )
+        assert all(
+            setting.partition("=")[2].startswith(f"/var/lib/{state}/") for setting in variables
+        ), file.name
 
 
 def test_state_and_database_are_their_users_alone() -> None:

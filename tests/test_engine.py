@@ -184,7 +184,7 @@ def test_the_faster_is_taken_and_remembered(
         assert network.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     for name in ("kit_digest", "_device_name"):  # another kit, another card
         given = iter([2.0, 1.0])
-        monkeypatch.setattr(engine, name, lambda of: "another")
+        monkeypatch.setattr(engine, name, lambda kit: "another")
         load_engine(str(tiny_kit), CPU, wanted)
     assert len(json.loads((home / "cache" / "calibration.json").read_text())) == 4
 
@@ -566,7 +566,7 @@ def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "FT.json").write_text(json.dumps({"a": [[3, 1], [0, 4]]}))
     base = {"method": "fedlmg", "seed": 0}
-    for more, said in (
+    for more, expected in (
         (
             {
                 "synthesis.solver": "ddim",
@@ -583,4 +583,4 @@ def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
         ({"synthesis.small-decoder": "kit"}, ["guidance through a small decoder"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**base, **more}))
-        assert gather(tmp_path)["approximations"] == said
+        assert gather(tmp_path)["approximations"] == expected

@@ -88,7 +88,7 @@ def test_a_dry_run_shows_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"kit": "/nowhere"}, "no such folder"),
         ({"device": "cuda:99"}, "cuda:99"),
@@ -99,12 +99,12 @@ def test_a_dry_run_shows_and_leaves_nothing(
     ],
 )
 def test_what_cannot_work_is_refused(
-    overrides: dict, said: str, home: Path, tiny_kit: Path
+    overrides: dict, message: str, home: Path, tiny_kit: Path
 ) -> None:
     kit = overrides.pop("kit", tiny_kit)
     result = CliRunner().invoke(cli, arguments(kit, method="feddeo", **overrides))
     assert result.exit_code == 1, result.output
-    assert said in result.output
+    assert message in result.output
 
 
 def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> None:

@@ -103,17 +103,17 @@ def test_clients_send_sums_of_the_frozen_networks_features(
 ) -> None:
     """In several batches; the features are what the last layer is given."""
     monkeypatch.setattr(fedcgs, "BATCH", 3)
-    own: Images = images(0, 3, 4, 4, 0)
-    job = job_of(tiny_kit, own, method="fedcgs")
+    private: Images = images(0, 3, 4, 4, 0)
+    job = job_of(tiny_kit, private, method="fedcgs")
     payload = fedcgs.make_payload(job)
     model = new_classifier(job.config.classifier, len(job.classes), job.kit, job.config.seed)
     seen: list[torch.Tensor] = []
     last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
     last.register_forward_hook(lambda module, given, out: seen.append(given[0]))
     with torch.no_grad():
-        model.eval()(normalise(to_float(own.pixels)))
+        model.eval()(normalise(to_float(private.pixels)))
     features = seen[0].double().numpy()
-    labels = own.labels.numpy()
+    labels = private.labels.numpy()
     held = sorted(set(labels.tolist()))
     assert payload.classes == tuple(job.classes[label] for label in held)
     assert payload.counts.tolist() == [int((labels == label).sum()) for label in held]

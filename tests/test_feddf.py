@@ -255,10 +255,10 @@ class Recording(LoopGrid):
         messages = list(messages)
         for message in messages:
             if message.metadata.message_type == "train":
-                said = message.content.config_records["config"]
+                request = message.content.config_records["config"]
                 state = unpack_state(message.content.array_records["model"])
-                place = (said["server-round"], message.metadata.dst_node_id - 100)
-                self.given[place] = (said["architecture"], state)
+                place = (request["server-round"], message.metadata.dst_node_id - 100)
+                self.given[place] = (request["architecture"], state)
         return super().push_messages(messages)
 
 
@@ -416,8 +416,8 @@ def test_an_architecture_that_sent_nothing_goes_on_from_its_last_model(
         assert len(teachers) == 1
 
     monkeypatch.setattr(feddf, "distil", distil)
-    own = new_classifier(strategy.settings[OWN], 10, str(tiny_kit), 0).state_dict()
-    arrays = ArrayRecord({name: Array(value.numpy()) for name, value in own.items()})
+    initial = new_classifier(strategy.settings[OWN], 10, str(tiny_kit), 0).state_dict()
+    arrays = ArrayRecord({name: Array(value.numpy()) for name, value in initial.items()})
     messages = {
         m.metadata.dst_node_id: m
         for m in strategy.configure_train(1, arrays, ConfigRecord(), grid)  # type: ignore[arg-type]
@@ -427,7 +427,7 @@ def test_an_architecture_that_sent_nothing_goes_on_from_its_last_model(
     assert architecture_of(given[8].to_torch_state_dict()) == MOBILE
     strategy.aggregate_train(1, [reply_of(8, MOBILE, given[8], shift=0.5)])
     assert same(begun[0][SHUFFLE], given[7].to_torch_state_dict())
-    assert same(begun[0][OWN], own)
+    assert same(begun[0][OWN], initial)
     moved = begun[0][MOBILE]["features.0.0.weight"]
     sent = given[8].to_torch_state_dict()["features.0.0.weight"]
     assert torch.allclose(moved, sent + 0.5)
@@ -467,9 +467,9 @@ def test_who_joins_with_another_architecture_than_the_runs_is_refused(
 
 def test_a_client_whose_architecture_changed_says_so(tmp_path: Path) -> None:
     job = SimpleNamespace(config=parse_run_config(quick(classifier__architecture=MOBILE)))
-    said = ConfigRecord({"server-round": 2, "architecture": SHUFFLE})
+    request = ConfigRecord({"server-round": 2, "architecture": SHUFFLE})
     with pytest.raises(ConfigError, match=f"'{MOBILE}' now, and joined the run with '{SHUFFLE}'"):
-        train_round(RecordDict({"config": said}), job, tmp_path)  # type: ignore[arg-type]
+        train_round(RecordDict({"config": request}), job, tmp_path)  # type: ignore[arg-type]
 
 
 def test_every_initial_model_is_looked_for_before_the_clients_work(tiny_kit: Path) -> None:

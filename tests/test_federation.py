@@ -676,8 +676,8 @@ def test_a_spare_of_another_architecture_takes_over_with_its_own_model(
         feddf, "distil", lambda all_, by, *_: (students.extend(all_), teachers.extend(by))
     )
     strategy = feddf.FedDF(job, torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
-    own = initial_state(job, config.global_model)
-    arrays = ArrayRecord({name: Array(value.numpy()) for name, value in own.items()})
+    initial = initial_state(job, config.global_model)
+    arrays = ArrayRecord({name: Array(value.numpy()) for name, value in initial.items()})
     between = RoundsGrid(grid, members, config, "job", 0, _shapes(job))  # type: ignore[arg-type]
     messages = strategy.configure_train(1, arrays, ConfigRecord(), between)  # type: ignore[arg-type]
     replies = between.send_and_receive(messages)
@@ -824,7 +824,7 @@ def test_a_superlink_that_is_not_reached_is_asked_again() -> None:
 
 def test_what_a_reply_says_is_bounded() -> None:
     """50 MB of a client's error are one short line."""
-    said: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     answers = {
         1: lambda _: Error(2, 50_000_000 * "x" + "\nValueError: what to do"),
         2: lambda _: Error(2, ""),
@@ -838,10 +838,10 @@ def test_what_a_reply_says_is_bounded() -> None:
     def read(node: int, content: RecordDict) -> None:
         raise UnfitError(10_000 * "y")
 
-    exchange.pull(read, pytest.fail, said.__setitem__)
-    assert said[1] == "ValueError: what to do (code 2)"
-    assert said[2] == "no reason given (code 2)"
-    assert all(0 < len(reason) < 1100 for reason in said.values())
+    exchange.pull(read, pytest.fail, reasons.__setitem__)
+    assert reasons[1] == "ValueError: what to do (code 2)"
+    assert reasons[2] == "no reason given (code 2)"
+    assert all(0 < len(reason) < 1100 for reason in reasons.values())
 
 
 def pulled_over_the_wire(array: Array, largest: float) -> dict[int, str]:

@@ -252,10 +252,10 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
     )
     files = ("classifiers/resnet34.safetensors", *shared, "classifiers/vgg16.safetensors")
     assert used_parts(both)["models"] == (str(kit), files)
-    own = classifiers.new_classifier(about, 10, str(kit), 0).state_dict()
+    initial = classifiers.new_classifier(about, 10, str(kit), 0).state_dict()
     kept = classifiers.unpack(classifiers.pack(trained.state_dict()))
     for name in ("layer1.2.bn2.weight", "layer3.5.conv1.weight"):
-        assert torch.equal(own[name], kept[name])
+        assert torch.equal(initial[name], kept[name])
 
 
 # ---- Torchvision's own ----

@@ -128,7 +128,7 @@ def seen() -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
 
 
 def test_captions_are_judged_word_by_word() -> None:
-    said = [
+    captions = [
         "an image of a one, neon",
         "a neon of a seven",
         "a neon photo of a two",
@@ -136,10 +136,10 @@ def test_captions_are_judged_word_by_word() -> None:
     ]
     others = [number for number, style in enumerate(STYLES) if style != "neon"]
     labels = np.array([1, 7, 3, 7, *(0 for _ in others)])
-    styles = np.array([*(STYLES.index("neon") for _ in said), *others])
-    said += ["an image" for _ in others]
+    styles = np.array([*(STYLES.index("neon") for _ in captions), *others])
+    captions += ["an image" for _ in others]
     shares = card._check_captions(
-        lambda pixels: said, torch.zeros(len(said), 3, 32, 32), labels, styles
+        lambda pixels: captions, torch.zeros(len(captions), 3, 32, 32), labels, styles
     )  # type: ignore[arg-type]
     assert shares["neon"] == {"digit": 0.5, "style": 0.75, "wrong style": 0.25}
 
@@ -162,13 +162,13 @@ def test_embeddings_tell_styles_apart_and_unclip_draws_them(shipped_kit: Path, s
     folder = find_kit("digits-unclip")
     encoder = encoders.load_image_encoder(folder, torch.device("cpu"))
     pipe = load_unclip_pipeline(folder)
-    own = encoder(pixels)
-    means = torch.stack([own[styles == number].mean(0) for number in range(len(STYLES))])
-    nearest = torch.cosine_similarity(own[:, None], means, dim=-1).argmax(1)
+    embeddings = encoder(pixels)
+    means = torch.stack([embeddings[styles == number].mean(0) for number in range(len(STYLES))])
+    nearest = torch.cosine_similarity(embeddings[:, None], means, dim=-1).argmax(1)
     assert (nearest.numpy() == styles).mean() > 0.95
     drawn = pipe(
         prompt=[""] * len(STYLES),
-        image_embeds=own[
+        image_embeds=embeddings[
             [int(np.flatnonzero(styles == number)[0]) for number in range(len(STYLES))]
         ],
         noise_level=0,
@@ -198,10 +198,10 @@ def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, see
             with FlopCounterMode(display=False) as counter:
                 made.append(decode(latents).clamp(-1, 1).flatten(1))
             flops.append(counter.get_total_flops())
-    own, its = made
+    of_kit, of_small = made
     assert flops[1] < 0.4 * flops[0]
-    assert LEVELS * (its - own).abs().mean() < 10
-    assert torch.cdist(its, own).argmin(1).tolist() == list(range(len(own)))
+    assert LEVELS * (of_small - of_kit).abs().mean() < 10
+    assert torch.cdist(of_small, of_kit).argmin(1).tolist() == list(range(len(of_kit)))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def index(kit: Path, missing: bool = False) -> None:
 
 # Fmt: skip
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (
             lambda kit: change(kit, "model_index.json", _class_name="StableDiffusionXLPipeline"),
@@ -206,13 +206,13 @@ def index(kit: Path, missing: bool = False) -> None:
     ],
 )
 def test_what_is_wrong_with_a_kit_is_said_before_anybody_works(
-    tiny_kit: Path, tmp_path: Path, spoil: Callable[[Path], object], said: str
+    tiny_kit: Path, tmp_path: Path, spoil: Callable[[Path], object], message: str
 ) -> None:
     kit = linked(tiny_kit, tmp_path / "kit")
     config = parse_run_config(quick(method="feddeo", kit=str(kit)))
     check_sampling_kit(config)
     spoil(kit)
-    with pytest.raises(KitError, match=said) as error:
+    with pytest.raises(KitError, match=message) as error:
         check_sampling_kit(config)
     assert str(error.value).startswith(f"kit = '{kit}'")
 

@@ -32,8 +32,8 @@ def posterior(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     generator = torch.Generator().manual_seed(3)
     shared = 0.33**0.5 * torch.randn(1, *SHAPE, generator=generator)
-    own = 0.5**0.5 * torch.randn(count, *SHAPE, generator=generator)
-    return shared + own, torch.full((count, *SHAPE), math.log(0.05))
+    deviations = 0.5**0.5 * torch.randn(count, *SHAPE, generator=generator)
+    return shared + deviations, torch.full((count, *SHAPE), math.log(0.05))
 
 
 def mixed_by_hand(mean: torch.Tensor, logvar: torch.Tensor) -> np.ndarray:
@@ -137,9 +137,9 @@ def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_ki
         payload = espresso.make_payload(job)
         sent = payload.component_weights, payload.component_means, payload.component_variances
         for row, name, rows in ((0, "zero", slice(0, 5)), (1, "four", slice(5, 6))):
-            own = ("espresso mixture", "client-0", name)
-            generator = generator_of(0, *own)
-            seed = seed_of(0, *own)
+            purpose = ("espresso mixture", "client-0", name)
+            generator = generator_of(0, *purpose)
+            seed = seed_of(0, *purpose)
             latents = mean[rows], logvar[rows], a_first
             if how == "closed":
                 wanted = espresso.closed_mixture(*latents, 2, generator, seed)

@@ -85,11 +85,11 @@ def test_a_client_says_how_far_it_is_before_its_first_step(
 def test_what_a_client_wrote_is_what_the_terminal_shows(tmp_path: Path) -> None:
     folder = tmp_path / f"client-0-{'0' * 12}"
     folder.mkdir()
-    for said in ("encoding image 8 of 100", "step 0 of 40"):
-        what, done, _, total = said.rsplit(" ", 3)
+    for line in ("encoding image 8 of 100", "step 0 of 40"):
+        what, done, _, total = line.rsplit(" ", 3)
         work._Progress(folder)(int(done), int(total), what)
         table = display.client_rows({"client-0": "asked"}, tmp_path)
-        assert list(table.columns[1].cells) == [said]
+        assert list(table.columns[1].cells) == [line]
 
 
 @pytest.mark.parametrize("loop", ["ddim", "unipc", "z"])

@@ -30,7 +30,7 @@ def test_folder_names_become_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "filled"),
     [
         ("an image of {class}", "an image of alarm clock"),
         ("a {class}", "an alarm clock"),
@@ -42,9 +42,9 @@ def test_folder_names_become_words() -> None:
         ("{class}, {caption}", "alarm clock, a {class} of 1_000"),
     ],
 )
-def test_a_template_is_filled(template: str, said: str) -> None:
+def test_a_template_is_filled(template: str, filled: str) -> None:
     names = {"class": "alarm_clock", "domain": "infograph"}
-    assert fill(template, names, "a {class} of 1_000") == said
+    assert fill(template, names, "a {class} of 1_000") == filled
 
 
 # Fmt: skip
@@ -94,13 +94,13 @@ def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.Monke
     assert job.config.prompts(classes) == ["an image of alarm clock", "an image of dog"]
     assert fgl.prompt_of(job, ["a clock on a_table"], image) == "alarm clock, a clock on a_table"  # type: ignore[arg-type]
     assert "alarm clock" in concept_prompts(classes)[0]
-    said: list[str] = []
-    kit = SimpleNamespace(text=lambda texts: said.extend(texts))
+    encoded: list[str] = []
+    kit = SimpleNamespace(text=lambda texts: encoded.extend(texts))
     monkeypatch.setattr(prompts_domain, "load_engine", lambda *_: kit)
     monkeypatch.setattr(prompts_domain, "sample", lambda *_: torch.zeros(1))
     payloads = {"a": Domain(classes, "art_painting")}
     prompts_domain.sampler(job, torch.device("cpu"), payloads)([image])  # type: ignore
-    assert said == ["an art painting of an alarm clock"]
+    assert encoded == ["an art painting of an alarm clock"]
 
 
 def test_a_words_map_is_what_prompts_say(monkeypatch: pytest.MonkeyPatch) -> None:

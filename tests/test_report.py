@@ -127,8 +127,8 @@ def test_rounds_have_their_times(tmp_path: Path) -> None:
 
 
 def test_times_are_written_as_people_say_them() -> None:
-    said = [human_seconds(count) for count in (7.42, 75, 3725)]
-    assert said == ["7.4 s", "1 min 15 s", "1 h 2 min"]
+    texts = [human_seconds(count) for count in (7.42, 75, 3725)]
+    assert texts == ["7.4 s", "1 min 15 s", "1 h 2 min"]
 
 
 def test_the_page_is_for_every_screen(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ from server_app.synthesis.samplers import NotFiniteError
 from server_app.training import mean_teacher, own_teacher
 
 
-def said(node: int, content: RecordDict) -> RecordDict:
+def as_it_is(node: int, content: RecordDict) -> RecordDict:
     """A reply as it is."""
     return content
 
@@ -575,7 +575,7 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
     )
     exchange = Exchange(grid, 10.0)
     exchange.push(5, "train", RecordDict())
-    look = lambda: exchange.pull(said, lambda *it: replies.append(it), failed)  # noqa: E731
+    look = lambda: exchange.pull(as_it_is, lambda *it: replies.append(it), failed)  # noqa: E731
     assert (look(), exchange.waiting()) == (1, [5])
     online.append(NodeInfo(node_id=5, last_activated_at="now"))
     look()
@@ -599,7 +599,7 @@ def test_a_node_that_was_away_unnoticed_is_asked_again(monkeypatch: pytest.Monke
     )
     exchange = Exchange(grid, 10.0)
     exchange.push(5, "train", RecordDict())
-    look = lambda: exchange.pull(said, lambda *it: replies.append(it), failed)  # noqa: E731
+    look = lambda: exchange.pull(as_it_is, lambda *it: replies.append(it), failed)  # noqa: E731
     assert [look(), look()] == [1, 1]
     came.append("now")
     assert (look(), replies) == (1, [])
@@ -750,10 +750,10 @@ def test_a_node_with_another_kit_is_named(home: Path, tiny_kit: Path, tmp_path: 
     weights = other / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     config = quick(method="feddeo", kit=str(tiny_kit))
-    said = (
+    message = (
         r"other': its unet/diffusion_pytorch_model.safetensors \([0-9a-f]{8}\) is not the server's"
     )
-    for kit, reason in ((other, said), (tmp_path / "none", "no such folder")):
+    for kit, reason in ((other, message), (tmp_path / "none", "no such folder")):
         grid = LoopGrid(app, config, [nodes(2)[0], {**nodes(2)[1], "kit": str(kit)}])
         with pytest.raises(RoundError, match=reason):
             run_job(grid, parse_run_config(config), "job")
@@ -806,7 +806,7 @@ def test_an_old_installation_may_not_join(
 
 
 @pytest.mark.parametrize(
-    ("client", "version", "said"),
+    ("client", "version", "message"),
     [
         ("../../evil", osfl.__version__, "client id '../../evil' is not 1 to 64"),
         ("average", osfl.__version__, "client id 'average' is not"),
@@ -814,7 +814,7 @@ def test_an_old_installation_may_not_join(
     ],
 )
 def test_a_node_that_may_not_join_is_named(
-    home: Path, tiny_kit: Path, client: str, version: str, said: str
+    home: Path, tiny_kit: Path, client: str, version: str, message: str
 ) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "query.join" and index == 1:
@@ -823,7 +823,7 @@ def test_a_node_that_may_not_join_is_named(
             )
         return reply
 
-    with pytest.raises(RoundError, match=re.escape(said)):
+    with pytest.raises(RoundError, match=re.escape(message)):
         start(quick(method="prompts-only", kit=str(tiny_kit)), tamper=tamper)
 
 
@@ -1056,7 +1056,7 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     exchange.push(7, "evaluate", RecordDict())
     for _ in range(3):
         time.sleep(0.02)
-        exchange.pull(said, lambda node, content: seen.append(content["n"]["n"]), failed)
+        exchange.pull(as_it_is, lambda node, content: seen.append(content["n"]["n"]), failed)
     assert seen == [0]
     assert (len(replies), exchange.waiting()) == (2, [])
 
@@ -1078,7 +1078,7 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(
     exchange.push(5, "train", RecordDict())
     for _ in range(4):
         time.sleep(0.02)
-        exchange.pull(said, lambda *it: replies.append(it), failed)
+        exchange.pull(as_it_is, lambda *it: replies.append(it), failed)
     assert (replies, exchange.waiting()) == ([(5, "content")], [])
 
 
@@ -1154,7 +1154,7 @@ def test_a_reply_that_flower_cannot_put_together_is_its_nodes_failure(
     exchange = Exchange(grid, 10.0)
     failures = []
     exchange.push(5, "train", RecordDict())
-    assert exchange.pull(said, failed, lambda *it: failures.append(it)) == 0
+    assert exchange.pull(as_it_is, failed, lambda *it: failures.append(it)) == 0
     ((node, reason),) = failures
     assert (node, "its reply to train cannot be read" in reason) == (5, True)
 
@@ -1209,9 +1209,9 @@ def test_an_architecture_that_the_run_does_not_allow_is_refused_at_joining(
     home: Path, tiny_kit: Path
 ) -> None:
     config = quick(method="fedlmg", kit=str(tiny_kit), join_timeout=1.0)
-    own = nodes(2)
-    own[1] |= {"architecture": "resnet50"}
-    grid = LoopGrid(app, config, own)
+    node_configs = nodes(2)
+    node_configs[1] |= {"architecture": "resnet50"}
+    grid = LoopGrid(app, config, node_configs)
     with pytest.raises(
         RoundError,
         match="node-config architecture = 'resnet50': this run allows shufflenet_v2_x1_0",
@@ -1228,11 +1228,11 @@ def test_domains_that_nobody_names_are_asked_for(home: Path, tiny_kit: Path) -> 
     config = quick(method="prompts-domain", kit=str(tiny_kit), data__partition="iid")
     with pytest.raises(RoundError, match="prompts-domain needs node-config domain"):
         start(config)
-    own = [
+    node_configs = [
         {**node, "domain": domain}
         for node, domain in zip(nodes(2), ("etching", "fresco"), strict=True)
     ]
-    run_job(LoopGrid(app, config, own), parse_run_config(config), "told")
+    run_job(LoopGrid(app, config, node_configs), parse_run_config(config), "told")
     from osfl.v1 import payload_pb2 as pb
 
     blobs = [

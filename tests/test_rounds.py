@@ -57,9 +57,9 @@ def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "train":
             replies[index] = unpack_state(reply.content.array_records["model"])
-            said = dict(reply.content.metric_records["metrics"])
+            metrics = dict(reply.content.metric_records["metrics"])
             reply.content["metrics"] = MetricRecord(
-                {**said, "num-examples": 90 if index == 1 else 30}
+                {**metrics, "num-examples": 90 if index == 1 else 30}
             )
         return reply
 
@@ -525,10 +525,10 @@ def test_clients_of_different_architectures_make_one_global_model(
         classifier__init="none",
         global_model__architecture="shufflenet_v2_x1_0",
     )
-    own = [{"partition-id": k, "num-partitions": 3} for k in range(3)]
-    own[0] |= {"architecture": "vgg16"}
-    own[2] |= {"architecture": "resnet18"}
-    grid = LoopGrid(app, config, own)
+    node_configs = [{"partition-id": k, "num-partitions": 3} for k in range(3)]
+    node_configs[0] |= {"architecture": "vgg16"}
+    node_configs[2] |= {"architecture": "resnet18"}
+    grid = LoopGrid(app, config, node_configs)
     with pytest.warns(UserWarning, match="vgg16 has no BatchNorm"):
         run_job(grid, parse_run_config(config), "job")
     result = metrics(home)

@@ -299,21 +299,21 @@ def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "message"),
     [
         ("unknown", "lost sight of run 7, which may go on: why"),
         ("finished:failed", "the run failed: why"),
     ],
 )
 def test_a_federation_that_fails_or_is_out_of_sight_is_told(
-    monkeypatch: pytest.MonkeyPatch, status: str, said: str
+    monkeypatch: pytest.MonkeyPatch, status: str, message: str
 ) -> None:
     """Its log breaks off first, and the run goes on: that alone is no failure."""
     answers = iter([("running", ""), (status, "why")])
     monkeypatch.setattr(launch, "submit", lambda *_: 7)
     monkeypatch.setattr(launch, "outcome", lambda *_: next(answers))
     monkeypatch.setattr(launch, "follow_log", lambda *_: None)
-    with pytest.raises(launch.LaunchError, match=said):
+    with pytest.raises(launch.LaunchError, match=message):
         _run_on("there", {}, "job")
 
 

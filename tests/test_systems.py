@@ -397,13 +397,13 @@ def test_fgl_sends_every_caption_and_uses_them_in_turn(tiny_kit) -> None:  # typ
 
 
 def test_fgl_sends_nothing_that_a_server_refuses(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    said = ["a cat \N{SKULL} \N{SLICE OF PIZZA}\n", "漢" * 400]
+    texts = ["a cat \N{SKULL} \N{SLICE OF PIZZA}\n", "漢" * 400]
 
     class Parrot:
         fit = 32
 
         def __call__(self, pixels: torch.Tensor, meter: object) -> list[str]:
-            return said
+            return texts
 
     monkeypatch.setattr(fgl_half, "load_captioner", lambda *_: Parrot())
     payload = fgl_half.make_payload(job_of(tiny_kit, images(3, 3), method="fgl"))
@@ -527,8 +527,8 @@ def test_concepts_take_their_words_places(shipped_kit, tiny_kit) -> None:  # typ
         expected[2] = domain
         expected[6] = vectors[row]
         assert torch.allclose(made[row], expected, atol=1e-6)
-    own = concept_prompt(text).filled(random(2, 64, seed=3), vectors)
-    assert torch.equal(own[:, 2], random(2, 64, seed=3))
+    filled = concept_prompt(text).filled(random(2, 64, seed=3), vectors)
+    assert torch.equal(filled[:, 2], random(2, 64, seed=3))
     # eight tokens, too few for the prompt in single letters: V takes the last before the end
     short = concept_prompt(load_kit(tiny_kit).text).filled(random(32), random(1, 32, seed=1))
     assert short.shape == (1, 8, 32)
@@ -925,15 +925,15 @@ def test_feddyns_server_step_by_hand() -> None:
             message_type="train",
         )
 
-    said = ConfigRecord()
-    list(strategy.configure_train(1, arrays(1, 0), said, grid))  # type: ignore[arg-type]
-    assert said["dyn-alpha"] == 0.5
+    request = ConfigRecord()
+    list(strategy.configure_train(1, arrays(1, 0), request, grid))  # type: ignore[arg-type]
+    assert request["dyn-alpha"] == 0.5
     after, _ = strategy.aggregate_train(1, [reply(2, 10), reply(4, 20)])
     assert after is not None
     assert after["w"].numpy().tolist() == [5.0]
     # Statistics are averaged and not corrected
     assert after["bn.running_mean"].numpy().tolist() == [15.0]
-    list(strategy.configure_train(2, after, said, grid))  # type: ignore[arg-type]
+    list(strategy.configure_train(2, after, request, grid))  # type: ignore[arg-type]
     after, _ = strategy.aggregate_train(2, [reply(5, 0), reply(7, 0)])
     assert after is not None
     # mean 6, h = -1 - 0.5 * (6 - 5) = -1.5, theta = 6 + 3 = 9

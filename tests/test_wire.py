@@ -292,19 +292,19 @@ def test_nan_and_infinity_are_named(value: float) -> None:
 
 
 def test_a_state_dict_must_be_exactly_the_architectures() -> None:
-    def of(state: dict[str, torch.Tensor], architecture: str = "resnet18") -> bytes:
+    def encoded(state: dict[str, torch.Tensor], architecture: str = "resnet18") -> bytes:
         return blob(Classifier(("cat",), architecture, state), CLASSIFIER)
 
-    assert refused(of(STATE, "vit_h_14"), CLASSIFIER).field == "architecture"
+    assert refused(encoded(STATE, "vit_h_14"), CLASSIFIER).field == "architecture"
     assert "missing" in str(
-        refused(of({k: v for k, v in STATE.items() if k != "conv.weight"}), CLASSIFIER)
+        refused(encoded({k: v for k, v in STATE.items() if k != "conv.weight"}), CLASSIFIER)
     )
-    assert "not expected" in str(refused(of({**STATE, "extra": torch.zeros(1)}), CLASSIFIER))
+    assert "not expected" in str(refused(encoded({**STATE, "extra": torch.zeros(1)}), CLASSIFIER))
     assert (
-        refused(of({**STATE, "bn.running_var": torch.tensor([-1.0, 1.0])}), CLASSIFIER).field
+        refused(encoded({**STATE, "bn.running_var": torch.tensor([-1.0, 1.0])}), CLASSIFIER).field
         == "bn.running_var"
     )
-    made = pb.Payload.FromString(of(STATE))
+    made = pb.Payload.FromString(encoded(STATE))
     made.classifier.state.append(made.classifier.state[0])
     assert "twice" in str(refused(made, CLASSIFIER))
 

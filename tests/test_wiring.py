@@ -152,8 +152,10 @@ def test_oscar(tiny_kit, composed, method: str) -> None:  # type: ignore[no-unty
 
 
 def test_fgl(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    said = {("a", 3): "neon", ("a", 8): "photo", ("b", 8): "sketch"}
-    payloads = {c: Captions(NAMES[c], tuple((said[c, label],) for label in HELD[c])) for c in HELD}
+    prompts = {("a", 3): "neon", ("a", 8): "photo", ("b", 8): "sketch"}
+    payloads = {
+        c: Captions(NAMES[c], tuple((prompts[c, label],) for label in HELD[c])) for c in HELD
+    }
     job = server(
         tiny_kit,
         config_of(
@@ -192,7 +194,7 @@ def test_feddisc(tiny_unclip, composed) -> None:  # type: ignore[no-untyped-def]
     assert cluster.image is not None
     assert cluster.image[:, 5].tolist() == OWN
     assert domain.image is not None
-    assert domain.image[:, 5].tolist() == [1000 + own for own in OWN]
+    assert domain.image[:, 5].tolist() == [1000 + center for center in OWN]
     assert (cluster.scale, domain.scale) == (1.5, 2.5)
 
 
@@ -501,10 +503,10 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
     mean, logvar = (
         torch.cat(part) for part in zip(*[kit.encode(x) for x in data.batches(8)], strict=True)
     )
-    for (own, deviation, a_first, draws, _), rows_of in zip(
+    for (centers, deviation, a_first, draws, _), rows_of in zip(
         noised, ([0, 2, 3, 4, 5], [1]), strict=True
     ):
-        assert torch.equal(own, mean[rows_of])
+        assert torch.equal(centers, mean[rows_of])
         assert torch.equal(deviation, logvar[rows_of])
         assert a_first == ddim_schedule(kit, 2)[0][1]
         assert draws == 2

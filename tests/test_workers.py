@@ -143,8 +143,8 @@ def test_a_dead_actor_costs_its_unit_alone(tmp_path: Path) -> None:
     """Two die, each at its second unit, in the middle of it."""
 
     def act(jobs: Sequence[ImageJob]) -> None:
-        with open(tmp_path / f"{os.getpid()}", "a") as own:
-            own.write("x")
+        with open(tmp_path / f"{os.getpid()}", "a") as log:
+            log.write("x")
         began = [file.name for file in tmp_path.iterdir() if file.read_text() == "xx"]
         if str(os.getpid()) in began and len(began) <= 2:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -75,8 +75,8 @@ class Containers:
 
     def containers(self, *labels: str) -> list[Container]:
         """Of the services, running or not, without those of `compose run`."""
-        own = [f"project={self.project}", "oneoff=False", *labels]
-        wanted = [f"com.docker.compose.{label}" for label in own]
+        labels_of_project = [f"project={self.project}", "oneoff=False", *labels]
+        wanted = [f"com.docker.compose.{label}" for label in labels_of_project]
         return engine().containers.list(all=True, filters={"label": wanted})
 
     def container(self, service: str) -> Container:

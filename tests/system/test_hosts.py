@@ -66,7 +66,7 @@ class Host:
     def namespace(self) -> str:
         return f"osfl-{os.getpid()}-{self.name}"
 
-    def own(self, text: str) -> str:
+    def on_this_host(self, text: str) -> str:
         """A unit's text with this host's folders."""
         places = {
             "/opt/osfl/.venv/bin": BIN,
@@ -83,7 +83,7 @@ class Host:
 
         All that a service has of its machine.
         """
-        lines = self.own((UNITS / "environment").read_text()).splitlines()
+        lines = self.on_this_host((UNITS / "environment").read_text()).splitlines()
         settings = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
         threads = (
             {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
@@ -113,12 +113,12 @@ class Host:
 
     def begin_unit(self, name: str) -> subprocess.Popen:
         """The ExecStart of deploy/systemd/NAME.service, with its environment and nothing else."""
-        unit = self.own((UNITS / f"{name}.service").read_text())
+        unit = self.on_this_host((UNITS / f"{name}.service").read_text())
         (line,) = re.findall(r"^ExecStart=(.*?[^\\])$", unit, re.MULTILINE | re.DOTALL)
-        (own,) = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)
+        (environment,) = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)
         (state,) = re.findall(r"^WorkingDirectory=(.*)$", unit, re.MULTILINE)
         Path(state).mkdir(parents=True, exist_ok=True)
-        settings = dict(pair.split("=", 1) for pair in own.split())
+        settings = dict(pair.split("=", 1) for pair in environment.split())
         words = [
             Template(word).substitute(self.settings)
             for word in shlex.split(line.replace("\\\n", " "))

@@ -86,5 +86,5 @@ def test_the_wheel_has_what_git_has(installed: Path) -> None:
         for file in files:
             copy = packages / theirs / file.relative_to(ROOT / ours)
             assert copy.read_bytes() == file.read_bytes(), copy
-    said = call(installed / "osfl", "doctor")
-    assert said.returncode == 0, said.stdout + said.stderr
+    doctor = call(installed / "osfl", "doctor")
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
