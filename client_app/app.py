@@ -36,7 +36,7 @@ from osfl.methods import METHODS
 from osfl.models.initialisation import initial_weights
 from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
 from osfl.models.kits import find_kit, kit_digest, weights_digests
-from osfl.models.used_parts import kit_parts
+from osfl.models.used_parts import kit_parts, models_apart
 from osfl.words import plain_lines, plain_record
 
 KEY_LENGTH = 12
@@ -211,19 +211,18 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
         return ""
     # Which stands in for the run's, not for FedDISC's
     own_kit = node.kit if config.sampling_kit == config.kit else ""
-    kit = find_kit(own_kit or config.sampling_kit)
-    check_kit(kit, kit_parts(config, kit))
+    name = own_kit or config.sampling_kit
+    parts = kit_parts(config, find_kit(name))
+    kit = find_kit(name, parts)
+    check_kit(kit, parts)
     return kit
 
 
 def _check_encoders(config: RunConfig) -> None:
     """What the run names apart from the kit, where this client uses it."""
-    needed = METHODS[config.method].client_parts
-    given = kit_parts(config)
-    if "captioner" in needed and "captioner" not in given:
-        check_captioner(config.captioner)
-    if "image_encoder" in needed and "image_encoder" not in given:
-        check_image_encoder(config.image_encoder)
+    checks = {"captioner": check_captioner, "image-encoder": check_image_encoder}
+    for key, source, _ in models_apart(config):
+        checks[key](source)
 
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:

@@ -31,7 +31,7 @@ class ClientJob:
     classes: tuple[str, ...]  # of the run, in order
     # how they fit -> this client's own training images, which do not leave it
     load: Callable[[Fit], Images]
-    kit: str  # folder or hub id
+    kit: str  # its folder
     device: torch.device
     # Its name, where the node or the simulation tells it; only prompts-domain sends it
     domain: Callable[[], str] = lambda: ""

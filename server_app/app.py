@@ -12,7 +12,7 @@ from osfl.devices import pick_device
 from osfl.log import log
 from osfl.methods import METHODS, server_half
 from osfl.models.classifiers import new_classifier
-from osfl.models.kits import find_kit, image_size
+from osfl.models.kits import KitError, find_kit, image_size
 from osfl.models.used_parts import initial_models
 from osfl.payloads import Payload
 from osfl.run_folder.layout import RunFolder, open_run_folder
@@ -26,7 +26,13 @@ from server_app.federation.collect import collect, leave_out
 from server_app.federation.evaluate import evaluate_on_clients
 from server_app.federation.join import join
 from server_app.job import ServerJob
-from server_app.kit import bind_to_kit, check_sampling_kit, kit_bytes, kit_of_clients
+from server_app.kit import (
+    bind_to_kit,
+    check_sampling_kit,
+    fetch_kits,
+    kit_bytes,
+    kit_of_clients,
+)
 from server_app.outliers import find_outliers
 from server_app.synthesis.workers import check_workers
 
@@ -56,6 +62,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
     status = Status(folder.path)
     try:
         method = METHODS[config.method]
+        fetch_kits(config, status)
         check_sampling_kit(config)
         bind_to_kit(config, folder, status)
         stored = folder.stored_clients() if method.client else []
@@ -169,6 +176,6 @@ def needed_bytes(config: RunConfig) -> int:
     weights = 50_000_000 * (config.num_clients + 3)  # a ResNet-18 of each client, three global ones
     try:
         size = image_size(find_kit(config.sampling_kit))
-    except FileNotFoundError:  # check_server says so where it matters
+    except (FileNotFoundError, KitError):  # check_server says so where it matters
         size = config.data.image_size
     return images * 3 * size**2 + weights

@@ -83,7 +83,7 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
 
 @cache
 def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """What `osfl.models.diffusion.kit_shapes` says; of a hub id it fetches the small files."""
+    """What `osfl.models.diffusion.kit_shapes` says."""
     from osfl.models.diffusion import kit_shapes
 
     return kit_shapes(kit)

@@ -46,7 +46,7 @@ class ServerJob:
 
     @cached_property
     def kit(self) -> str:
-        """Folder or hub id of the diffusion model."""
+        """Folder of the diffusion model."""
         return find_kit(self.config.sampling_kit)
 
     @cached_property

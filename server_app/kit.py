@@ -6,18 +6,43 @@ That it can be used, what it is, which step of the job came from it.
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig
 from osfl.methods import METHODS
 from osfl.models.kit_check import check_kit, check_small_decoder
-from osfl.models.kits import download_bytes, find_kit, weights_digests
-from osfl.models.used_parts import kit_parts, sampling_parts, unread_kit_bytes, used_digests
+from osfl.models.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
+from osfl.models.used_parts import (
+    kit_parts,
+    sampling_parts,
+    unread_kit_bytes,
+    used_digests,
+    used_parts,
+)
 from osfl.payloads import Classifier, Payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 
 MB = 10**6
+FETCHING = "fetching the kit (MB)"
+
+
+def fetch_kits(config: RunConfig, status: Status) -> None:
+    """Fetch what the run uses of the hub's kits, unless it is there.
+
+    The clients' parts too: their digests must be the clients' own.
+
+    Raises:
+        KitError, FileNotFoundError: no such kit, one of another kind, or the hub is not reached.
+    """
+
+    def progress(fetched: int, total: int) -> None:
+        if status.state["phase"] != FETCHING:
+            status.phase(FETCHING, total // MB)
+        status.advance(fetched // MB, total // MB)
+
+    for kit, parts in used_parts(config).values():
+        if is_hub_id(kit):
+            find_kit(kit, parts, progress)
 
 
 def check_sampling_kit(config: RunConfig) -> None:
@@ -73,8 +98,8 @@ def _differing(now: Mapping[str, str], before: Mapping[str, str]) -> str:
 
 
 def kit_of_clients(config: RunConfig) -> dict[str, str]:
-    """Digests of the weights that the clients need of the kit, where it is a folder here."""
-    with suppress(FileNotFoundError):  # check_server says so where it matters
+    """Digests of the weights that the clients need of the kit, where it is here."""
+    with suppress(FileNotFoundError, KitError):  # check_server says so where it matters
         kit = find_kit(config.sampling_kit)
         return weights_digests(kit, kit_parts(config, kit))
     return {}
@@ -83,7 +108,7 @@ def kit_of_clients(config: RunConfig) -> dict[str, str]:
 def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
     """What a client had to fetch of the kit before it could begin.
 
-    None where a part is a hub id, or is named apart from the kit.
+    None where a part is named apart from the kit.
     """
     method = METHODS[config.method]
     begins = method.payload in ("Classifier", "FeatureStatistics")
@@ -99,4 +124,4 @@ def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
     if not parts:  # a kit that nobody needs may be missing
         return 0
     kit = find_kit(config.sampling_kit)
-    return download_bytes(kit, kit_parts(config, kit)) if Path(kit).is_dir() else None
+    return download_bytes(kit, kit_parts(config, kit))

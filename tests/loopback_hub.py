@@ -89,6 +89,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_missing("RepoNotFound")
             return
         what = parts[2] if len(parts) > 2 else "revision"
+        if what == "revision" and len(parts) > 3 and parts[3] not in ("main", REVISION):
+            self.send_missing("RevisionNotFound")
+            return
         if what == "resolve":
             self.send_file(repository / "/".join(parts[4:]), with_body)
         elif what == "tree":

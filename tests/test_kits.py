@@ -6,16 +6,11 @@ Whether one can be used, which of its files count, what is remembered of them.
 import json
 import os
 import shutil
-import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
-from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
 from conftest import LoopGrid, quick
@@ -24,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from client_app.app import app
 from osfl.config import ConfigError, parse_run_config
 from osfl.files import write_atomically
-from osfl.models import digests, kit_check
+from osfl.models import digests
 from osfl.models.diffusion import load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder
 from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
@@ -123,9 +118,9 @@ def index(kit: Path, missing: bool = False) -> None:
             r"is another model \(KandinskyPipeline\)",
         ),
         (
-            lambda kit: renamed(kit, UNET, "diffusion_pytorch_model.fp16.safetensors"),
-            f"lacks {UNET}; there is the variant diffusion_pytorch_model.fp16.safetensors alone. "
-            "Copy it",
+            lambda kit: renamed(kit, UNET, "diffusion_pytorch_model.non_ema.safetensors"),
+            f"lacks {UNET}; there is the variant diffusion_pytorch_model.non_ema.safetensors "
+            "alone. Copy it",
         ),
         (
             lambda kit: renamed(kit, TEXT, "pytorch_model.bin"),
@@ -287,127 +282,6 @@ def test_a_named_image_encoder_is_looked_at_by_its_header(tiny_kit: Path, tmp_pa
     ):
         with pytest.raises(KitError, match="image-encoder = '.*clip'"):
             look(str(place))
-
-
-# ---- The hub ----
-
-
-def closed_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
-def test_a_hub_that_is_not_reached_is_named_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", closed_port())
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    config = parse_run_config(quick(method="feddeo", kit="owner/model"))
-    began = time.monotonic()
-    with pytest.raises(
-        KitError, match="kit = 'owner/model': hub not reached .*hf download owner/model"
-    ):
-        check_sampling_kit(config)
-    with pytest.raises(KitError, match="captioner = 'owner/blip': hub not reached"):
-        check_captioner("owner/blip")
-    assert time.monotonic() - began < 20
-
-
-def test_a_hub_that_does_not_answer_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kit_check, "HUB_SECONDS", 0.5)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        here = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", here)
-        with pytest.raises(KitError, match="hub not reached"):
-            check_kit("owner/model", DIFFUSION_PARTS)
-
-
-class Hub(BaseHTTPRequestHandler):
-    """What of the hub's interface a look at a model needs, over a folder."""
-
-    folder: Path
-    asked: list[str]
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        commit = "0" * 40
-        path = self.path.partition("?")[0]
-        files = [str(f.relative_to(self.folder)) for f in self.folder.rglob("*") if f.is_file()]
-        if path.startswith("/api/models/owner/kit"):
-            siblings = [{"rfilename": name, "size": 1, "blobId": "0"} for name in files]
-            tree = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in files]
-            body = (
-                tree
-                if "/tree/" in path
-                else {"id": "owner/kit", "sha": commit, "siblings": siblings}
-            )
-            return self._answer(json.dumps(body).encode(), "application/json")
-        name = path.partition(f"/resolve/{commit}/")[2] or path.partition("/resolve/main/")[2]
-        if name not in files:
-            return self._answer(b"{}", "application/json", 404)
-        self.asked.append(f"{self.command} {name}")
-        body = (self.folder / name).read_bytes()
-        return self._answer(body, "application/octet-stream", tag=name)
-
-    def _answer(self, body: bytes, kind: str, status: int = 200, tag: str = "") -> None:
-        if wanted := self.headers.get("Range"):
-            first, last = wanted.removeprefix("bytes=").split("-")
-            body = body[int(first) : int(last or len(body)) + 1]
-            status = 206
-        self.send_response(status)
-        tag = sha256(tag.encode()).hexdigest()
-        headers = {"Content-Type": kind, "ETag": f'"{tag}"', "X-Repo-Commit": "0" * 40}
-        if status == 404 and self.path.startswith("/api/"):
-            headers["X-Error-Code"] = "RepoNotFound"
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
-def test_a_kit_on_the_hub_is_looked_at_without_its_weights(
-    tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names, settings, and of the weights the header alone.
-
-    What is wrong there is said as of a folder.
-    """
-    Hub.folder = linked(tiny_kit, tmp_path / "kit")
-    Hub.asked = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    here = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", here)
-    monkeypatch.setattr(
-        huggingface_hub.constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        here + "/{repo_id}/resolve/{revision}/{filename}",
-    )
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    try:
-        check_kit("owner/kit", DIFFUSION_PARTS)
-        assert f"GET {UNET}" in Hub.asked
-        assert not any((tmp_path / "hub").rglob("*.safetensors"))
-        with pytest.raises(KitError, match="the hub has no such model"):
-            check_kit("owner/nothing", DIFFUSION_PARTS)
-        with pytest.raises(
-            KitError, match="'owner/kit' lacks small_decoder; this run needs it: name"
-        ):
-            check_kit("owner/kit", (*DIFFUSION_PARTS, "small_decoder"))
-        renamed(Hub.folder, UNET, "diffusion_pytorch_model.fp16.safetensors")
-        with pytest.raises(KitError, match="there is the variant diffusion_pytorch_model.fp16"):
-            check_kit("owner/kit", DIFFUSION_PARTS)
-    finally:
-        server.shutdown()
 
 
 # ---- Identity, figures, memory ----

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from osfl.config import ConfigError
 from osfl.data.partition import DataError
+from osfl.models.kits import KitError
 from osfl.run_folder.report_page import human_bytes
 from osfl.run_folder.status import read_status
 from osfl.words import plain, plain_lines
@@ -112,7 +113,7 @@ def named_errors() -> Iterator[None]:
     """Errors that name their cure are said, and end the command with 1."""
     try:
         yield
-    except (ConfigError, DataError, OSError) as error:
+    except (ConfigError, DataError, KitError, OSError) as error:
         print_error(error)
         raise typer.Exit(1) from None
 

@@ -181,19 +181,36 @@ def check_device(name: str) -> Finding:
 
 def check_parts(config: RunConfig) -> Finding:
     """Whether the parts of the kit that the run uses can be loaded."""
-    from osfl.models.kit_check import check_kit
-    from osfl.models.kits import KitError, find_kit
+    from osfl.models.kits import KitError
     from osfl.models.used_parts import used_parts
 
-    used = used_parts(config)
+    places: dict[str, None] = {}
     try:
-        for step, (name, parts) in used.items():
+        for step, (name, parts) in used_parts(config).items():
             condition = config.method == "feddisc" if step == "images" else None
-            check_kit(find_kit(name), parts, "kit", condition)
-        places = dict.fromkeys(find_kit(name) for name, _ in used.values())
+            places[_place_of_kit(name, parts, condition)] = None
     except (KitError, FileNotFoundError) as error:
         return Finding(FAIL, "kit", str(error))
     return Finding(OK, "kit", ", ".join(places) or f"{config.method} needs none")
+
+
+def _place_of_kit(name: str, parts: tuple[str, ...], image_condition: bool | None) -> str:
+    """Where a kit is, or how much of it a run will fetch of the hub.
+
+    Raises:
+        KitError, FileNotFoundError: it cannot be used.
+    """
+    from osfl.models.kit_check import check_kit
+    from osfl.models.kits import find_kit, is_hub_id
+
+    if is_hub_id(name):
+        from osfl.models.hub import missing_bytes
+
+        if missing := missing_bytes(name, parts):
+            return f"{name}, of which a run will fetch {missing / GB:.2f} GB"
+    folder = find_kit(name, parts)
+    check_kit(folder, parts, "kit", image_condition)
+    return folder
 
 
 def check_disk(runs: Path, needed: int) -> Finding:

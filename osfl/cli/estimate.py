@@ -23,6 +23,7 @@ from osfl.methods import METHODS
 from osfl.models.classifiers import ClassifierError
 from osfl.models.diffusion import Kit
 from osfl.models.kits import KitError, find_kit
+from osfl.models.used_parts import sampling_parts
 from osfl.payloads import Captions, Domain, Payload
 from osfl.run_folder.report_page import human_bytes, human_flops
 from server_app.app import check_server, needed_bytes
@@ -281,7 +282,8 @@ def sampling_cost(config: RunConfig, images: int) -> Sampling:
         cache_interval=1,
         small_decoder="",
     )
-    kit = load_engine(find_kit(config.sampling_kit), pick_device(config.device), plain)
+    folder = find_kit(config.sampling_kit, sampling_parts(config))
+    kit = load_engine(folder, pick_device(config.device), plain)
     batch = min(plain.batch_size or plain.unit_size, plain.unit_size)
     seconds, flops = seconds_and_flops(kit, branches(config) * batch)
     rows = images * rows_an_image(config, kit)

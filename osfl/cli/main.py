@@ -113,6 +113,24 @@ def doctor(settings: Settings = None, runs: RunsFolder = None) -> None:
     show_findings(settings or [], runs)
 
 
+@app.command()
+def fetch(
+    settings: Settings = None,
+    client: Annotated[
+        bool, typer.Option("--client", help="Only what a client needs, not the server.")
+    ] = False,
+) -> None:
+    """Fetch the models of the Hugging Face hub that a run names, and print where they are.
+
+    Example: osfl fetch configs/methods/feddeo.toml --client
+    """
+    from osfl.cli import display
+    from osfl.cli.fetch import show_fetch
+
+    with display.named_errors():
+        show_fetch(settings or [], client)
+
+
 @data_app.command("check")
 def data_check(settings: Settings = None) -> None:
     """Open every image of every client: classes, sizes, what is broken, tests like training images.

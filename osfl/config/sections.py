@@ -502,10 +502,11 @@ class RunConfig:
         str,
         Doc(
             "The diffusion model and its kin: a shipped kit, an absolute path, or a hub id such as "
-            "`stable-diffusion-v1-5/stable-diffusion-v1-5`. Node-config kit goes first."
+            "`stable-diffusion-v1-5/stable-diffusion-v1-5`, `@REVISION` behind it or not. "
+            "Node-config kit goes first."
         ),
     ]
-    captioner: Annotated[str, Doc("A BLIP folder or hub id; empty: the kit's.")]
+    captioner: Annotated[str, Doc("A BLIP or BLIP-2 folder or hub id; empty: the kit's.")]
     image_encoder: Annotated[str, Doc("A DINOv2 or CLIP folder or hub id; empty: the kit's.")]
     device: Annotated[
         str,

@@ -3,8 +3,7 @@
 The only file that imports diffusers.
 
 A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_encoder/ tokenizer/
-scheduler/`) or a hub id. `kits/digits` and `stable-diffusion-v1-5/stable-diffusion-v1-5` go through
-the same code.
+scheduler/`): `kits/digits`, or what `osfl.models.hub` fetched.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
 from osfl.models.kit_check import check_kit
-from osfl.models.kits import DIFFUSION_PARTS, KitError
+from osfl.models.kits import (
+    DIFFUSION_PARTS,
+    SMALL_DECODER,
+    KitError,
+    find_model,
+    variant_of,
+)
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -158,7 +163,7 @@ class Attention(AttnProcessor2_0):
 def load_kit(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Kit:
-    """Load a Stable-Diffusion-format folder or hub id, frozen and in eval mode.
+    """Load a Stable-Diffusion-format folder, frozen and in eval mode.
 
     Raises:
         KitError: nothing there, a part is missing, its parts do not fit each other, or as
@@ -175,6 +180,7 @@ def load_kit(
             torch_dtype=dtype,
             low_cpu_mem_usage=False,
             use_safetensors=True,
+            variant=variant_of(source, "vae"),
         )
         unet = UNet2DConditionModel.from_pretrained(
             source,
@@ -182,6 +188,7 @@ def load_kit(
             torch_dtype=dtype,
             low_cpu_mem_usage=False,
             use_safetensors=True,
+            variant=variant_of(source, "unet"),
         )
         text = load_text_encoder(source, device, dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -223,6 +230,7 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
     """
     from diffusers import AutoencoderTiny
 
+    source = find_model(source, SMALL_DECODER, "synthesis.small-decoder")
     try:
         small = AutoencoderTiny.from_pretrained(
             source,
@@ -230,6 +238,7 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
             torch_dtype=kit.dtype,
             low_cpu_mem_usage=False,
             use_safetensors=True,
+            variant=variant_of(source, subfolder, SMALL_DECODER),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise KitError(f"synthesis.small-decoder = {source!r} cannot be loaded: {error}") from error
@@ -319,15 +328,19 @@ class EmbeddingNoise:
 
 
 def load_embedding_noise(kit: str) -> EmbeddingNoise:
-    """The `image_normalizer/` and `image_noising_scheduler/` of a Stable-unCLIP-format folder or
-    hub id; on the CPU.
+    """The `image_normalizer/` and `image_noising_scheduler/` of a Stable-unCLIP-format folder; on
+    the CPU.
 
     Raises:
         KitError: they are not there, or damaged.
     """
     try:
         normalizer = StableUnCLIPImageNormalizer.from_pretrained(
-            kit, subfolder="image_normalizer", low_cpu_mem_usage=False, use_safetensors=True
+            kit,
+            subfolder="image_normalizer",
+            low_cpu_mem_usage=False,
+            use_safetensors=True,
+            variant=variant_of(kit, "image_normalizer"),
         )
         scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
     except (OSError, ValueError, SafetensorError) as error:

@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
+    Blip2ForConditionalGeneration,
+    Blip2Processor,
     BlipForConditionalGeneration,
     BlipProcessor,
     CLIPImageProcessor,
@@ -24,8 +26,8 @@ from transformers import (
 )
 
 from osfl.costs import FlopMeter
-from osfl.models.kit_check import IMAGE_ENCODERS
-from osfl.models.kits import KitError
+from osfl.models.kit_check import CAPTIONERS, IMAGE_ENCODERS
+from osfl.models.kits import KitError, find_model, variant_of
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -69,9 +71,13 @@ class TextEncoder:
 
 
 def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-    """The `text_encoder/` and `tokenizer/` of a Stable-Diffusion-format folder or hub id."""
+    """The `text_encoder/` and `tokenizer/` of a Stable-Diffusion-format folder."""
     model = CLIPTextModel.from_pretrained(
-        kit, subfolder="text_encoder", dtype=dtype, use_safetensors=True
+        kit,
+        subfolder="text_encoder",
+        dtype=dtype,
+        use_safetensors=True,
+        variant=variant_of(kit, "text_encoder"),
     )
     tokenizer = CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer")
     return TextEncoder(model.to(device).eval().requires_grad_(False), tokenizer)
@@ -129,10 +135,10 @@ class ImageEncoder:
 
 @dataclass(frozen=True)
 class Captioner:
-    """A frozen BLIP captioner."""
+    """A frozen BLIP or BLIP-2."""
 
-    model: BlipForConditionalGeneration
-    processor: BlipProcessor
+    model: BlipForConditionalGeneration | Blip2ForConditionalGeneration
+    processor: BlipProcessor | Blip2Processor
 
     @property
     def image_size(self) -> int:
@@ -196,6 +202,7 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
     Raises:
         KitError: neither is there, or it is another kind of model.
     """
+    source = find_model(source, "image_encoder", "image-encoder")
     folders = {"subfolder": "image_encoder"}, {"subfolder": "feature_extractor"}
     try:
         try:
@@ -209,7 +216,11 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
                 f"{', '.join(IMAGE_ENCODERS)}"
             )
         model = _IMAGE_ENCODERS[kind].from_pretrained(
-            source, **folders[0], dtype=torch.float32, use_safetensors=True
+            source,
+            **folders[0],
+            dtype=torch.float32,
+            use_safetensors=True,
+            variant=variant_of(source, folders[0].get("subfolder", ""), "image_encoder"),
         )
         processor = AutoImageProcessor.from_pretrained(source, **folders[1])
     except KitError:
@@ -228,19 +239,43 @@ _IMAGE_ENCODERS = dict(
 )
 
 
+_CAPTIONERS = dict(
+    zip(
+        CAPTIONERS,
+        (
+            (BlipForConditionalGeneration, BlipProcessor),
+            (Blip2ForConditionalGeneration, Blip2Processor),
+        ),
+        strict=True,
+    )
+)
+
+
 def load_captioner(source: str, device: torch.device) -> Captioner:
-    """BLIP from a kit's `captioner/`, or from a folder or hub id of its own.
+    """BLIP or BLIP-2 from a kit's `captioner/`, or from a folder or hub id of its own.
 
     Raises:
-        KitError: it is not there, or damaged.
+        KitError: it is not there, damaged, or another kind of model.
     """
+    source = find_model(source, "captioner", "captioner")
     folder = Path(source) / "captioner"
     place = str(folder) if folder.is_dir() else source
     try:
-        model = BlipForConditionalGeneration.from_pretrained(
-            place, dtype=torch.float32, use_safetensors=True
+        kind = AutoConfig.from_pretrained(place).model_type
+        if kind not in _CAPTIONERS:
+            raise KitError(
+                f"captioner = {place!r} is a {kind!r}; it must be one of {', '.join(CAPTIONERS)}"
+            )
+        of_model, of_processor = _CAPTIONERS[kind]
+        model = of_model.from_pretrained(
+            place,
+            dtype=torch.float32,
+            use_safetensors=True,
+            variant=variant_of(place, "", "captioner"),
         )
-        processor = BlipProcessor.from_pretrained(place)
+        processor = of_processor.from_pretrained(place)
+    except KitError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise KitError(f"captioner = {place!r} cannot be loaded: {error}") from error
     return Captioner(model.to(device).eval().requires_grad_(False), processor)

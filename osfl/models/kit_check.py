@@ -12,15 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from osfl.models.kits import (
     DIFFUSION_PARTS,
-    SETTINGS,
     SMALL_DECODER,
     WEIGHTS,
     KitError,
     KitFolder,
     file_in,
+    find_model,
 )
 
-HUB_SECONDS = 10.0  # for the hub's answer
+CAPTIONERS = ("blip", "blip-2")  # by their model_type
 IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
 PIPELINES = (
     "StableDiffusionPipeline",
@@ -28,7 +28,13 @@ PIPELINES = (
     "StableUnCLIPPipeline",
     "StableUnCLIPImg2ImgPipeline",
 )
-OTHER_PIPELINES = {"StableDiffusionXL": "SDXL", "StableDiffusion3": "SD3", "Flux": "FLUX"}
+FEW_STEPS = "a few-step model"
+OTHER_PIPELINES = {
+    "StableDiffusionXL": "SDXL",
+    "StableDiffusion3": "SD3",
+    "Flux": "FLUX",
+    "LatentConsistency": f"{FEW_STEPS} (LCM)",
+}
 TAKEN = (
     "OSFL takes kits of Stable Diffusion 1.x and 2.x, such as "
     "stable-diffusion-v1-5/stable-diffusion-v1-5, and for FedDISC Stable unCLIP"
@@ -41,7 +47,7 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "feature_extractor": (("preprocessor_config.json",),),
     "captioner": (
         ("preprocessor_config.json", "processor_config.json"),
-        ("tokenizer.json", "vocab.txt"),
+        ("tokenizer.json", "vocab.txt", "vocab.json"),
     ),
 }
 # The way out where a part is missing.
@@ -61,43 +67,74 @@ def check_kit(
     """Whether some of a kit's parts can be loaded, and fit each other.
 
     Args:
-        kit: a folder or hub id.
+        kit: a folder.
         parts: folders and files of it.
         key: of the configuration, for messages.
         image_condition: whether its UNet must take an image's embedding, as Stable unCLIP's does,
             or must not; None: either.
 
     Raises:
-        KitError: the kit is not there or not reached, is of another kind, or a file is missing,
+        KitError: the kit is not there, is of another kind, or a file is missing,
             damaged, or of another size.
     """
     parts = tuple(parts)
     if not parts:
         return
     folder = open_kit(kit, key)
+    _check_each(folder, parts)
+    for part in parts:
+        _check_weights(folder, part, part)
+    _check_all(folder, parts, image_condition)
+
+
+def check_settings(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -> None:
+    """As `check_kit`, by the settings and the names of the files: the weights may not be there yet.
+
+    Args:
+        folder: the model's.
+        parts: folders and files of it; "" is the folder itself.
+        kind: which part the folder itself is.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
+    _check_each(folder, parts, kind)
+    _check_all(folder, parts, None)
+
+
+def _check_each(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -> None:
+    """Whether every part is there, and of the kind that OSFL takes."""
     if "unet" in parts:
         _check_pipeline(folder)
-    if missing := [part for part in parts if not (folder.has(part) or folder.names(part))]:
+    if missing := [part for part in parts if part and not (folder.has(part) or folder.names(part))]:
         outs = dict.fromkeys(INSTEAD.get(part, "use a whole kit") for part in missing)
         raise KitError(
             f"{folder.setting} lacks {', '.join(missing)}; this run needs it: {'; or '.join(outs)}"
         )
-    shapes = {part: _check_part(folder, part) for part in parts}
+    for part in parts:
+        _check_part(folder, part, kind or part)
+
+
+def _check_all(folder: KitFolder, parts: tuple[str, ...], image_condition: bool | None) -> None:
+    """Whether the parts fit each other."""
     if set(DIFFUSION_PARTS) <= set(parts):
-        _check_together(folder, shapes, image_condition)
+        _check_together(folder, SMALL_DECODER in parts, image_condition)
     noised = "image_normalizer" in parts
     if noised or (image_condition and folder.has("image_normalizer/config.json")):
         _check_embedding(folder)
 
 
 def check_captioner(source: str) -> None:
-    """Whether a folder or hub id that `captioner` names is a BLIP that can be loaded.
+    """Whether a folder or hub id that `captioner` names is a BLIP or BLIP-2 that can be
+    loaded.
 
     Raises:
         KitError: as `check_kit`.
     """
-    folder = open_kit(source, "captioner")
-    _check_part(folder, "captioner" if folder.names("captioner") else "", "captioner")
+    folder = open_kit(find_model(source, "captioner", "captioner"), "captioner")
+    part = "captioner" if folder.names("captioner") else ""
+    _check_part(folder, part, "captioner")
+    _check_weights(folder, part, "captioner")
 
 
 def check_image_encoder(source: str) -> None:
@@ -106,9 +143,11 @@ def check_image_encoder(source: str) -> None:
     Raises:
         KitError: as `check_kit`.
     """
-    folder = open_kit(source, "image-encoder")
+    folder = open_kit(find_model(source, "image_encoder", "image-encoder"), "image-encoder")
     within = folder.has("image_encoder/config.json")
-    _check_part(folder, "image_encoder" if within else "", "image_encoder")
+    part = "image_encoder" if within else ""
+    _check_part(folder, part, "image_encoder")
+    _check_weights(folder, part, "image_encoder")
     settings = "feature_extractor" if within else ""
     _need(folder, settings, ("preprocessor_config.json", "processor_config.json"))
 
@@ -120,58 +159,25 @@ def check_small_decoder(source: str) -> None:
     Raises:
         KitError: as `check_kit`.
     """
-    _check_part(open_kit(source, "synthesis.small-decoder"), "", SMALL_DECODER)
+    key = "synthesis.small-decoder"
+    folder = open_kit(find_model(source, SMALL_DECODER, key), key)
+    _check_part(folder, "", SMALL_DECODER)
+    _check_weights(folder, "", SMALL_DECODER)
 
 
-# ---- Folders and the hub ----
+# ---- Folders ----
 
 
 def open_kit(name: str, key: str = "kit") -> KitFolder:
-    """A folder, or what the hub has under an id.
+    """A model's folder.
 
     Raises:
-        KitError: no such folder; the hub is not reached, or has nothing of that name.
+        KitError: no such folder.
     """
-    folder = Path(name)
     setting = f"{key} = {name!r}"
-    if folder.is_dir():
-        return KitFolder(setting, folder)
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if not Path(name).is_dir():
         raise KitError(f"{setting}: no such folder. Give an absolute path or a hub id (owner/name)")
-    return _on_hub(name, setting)
-
-
-def _on_hub(name: str, setting: str) -> KitFolder:
-    """What was fetched before, else the names of the hub's files, with the small ones fetched."""
-    import httpx
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        listed = HfApi().model_info(name, timeout=HUB_SECONDS).siblings or []
-        wanted = [f"*{file}" for file in (*SETTINGS, "model_index.json", ".safetensors.index.json")]
-        folder = Path(snapshot_download(name, allow_patterns=wanted))
-    except HFValidationError as error:
-        raise KitError(f"{setting}: no hub id: {error}") from None
-    except RepositoryNotFoundError:
-        raise KitError(
-            f"{setting}: the hub has no such model, or shows it only to who is logged in (hf auth "
-            "login)"
-        ) from None
-    except (httpx.HTTPError, OSError) as error:
-        try:
-            return KitFolder(setting, Path(snapshot_download(name, local_files_only=True)))
-        except LocalEntryNotFoundError:
-            raise KitError(
-                f"{setting}: hub not reached ({error}), and it was not fetched before. Connect "
-                "this "
-                f"machine, or fetch it elsewhere (hf download {name}) and give the folder's path"
-            ) from None
-    return KitFolder(setting, folder, frozenset(file.rfilename for file in listed), name)
+    return KitFolder(setting, Path(name))
 
 
 def _shapes(folder: KitFolder, file: str) -> Shapes:
@@ -184,8 +190,6 @@ def _shapes(folder: KitFolder, file: str) -> Shapes:
     if not folder.has(file):
         raise KitError(f"{folder.setting} lacks {file}, which its index names; fetch it")
     try:
-        if file in folder.on_hub and not (folder.path / file).is_file():
-            return _shapes_on_hub(folder.repository, file)
         with safe_open(folder.path / file, framework="np") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
     except (SafetensorError, OSError) as error:
@@ -194,44 +198,35 @@ def _shapes(folder: KitFolder, file: str) -> Shapes:
         ) from error
 
 
-def _shapes_on_hub(repository: str, file: str) -> Shapes:
-    import httpx
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import SafetensorsParsingError
-
-    try:
-        header = HfApi().parse_safetensors_file_metadata(repository, file, timeout=HUB_SECONDS)
-    except (httpx.HTTPError, SafetensorsParsingError) as error:
-        raise OSError(str(error)) from error
-    return {name: tuple(tensor.shape) for name, tensor in header.tensors.items()}
-
-
 # ---- One part ----
 
 
-def _check_part(folder: KitFolder, part: str, kind: str = "") -> Shapes:
-    """Whether a part has the files that its loader reads, and its weights the sizes of its
-    settings; returns their shapes.
-    """
-    kind = kind or part
+def _check_part(folder: KitFolder, part: str, kind: str) -> None:
+    """Whether a part has the files that its loader reads, and is of a kind that it takes."""
     if part.endswith(".safetensors"):
-        return _shapes(folder, part)
+        return
     for group in NEEDED.get(kind, ()):
         _need(folder, part, group)
     if kind not in WEIGHTS:
-        return {}
+        return
     _need(folder, part, ("config.json",))
-    config = folder.settings(file_in(part, "config.json"))
-    _check_model(folder, part, kind, config)
-    weights = folder.weights(part, kind)
-    if not weights:
+    _check_model(folder, part, kind, folder.settings(file_in(part, "config.json")))
+    if not folder.weights(part, kind):
         raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
+
+
+def _check_weights(folder: KitFolder, part: str, kind: str) -> None:
+    """Whether a part's weights can be read, and have the sizes of its settings."""
+    if part.endswith(".safetensors"):
+        _shapes(folder, part)
+        return
+    if kind not in WEIGHTS:
+        return
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in weights:
+    for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
             shapes |= _shapes(folder, file)
-    _check_sizes(folder, part, kind, config, shapes)
-    return shapes
+    _check_sizes(folder, part, kind, folder.settings(file_in(part, "config.json")), shapes)
 
 
 def _need(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
@@ -250,8 +245,7 @@ def _no_weights(folder: KitFolder, part: str, stem: str) -> str:
     if variants:
         return (
             f"{message}; there is the variant {variants[0]} alone. Copy it to that name (weights "
-            "of "
-            "16 bits are made 32 when they are loaded), or fetch the whole ones"
+            "of 16 bits are made 32 when they are loaded), or fetch the whole ones"
         )
     if pickles:
         return (
@@ -271,7 +265,7 @@ def _check_model(folder: KitFolder, part: str, kind: str, config: Mapping[str, A
     }
     types: dict[str, tuple[str, ...]] = {
         "text_encoder": ("clip_text_model", "clip"),
-        "captioner": ("blip",),
+        "captioner": CAPTIONERS,
         "image_encoder": IMAGE_ENCODERS,
     }
     key = "_class_name" if kind in classes else "model_type"
@@ -326,9 +320,11 @@ def _check_sizes(
 def _check_pipeline(folder: KitFolder) -> None:
     """Whether it is a kit of our kind, by its `model_index.json`, where it has one."""
     if not folder.has("model_index.json"):
-        if not folder.has("unet/config.json") and any(
-            name.endswith((".safetensors", ".ckpt")) for name in folder.names("")
-        ):
+        alone = not folder.has("unet/config.json")
+        if alone and folder.has("config.json"):
+            what = folder.settings("config.json").get("model_type", "model without a type")
+            raise KitError(f"{folder.setting} is a {what}, no diffusion model; {TAKEN}")
+        if alone and any(name.endswith((".safetensors", ".ckpt")) for name in folder.names("")):
             raise KitError(
                 f"{folder.setting} is a checkpoint in one file. Make a kit of it: diffusers' "
                 "StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
@@ -341,9 +337,7 @@ def _check_pipeline(folder: KitFolder) -> None:
         raise KitError(f"{folder.setting} is {what} ({found or 'unnamed'}); {TAKEN}")
 
 
-def _check_together(
-    folder: KitFolder, shapes: Mapping[str, Shapes], image_condition: bool | None
-) -> None:
+def _check_together(folder: KitFolder, small_decoder: bool, image_condition: bool | None) -> None:
     """Whether the parts of the diffusion model fit each other."""
     unet, vae, text, scheduler = (
         folder.settings(f"{part}/{file}")
@@ -354,6 +348,7 @@ def _check_together(
             ("scheduler", "scheduler_config.json"),
         )
     )
+    _check_many_steps(folder, unet, scheduler)
     predicted = scheduler.get("prediction_type", "epsilon")
     if "FlowMatch" in str(scheduler.get("_class_name")):
         predicted = "flow"
@@ -380,7 +375,7 @@ def _check_together(
             "it "
             "must be a whole number"
         )
-    if SMALL_DECODER in shapes:
+    if small_decoder:
         small = folder.settings(f"{SMALL_DECODER}/config.json").get("latent_channels", 4)
         if small != channels:
             raise KitError(
@@ -388,6 +383,23 @@ def _check_together(
                 f"{channels}"
             )
     _check_image_condition(folder, unet, image_condition)
+
+
+def _check_many_steps(
+    folder: KitFolder, unet: Mapping[str, Any], scheduler: Mapping[str, Any]
+) -> None:
+    """Whether it was distilled into few steps, which has its settings alone to show it."""
+    known = ""
+    if unet.get("time_cond_proj_dim"):
+        known = "LCM: its UNet takes the guidance's scale"
+    euler = str(scheduler.get("_class_name")).startswith("Euler")
+    if euler and scheduler.get("timestep_spacing") == "trailing":
+        known = "as SD-Turbo: its scheduler's steps are spaced from the end"
+    if known:
+        raise KitError(
+            f"{folder.setting} is {FEW_STEPS} ({known}), made to be drawn in 1 to 4 steps without "
+            "guidance. Take the model that it was made of"
+        )
 
 
 def _check_image_condition(folder: KitFolder, unet: Mapping[str, Any], wanted: bool | None) -> None:

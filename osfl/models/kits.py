@@ -6,6 +6,7 @@ Imports no model library: a client that needs only a file of it stays small.
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ WEIGHTS: Mapping[str, str] = {
     "image_encoder": "model",
     "captioner": "model",
 }
+# Of the weights: those of half precision are taken where there are no others.
+VARIANTS = ("", ".fp16")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 # What else the loaders read of a part.
 SETTINGS: tuple[str, ...] = (
     "config.json",
@@ -59,8 +63,32 @@ class KitError(ValueError):
     """A kit that cannot be used; the message says what to do."""
 
 
-def find_kit(name: str) -> str:
-    """The folder of a shipped kit (`digits`); a path or a hub id is returned as it is."""
+Progress = Callable[[int, int], None]  # bytes fetched, of how many
+
+
+def _silent(fetched: int, total: int) -> None:
+    pass
+
+
+def find_kit(name: str, parts: Iterable[str] = (), progress: Progress = _silent) -> str:
+    """The folder of a kit.
+
+    Of one of the hub, which is fetched unless it is there.
+
+    Args:
+        name: a shipped kit (`digits`), a path, or a hub id (`owner/name@revision`).
+        parts: what a hub's kit is needed for beyond its settings: folders and files of it.
+        progress: called while a hub's weights are fetched.
+
+    Raises:
+        FileNotFoundError: no kit of this name is shipped.
+        KitError: the hub is not reached, has no such kit, or one of another kind.
+    """
+    if is_hub_id(name):
+        # A client that needs no kit stays small
+        from osfl.models.hub import fetch_kit
+
+        return str(fetch_kit(name, parts, progress))
     if "/" in name or "\\" in name:
         return str(Path(name).expanduser()) if name.startswith("~") else name
     for root in _kit_roots():
@@ -73,6 +101,29 @@ def find_kit(name: str) -> str:
         f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an "
         "absolute path or a hub id"
     )
+
+
+def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -> str:
+    """The folder of a model that is one part alone, such as a captioner, or of a kit with it.
+
+    Args:
+        source: a path, or a hub id, which is fetched unless it is there.
+        kind: the part.
+        key: of the configuration, for messages.
+
+    Raises:
+        KitError: as `find_kit`.
+    """
+    if not is_hub_id(source):
+        return source
+    from osfl.models.hub import fetch_model
+
+    return str(fetch_model(source, kind, key, progress))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it is `owner/name` or `owner/name@revision`, and no folder here."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def _kit_roots() -> list[Path]:
@@ -101,12 +152,11 @@ def file_in(part: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class KitFolder:
-    """A kit's files: those in a folder, and those that the hub alone has."""
+    """A kit's files: those in a folder, and those that the hub has."""
 
     setting: str  # as the user named it, for messages: kit = '/a/folder'
     path: Path
     on_hub: frozenset[str] = frozenset()
-    repository: str = ""  # on the hub
 
     def has(self, file: str) -> bool:
         """Whether there is such a file, here or on the hub."""
@@ -147,13 +197,20 @@ class KitFolder:
         stem = WEIGHTS.get(kind or part)
         if stem is None:
             return []
-        single = file_in(part, f"{stem}.safetensors")
-        index = f"{single}.index.json"
-        # Where there are both, diffusers takes the index, transformers the single file.
-        order = (index, single) if stem.startswith("diffusion") else (single, index)
-        chosen = next((file for file in order if self.has(file)), None)
-        if chosen != index:
-            return [chosen] if chosen else []
+        for variant in VARIANTS:
+            single = file_in(part, f"{stem}{variant}.safetensors")
+            index = file_in(part, f"{stem}.safetensors.index{variant}.json")
+            # Where there are both, diffusers takes the index, transformers the single file.
+            order = (index, single) if stem.startswith("diffusion") else (single, index)
+            chosen = next((file for file in order if self.has(file)), "")
+            if chosen == index:
+                return [index, *self._shards(part, index)]
+            if chosen:
+                return [chosen]
+        return []
+
+    def _shards(self, part: str, index: str) -> list[str]:
+        """The files that an index names."""
         content = self.settings(index)
         shards = content.get("weight_map")
         if not isinstance(shards, dict) or "metadata" not in content:
@@ -164,27 +221,27 @@ class KitFolder:
             raise KitError(
                 f"{self.setting}: {index} names {strange[0]!r}, which is no file beside it"
             )
-        return [index, *(file_in(part, shard) for shard in sorted(set(shards.values())))]
+        return [file_in(part, shard) for shard in sorted(set(shards.values()))]
+
+    def variant(self, part: str, kind: str = "") -> str | None:
+        """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing."""
+        weights = self.weights(part, kind)
+        return "fp16" if weights and ".fp16." in Path(weights[0]).name else None
 
     def loaded(self, part: str, kind: str = "") -> list[str]:
         """Every file of a part that is loaded.
 
         Not the variants, formats and examples that lie beside them.
         """
-        if (self.path / part).is_file() and part:
+        if self.has(part):
             return [part]
         settings = [file_in(part, name) for name in SETTINGS]
         return sorted(file for file in (*settings, *self.weights(part, kind)) if self.has(file))
 
 
 def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
-    """The files of some of a kit folder's parts that are loaded, by their paths in it.
-
-    Of a hub id, none.
-    """
+    """The files of some of a kit folder's parts that are loaded, by their paths in it."""
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
-    if not folder.path.is_dir():
-        return {}
     return {file: folder.path / file for part in parts for file in _what_is_there(folder, part)}
 
 
@@ -203,8 +260,7 @@ def download_bytes(kit: str, parts: Iterable[str]) -> int:
 def file_digests(
     kit: str, parts: Iterable[str], progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, str]:
-    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit;
-    of a hub id's, nothing.
+    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit.
 
     Args:
         progress: called with the number of bytes that were read since it was last called.
@@ -219,20 +275,13 @@ def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
 
 
 def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
-    """SHA-256 over the names and bytes of the files that are loaded of some parts.
-
-    A hub id is hashed by its name.
-    """
-    if not Path(kit).is_dir():
-        return hashlib.sha256(str(kit).encode()).hexdigest()
+    """SHA-256 over the names and bytes of the files that are loaded of some parts."""
     return _together(file_digests(str(kit), parts))
 
 
 def part_digest(source: str, kind: str) -> str:
-    """As `kit_digest`, of a folder or hub id that is one part alone, such as a small decoder."""
+    """As `kit_digest`, of a folder that is one part alone, such as a small decoder."""
     folder = KitFolder(source, Path(source))
-    if not folder.path.is_dir():
-        return hashlib.sha256(source.encode()).hexdigest()
     return _together({file: sha256_of(folder.path / file) for file in folder.loaded("", kind)})
 
 
@@ -246,12 +295,18 @@ def _together(of_files: Mapping[str, str]) -> str:
 def image_size(kit: str) -> int:
     """Pixels on a side of the kit's images.
 
-    512, Stable Diffusion 1.5's, for a hub id that is not on this machine.
+    Raises:
+        FileNotFoundError: the kit is not there.
     """
-    unet = Path(kit) / "unet" / "config.json"
-    vae = Path(kit) / "vae" / "config.json"
-    if not (unet.is_file() and vae.is_file()):
-        return 512
-    return json.loads(unet.read_text())["sample_size"] * 2 ** (
-        len(json.loads(vae.read_text())["block_out_channels"]) - 1
-    )
+    unet = json.loads((Path(kit) / "unet" / "config.json").read_bytes())
+    vae = json.loads((Path(kit) / "vae" / "config.json").read_bytes())
+    return unet["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+
+
+def variant_of(kit: str, part: str, kind: str = "") -> str | None:
+    """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing.
+
+    Raises:
+        KitError: its index is damaged.
+    """
+    return KitFolder(f"kit = {kit!r}", Path(kit)).variant(part, kind)

@@ -8,7 +8,13 @@ from pathlib import Path
 from osfl.config import ClassifierConfig, RunConfig, split_names
 from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, METHODS, SMALL_DECODER
 from osfl.models.digests import unread_bytes
-from osfl.models.kits import file_digests, find_kit, initialisation_part, loaded_files
+from osfl.models.kits import (
+    KitError,
+    file_digests,
+    find_kit,
+    initialisation_part,
+    loaded_files,
+)
 
 
 def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
@@ -33,6 +39,18 @@ def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
             )
         )
     return parts
+
+
+def models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
+    """(key, folder or hub id, part) of each of the clients' models that is no part of the kit."""
+    needed = METHODS[config.method].client_parts
+    given = kit_parts(config)
+    models = []
+    if "captioner" in needed and "captioner" not in given:
+        models.append(("captioner", config.captioner, "captioner"))
+    if "image_encoder" in needed and "image_encoder" not in given:
+        models.append(("image-encoder", config.image_encoder, "image_encoder"))
+    return models
 
 
 def sampling_parts(config: RunConfig) -> tuple[str, ...]:
@@ -62,7 +80,7 @@ def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 def _folder(kit: str) -> str:
     """Where a kit is; nowhere, which `used_digests` bears, where it is not there."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, KitError):
         return find_kit(kit)
     return ""
 
@@ -105,12 +123,12 @@ def used_digests(
 ) -> dict[str, dict[str, str]]:
     """SHA-256 of every file of a kit that a step of the run comes from.
 
-    Of a hub id, or a kit that is not there, nothing.
+    Of a kit that is not there, nothing.
     """
     digests: dict[str, dict[str, str]] = {}
     for step, (kit, parts) in used_parts(config).items():
         digests[step] = {}
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, KitError):
             digests[step] = file_digests(find_kit(kit), parts, progress)
     return digests
 
@@ -119,6 +137,6 @@ def unread_kit_bytes(config: RunConfig) -> int:
     """How many bytes `used_digests` has to read, small files aside."""
     files: set[Path] = set()
     for kit, parts in used_parts(config).values():
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, KitError):
             files.update(loaded_files(find_kit(kit), parts).values())
     return unread_bytes(files)

@@ -170,7 +170,7 @@ TEMPLATE = (
 {% else %}<td>–</td><td>0</td><td>0</td><td>–</td>{% endif %}</tr>
 {% endfor %}
 </table></div></details>
-<p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models; a hub's kit is not counted. Server:
+<p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models. Server:
 {{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
 <h2>How to repeat it</h2>
 <p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>

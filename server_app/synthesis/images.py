@@ -20,7 +20,7 @@ from osfl.data.load import to_pixels
 from osfl.files import DamageError, open_private, private_folder, write_atomically
 from osfl.log import log
 from osfl.methods import METHODS
-from osfl.models.kits import SMALL_DECODER, kit_digest, part_digest
+from osfl.models.kits import SMALL_DECODER, find_model, kit_digest, part_digest
 from osfl.models.used_parts import sampling_parts
 from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
 from osfl.wire import PayloadError
@@ -91,7 +91,8 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     shaping["kit"] = kit_digest(job.kit, sampling_parts(job.config))
     small_decoder = job.config.synthesis.small_decoder
     if small_decoder not in ("", "kit"):
-        shaping["small-decoder"] = part_digest(small_decoder, SMALL_DECODER)
+        folder = find_model(small_decoder, SMALL_DECODER, "synthesis.small-decoder")
+        shaping["small-decoder"] = part_digest(folder, SMALL_DECODER)
     return shaping
 
 

@@ -1,0 +1,60 @@
+"""`osfl fetch`: what a run takes of the Hugging Face hub, before it needs it."""
+
+from pathlib import Path
+
+from osfl.cli import display, launch
+from osfl.cli.display import Table
+from osfl.config import RunConfig
+from osfl.methods import METHODS, SMALL_DECODER
+from osfl.models.kits import KitFolder, download_bytes, find_kit, find_model
+from osfl.models.used_parts import models_apart, used_parts
+from osfl.run_folder.report_page import human_bytes
+
+
+def show_fetch(settings: list[str], client: bool) -> None:
+    """Fetch the kits and other models that a run names, and print where they are.
+
+    Args:
+        client: what a client needs alone, not the server.
+
+    Raises:
+        KitError, FileNotFoundError: one cannot be had or used.
+    """
+    config, _ = launch.resolve_config(settings)
+    table = Table("model", "parts", "bytes", "folder")
+    for name, parts in _kits(config, client).items():
+        folder = find_kit(name, parts)
+        size = human_bytes(download_bytes(folder, parts))
+        table.add_row(name, ", ".join(parts), size, folder)
+    for key, source, kind in _others(config, client):
+        folder = find_model(source, kind, key)
+        table.add_row(source, kind, human_bytes(_size(Path(folder), kind)), folder)
+    if table.row_count:
+        display.console.print(table)
+    else:
+        display.console.print(f"{config.method} needs no kit")
+
+
+def _kits(config: RunConfig, client: bool) -> dict[str, tuple[str, ...]]:
+    """The parts of each kit."""
+    used = used_parts(config)
+    steps = ["payloads"] if client else list(used)
+    kits: dict[str, tuple[str, ...]] = {}
+    for kit, parts in (used[step] for step in steps if step in used):
+        kits[kit] = tuple(dict.fromkeys([*kits.get(kit, ()), *parts]))
+    return kits
+
+
+def _size(folder: Path, kind: str) -> int:
+    """Bytes of a model that is one part alone, or of that part of a kit."""
+    model = KitFolder(str(folder), folder)
+    part = kind if model.has(f"{kind}/config.json") else ""
+    return sum((folder / file).stat().st_size for file in model.loaded(part, kind))
+
+
+def _others(config: RunConfig, client: bool) -> list[tuple[str, str, str]]:
+    models = models_apart(config)
+    small = config.synthesis.small_decoder
+    if not client and METHODS[config.method].samples and small not in ("", "kit"):
+        models.append(("synthesis.small-decoder", small, SMALL_DECODER))
+    return models
