@@ -6,7 +6,7 @@ from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import RunConfig
 from osfl.methods import METHODS, SMALL_DECODER
-from osfl.models.kits import KitFolder, download_bytes, find_kit, find_model
+from osfl.models.kits import KitFolder, download_bytes, file_in, find_kit, find_model
 from osfl.models.used_parts import models_apart, used_parts
 from osfl.run_folder.report_page import human_bytes
 
@@ -48,7 +48,7 @@ def _kits(config: RunConfig, client: bool) -> dict[str, tuple[str, ...]]:
 def _size(folder: Path, kind: str) -> int:
     """Bytes of a model that is one part alone, or of that part of a kit."""
     model = KitFolder(str(folder), folder)
-    part = kind if model.has(f"{kind}/config.json") else ""
+    part = kind if model.has(file_in(kind, "config.json")) else ""
     return sum((folder / file).stat().st_size for file in model.loaded(part, kind))
 
 
