@@ -1,12 +1,10 @@
 """`osfl fetch`: what a run takes of the Hugging Face hub, before it needs it."""
 
-from pathlib import Path
-
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import RunConfig
 from osfl.methods import METHODS, SMALL_DECODER
-from osfl.models.kits import KitFolder, download_bytes, file_in, find_kit, find_model
+from osfl.models.kits import download_bytes, find_kit, find_model, model_bytes
 from osfl.models.used_parts import models_apart, used_parts
 from osfl.run_folder.report_page import human_bytes
 
@@ -28,7 +26,7 @@ def show_fetch(settings: list[str], client: bool) -> None:
         table.add_row(name, ", ".join(parts), size, folder)
     for key, source, kind in _others(config, client):
         folder = find_model(source, kind, key)
-        table.add_row(source, kind, human_bytes(_size(Path(folder), kind)), folder)
+        table.add_row(source, kind, human_bytes(model_bytes(folder, kind)), folder)
     if table.row_count:
         display.console.print(table)
     else:
@@ -43,13 +41,6 @@ def _kits(config: RunConfig, client: bool) -> dict[str, tuple[str, ...]]:
     for kit, parts in (used[step] for step in steps if step in used):
         kits[kit] = tuple(dict.fromkeys([*kits.get(kit, ()), *parts]))
     return kits
-
-
-def _size(folder: Path, kind: str) -> int:
-    """Bytes of a model that is one part alone, or of that part of a kit."""
-    model = KitFolder(str(folder), folder)
-    part = kind if model.has(file_in(kind, "config.json")) else ""
-    return sum((folder / file).stat().st_size for file in model.loaded(part, kind))
 
 
 def _others(config: RunConfig, client: bool) -> list[tuple[str, str, str]]:

@@ -75,8 +75,7 @@ def fetch_model(name: str, kind: str, key: str, progress: Progress) -> Path:
     """
     with _told(key, name):
         model = _settings(key, name)
-        part = kind if model.has(f"{kind}/config.json") else ""
-        _fetch_parts(model, name, (part,), kind, progress)
+        _fetch_parts(model, name, (model.place_of(kind),), kind, progress)
     return model.path
 
 

@@ -132,7 +132,7 @@ def check_captioner(source: str) -> None:
         KitError: as `check_kit`.
     """
     folder = open_kit(find_model(source, "captioner", "captioner"), "captioner")
-    part = "captioner" if folder.names("captioner") else ""
+    part = folder.place_of("captioner")
     _check_part(folder, part, "captioner")
     _check_weights(folder, part, "captioner")
 
@@ -144,11 +144,10 @@ def check_image_encoder(source: str) -> None:
         KitError: as `check_kit`.
     """
     folder = open_kit(find_model(source, "image_encoder", "image-encoder"), "image-encoder")
-    within = folder.has("image_encoder/config.json")
-    part = "image_encoder" if within else ""
+    part = folder.place_of("image_encoder")
     _check_part(folder, part, "image_encoder")
     _check_weights(folder, part, "image_encoder")
-    settings = "feature_extractor" if within else ""
+    settings = "feature_extractor" if part else ""
     _need(folder, settings, ("preprocessor_config.json", "processor_config.json"))
 
 

@@ -228,6 +228,10 @@ class KitFolder:
         weights = self.weights(part, kind)
         return "fp16" if weights and ".fp16." in Path(weights[0]).name else None
 
+    def place_of(self, kind: str) -> str:
+        """The folder of a part in a kit; "" where the model is that part alone."""
+        return kind if self.has(file_in(kind, "config.json")) else ""
+
     def loaded(self, part: str, kind: str = "") -> list[str]:
         """Every file of a part that is loaded.
 
@@ -255,6 +259,15 @@ def _what_is_there(folder: KitFolder, part: str) -> list[str]:
 def download_bytes(kit: str, parts: Iterable[str]) -> int:
     """Bytes of the files that are loaded of some of a kit folder's parts."""
     return sum(file.stat().st_size for file in loaded_files(kit, parts).values())
+
+
+def model_bytes(folder: str, kind: str) -> int:
+    """Bytes of the files that are loaded of a model that is one part alone, or of that part of a
+    kit.
+    """
+    model = KitFolder(folder, Path(folder))
+    files = model.loaded(model.place_of(kind), kind)
+    return sum((model.path / file).stat().st_size for file in files)
 
 
 def file_digests(
