@@ -17,6 +17,7 @@ from osfl.config import ConfigError
 from osfl.costs import Stopwatch, peak_memory_mb
 from osfl.files import write_atomically
 from osfl.models import classifiers
+from osfl.models.training import fit
 from osfl.protocol import pack_state, unpack_state
 from osfl.seeds import seed_of
 
@@ -62,7 +63,7 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
                 stale.unlink()
         correction = _load_correction(folder, start)
         penalty = dynamic(start, correction, alpha)
-    classifiers.fit(
+    fit(
         model,
         images.pixels,
         images.labels,

@@ -40,7 +40,7 @@ class LazyPixels:
         return self._count
 
     def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as readers:
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as readers:
             images = list(readers.map(self._read, rows.tolist()))
         return torch.stack(images).to(self._device)
 

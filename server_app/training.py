@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from osfl.costs import Stopwatch
 from osfl.models import classifiers
 from osfl.models.classifiers import logits_of
+from osfl.models.training import fit
 from osfl.pixels import Pixels
 from osfl.wire import PayloadError
 from server_app.job import GlobalModel, ServerJob
@@ -45,7 +46,7 @@ def train_global(
         model.load_state_dict(state)
     else:
         watch = Stopwatch()
-        classifiers.fit(
+        fit(
             model,
             pixels,
             labels,

@@ -13,6 +13,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,14 @@ def _make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
 @pytest.fixture(scope="session")
 def shipped_kit() -> Path:
     return ROOT / "kits" / "digits"
+
+
+def plain_classifier(**settings: Any) -> Any:
+    """A ResNet-18's settings with random first weights and plain SGD, and some of them changed."""
+    from osfl.config import parse_run_config
+
+    plain = {"architecture": "resnet18", "init": "none", "momentum": 0.0, "weight_decay": 0.0}
+    return replace(parse_run_config(quick()).classifier, **{**plain, **settings})
 
 
 def quick(**overrides: Any) -> dict[str, Any]:

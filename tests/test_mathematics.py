@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import plain_classifier
 from torch import nn
 
 from osfl.models.classifiers import MEAN, STD, pack, unpack
@@ -264,22 +265,11 @@ def test_distillation_term_by_hand() -> None:
 
     The gradient of CE + w KL(teacher || softmax) is (p - onehot) + w (p - teacher).
     """
-    from osfl.config import ClassifierConfig
-    from osfl.models.classifiers import fit
+    from osfl.models.training import fit
 
     model = Constant(0.5, 0.25, 0.25)
     before = model.logits.detach().clone()
-    settings = ClassifierConfig(
-        "resnet18",
-        True,
-        "none",
-        epochs=1,
-        batch_size=2,
-        lr=1.0,
-        momentum=0.0,
-        weight_decay=0.0,
-        precision="float32",
-    )
+    settings = plain_classifier(epochs=1, batch_size=2, lr=1.0)
     teacher = torch.tensor([[0.1, 0.8, 0.1]] * 2)
     fit(
         model,

@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import quick
+from conftest import plain_classifier, quick
 
 from client_app import conditions
 from client_app.job import ClientJob
 from client_app.methods import classifier as classifier_half
 from client_app.methods import feddeo as feddeo_half
-from osfl.config import ClassifierConfig, parse_run_config
+from osfl.config import parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data.load import Images
-from osfl.models import classifiers
+from osfl.models import classifiers, training
 from osfl.models.classifiers import ClassifierError
 from osfl.models.diffusion import KitError, forward_noise, load_kit
+from osfl.models.training import fit
 from osfl.seeds import generator_of, seed_of
 from server_app.methods import feddeo, fedlmg, prompts_only
 from server_app.synthesis.guidance import as_teacher
@@ -247,14 +248,12 @@ def test_training_does_not_depend_on_memory_layout() -> None:
     """
     pixels = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
     labels = torch.arange(8)
-    settings = ClassifierConfig(
-        "resnet18", True, "none", 2, 4, lr=0.01, momentum=0.9, weight_decay=0.0, precision="float32"
-    )
+    settings = plain_classifier(epochs=2, batch_size=4, lr=0.01, momentum=0.9)
     states = []
     for images in (pixels, pixels.contiguous(memory_format=torch.channels_last)):
         model = classifiers.new_classifier(settings, 10, "", 0)
         logits = classifiers.logits_of(model, images, torch.device("cpu"))
-        classifiers.fit(model, images, labels, settings, 0, torch.device("cpu"))
+        fit(model, images, labels, settings, 0, torch.device("cpu"))
         states.append([logits, *model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
@@ -274,7 +273,7 @@ def test_mixed_precision_is_of_the_products() -> None:
         )
         seen = []
         model.conv1.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
-        classifiers.fit(
+        fit(
             model,
             pixels,
             labels,
@@ -302,8 +301,8 @@ def test_mixed_precision_by_itself_is_a_gpus(monkeypatch: pytest.MonkeyPatch) ->
     auto = replace(parse_run_config(quick()).classifier, precision="auto")
     for able in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda able=able: able)
-        assert classifiers._in_bfloat16(auto, torch.device("cuda")) == able
-        assert not classifiers._in_bfloat16(auto, torch.device("cpu"))
+        assert training._in_bfloat16(auto, torch.device("cuda")) == able
+        assert not training._in_bfloat16(auto, torch.device("cpu"))
 
 
 def test_dropout_is_seeded() -> None:
@@ -317,9 +316,7 @@ def test_dropout_is_seeded() -> None:
             torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.Dropout(), torch.nn.Linear(8, 2)
         )
         torch.manual_seed(len(weights))
-        weights.append(
-            classifiers.fit(model, pixels, labels, settings, 0, torch.device("cpu"))[1].weight
-        )
+        weights.append(fit(model, pixels, labels, settings, 0, torch.device("cpu"))[1].weight)
     assert torch.equal(*weights)
 
 

@@ -11,8 +11,9 @@ from conftest import quick
 from torch import nn
 
 from osfl.config import parse_run_config
-from osfl.models.classifiers import fit, logits_of, new_classifier
+from osfl.models.classifiers import logits_of, new_classifier
 from osfl.models.diffusion import load_kit
+from osfl.models.training import fit
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from osfl.wire import PayloadError
@@ -172,7 +173,7 @@ def test_a_global_model_is_kept_for_the_same_images_labels_and_teachers(
     teacher = torch.full((6, 10), 0.1)
     first = train_global(job, "FT", pixels, labels, teacher, 1.0)
     trained: list[int] = []
-    monkeypatch.setattr("osfl.models.classifiers.fit", lambda *args, **named: trained.append(1))
+    monkeypatch.setattr("server_app.training.fit", lambda *args, **named: trained.append(1))
     again = train_global(job, "FT", pixels, labels, teacher, 1.0)
     assert torch.equal(outputs(first.model), outputs(again.model))
     assert not again.model.training

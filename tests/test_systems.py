@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import defaults, quick
+from conftest import defaults, plain_classifier, quick
 from scipy.cluster.hierarchy import fcluster, ward
 from test_methods import CLASSES, images, job_of
 from torch import nn
@@ -28,7 +28,7 @@ from client_app.methods import feddisc as feddisc_half
 from client_app.methods import fgl as fgl_half
 from client_app.methods import oscar as oscar_half
 from osfl import wire
-from osfl.config import ClassifierConfig, NodeConfig, parse_run_config
+from osfl.config import NodeConfig, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data.load import domain_name
 from osfl.models import classifiers, encoders
@@ -41,6 +41,7 @@ from osfl.models.diffusion import (
     load_unclip_pipeline,
 )
 from osfl.models.kits import KitError
+from osfl.models.training import fit
 from osfl.payloads import Captions, Classifier, Concepts, Mixtures
 from osfl.seeds import generator_of
 from server_app import expected
@@ -882,13 +883,11 @@ def test_a_penalty_enters_every_step() -> None:
     """
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1, bias=False))
     before = model[1].weight.detach().clone()  # type: ignore[union-attr]
-    settings = ClassifierConfig(
-        "resnet18", True, "none", 1, 2, lr=1.0, momentum=0.0, weight_decay=0.0, precision="float32"
-    )
+    settings = plain_classifier(epochs=1, batch_size=2, lr=1.0)
     start = {"1.weight": torch.zeros_like(before)}
     pixels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
     labels = torch.zeros(2, dtype=torch.long)
-    classifiers.fit(model, pixels, labels, settings, 0, CPU, penalty=proximal(start, 0.25))
+    fit(model, pixels, labels, settings, 0, CPU, penalty=proximal(start, 0.25))
     assert torch.allclose(model[1].weight.detach(), 0.75 * before)  # type: ignore[union-attr]
 
 

@@ -58,6 +58,7 @@ OSFL = Project(
         "osfl/models/diffusion.py",
         "osfl/models/encoders.py",
         "osfl/models/classifiers.py",
+        "osfl/models/training.py",
     ),
     options=("-m", "not system"),
     declared={"server_app/synthesis/workers.py": ("tests/test_workers.py",)},

@@ -22,6 +22,7 @@ BatchNorm statistics.
 
 from client_app.job import ClientJob
 from osfl.models import classifiers
+from osfl.models.training import fit
 from osfl.payloads import Classifier
 
 
@@ -37,7 +38,7 @@ def make_payload(job: ClientJob) -> Classifier:
     model = classifiers.new_classifier(
         settings, len(job.classes), job.kit, job.config.seed, "classifier.init"
     )
-    classifiers.fit(
+    fit(
         model,
         images.pixels,
         images.labels,

@@ -97,6 +97,7 @@ def _of_classifiers(run: RunConfig) -> Iterator[str]:
     yield from _of_init("classifier", run.classifier)
     yield from _of_init("global-model", run.global_model)
     yield from _of_digits_weights(run)
+    yield from _of_mixing(run)
     architectures = split_names(run.classifier.architecture)
     if not architectures:
         yield "classifier.architecture: must name at least one torchvision model"
@@ -116,6 +117,19 @@ def _of_classifiers(run: RunConfig) -> Iterator[str]:
         yield (
             f"global-model.architecture = {run.global_model.architecture!r}: must name one "
             "torchvision model"
+        )
+
+
+def _of_mixing(run: RunConfig) -> Iterator[str]:
+    """Teachers give their opinion of an image, not of two that are mixed."""
+    mixing = run.global_model.mixing
+    if run.method not in ("fedlmg", "fedcado") or mixing == "none":
+        return
+    settings = run.fedlmg if run.method == "fedlmg" else run.fedcado
+    if set(split_names(settings.strategies)) & {"md", "sd"}:
+        yield (
+            f"global-model.mixing = {mixing!r}: must be none with {run.method}.strategies = "
+            f"{settings.strategies!r}, whose teachers know whole images; or take ft alone"
         )
 
 

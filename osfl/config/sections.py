@@ -146,6 +146,39 @@ class ClassifierConfig:
     lr: Annotated[float, Range(1e-8, 100), Doc("Learning rate.")]
     momentum: Annotated[float, Range(0, 0.9999), Doc("Momentum of SGD.")]
     weight_decay: Annotated[float, Range(0, 1), Doc("Weight decay of SGD.")]
+    schedule: Annotated[
+        str,
+        OneOf("constant", "cosine", "one-cycle"),
+        Doc(
+            "The course of the learning rate over a whole training; in a round's local training it "
+            "is constant."
+        ),
+    ]
+    warm_up: Annotated[
+        float, Range(0, 0.9), Doc("Share of the steps in which a schedule goes up to `lr`.")
+    ]
+    label_smoothing: Annotated[
+        float, Range(0, 0.9), Doc("Share of a label that is spread over all classes.")
+    ]
+    augmentation: Annotated[
+        str,
+        OneOf("none", "flip-crop", "affine-color", "randaugment", "trivialaugment"),
+        Doc(
+            "What an image goes through each time that it is trained on: a flip and a shifted "
+            "crop, with RandAugment or TrivialAugment behind them; or affine-color, small turns, "
+            "shifts, sizes and colours, for digits and letters."
+        ),
+    ]
+    mixing: Annotated[
+        str,
+        OneOf("none", "mixup", "cutmix"),
+        Doc("How the images of a batch, and their labels, are mixed; no teacher bears it."),
+    ]
+    ema: Annotated[
+        float,
+        Range(0, 0.99999),
+        Doc("Decay of the average of the weights, which a whole training ends with; 0: the last."),
+    ]
     precision: Annotated[
         str,
         OneOf("auto", "float32", "bfloat16"),

@@ -5,8 +5,6 @@ Torchvision architectures, an option for small images, and their pretrained init
 
 import math
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig
-from osfl.costs import FlopMeter
 from osfl.files import PUBLIC, write_atomically
 from osfl.models.initialisation import initial_weights
 from osfl.pixels import Pixels, to_float
@@ -277,9 +274,6 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return state
 
 
-# ---- Training and testing, the same for clients, references and the global model ----
-
-
 def deepen(shallow: nn.Module, deep: nn.Module) -> None:
     """Give a deeper ResNet of the same blocks the function of a shallower one, in place
     (Net2DeeperNet, Chen et al. 2016).
@@ -364,96 +358,6 @@ def _head(model: nn.Module) -> tuple[str, nn.Linear]:
             "take another classifier.architecture, such as resnet18"
         )
     return name, last
-
-
-def fit(
-    model: nn.Module,
-    pixels: Pixels,
-    labels: torch.Tensor,
-    config: ClassifierConfig,
-    seed: int,
-    device: torch.device,
-    *,
-    epochs: int | None = None,
-    teacher: torch.Tensor | None = None,
-    distillation_weight: float = 1.0,
-    penalty: Callable[[nn.Module], None] | None = None,
-    meter: FlopMeter | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> nn.Module:
-    """Train in place by SGD on cross-entropy, plus KL(teacher || student) where teachers are given.
-
-    Args:
-        pixels: [N, 3, S, S] uint8.
-        labels: [N] int64.
-        epochs: None: `config.epochs`.
-        teacher: [N, C] probabilities; FedLMG's eq. 12 and 13 with the mean or the image's own
-            teacher.
-        penalty: adds the gradient of a further term of the loss to the parameters' in every step,
-            FedProx's and FedDyn's.
-        meter: counts the FLOPs of the steps.
-        progress: called with (steps done, steps in all).
-
-    Raises:
-        ClassifierError: fewer than two images, or the loss is not finite.
-    """
-    if len(labels) < 2:
-        raise ClassifierError(
-            f"{len(labels)} image(s) to train a classifier on; batch normalisation needs at least 2"
-        )
-    meter = meter or FlopMeter()
-    model = model.to(device).train()
-    # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result
-    # would differ from that on loaded ones.
-    pixels = pixels.to(device).contiguous()
-    labels = labels.to(device)
-    teacher = None if teacher is None else teacher.to(device)
-    optimiser = torch.optim.SGD(
-        model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
-    )
-    order = torch.Generator().manual_seed(seed_of(seed, "order"))
-    batches = [
-        b
-        for _ in range(config.epochs if epochs is None else epochs)
-        for b in torch.randperm(len(labels), generator=order).split(config.batch_size)
-        if len(b) > 1
-    ]
-
-    mixed = torch.autocast(device.type, torch.bfloat16, enabled=_in_bfloat16(config, device))
-
-    def step(rows: torch.Tensor) -> torch.Tensor:
-        with mixed:
-            logits = model(normalise(to_float(pixels[rows]))).float()
-        loss = F.cross_entropy(logits, labels[rows])
-        if teacher is not None:  # FedLMG eq. 12, 13
-            loss = loss + distillation_weight * F.kl_div(
-                F.log_softmax(logits, 1), teacher[rows], reduction="batchmean"
-            )
-        optimiser.zero_grad()
-        loss.backward()
-        if penalty is not None:
-            penalty(model)
-        optimiser.step()
-        return loss.detach()
-
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_of(seed, "dropout"))
-        progress(0, len(batches))
-        for done, rows in enumerate(batches, start=1):
-            loss = meter.run(("fit", len(rows)), partial(step, rows.to(device)))
-            if not torch.isfinite(loss):
-                raise ClassifierError(
-                    f"training diverged at step {done} (loss {loss.item()}); lower lr = "
-                    f"{config.lr:g}"
-                )
-            progress(done, len(batches))
-    return model.eval()
-
-
-def _in_bfloat16(config: ClassifierConfig, device: torch.device) -> bool:
-    if config.precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return config.precision == "bfloat16"
 
 
 @torch.no_grad()
