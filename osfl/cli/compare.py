@@ -14,6 +14,15 @@ A table file (configs/tables/*.toml) has
     [grid]                   # optional: every row is run with every combination
     "espresso.epochs" = [5, 15]
 
+Where a paper has published such a table (configs/papers/*.toml), also
+
+    source = "..."           # which paper, table and page
+    preset = "pacs"          # in [common] or a row: configs/data/pacs.toml, below what is said here
+    [published."espresso C"] # the figures, by the client's name, and `average`
+    average = 71.3
+    [lacks]                  # what the table has and we do not, and why
+    "DENSE" = "a baseline that OSFL does not have"
+
 Each cell, a row and a seed, is one `osfl run` of its own; runs that are done with the same settings
 and kits are used again.
 """
@@ -31,7 +40,7 @@ import sys
 import threading
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby, product
@@ -40,7 +49,13 @@ from typing import Any
 
 import numpy as np
 
-from osfl.cli.launch import flat_toml, resolve_config
+from osfl.cli.launch import (
+    UnseenDataError,
+    find_config,
+    flat_toml,
+    read_overrides,
+    resolve_config,
+)
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.files import DamageError, private_folder, write_atomically
 from osfl.models.used_parts import used_digests
@@ -49,6 +64,7 @@ from osfl.run_folder.report_page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
 from osfl.words import plain
 
+PARTS = ("title", "source", "seeds", "common", "rows", "grid", "published", "lacks")
 RESERVED = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
 MOST_CLIENTS = 8  # that have a column of their own in the Markdown table
 MOST_ERROR = 1000  # characters of a run's error
@@ -78,14 +94,19 @@ class TableFile:
     title: str
     seeds: tuple[int, ...]
     rows: dict[str, dict[str, Scalar]]  # with common settings and grid merged in
+    source: str = ""
+    published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    # Rows whose data set is not here, and why
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
     def cells(self) -> list[Cell]:
         """Every row with every seed, seed by seed: with one seed done there is a whole table."""
         made = []
         for seed in self.seeds:
             for row, settings in self.rows.items():
-                overrides = (*_overrides(settings), f"seed={seed}")
-                made.append(_cell(self.name, row, overrides, seed))
+                given = (*as_arguments(settings), f"seed={seed}")
+                made.append(_cell(self.name, row, given, seed))
         return made
 
 
@@ -113,13 +134,19 @@ class Outcome:
 
 
 def read_table(
-    file: Path, overrides: Iterable[str] = (), seeds: str = "", rows: str = ""
+    file: Path,
+    overrides: Iterable[str] = (),
+    seeds: str = "",
+    rows: str = "",
+    without_data: bool = False,
 ) -> TableFile:
     """Read a table file.
 
     Args:
         overrides: key=value for every run, after the file's.
         seeds, rows: comma-separated; empty: the file's.
+        without_data: a row whose data set cannot be asked for its classes is named in `unseen`, and
+            has two.
 
     Raises:
         ConfigError: not such a file, no such row, or a run-config that is wrong; every row is
@@ -129,14 +156,13 @@ def read_table(
         content = tomllib.loads(file.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not a table file: {error}") from None
-    if unknown := set(content) - {"title", "seeds", "common", "rows", "grid"}:
+    if unknown := set(content) - set(PARTS):
         raise ConfigError(
-            f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has title, seeds, common, "
-            "rows and grid"
+            f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has {', '.join(PARTS)}"
         )
     if not content.get("rows"):
         raise ConfigError(f"{file}: has no [rows.NAME]")
-    common = flat_toml(content.get("common", {}))
+    common = content.get("common", {})
     axes = content.get("grid", {})
     if wrong := [key for key, values in axes.items() if not isinstance(values, list) or not values]:
         raise ConfigError(f"{file}: [grid] {wrong[0]}: must be a list of values")
@@ -155,7 +181,7 @@ def read_table(
                     *(f"{key.rpartition('.')[2]}={_text(value)}" for key, value in point.items()),
                 ]
             )
-            made[title] = {**common, **flat_toml(row), **point}
+            made[title] = {**_with_preset(file, common, row), **point}
     if asked := [name.strip() for name in rows.split(",") if name.strip()]:
         if missing := [name for name in asked if name not in made]:
             raise ConfigError(
@@ -170,11 +196,38 @@ def read_table(
         raise ConfigError(
             f"seeds = {seeds or content.get('seeds')!r}: must be whole numbers"
         ) from None
-    table = TableFile(file.stem, str(content.get("title", file.stem)), numbers, made)
-    extra = tuple(overrides)
-    for name, settings in made.items():
+    return TableFile(
+        file.stem,
+        str(content.get("title", file.stem)),
+        numbers,
+        made,
+        str(content.get("source", "")),
+        _published(file, content),
+        {str(what): str(why) for what, why in content.get("lacks", {}).items()},
+        _check_rows(file, made, tuple(overrides), without_data),
+    )
+
+
+def _check_rows(
+    file: Path,
+    rows: Mapping[str, dict[str, Scalar]],
+    overrides: Iterable[str],
+    without_data: bool,
+) -> dict[str, str]:
+    """Give every row what goes over the file's settings, and check it.
+
+    Returns:
+        with `without_data`, why the classes of rows are not known; those are given two.
+
+    Raises:
+        ConfigError: a run-config that is wrong.
+    """
+    unseen: dict[str, str] = {}
+    # By data set: a hub that is not reached takes half a minute
+    reasons: dict[Scalar, str] = {}
+    for name, settings in rows.items():
         try:
-            settings.update(resolve_config(extra)[1])
+            settings.update(read_overrides(overrides))
             for key in RESERVED:
                 if key not in settings:
                     continue
@@ -182,13 +235,60 @@ def read_table(
                     f"{key} = {settings[key]!r}: is the table's to set; see its seeds, and --seeds "
                     "and --runs"
                 )
-            resolve_config(_overrides(settings))
+            data = settings.get("data.name", "")
+            if data not in reasons:
+                try:
+                    resolve_config(as_arguments(settings))
+                    continue
+                except UnseenDataError as error:
+                    if not without_data:
+                        raise
+                    reasons[data] = str(error)
+            unseen[name] = reasons[data]
+            settings["data.classes"] = "one,two"
+            resolve_config(as_arguments(settings))
         except ConfigError as error:
             raise ConfigError(f"{file}, row {name!r}: {error}") from None
-    return table
+    return unseen
 
 
-def _overrides(settings: dict[str, Scalar]) -> list[str]:
+def _with_preset(file: Path, common: dict[str, Any], row: dict[str, Any]) -> dict[str, Scalar]:
+    """A row's settings, over the common ones, over those of the data preset that either names.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    given = {**flat_toml(common), **flat_toml(row)}
+    preset = given.pop("preset", "")
+    if not preset:
+        return given
+    try:
+        known = tomllib.loads(find_config(f"configs/data/{preset}.toml").read_text())
+    except ConfigError as error:
+        raise ConfigError(f"{file}: preset = {preset!r}: {error}") from None
+    return {**flat_toml(known), **given}
+
+
+def _published(file: Path, content: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The published figures of each row.
+
+    Raises:
+        ConfigError: of a row that the file lacks, or no number.
+    """
+    published = content.get("published", {})
+    for row, figures in published.items():
+        if row not in content["rows"]:
+            raise ConfigError(f"{file}: [published.{row!r}]: there is no such row")
+        for column, figure in figures.items():
+            if isinstance(figure, bool) or not isinstance(figure, int | float):
+                raise ConfigError(
+                    f"{file}: [published.{row!r}] {column} = {figure!r}: must be a number"
+                )
+    return published
+
+
+def as_arguments(settings: Mapping[str, Scalar]) -> list[str]:
+    """A row's settings as arguments of `osfl run`."""
     return [f"{key}={_text(value)}" for key, value in settings.items()]
 
 
@@ -476,8 +576,8 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
     note = (
         f"Top-1 accuracy (%), each client testing the global model on its own test images; {over}; "
         f"{averages_are}. Costs are the largest client's; upload and "
-        "download as serialised, the kit's parts included but where the size of a hub's model is "
-        f"not known (+ kit). Command: `{command}`, {at_once} "
+        "download as serialised, the kit's parts included but where a model is named apart from "
+        f"it (+ kit). Command: `{command}`, {at_once} "
         f"runs at a time. {machine()}, "
         f"{', '.join(libraries)}."
     )
@@ -492,9 +592,35 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         f"**{plain(table.title)}**",
         "\n".join(lines),
         note,
+        *([_beside(table, groups)] if table.published else []),
         *(["Missing:\n\n" + "\n".join(failed)] if failed else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _beside(table: TableFile, groups: dict[str, list[dict[str, Any]]]) -> str:
+    """The published figures beside ours: each row's, by client and on average."""
+    lines = ["| | | published | ours | difference |", "|---|---|---:|---:|---:|"]
+    for row, figures in table.published.items():
+        group = groups.get(row, [])
+        for column, figure in figures.items():
+            found = [_figure(record, column) for record in group]
+            ours = float(np.mean(found)) if found else float("nan")
+            cells = [f"{figure:.2f}"]
+            cells += ["", ""] if np.isnan(ours) else [f"{ours:.2f}", f"{ours - figure:+.2f}"]
+            lines.append(f"| {_words(row)} | {_words(column)} | " + " | ".join(cells) + " |")
+    text = f"Published: {_words(table.source or 'no source is named')}.\n\n" + "\n".join(lines)
+    if table.lacks:
+        lacking = [f"- {_words(what)}: {_words(why)}" for what, why in table.lacks.items()]
+        text += "\n\nIn the published table, and not here:\n\n" + "\n".join(lacking)
+    return text
+
+
+def _figure(record: dict[str, Any], column: str) -> float:
+    """A record's accuracy in a published table's column; nan where there is none."""
+    if column == "average":
+        return float(record["average"])
+    return float(record["accuracy"].get(column, np.nan))
 
 
 def _words(text: object) -> str:

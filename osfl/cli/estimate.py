@@ -4,7 +4,7 @@ What a run would send, draw and take, and whether it can work, before anybody do
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from osfl.data.parts import DataError, class_names
 from osfl.devices import pick_device
 from osfl.methods import METHODS
 from osfl.models.classifiers import ClassifierError
-from osfl.models.diffusion import Kit
+from osfl.models.diffusion import timesteps
 from osfl.models.kits import KitError, find_kit
 from osfl.models.used_parts import sampling_parts
 from osfl.payloads import Captions, Domain, Payload
@@ -29,7 +29,6 @@ from osfl.run_folder.report_page import human_bytes, human_flops
 from server_app.app import check_server, needed_bytes
 from server_app.expected import expected_payload
 from server_app.synthesis.engine import load_engine, seconds_and_flops
-from server_app.synthesis.samplers import ddim_schedule
 
 CAPTION = "x" * 50  # FGL's captions have some 50 characters
 DOMAIN = "a name of a domain"
@@ -286,7 +285,7 @@ def sampling_cost(config: RunConfig, images: int) -> Sampling:
     kit = load_engine(folder, pick_device(config.device), plain)
     batch = min(plain.batch_size or plain.unit_size, plain.unit_size)
     seconds, flops = seconds_and_flops(kit, branches(config) * batch)
-    rows = images * rows_an_image(config, kit)
+    rows = images * rows_an_image(config, timesteps(kit.scheduler, plain.steps))
     return Sampling(rows * flops, rows * seconds)
 
 
@@ -300,18 +299,21 @@ def branches(config: RunConfig) -> int:
     return 2
 
 
-def rows_an_image(config: RunConfig, kit: Kit) -> int:
+def rows_an_image(config: RunConfig, timesteps: Sequence[int]) -> int:
     """How many rows go through the UNet for an image.
 
     A gradient through it counts as one more pass.
 
     Guidance is taken to be on at every step.
+
+    Args:
+        timesteps: that the kit's scheduler takes.
     """
     steps = config.synthesis.steps
     passes = steps * branches(config)
     match config.method:
         case "espresso" if config.espresso.z_sampling:
-            above = [t for t, _, _ in ddim_schedule(kit, steps) if t > config.espresso.z_threshold]
+            above = [t for t in timesteps if t > config.espresso.z_threshold]
             # Of a zig-zag: a strong step down, and a weak one back
             weak = 1 if config.espresso.inversion_guidance == 0 else 2
             return passes + len(above) * (2 + weak)

@@ -62,6 +62,10 @@ MOST_SAID = 2000  # characters of what Flower says
 MOST_LINE = 10_000  # characters of a line of the log
 
 
+class UnseenDataError(ConfigError):
+    """A data set whose classes must be asked for, and cannot be."""
+
+
 class LaunchError(RuntimeError):
     """A run that could not be started or did not finish; the message says why."""
 
@@ -116,13 +120,7 @@ def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scala
         ConfigError: a missing or broken file, an unknown key, a bad value.
     """
     known = default_config()
-    overrides = dict[str, Scalar]()
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if equals:
-            overrides[key.strip()] = _value(key.strip(), text.strip(), known)
-        else:
-            overrides.update(_read_toml(argument))
+    overrides = read_overrides(arguments)
     config = parse_run_config({**known, **overrides})
     if is_named(config.data):
         # What a data set stores is asked once, here: nodes are told the names.
@@ -131,11 +129,28 @@ def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scala
     return config, overrides
 
 
+def read_overrides(arguments: Iterable[str]) -> dict[str, Scalar]:
+    """The settings of TOML files and `key=value` arguments, unchecked.
+
+    Raises:
+        ConfigError: a missing or broken file.
+    """
+    known = default_config()
+    overrides = dict[str, Scalar]()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if equals:
+            overrides[key.strip()] = _value(key.strip(), text.strip(), known)
+        else:
+            overrides.update(_read_toml(argument))
+    return overrides
+
+
 def _classes(config: RunConfig) -> tuple[str, ...]:
     try:
         return chosen_classes(config.data)
     except DataError as error:
-        raise ConfigError(str(error)) from None
+        raise UnseenDataError(str(error)) from None
 
 
 def _value(key: str, text: str, known: dict[str, Scalar]) -> Scalar:

@@ -237,6 +237,12 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="Where the table is written: Markdown, CSV and a plot.")
     ] = Path("runs/tables"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what the runs would draw, send and take.")
+    ] = False,
+    tflops: Annotated[
+        float, typer.Option(min=0.001, help="What a GPU does a second, for --dry-run's hours.")
+    ] = 200.0,
 ) -> None:
     """Run methods side by side and write their table.
 
@@ -244,8 +250,11 @@ def compare(
 
     Example: osfl compare configs/tables/digits.toml --seeds 0
     """
-    from osfl.cli.side_by_side import Side, run_table
+    from osfl.cli.side_by_side import Side, run_table, show_dry_run
 
+    if dry_run:
+        show_dry_run(table, settings or [], seeds, rows, tflops)
+        return
     side = Side(at_once, client_cpus or min(at_once, os.cpu_count() or 1), client_gpus)
     run_table(table, settings or [], seeds, rows, side, runs, out)
 

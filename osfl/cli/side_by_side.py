@@ -13,6 +13,8 @@ from osfl.cli import compare as tables
 from osfl.cli import display, launch
 from osfl.cli.run import end_as_interrupted
 from osfl.files import private_folder
+from osfl.models.kits import find_kit, is_hub_id
+from osfl.models.used_parts import used_parts
 from osfl.run_folder.report_page import human_bytes
 from osfl.words import plain
 
@@ -59,6 +61,7 @@ def run_table(
     try:
         with display.named_errors():
             content = tables.read_table(launch.find_config(str(file)), settings, seeds, rows)
+            _fetch_kits(content)
             outcomes, interrupted = _run_cells(content, runs.resolve(), side)
             # A table without a figure would replace a better one
             if not interrupted or any(not outcome.error for outcome in outcomes):
@@ -76,6 +79,35 @@ def run_table(
         raise typer.Exit(130)
     if any(outcome.error for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def show_dry_run(file: Path, settings: Sequence[str], seeds: str, rows: str, tflops: float) -> None:
+    """Print what the runs of a table would take.
+
+    Args:
+        tflops: what a GPU is taken to do in a second, in 10^12.
+
+    Raises:
+        typer.Exit: the file was refused.
+    """
+    from osfl.cli.plan import show_plan
+
+    with display.named_errors():
+        found = launch.find_config(str(file))
+        show_plan(tables.read_table(found, settings, seeds, rows, without_data=True), tflops)
+
+
+def _fetch_kits(content: tables.TableFile) -> None:
+    """Fetch the hub's kits that the runs use: a run's name has their digests.
+
+    Raises:
+        KitError, FileNotFoundError: one cannot be had.
+    """
+    for settings in content.rows.values():
+        config, _ = launch.resolve_config(tables.as_arguments(settings))
+        for name, parts in used_parts(config).values():
+            if is_hub_id(name):
+                find_kit(name, parts)
 
 
 def _run_cells(

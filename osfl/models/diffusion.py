@@ -19,6 +19,7 @@ from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import 
 )
 from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
 from osfl.models.kit_check import check_kit
@@ -276,6 +277,31 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
         (unet["in_channels"], size, size),
         unet.get("projection_class_embeddings_input_dim") or 0,
     )
+
+
+def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
+    """The timesteps that a schedule of so many steps takes, from T down."""
+    scheduler.set_timesteps(steps)
+    return scheduler.timesteps.tolist()
+
+
+@torch.no_grad()
+def unet_flops(source: str) -> int:
+    """FLOPs of one row's way through a kit's UNet, by its settings alone.
+
+    Raises:
+        KitError: they are missing or damaged.
+    """
+    (length, width), latent, image = kit_shapes(source)
+    config = UNet2DConditionModel.load_config(source, subfolder="unet")
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(config)
+        z = torch.empty(1, *latent)
+        text = torch.empty(1, length, width)
+        labels = torch.empty(1, image) if image else None
+        with FlopCounterMode(display=False) as counter:
+            unet(z, torch.ones(1), encoder_hidden_states=text, class_labels=labels)
+    return counter.get_total_flops()
 
 
 def new_solver(kit: Kit) -> "DPMSolverMultistepScheduler | UniPCMultistepScheduler":
