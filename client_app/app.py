@@ -30,7 +30,8 @@ from osfl.config import (
     parse_run_config,
     split_names,
 )
-from osfl.data.parts import check_images, simulated_folder
+from osfl.data.load import client_name
+from osfl.data.parts import check_images
 from osfl.files import OWNER_ONLY, private_folder
 from osfl.methods import METHODS
 from osfl.models.initialisation import initial_weights
@@ -168,13 +169,9 @@ def own_settings(
 
     Raises:
         ConfigError: a client id that can be no file's name, or a classifier that is not the run's.
-        DataError: `data.root` has no folder for the node.
+        DataError: there is no folder, domain or data set for the node.
     """
-    if folder := simulated_folder(config.data, node):
-        own_name = folder.name
-    else:
-        own_name = f"client-{node.partition_id}" if node.partition_id >= 0 else f"node-{node_id}"
-    client = node.client_id or own_name
+    client = node.client_id or client_name(config.data, node, config.seed) or f"node-{node_id}"
     if not is_identifier(client):
         raise ConfigError(
             f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not "

@@ -101,7 +101,8 @@ def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
 
     def add_gradient(model: nn.Module) -> None:
         for name, p in model.named_parameters():
-            cast(torch.Tensor, p.grad).add_(p.detach(), alpha=mu).sub_(start[name], alpha=mu)
+            if p.grad is not None:
+                p.grad.add_(p.detach(), alpha=mu).sub_(start[name], alpha=mu)
 
     return add_gradient
 
@@ -117,7 +118,8 @@ def dynamic(
     def add_gradient(model: nn.Module) -> None:
         add_quadratic(model)
         for name, p in model.named_parameters():
-            cast(torch.Tensor, p.grad).sub_(gradient[name])
+            if p.grad is not None:
+                p.grad.sub_(gradient[name])
 
     return add_gradient
 

@@ -75,7 +75,7 @@ def test_a_data_set_is_fetched_once_and_then_there_without_a_network(
         assert again.stdout == found.stdout
         assert [name for name in server.fetched if name.endswith(".parquet")] == fetched
     words = " ".join(found.stdout.replace("│", " ").split())
-    assert "client-0 24 6 3 of 3 8 8 12 x 8" in words
+    assert "Clipart 24 6 3 of 3 8 8 12 x 8" in words
     away = osfl(tmp_path, "", *check)
     assert away.returncode == 0, away.stderr
     assert away.stdout == found.stdout

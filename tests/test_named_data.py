@@ -16,7 +16,7 @@ from PIL import Image
 from osfl.cli import launch
 from osfl.config import ConfigError, DataConfig, NodeConfig, parse_run_config
 from osfl.data import named
-from osfl.data.load import count_images, domain_name, image_labels, load_images
+from osfl.data.load import client_name, count_images, domain_name, image_labels, load_images
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, class_names
 from osfl.pixels import LazyPixels, concatenated
@@ -317,3 +317,16 @@ def test_the_share_is_at_least_one_of_two() -> None:
     assert Counter(labels[test].tolist()) == {1: 1, 2: 1}
     test = named._share(np.arange(13), labels, 0.99, "test", 0)
     assert Counter(labels[test].tolist()) == {0: 1, 1: 1, 2: 9}
+
+
+def test_a_client_is_called_as_its_domain(parquet: Path, tmp_path: Path) -> None:
+    """Where the data set is cut by domain; a hospital's number alone says nothing."""
+    config = data(parquet, partition="domain")
+    assert [client_name(config, node(part), 0) for part in (0, 1)] == ["Clipart", "Real_World"]
+    assert client_name(data(parquet, partition="iid"), node(1), 0) == "client-1"
+    numbered = rows().map(lambda row: {"domain": str(DOMAINS.index(row["domain"]))})
+    folder = tmp_path / "numbered" / "data"
+    folder.mkdir(parents=True)
+    numbered.to_parquet(folder / "train-00000-of-00001.parquet")
+    config = data(folder.parent, partition="domain")
+    assert client_name(config, node(1), 0) == "client-1"

@@ -44,7 +44,7 @@ def make_payload(job: ClientJob) -> FeatureStatistics:
     done = 0
     job.progress(done, len(images), "image")
     for rows in torch.arange(len(images)).split(BATCH):
-        x = normalise(to_float(images.pixels[rows].to(job.device)))
+        x = normalise(to_float(images.pixels[rows].to(job.device)), backbone)
         with torch.no_grad():
             features = job.meter.run(("features", len(rows)), partial(backbone, x))
         f = features.double().cpu()

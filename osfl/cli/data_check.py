@@ -11,9 +11,9 @@ from rich.progress import track
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import NodeConfig, RunConfig
-from osfl.data.load import open_images
+from osfl.data.load import client_name, open_images
 from osfl.data.partition import DataError
-from osfl.data.parts import class_names, simulated_folder
+from osfl.data.parts import class_names
 from osfl.words import plain
 
 SIDE = 16  # of the grid of a picture's hash, which has 256 bits
@@ -53,8 +53,7 @@ def show_check(settings: list[str]) -> None:
     test: dict[str, Pictures] = {}
     for part in track(range(config.num_clients), "clients", console=display.console):
         node = NodeConfig(partition_id=part, num_partitions=config.num_clients)
-        folder = simulated_folder(config.data, node)
-        client = folder.name if folder else f"client-{part}"
+        client = client_name(config.data, node, config.seed)
         train[client] = look(config, node, "train")
         test[client] = look(config, node, "test")
     _show_clients(config, train, test)

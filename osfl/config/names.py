@@ -2,6 +2,9 @@
 
 from functools import lru_cache
 
+# How architectures begin that are not torchvision's: timm's own, and those of the hub for timm
+BACKBONES = ("timm:", "hf-hub:")
+
 
 def split_names(text: str) -> tuple[str, ...]:
     """`"a, b"` to `("a", "b")`."""

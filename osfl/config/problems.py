@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from osfl.config.names import is_identifier, named_words, split_names
+from osfl.config.names import BACKBONES, is_identifier, named_words, split_names
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.words import name_problem, plain
@@ -156,11 +156,24 @@ def _of_digits_weights(run: RunConfig) -> Iterator[str]:
 
 
 def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:
-    if settings.init not in ("kit", "imagenet", "none") and not _is_absolute(settings.init):
+    known = ("kit", "imagenet", "pretrained", "none")
+    if settings.init not in known and not _is_absolute(settings.init):
         yield (
-            f"{section}.init = {settings.init!r}: must be kit, imagenet, none, or the absolute "
-            "path of a file of weights, or of a folder with a file for every architecture"
+            f"{section}.init = {settings.init!r}: must be kit, imagenet, pretrained, none, or the "
+            "absolute path of a file of weights, or of a folder with a file for every architecture"
         )
+    for architecture in split_names(settings.architecture):
+        of_timm = architecture.startswith(BACKBONES)
+        if of_timm and settings.init in ("kit", "imagenet"):
+            yield (
+                f"{section}.init = {settings.init!r}: there is none of {architecture}; take "
+                "pretrained, its own weights"
+            )
+        if not of_timm and settings.init == "pretrained":
+            yield (
+                f"{section}.init = 'pretrained': is for timm: and hf-hub: models; for "
+                f"{architecture} take imagenet"
+            )
 
 
 def _of_synthesis(run: RunConfig) -> Iterator[str]:

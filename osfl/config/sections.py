@@ -125,8 +125,9 @@ class ClassifierConfig:
     architecture: Annotated[
         str,
         Doc(
-            "A torchvision model. The clients' may be several, comma-separated: a simulated client "
-            "i takes the i-th, and so on in turn."
+            "A torchvision model; or `timm:NAME`, or `hf-hub:OWNER/NAME@REVISION`, a model in "
+            "timm's format. The clients' may be several, comma-separated: a simulated client i "
+            "takes the i-th, and so on in turn."
         ),
     ]
     small_stem: Annotated[
@@ -136,10 +137,14 @@ class ClassifierConfig:
     init: Annotated[
         str,
         Doc(
-            "The first weights: kit, the kit's; imagenet, torchvision's; none, random; or the "
-            "absolute path of a file of weights (safetensors, or torchvision's .pth), or of a "
-            "folder of `<architecture>.*` for several architectures."
+            "The first weights: kit, the kit's; imagenet, torchvision's; pretrained, those of a "
+            "timm: or hf-hub: model; none, random; or the absolute path of a file of weights "
+            "(safetensors, or torchvision's .pth), or of a folder of `<architecture>.*` for "
+            "several architectures."
         ),
+    ]
+    trained: Annotated[
+        str, OneOf("all", "head"), Doc("What is trained: all, or the last layer alone.")
     ]
     epochs: Annotated[int, Range(1, 10_000), Doc("Passes over the images.")]
     batch_size: Annotated[int, Range(2, 65_536), Doc("Images in a step.")]

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save
 from torch import nn
 from torch.nn import functional as F
 
-from osfl.config import ClassifierConfig
+from osfl.config import ClassifierConfig, ConfigError
 from osfl.files import PUBLIC, write_atomically
+from osfl.models.backbones import build_backbone, is_backbone
 from osfl.models.initialisation import initial_weights
+from osfl.models.kits import KitError
 from osfl.pixels import Pixels, to_float
 from osfl.seeds import seed_of
 
@@ -39,12 +41,12 @@ class ClassifierError(ValueError):
 
 
 def build_classifier(architecture: str, num_classes: int, small_stem: bool = False) -> nn.Module:
-    """A torchvision classifier with random weights.
+    """A classifier with random weights, of torchvision or timm.
 
-    Input [B, 3, H, W] normalised by `MEAN` and `STD`, output logits [B, C].
+    Input [B, 3, H, W] as `normalise` makes it, output logits [B, C].
 
     Args:
-        architecture: a torchvision model name, e.g. `resnet18`.
+        architecture: a torchvision model name, e.g. `resnet18`; or as `osfl.models.backbones`.
         num_classes: C.
         small_stem: for images of about 32 px, halve the reduction of the first layers
             (`_shrink_stem`).
@@ -52,12 +54,14 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     Raises:
         ClassifierError: unknown architecture, or a small stem for a family that has none.
     """
+    if is_backbone(architecture):
+        return _build_backbone(architecture, num_classes, small_stem)
     import torchvision.models  # seconds to import, and not every client builds a classifier
 
     if architecture not in torchvision.models.list_models(module=torchvision.models):
         raise ClassifierError(
             f"architecture = {architecture!r} is not a torchvision model; for example resnet18, "
-            "resnet50, vgg16_bn"
+            "resnet50, vgg16_bn; or timm:NAME, or hf-hub:OWNER/NAME"
         )
     if architecture in ("googlenet", "inception_v3"):
         raise ClassifierError(
@@ -74,6 +78,18 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     if small_stem:
         _shrink_stem(model, architecture, num_classes)
     return model
+
+
+def _build_backbone(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
+    if small_stem:
+        raise ClassifierError(
+            f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and "
+            "VGG of torchvision; set it to false"
+        )
+    try:
+        return build_backbone(architecture, num_classes, "architecture")
+    except (ConfigError, KitError) as error:
+        raise ClassifierError(str(error)) from error
 
 
 def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
@@ -111,6 +127,9 @@ def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> n
     Raises:
         ClassifierError: as `build_classifier`.
     """
+    # Some compute numbers that their state does not have
+    if is_backbone(architecture):
+        return build_classifier(architecture, num_classes, small_stem)
     try:
         with torch.device("meta"):
             return build_classifier(architecture, num_classes, small_stem)
@@ -136,15 +155,25 @@ def rebuild(
     return model.eval()
 
 
-def normalise(images: torch.Tensor) -> torch.Tensor:
-    """Images [B, 3, H, W] in [-1, 1] to the classifier's input.
+def normalise(images: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
+    """Images [B, 3, H, W] in [-1, 1] to a classifier's input.
 
-    Clamped, then its own mean and standard deviation.
+    Clamped, resized where the model takes one size alone, then by its mean and standard deviation.
+
+    Args:
+        model: whose own mean, deviation and size they are, a backbone's of timm; None, or a model
+            of torchvision: ImageNet's, and any size.
     """
+    about = getattr(model, "pretrained_cfg", None) or {}
+    shares = (images.clamp(-1, 1) + 1) / 2
+    side = about["input_size"][-1] if about.get("fixed_input_size") else None
+    if side is not None and shares.shape[-2:] != (side, side):
+        shares = F.interpolate(shares, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
     mean, std = (
-        torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1) for v in (MEAN, STD)
+        torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1)
+        for v in (about.get("mean", MEAN), about.get("std", STD))
     )
-    return ((images.clamp(-1, 1) + 1) / 2 - mean) / std
+    return (shares - mean) / std
 
 
 def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None:
@@ -350,6 +379,15 @@ def replace_head(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> 
         head.bias.copy_(bias)
 
 
+def head_of(model: nn.Module) -> nn.Linear:
+    """A classifier's last linear layer.
+
+    Raises:
+        ClassifierError: it ends with another layer.
+    """
+    return _head(model)[1]
+
+
 def _head(model: nn.Module) -> tuple[str, nn.Linear]:
     name, last = [*model.named_modules()][-1]
     if not isinstance(last, nn.Linear):
@@ -366,7 +404,7 @@ def logits_of(model: nn.Module, pixels: Pixels, device: torch.device) -> torch.T
     model = model.to(device).eval()
     return torch.cat(
         [
-            model(normalise(to_float(chunk.to(device)))).cpu()
+            model(normalise(to_float(chunk.to(device)), model)).cpu()
             for chunk in pixels.contiguous().split(256)
         ]
     )

@@ -70,12 +70,13 @@ def fetch_model(name: str, kind: str, key: str, progress: Progress) -> Path:
     """As `fetch_kit`, of a model that is one part alone, or of that part of a kit.
 
     Args:
-        kind: the part, such as `captioner`.
+        kind: the part, such as `captioner`; "": the settings alone.
         key: of the configuration, for messages.
     """
     with _told(key, name):
         model = _settings(key, name)
-        _fetch_parts(model, name, (model.place_of(kind),), kind, progress)
+        parts = (model.place_of(kind),) if kind else ()
+        _fetch_parts(model, name, parts, kind, progress)
     return model.path
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from osfl.config import ClassifierConfig, ConfigError
+from osfl.models.backbones import backbone_weights
 from osfl.models.kits import initialisation_part
 
 
@@ -28,6 +29,8 @@ def initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Pa
         return None
     if config.init == "kit":
         return Path(kit) / initialisation_part(config.architecture, kit)
+    if config.init == "pretrained":
+        return backbone_weights(config.architecture, key)
     if config.init == "imagenet":
         return _torchvision_weights(config.architecture, key)
     place = Path(config.init).expanduser()
@@ -43,7 +46,9 @@ def initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Pa
 
 def _find_in(folder: Path, architecture: str, key: str) -> Path:
     """`<architecture>.safetensors` or `.pth`, or a file under the name that torchvision gave it."""
-    own_names = [f"{architecture}.safetensors", f"{architecture}.pth"]
+    # Of timm:NAME and hf-hub:OWNER/NAME@REVISION, NAME
+    stem = architecture.rpartition(":")[2].partition("@")[0].rpartition("/")[2]
+    own_names = [f"{stem}.safetensors", f"{stem}.pth"]
     for name in own_names:
         if (folder / name).is_file():
             return folder / name

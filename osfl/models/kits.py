@@ -27,6 +27,7 @@ WEIGHTS: Mapping[str, str] = {
     "text_encoder": "model",
     "image_encoder": "model",
     "captioner": "model",
+    "backbone": "model",
 }
 # Of the weights: those of half precision are taken where there are no others.
 VARIANTS = ("", ".fp16")
@@ -108,7 +109,7 @@ def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -
 
     Args:
         source: a path, or a hub id, which is fetched unless it is there.
-        kind: the part.
+        kind: the part; "": the settings alone are fetched.
         key: of the configuration, for messages.
 
     Raises:

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
-from osfl.models.classifiers import ClassifierError, normalise
+from osfl.models.classifiers import ClassifierError, head_of, normalise
 from osfl.pixels import LazyPixels, Pixels, to_float
 from osfl.seeds import seed_of
 
@@ -71,8 +71,9 @@ def fit(
     pixels = pixels.to(device).contiguous()
     labels = labels.to(device)
     teacher = None if teacher is None else teacher.to(device)
+    learned = trained_part(model, config.trained)
     optimiser = torch.optim.SGD(
-        model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
+        learned, config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
     )
     order = torch.Generator().manual_seed(seed_of(seed, "order"))
     batches = [
@@ -109,7 +110,7 @@ def fit(
         for done, (rows, taken) in enumerate(_read_ahead(pixels, batches, device), start=1):
             if augment is not None:
                 taken = torch.stack([augment(image) for image in taken])
-            images = normalise(to_float(taken))
+            images = normalise(to_float(taken), model)
             targets = labels[rows]
             if mix is not None:
                 images, targets = mix(images, targets)
@@ -124,6 +125,7 @@ def fit(
             if average is not None:
                 average.update_parameters(model)
             progress(done, len(batches))
+    model.requires_grad_(True)
     if average is not None:
         model.load_state_dict(average.module.state_dict())
     return model.eval()
@@ -145,6 +147,23 @@ def _read_ahead(
             if number + 1 < len(batches):
                 coming = reader.submit(pixels.__getitem__, batches[number + 1])
             yield rows.to(device), taken
+
+
+def trained_part(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters that are trained: all, or the head's.
+
+    Then the others get no gradient, and the model is left in eval mode: BatchNorm's statistics stay
+    as they are (a linear probe).
+
+    Raises:
+        ClassifierError: the model does not end with a linear layer.
+    """
+    if name == "all":
+        return list(model.parameters())
+    head = head_of(model)
+    model.eval().requires_grad_(False)
+    head.requires_grad_(True)
+    return list(head.parameters())
 
 
 def new_schedule(
@@ -217,10 +236,11 @@ def new_mixing(name: str, model: nn.Module, pixels: Pixels) -> Mixing | None:
         return None
     from torchvision.transforms import v2
 
+    training = model.training
     with torch.no_grad():
-        two = normalise(to_float(pixels[torch.tensor([0, 1])]))
+        two = normalise(to_float(pixels[torch.tensor([0, 1])]), model)
         classes = model.eval()(two).shape[1]
-    model.train()
+    model.train(training)
     return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=1.0, num_classes=classes)
 
 

@@ -166,11 +166,13 @@ def distil(
     with torch.random.fork_rng(devices=[job.device] if job.device.type == "cuda" else []):
         torch.manual_seed(seed_of(job.config.seed, "feddf", "dropout", number))
         for batch in batches:
-            images = normalise(to_float(pixels(proxy, batch).to(job.device)))
+            images = to_float(pixels(proxy, batch).to(job.device))
             taught = target[torch.searchsorted(rows, batch)].to(job.device)
             for student, optimiser in zip(students, optimisers, strict=True):
                 loss = F.kl_div(
-                    F.log_softmax(student(images), dim=1), taught, reduction="batchmean"
+                    F.log_softmax(student(normalise(images, student)), dim=1),
+                    taught,
+                    reduction="batchmean",
                 )
                 optimiser.zero_grad()
                 loss.backward()

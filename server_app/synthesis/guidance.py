@@ -129,7 +129,7 @@ def classifier_loss(
         for norm in teacher.norms
     ]
     try:
-        logits = teacher.model(normalise(images))
+        logits = teacher.model(normalise(images, teacher.model))
     finally:
         for hook in hooks:
             hook.remove()
