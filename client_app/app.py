@@ -30,8 +30,7 @@ from osfl.config import (
     parse_run_config,
     split_names,
 )
-from osfl.data.load import client_name
-from osfl.data.parts import check_images
+from osfl.data.parts import check_images, client_name
 from osfl.files import OWNER_ONLY, private_folder
 from osfl.methods import METHODS
 from osfl.models.initialisation import initial_weights

@@ -110,12 +110,12 @@ def test_parsing_and_flattening_are_inverse() -> None:
         (
             "classifier.init",
             "w.pth",
-            "classifier.init = 'w.pth': must be kit, imagenet, none, or the absolute path",
+            "classifier.init = 'w.pth': must be kit, imagenet, pretrained, none, or the",
         ),
         (
             "global-model.init",
             "w.pth",
-            "global-model.init = 'w.pth': must be kit, imagenet, none, or the absolute path",
+            "global-model.init = 'w.pth': must be kit, imagenet, pretrained, none, or the",
         ),
         (
             "kit",

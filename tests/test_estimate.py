@@ -11,7 +11,7 @@ from client_app.app import app as client_app
 from osfl.cli import estimate
 from osfl.cli.main import app as cli
 from osfl.config import parse_run_config
-from osfl.models.diffusion import load_kit
+from osfl.models.diffusion import load_kit, timesteps
 from server_app.app import run_job
 
 SAMPLES_NOTHING = ("local", "fedavg")
@@ -66,7 +66,7 @@ def test_what_is_estimated_is_what_is_sent_and_drawn(
 )
 def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path) -> None:
     config = parse_run_config(quick(method=method, kit=str(tiny_kit), **settings))
-    assert estimate.rows_an_image(config, load_kit(tiny_kit)) == rows
+    assert estimate.rows_an_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
 
 
 def arguments(kit: Path, **overrides: object) -> list[str]:

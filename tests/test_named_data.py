@@ -16,9 +16,9 @@ from PIL import Image
 from osfl.cli import launch
 from osfl.config import ConfigError, DataConfig, NodeConfig, parse_run_config
 from osfl.data import named
-from osfl.data.load import client_name, count_images, domain_name, image_labels, load_images
+from osfl.data.load import count_images, domain_name, image_labels, load_images
 from osfl.data.partition import DataError
-from osfl.data.parts import check_images, class_names
+from osfl.data.parts import check_images, class_names, client_name
 from osfl.pixels import LazyPixels, concatenated
 
 CLASSES = ["alarm clock", "Dog", "mouse"]

@@ -11,9 +11,9 @@ from rich.progress import track
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import NodeConfig, RunConfig
-from osfl.data.load import client_name, open_images
+from osfl.data.load import open_images
 from osfl.data.partition import DataError
-from osfl.data.parts import class_names
+from osfl.data.parts import class_names, client_name
 from osfl.words import plain
 
 SIDE = 16  # of the grid of a picture's hash, which has 256 bits

@@ -1,6 +1,5 @@
 """A client's own images, decoded."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +10,12 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from osfl.config import DataConfig, NodeConfig, is_identifier
+from osfl.config import DataConfig, NodeConfig
 from osfl.data.named import domain_of, load_rows
 from osfl.data.partition import DataError, partitioner_of
 from osfl.data.parts import count_parts, has_rows, list_folder, simulated_folder
 from osfl.pixels import LazyPixels, Pixels, to_float
 from osfl.words import plain
-
-# What a client's name, which becomes a file's, cannot have
-_OTHERS = re.compile(r"[^A-Za-z0-9_-]+")
 
 if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
@@ -66,26 +62,6 @@ def domain_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
         return domain_of(load_rows(config, node, "train", seed))
     folder = simulated_folder(config, node)
     return folder.name if folder else ""
-
-
-def client_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
-    """What a client is called that does not name itself; "" where the data has no name for it.
-
-    Its folder's name; of a data set that is cut by domain, its domain's.
-
-    Raises:
-        DataError: there is no such folder, domain or data set.
-    """
-    if folder := simulated_folder(config, node):
-        return folder.name
-    if node.partition_id < 0:
-        return ""
-    if has_rows(config, node) and config.partition == "domain":
-        name = _OTHERS.sub("_", domain_of(load_rows(config, node, "train", seed))).strip("_-")[:64]
-        # A hospital's or a writer's number says nothing by itself
-        if is_identifier(name) and not name.isdigit():
-            return name
-    return f"client-{node.partition_id}"
 
 
 def load_images(

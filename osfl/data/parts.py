@@ -3,13 +3,17 @@
 Imports no torch: joining takes no second.
 """
 
+import re
 from pathlib import Path
 
-from osfl.config import DataConfig, NodeConfig, split_names
-from osfl.data.named import check_root, has_saved_part, is_named, load_rows
+from osfl.config import DataConfig, NodeConfig, is_identifier, split_names
+from osfl.data.named import check_root, domain_of, has_saved_part, is_named, load_rows
 from osfl.data.partition import DataError
 from osfl.data.render import CLASSES, STYLES
 from osfl.words import name_problem, plain
+
+# What a client's name, which becomes a file's, cannot have
+_OTHERS = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
@@ -23,6 +27,26 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
             "set, and Flower's own commands must be given them"
         )
     return names
+
+
+def client_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
+    """What a client is called that does not name itself; "" where the data has no name for it.
+
+    Its folder's name; of a data set that is cut by domain, its domain's.
+
+    Raises:
+        DataError: there is no such folder, domain or data set.
+    """
+    if folder := simulated_folder(config, node):
+        return folder.name
+    if node.partition_id < 0:
+        return ""
+    if has_rows(config, node) and config.partition == "domain":
+        name = _OTHERS.sub("_", domain_of(load_rows(config, node, "train", seed))).strip("_-")[:64]
+        # A hospital's or a writer's number says nothing by itself
+        if is_identifier(name) and not name.isdigit():
+            return name
+    return f"client-{node.partition_id}"
 
 
 def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:

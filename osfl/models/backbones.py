@@ -5,12 +5,14 @@ in timm's format. The only file that imports timm.
 """
 
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from osfl.config import ConfigError
 from osfl.config.names import BACKBONES
 from osfl.models.kits import find_model, is_hub_id
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def is_backbone(architecture: str) -> bool:
@@ -18,7 +20,7 @@ def is_backbone(architecture: str) -> bool:
     return architecture.startswith(BACKBONES)
 
 
-def build_backbone(architecture: str, num_classes: int, key: str) -> nn.Module:
+def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module":
     """A backbone with random weights and a new head.
 
     Its `pretrained_cfg` has the mean, deviation and size that its own weights were trained with.
