@@ -289,3 +289,22 @@ def test_the_recipe_reaches_clients_and_the_global_model() -> None:
     )
     assert config.classifier.augmentation == "flip-crop"
     assert config.global_model == replace(config.global_model, schedule="cosine")
+
+
+def test_batch_norms_statistics_are_averaged_too() -> None:
+    """m_1 = v_1, m_t = d m_(t-1) + (1 - d) v_t, of the mean of the first channel's inputs."""
+    images, labels = pixels_and_labels()
+    passed: list[float] = []
+
+    def note(norm: nn.Module, given: object, made: object) -> None:
+        passed.append(norm.running_mean[0].item())  # type: ignore[union-attr, index]
+
+    model = network()
+    model[1].register_forward_hook(note)
+    config = plain_classifier(epochs=2, batch_size=4, lr=0.05, ema=0.75)
+    fit(model, images, labels, config, 0, CPU)
+    average = passed[0]
+    for value in passed[1:]:
+        average = 0.75 * average + 0.25 * value
+    found = model[1].running_mean[0].item()  # type: ignore[index]
+    assert found == pytest.approx(average, abs=1e-6)
