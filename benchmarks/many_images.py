@@ -104,7 +104,8 @@ def table(photos: Path) -> None:
         )
     about = (
         f"A client with {IMAGES:,} photographs in a folder, at 224 px: "
-        f"{IMAGES * 3 * 224**2 / 1e9:.0f} GB if all were decoded. A ShuffleNet, batches of {BATCH}. "
+        f"{IMAGES * 3 * 224**2 / 1e9:.0f} GB if all were decoded. "
+        f"A ShuffleNet, batches of {BATCH}. "
         "Command: `python -m benchmarks.many_images --photos FOLDER`."
     )
     write_table(TABLES / "many-images", rows, about)

@@ -1,5 +1,6 @@
 """Kits by their names on a hub: one on loopback, through the hub's own client library."""
 
+import errno
 import json
 import re
 import shutil
@@ -247,6 +248,15 @@ def test_a_hub_that_is_not_reached_is_named_at_once(
     with pytest.raises(KitError, match="captioner = 'owner/blip': hub not reached"):
         check_captioner("owner/blip")
     assert time.monotonic() - began < 20
+
+
+def test_a_full_disk_is_no_missing_hub(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub_of_kits, "hf_hub_download", full)
+    with pytest.raises(KitError, match=r"'owner/sd15': cannot be kept in .*cache: .*Make room"):
+        find_kit("owner/sd15", DIFFUSION_PARTS)
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(

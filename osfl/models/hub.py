@@ -1,5 +1,6 @@
 """Kits of the Hugging Face hub: fetched once, then folders like any other."""
 
+import errno
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_cached_repo_tree,
+    hf_hub_download,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
     GatedRepoError,
@@ -101,6 +108,11 @@ def _told(key: str, name: str) -> Iterator[None]:
     except RevisionNotFoundError:
         raise KitError(f"{setting}: the model has no revision {revision!r}") from None
     except (httpx.HTTPError, OSError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
+            raise KitError(
+                f"{setting}: cannot be kept in {constants.HF_HUB_CACHE}: {error}. Make room, or "
+                "name another place with HF_HOME"
+            ) from None
         reason = re.sub(r"\s+", " ", str(error))[:300]
         raise KitError(
             f"{setting}: hub not reached ({reason}), and it was not fetched before. Connect this "
