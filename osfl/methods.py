@@ -13,6 +13,7 @@ TEXT_PARTS = ("text_encoder", "tokenizer")
 IMAGE_ENCODER_PARTS = ("image_encoder", "feature_extractor")
 # A part that few kits have.
 SMALL_DECODER = "small_decoder"
+LORA = "lora"  # weights that turn a kit into a few-step one
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from osfl.config import ConfigError, RunConfig
 from osfl.methods import METHODS
-from osfl.models.kit_check import check_kit, check_small_decoder
+from osfl.models.kit_check import check_kit, check_lora, check_small_decoder
 from osfl.models.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
 from osfl.models.used_parts import (
     kit_parts,
@@ -58,6 +58,8 @@ def check_sampling_kit(config: RunConfig) -> None:
     check_kit(kit, sampling_parts(config), image_condition=config.method == "feddisc")
     if small not in ("", "kit"):
         check_small_decoder(small)
+    if config.synthesis.lora:
+        check_lora(config.synthesis.lora)
 
 
 def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:

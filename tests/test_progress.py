@@ -239,7 +239,7 @@ def test_nobody_is_asked_where_the_server_cannot_draw(
 ) -> None:
     kit = shutil.copytree(tiny_kit, tmp_path / "kit")
     weights = kit / "unet" / "diffusion_pytorch_model.safetensors"
-    weights.rename(weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    weights.rename(weights.with_name("diffusion_pytorch_model.non_ema.safetensors"))
     config = quick(method="fedlmg", kit=str(kit))
     grid = LoopGrid(client_app.app.app, config, [{"partition-id": 0, "num-partitions": 2}] * 2)
     with pytest.raises(ValueError, match="there is the variant"):

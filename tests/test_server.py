@@ -10,17 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import quick
+from conftest import plain_classifier, quick
 from PIL import Image
 from torch import nn
 
 from osfl.cli import launch
 from osfl.cli.run import _run_on
-from osfl.config import ClassifierConfig, ConfigError, parse_run_config
+from osfl.config import ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
 from osfl.models import classifiers
-from osfl.models.classifiers import fit
 from osfl.models.diffusion import load_kit
+from osfl.models.training import fit
 from osfl.payloads import Classifier, Descriptions
 from osfl.run_folder import layout as run_folder
 from osfl.run_folder.layout import open_run_folder
@@ -185,7 +185,7 @@ def test_each_image_is_taught_by_its_own_row() -> None:
     def trained(lr: float, teacher: torch.Tensor | None) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-        settings = ClassifierConfig("resnet18", True, "none", 2, 2, lr, 0.0, 0.0, "float32")
+        settings = plain_classifier(epochs=2, batch_size=2, lr=lr)
         return fit(model, pixels, labels, settings, 0, CPU, teacher=teacher)[1].weight  # type: ignore[index]
 
     assert torch.allclose(

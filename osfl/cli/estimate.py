@@ -280,6 +280,8 @@ def sampling_cost(config: RunConfig, images: int) -> Sampling:
         compile="off",
         cache_interval=1,
         small_decoder="",
+        lora="",
+        base_steps=0,
     )
     folder = find_kit(config.sampling_kit, sampling_parts(config))
     kit = load_engine(folder, pick_device(config.device), plain)

@@ -3,7 +3,7 @@
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import RunConfig
-from osfl.methods import METHODS, SMALL_DECODER
+from osfl.methods import LORA, METHODS, SMALL_DECODER
 from osfl.models.kits import download_bytes, find_kit, find_model, model_bytes
 from osfl.models.used_parts import models_apart, used_parts
 from osfl.run_folder.report_page import human_bytes
@@ -48,4 +48,6 @@ def _others(config: RunConfig, client: bool) -> list[tuple[str, str, str]]:
     small = config.synthesis.small_decoder
     if not client and METHODS[config.method].samples and small not in ("", "kit"):
         models.append(("synthesis.small-decoder", small, SMALL_DECODER))
+    if not client and METHODS[config.method].samples and config.synthesis.lora:
+        models.append(("synthesis.lora", config.synthesis.lora, LORA))
     return models

@@ -183,6 +183,17 @@ def _of_synthesis(run: RunConfig) -> Iterator[str]:
             f"synthesis.guided-from = {settings.guided_from}: must be at most guided-to = "
             f"{settings.guided_to}"
         )
+    if settings.base_steps and not settings.lora:
+        yield (
+            f"synthesis.base-steps = {settings.base_steps}: is of synthesis.lora, which is empty"
+        )
+    if settings.base_steps >= settings.steps:
+        yield (
+            f"synthesis.base-steps = {settings.base_steps}: must be below synthesis.steps = "
+            f"{settings.steps}"
+        )
+    if settings.base_steps and settings.compile != "off":
+        yield "synthesis.base-steps: must be 0 with synthesis.compile, which would compile twice"
     if run.method == "espresso" and settings.solver != "ddim":
         yield (
             f"synthesis.solver = {settings.solver!r}: Espresso needs 'ddim', whose steps its "

@@ -251,9 +251,22 @@ class SynthesisConfig:
     ]
     solver: Annotated[
         str,
-        OneOf("ddim", "dpm-solver++", "unipc"),
-        Doc("How a denoising step is taken."),
+        OneOf("ddim", "dpm-solver++", "unipc", "lcm", "tcd"),
+        Doc("How a denoising step is taken; lcm and tcd are for a few-step `lora`."),
         Approximate("ddim", "solver {solver}"),
+    ]
+    lora: Annotated[
+        str,
+        Doc(
+            "Weights that let the UNet draw in few steps: a file, a folder, or a hub id such as "
+            "`latent-consistency/lcm-lora-sdv1-5`; empty: none."
+        ),
+        Approximate("", "few-step weights"),
+    ]
+    base_steps: Annotated[
+        int,
+        Range(0, 998),
+        Doc("How many of the first steps are taken without the `lora`."),
     ]
     guided_from: Annotated[
         int,

@@ -6,6 +6,8 @@ A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_enc
 scheduler/`): `kits/digits`, or what `osfl.models.hub` fetched.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,11 +36,13 @@ from osfl.models.kits import (
 if TYPE_CHECKING:
     from diffusers import (
         AutoencoderTiny,
-        DPMSolverMultistepScheduler,
         StableDiffusionPipeline,
         StableUnCLIPImg2ImgPipeline,
-        UniPCMultistepScheduler,
     )
+
+
+# With noise of their own in every step but the last
+FEW_STEP_SOLVERS = ("lcm", "tcd")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Sampling:
     solver: str = "ddim"
     guided_from: int = 0  # timesteps from here ...
     guided_to: int = 1000  # ... to here are guided
+    base_steps: int = 0  # the first ones, without the few-step weights
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,15 @@ class Kit:
             a_t = self.alphas_cumprod[t].to(z.dtype).view(-1, 1, 1, 1)
             return a_t.sqrt() * output + (1 - a_t).sqrt() * z
         return output
+
+    @contextmanager
+    def without_lora(self) -> Iterator[None]:
+        """The UNet as it was before `load_lora`, until the end."""
+        self.unet.disable_lora()
+        try:
+            yield
+        finally:
+            self.unet.enable_lora()
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,6 +273,33 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
     return small
 
 
+def load_lora(file: Path, kit: Kit, fused: bool) -> None:
+    """Add few-step weights to a UNet: W + (alpha / r) B A (LoRA, Hu et al., arXiv 2106.09685).
+
+    Args:
+        file: safetensors, in diffusers' names or those of kohya's scripts.
+        fused: whether they become part of W; else `Kit.without_lora` can do without them.
+
+    Raises:
+        KitError: they do not fit the UNet.
+    """
+    from diffusers.loaders import StableDiffusionLoraLoaderMixin
+
+    loader = StableDiffusionLoraLoaderMixin
+    key = f"synthesis.lora = {str(file)!r}"
+    try:
+        state, alphas = loader.lora_state_dict(str(file), unet_config=kit.unet.config)
+        loader.load_lora_into_unet(state, alphas, kit.unet, low_cpu_mem_usage=False)
+    except (ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise KitError(f"{key} does not fit the kit's UNet: {error}") from error
+    if not getattr(kit.unet, "peft_config", None):
+        raise KitError(f"{key} has nothing for a UNet")
+    if fused:
+        kit.unet.fuse_lora()
+        kit.unet.unload_lora()
+    kit.unet.to(kit.device, kit.dtype).eval().requires_grad_(False)
+
+
 def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
     """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit,
     without loading its weights.
@@ -304,16 +345,22 @@ def unet_flops(source: str) -> int:
     return counter.get_total_flops()
 
 
-def new_solver(kit: Kit) -> "DPMSolverMultistepScheduler | UniPCMultistepScheduler":
-    """The multistep solver that `kit.sampling` names, on the kit's noise schedule.
+def new_solver(kit: Kit) -> Any:
+    """diffusers' scheduler of the solver that `kit.sampling` names, on the kit's noise schedule.
 
     `Kit.eps` predicts noise, whatever the UNet does.
     """
-    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+    import diffusers
 
-    solver = {"dpm-solver++": DPMSolverMultistepScheduler, "unipc": UniPCMultistepScheduler}[
-        kit.sampling.solver
-    ]
+    solver = {
+        "dpm-solver++": diffusers.DPMSolverMultistepScheduler,
+        "unipc": diffusers.UniPCMultistepScheduler,
+        "lcm": diffusers.LCMScheduler,
+        "tcd": diffusers.TCDScheduler,
+    }[kit.sampling.solver]
+    # Distilled on timesteps of their own
+    if kit.sampling.solver in FEW_STEP_SOLVERS:
+        return solver.from_config(kit.scheduler.config, prediction_type="epsilon")
     return solver.from_config(
         kit.scheduler.config, prediction_type="epsilon", timestep_spacing="trailing"
     )

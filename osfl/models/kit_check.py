@@ -3,6 +3,7 @@
 By names, settings and the headers of the weights. No weight is loaded.
 """
 
+import importlib.util
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from osfl.models.kits import (
     DIFFUSION_PARTS,
+    LORA,
     SMALL_DECODER,
     WEIGHTS,
     KitError,
@@ -164,6 +166,37 @@ def check_small_decoder(source: str) -> None:
     _check_weights(folder, "", SMALL_DECODER)
 
 
+def check_lora(source: str) -> None:
+    """Whether what `synthesis.lora` names are weights that a UNet takes, and peft is installed.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
+    key = f"synthesis.lora = {source!r}"
+    if importlib.util.find_spec("peft") is None:
+        raise KitError(f"{key} needs the package peft: pip install 'osfl[lora]'")
+    file = lora_file(source)
+    shapes = _shapes(KitFolder(key, file.parent), file.name)
+    if not any("lora" in name for name in shapes):
+        raise KitError(f"{key}: {file.name} has no tensors of a LoRA")
+
+
+def lora_file(source: str) -> Path:
+    """The file of few-step weights: a file itself, or that of a folder or a hub's model.
+
+    Raises:
+        KitError: it is not there, or no safetensors.
+    """
+    key = f"synthesis.lora = {source!r}"
+    if Path(source).is_file():
+        if not source.endswith(".safetensors"):
+            raise KitError(f"{key}: must be a file of safetensors; a pickle could run code")
+        return Path(source)
+    folder = open_kit(find_model(source, LORA, "synthesis.lora"), "synthesis.lora")
+    _check_part(folder, "", LORA)
+    return folder.path / folder.weights("", LORA)[0]
+
+
 # ---- Folders ----
 
 
@@ -207,6 +240,10 @@ def _check_part(folder: KitFolder, part: str, kind: str) -> None:
     for group in NEEDED.get(kind, ()):
         _need(folder, part, group)
     if kind not in WEIGHTS:
+        return
+    if kind == LORA:
+        if not folder.weights(part, kind):
+            raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
         return
     _need(folder, part, ("config.json",))
     _check_model(folder, part, kind, folder.settings(file_in(part, "config.json")))

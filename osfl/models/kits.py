@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from osfl.methods import DIFFUSION_PARTS, SMALL_DECODER
+from osfl.methods import DIFFUSION_PARTS, LORA, SMALL_DECODER
 from osfl.models.digests import sha256_of
 
 # How the file of a part's weights begins: diffusers' name, or transformers'.
@@ -28,6 +28,7 @@ WEIGHTS: Mapping[str, str] = {
     "image_encoder": "model",
     "captioner": "model",
     "backbone": "model",
+    LORA: "pytorch_lora_weights",
 }
 # Of the weights: those of half precision are taken where there are no others.
 VARIANTS = ("", ".fp16")

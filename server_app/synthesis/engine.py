@@ -26,7 +26,15 @@ from osfl.config import SynthesisConfig
 from osfl.costs import FlopMeter, Stopwatch
 from osfl.devices import saves_memory
 from osfl.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
-from osfl.models.diffusion import Attention, Kit, Sampling, load_kit, load_small_decoder
+from osfl.models.diffusion import (
+    Attention,
+    Kit,
+    Sampling,
+    load_kit,
+    load_lora,
+    load_small_decoder,
+)
+from osfl.models.kit_check import lora_file
 from osfl.models.kits import SMALL_DECODER, kit_digest
 from server_app.synthesis.caching import cache_features
 
@@ -219,7 +227,12 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     # By default, a GPU's convolutions in float32 multiply numbers of 10 bits.
     torch.backends.cudnn.allow_tf32 = settings.dtype != "float32"
     kit = load_kit(source, device, DTYPES[settings.dtype])
-    kit = replace(kit, sampling=Sampling(settings.solver, settings.guided_from, settings.guided_to))
+    sampling = Sampling(
+        settings.solver, settings.guided_from, settings.guided_to, settings.base_steps
+    )
+    kit = replace(kit, sampling=sampling)
+    if settings.lora:
+        load_lora(lora_file(settings.lora), kit, fused=settings.base_steps == 0)
     if settings.small_decoder:
         where = (
             (source, kit, SMALL_DECODER)

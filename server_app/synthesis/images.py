@@ -20,6 +20,8 @@ from osfl.data.load import to_pixels
 from osfl.files import DamageError, open_private, private_folder, write_atomically
 from osfl.log import log
 from osfl.methods import METHODS
+from osfl.models.digests import sha256_of
+from osfl.models.kit_check import lora_file
 from osfl.models.kits import SMALL_DECODER, find_model, kit_digest, part_digest
 from osfl.models.used_parts import sampling_parts
 from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
@@ -93,6 +95,8 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     if small_decoder not in ("", "kit"):
         folder = find_model(small_decoder, SMALL_DECODER, "synthesis.small-decoder")
         shaping["small-decoder"] = part_digest(folder, SMALL_DECODER)
+    if job.config.synthesis.lora:
+        shaping["lora"] = sha256_of(lora_file(job.config.synthesis.lora))
     return shaping
 
 

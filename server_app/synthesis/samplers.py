@@ -6,11 +6,13 @@ steps.
 Rows of a batch are independent: each may have its own condition, guidance and noise.
 """
 
+import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
-from osfl.models.diffusion import Kit, new_solver
+from osfl.models.diffusion import FEW_STEP_SOLVERS, Kit, new_solver
 from osfl.pixels import to_uint8
 from server_app.synthesis.progress import step_done
 
@@ -75,7 +77,8 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tenso
         z_0 [B, c, h, w].
     """
     for number, (t, a_t, a_prev) in enumerate(ddim_schedule(kit, steps), start=1):
-        e = predict(z, torch.tensor(t, device=kit.device))
+        with kit.without_lora() if number <= kit.sampling.base_steps else nullcontext():
+            e = predict(z, torch.tensor(t, device=kit.device))
         z = ddim_step(z, e, a_t, a_prev)
         step_done(number, steps)
     return z
@@ -84,17 +87,32 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tenso
 def denoise(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tensor:
     """Denoise z_T to z_0 by the kit's solver; arguments and result as `ddim`.
 
-    DPM-Solver++ (Lu et al., arXiv 2211.01095) and UniPC (Zhao et al., arXiv 2302.04867) by
-    diffusers.
+    DPM-Solver++ (Lu et al., arXiv 2211.01095), UniPC (Zhao et al., arXiv 2302.04867), LCM (Luo et
+    al., arXiv 2310.04378) and TCD (Zheng et al., arXiv 2402.19159) by diffusers. The first
+    `base_steps` are without the few-step weights.
     """
     if kit.sampling.solver == "ddim":
         return ddim(kit, z, steps, predict)
     solver = new_solver(kit)
     solver.set_timesteps(steps, device=kit.device)
+    noisy = kit.sampling.solver in FEW_STEP_SOLVERS
+    own = {"generator": _own_generators(z)} if noisy else {}
     for number, t in enumerate(solver.timesteps, start=1):
-        z = solver.step(predict(z, t), t, z).prev_sample
+        with kit.without_lora() if number <= kit.sampling.base_steps else nullcontext():
+            e = predict(z, t)
+        z = solver.step(e, t, z, **own).prev_sample
         step_done(number, len(solver.timesteps))
     return z
+
+
+def _own_generators(z: torch.Tensor) -> list[torch.Generator]:
+    """A generator for each row's further noise, of its z_T: the same whatever batch it is in."""
+    generators = []
+    for row in z.cpu():
+        digest = hashlib.sha256(row.contiguous().numpy().tobytes()).digest()
+        seed = int.from_bytes(digest[:8], "big") % 2**63
+        generators.append(torch.Generator().manual_seed(seed))
+    return generators
 
 
 def first_timestep(kit: Kit, steps: int) -> int:
