@@ -45,5 +45,5 @@ def test_every_key_has_a_row_with_its_default() -> None:
         assert found[key][1] == f"`{json.dumps(value)}`"
         assert ("may change" in found[key][-1]) == (key in NOT_IDENTITY)
     assert found["feddeo.lr"][1:3] == ["`0.1`", "1e-08 to 1,000"]
-    assert found["synthesis.solver"][2] == '`"ddim"`, `"dpm-solver++"`, `"unipc"`'
+    assert found["synthesis.solver"][2] == '`"ddim"`, `"dpm-solver++"`, `"unipc"`, `"lcm"`, `"tcd"`'
     assert found["synthesis.cache-interval"][-1] == "approximate, but for `1`"
