@@ -304,6 +304,7 @@ def test_ddim_on_a_known_distribution() -> None:
     """
     alphas_cumprod = torch.linspace(0.999, 0.01, 1000, dtype=torch.float64)
     scheduler = SimpleNamespace(
+        sampling=Sampling(),
         timesteps=torch.arange(981, 0, -20),
         set_timesteps=lambda n: None,
         config=SimpleNamespace(num_train_timesteps=1000),

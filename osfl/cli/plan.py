@@ -20,7 +20,6 @@ from osfl.run_folder.report_page import human_bytes, human_flops
 from server_app.app import needed_bytes
 
 TERA = 1e12
-NOTHING = -1  # to be shown
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,9 @@ def show_plan(table: TableFile, tflops: float) -> None:
     shown = Table("", "runs", "images", "UNet", "GPU h", "a client sends", "disk")
     for name, row in rows.items():
         shown.add_row(display.words(name), *_cells(row, tflops))
-    shown.add_row("all", *_cells(_total(rows), tflops))
+    runs, images, flops, hours, _, disk = _cells(_total(rows), tflops)
+    # What a client sends is of one run
+    shown.add_row("all", runs, images, flops, hours, "", disk)
     display.console.print(shown)
     lines = [
         f"GPU hours: the UNet's passes alone, at {tflops:g} TFLOP/s (--tflops), which is assumed",
@@ -110,8 +111,7 @@ def _total(rows: Mapping[str, Row]) -> Row:
         sum(row.runs for row in rows.values()),
         None if images is None else int(images),
         added("flops"),
-        # Of one client; nobody sends a table's
-        NOTHING,
+        None,
         None if disk is None else int(disk),
     )
 
@@ -123,6 +123,6 @@ def _cells(row: Row, tflops: float) -> list[str]:
         "?" if row.images is None else f"{row.images:,}",
         "?" if row.flops is None else human_flops(row.flops),
         "?" if hours is None else f"{hours:,.2f}",
-        "?" if row.upload is None else human_bytes(row.upload) if row.upload >= 0 else "",
+        "?" if row.upload is None else human_bytes(row.upload),
         "?" if row.disk is None else human_bytes(row.disk),
     ]
