@@ -304,14 +304,16 @@ def test_ddim_on_a_known_distribution() -> None:
     """
     alphas_cumprod = torch.linspace(0.999, 0.01, 1000, dtype=torch.float64)
     scheduler = SimpleNamespace(
-        sampling=Sampling(),
         timesteps=torch.arange(981, 0, -20),
         set_timesteps=lambda n: None,
         config=SimpleNamespace(num_train_timesteps=1000),
         final_alpha_cumprod=torch.tensor(1.0),
     )
     kit = SimpleNamespace(
-        scheduler=scheduler, alphas_cumprod=alphas_cumprod, device=torch.device("cpu")
+        sampling=Sampling(),
+        scheduler=scheduler,
+        alphas_cumprod=alphas_cumprod,
+        device=torch.device("cpu"),
     )
     z = ddim(
         kit,
