@@ -59,7 +59,7 @@ def check_sampling_kit(config: RunConfig) -> None:
     if small not in ("", "kit"):
         check_small_decoder(small)
     if config.synthesis.lora:
-        check_lora(config.synthesis.lora)
+        check_lora(config.synthesis.lora, kit)
 
 
 def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:

@@ -49,7 +49,7 @@ def lora(tiny_kit: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def distilled(tiny_kit: Path, lora: Path, fused: bool = True, **sampling: object) -> Kit:
     kit = replace(load_kit(tiny_kit), sampling=Sampling(**sampling))  # type: ignore[arg-type]
-    load_lora(lora_file(str(lora)), kit, fused)
+    load_lora(lora_file(str(lora), ""), kit, fused)
     return kit
 
 
@@ -215,7 +215,7 @@ def test_weights_that_cannot_be_used_are_told_before_work(
         config = quick(method="prompts-only", kit=str(tiny_kit), synthesis__lora=str(source))
         with pytest.raises(KitError, match=message):
             check_sampling_kit(parse_run_config(config))
-    check_lora(str(lora))
+    check_lora(str(lora), "")
     state = load_file(lora / "pytorch_lora_weights.safetensors")
     wide = {
         name: torch.cat([value, value]) if value.ndim else value for name, value in state.items()
@@ -225,7 +225,7 @@ def test_weights_that_cannot_be_used_are_told_before_work(
         distilled(tiny_kit, tmp_path / "wide.safetensors")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(KitError, match=r"needs the package peft: pip install 'osfl\[lora\]'"):
-        check_lora(str(lora))
+        check_lora(str(lora), "")
 
 
 @pytest.mark.parametrize(

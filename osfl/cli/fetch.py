@@ -48,6 +48,7 @@ def _others(config: RunConfig, client: bool) -> list[tuple[str, str, str]]:
     small = config.synthesis.small_decoder
     if not client and METHODS[config.method].samples and small not in ("", "kit"):
         models.append(("synthesis.small-decoder", small, SMALL_DECODER))
-    if not client and METHODS[config.method].samples and config.synthesis.lora:
-        models.append(("synthesis.lora", config.synthesis.lora, LORA))
+    lora = config.synthesis.lora
+    if not client and METHODS[config.method].samples and lora not in ("", "kit"):
+        models.append(("synthesis.lora", lora, LORA))
     return models

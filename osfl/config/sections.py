@@ -258,8 +258,8 @@ class SynthesisConfig:
     lora: Annotated[
         str,
         Doc(
-            "Weights that let the UNet draw in few steps: a file, a folder, or a hub id such as "
-            "`latent-consistency/lcm-lora-sdv1-5`; empty: none."
+            "Weights that let the UNet draw in few steps: kit (its `lora/`), a file, a folder, or "
+            "a hub id such as `latent-consistency/lcm-lora-sdv1-5`; empty: none."
         ),
         Approximate("", "few-step weights"),
     ]

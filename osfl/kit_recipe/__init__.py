@@ -19,7 +19,8 @@ Each stage is a plain training loop with its own checkpoint:
    (Ramesh et al. 2022, in Stable unCLIP's form), embeddings and captions dropped for guidance.
 6. `small_decoder`: TAESD's architecture, L1 to what the autoencoder's own decoder makes, of images'
    latents and of those that a denoiser would predict from noised ones.
-7. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that
+7. `lora`: LCM-LoRA's weights (`osfl.kit_recipe.few_steps`), every style equally often.
+8. `classifier-<architecture>`: initialisations that stand for ImageNet's, on a pretext task that
    uses no digit label (RotNet, Gidaris
    et al. 2018: which of four turns; and which style).
 """
@@ -81,6 +82,12 @@ class Recipe:
     small_decoder_batch: int = 64
     small_decoder_lr: float = 2e-3
     small_decoder_width: int = 24
+    lora_steps: int = 2400
+    lora_batch: int = 64
+    lora_lr: float = 1e-3
+    lora_rank: int = 32
+    lora_guidance: float = 2.0  # the methods' usual one, which the weights take in
+    lora_schedule: int = 50  # steps of the guided model that is distilled
 
 
 def train_kit(
@@ -105,7 +112,7 @@ def train_kit(
     Raises:
         ConfigError: `work` holds checkpoints of another recipe.
     """
-    from osfl.kit_recipe import card, diffusion_model, parts
+    from osfl.kit_recipe import card, diffusion_model, few_steps, parts
     from osfl.kit_recipe.stages import load_corpus
 
     work.mkdir(parents=True, exist_ok=True)
@@ -141,6 +148,8 @@ def train_kit(
         log["stages"] |= parts.train_unclip(out, unclip, work, recipe, corpus, progress)
     if "small_decoder" not in log["stages"]:
         log["stages"] |= parts.train_small_decoder(out, work, recipe, corpus, progress)
+    if "lora" not in log["stages"]:
+        log["stages"] |= few_steps.train_lora(out, work, recipe, corpus, progress)
     kept = frozenset(name.removeprefix("classifier-") for name in log["stages"])
     log["stages"] |= parts.train_classifiers(out, work, recipe, corpus, progress, kept)
     log["checks"] = card.check_kit(out, unclip, progress)

@@ -1,4 +1,4 @@
-"""Stages 3 to 7: what clients and baselines need beside the diffusion model.
+"""Stages 3 to 6 and 8: what clients and baselines need beside the diffusion model.
 
 Each writes its part of the kit when it is done.
 """

@@ -58,6 +58,7 @@ INSTEAD = {
     "image_encoder": "name one with image-encoder= (FedDISC needs its kit's own)",
     "feature_extractor": "name one with image-encoder= (FedDISC needs its kit's own)",
     SMALL_DECODER: "name one with synthesis.small-decoder=",
+    LORA: "name some with synthesis.lora=",
 }
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -166,8 +167,11 @@ def check_small_decoder(source: str) -> None:
     _check_weights(folder, "", SMALL_DECODER)
 
 
-def check_lora(source: str) -> None:
+def check_lora(source: str, kit: str) -> None:
     """Whether what `synthesis.lora` names are weights that a UNet takes, and peft is installed.
+
+    Args:
+        kit: the folder of the kit that draws, which `kit` stands for.
 
     Raises:
         KitError: as `check_kit`.
@@ -175,14 +179,17 @@ def check_lora(source: str) -> None:
     key = f"synthesis.lora = {source!r}"
     if importlib.util.find_spec("peft") is None:
         raise KitError(f"{key} needs the package peft: pip install 'osfl[lora]'")
-    file = lora_file(source)
+    file = lora_file(source, kit)
     shapes = _shapes(KitFolder(key, file.parent), file.name)
     if not any("lora" in name for name in shapes):
         raise KitError(f"{key}: {file.name} has no tensors of a LoRA")
 
 
-def lora_file(source: str) -> Path:
-    """The file of few-step weights: a file itself, or that of a folder or a hub's model.
+def lora_file(source: str, kit: str) -> Path:
+    """The file of few-step weights: a file itself, or that of a folder, a hub's model or the kit.
+
+    Args:
+        kit: the folder of the kit that draws, which `kit` stands for.
 
     Raises:
         KitError: it is not there, or no safetensors.
@@ -192,6 +199,10 @@ def lora_file(source: str) -> Path:
         if not source.endswith(".safetensors"):
             raise KitError(f"{key}: must be a file of safetensors; a pickle could run code")
         return Path(source)
+    if source == "kit":
+        folder = open_kit(kit)
+        _check_each(folder, (LORA,))
+        return folder.path / folder.weights(LORA)[0]
     folder = open_kit(find_model(source, LORA, "synthesis.lora"), "synthesis.lora")
     _check_part(folder, "", LORA)
     return folder.path / folder.weights("", LORA)[0]
@@ -262,6 +273,11 @@ def _check_weights(folder: KitFolder, part: str, kind: str) -> None:
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
             shapes |= _shapes(folder, file)
+    if kind == LORA:
+        if not any("lora" in name for name in shapes):
+            file = folder.weights(part, kind)[0]
+            raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
+        return
     _check_sizes(folder, part, kind, folder.settings(file_in(part, "config.json")), shapes)
 
 

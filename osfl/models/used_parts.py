@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from osfl.config import ClassifierConfig, RunConfig, split_names
-from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, METHODS, SMALL_DECODER
+from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, SMALL_DECODER
 from osfl.models.digests import unread_bytes
 from osfl.models.kits import (
     KitError,
@@ -56,7 +56,8 @@ def models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
 def sampling_parts(config: RunConfig) -> tuple[str, ...]:
     """The folders of the kit that the server draws with."""
     small = (SMALL_DECODER,) if config.synthesis.small_decoder == "kit" else ()
-    return (*DIFFUSION_PARTS, *small)
+    lora = (LORA,) if config.synthesis.lora == "kit" else ()
+    return (*DIFFUSION_PARTS, *small, *lora)
 
 
 def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -232,7 +232,7 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     )
     kit = replace(kit, sampling=sampling)
     if settings.lora:
-        load_lora(lora_file(settings.lora), kit, fused=settings.base_steps == 0)
+        load_lora(lora_file(settings.lora, source), kit, fused=settings.base_steps == 0)
     if settings.small_decoder:
         where = (
             (source, kit, SMALL_DECODER)

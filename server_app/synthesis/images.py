@@ -95,8 +95,9 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     if small_decoder not in ("", "kit"):
         folder = find_model(small_decoder, SMALL_DECODER, "synthesis.small-decoder")
         shaping["small-decoder"] = part_digest(folder, SMALL_DECODER)
-    if job.config.synthesis.lora:
-        shaping["lora"] = sha256_of(lora_file(job.config.synthesis.lora))
+    lora = job.config.synthesis.lora
+    if lora not in ("", "kit"):
+        shaping["lora"] = sha256_of(lora_file(lora, job.kit))
     return shaping
 
 
