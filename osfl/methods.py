@@ -41,6 +41,11 @@ class Method:
     rounds: bool = False
     samples: bool = True
 
+    @property
+    def features(self) -> bool:
+        """Whether clients send what a frozen classifier's features are like."""
+        return self.payload in ("FeatureStatistics", "FeatureMixtures")
+
 
 NOTHING = "nothing"
 CLASSIFIER = "its classifier, trained on its own images"
@@ -113,6 +118,13 @@ METHODS: dict[str, Method] = {
         server="fedcgs",
         payload="FeatureStatistics",
         sends="how many images of every class, and sums of their features",
+        samples=False,
+    ),
+    "fedpft": Method(
+        client="fedpft",
+        server="fedpft",
+        payload="FeatureMixtures",
+        sends="how many images of every class, and a Gaussian mixture of their features",
         samples=False,
     ),
     "fedavg": Method(

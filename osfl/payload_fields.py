@@ -25,6 +25,8 @@ DIMENSIONS = {
     "w": "width of a latent",
     "2e": "width of unCLIP's image condition: of an image embedding, twice",
     "f": "width of the features before a classifier's last layer",
+    "K": "components of FedPFT's mixture",
+    "v": "variances of such a component: one for all features, or one a feature",
     "J": "Espresso's clusters of a class",
     "M": "components of Espresso's mixture; a run without it has no M",
     "K + 1": "FedDISC's clusters of a class, and their mean",

@@ -104,6 +104,21 @@ class FeatureStatistics:
 
 
 @dataclass(frozen=True)
+class FeatureMixtures:
+    """FedPFT: of a frozen network's features, a Gaussian mixture a class.
+
+    Of a class with as many images as components the means are those images' features.
+    """
+
+    classes: tuple[str, ...]
+    counts: Annotated[torch.Tensor, Shape("classes", dtype=torch.int64), Values.COUNTS]
+    # Zeros where a class has fewer images than components
+    weights: Annotated[torch.Tensor, Shape("classes", "K"), Values.SHARES]
+    means: Annotated[torch.Tensor, Shape("classes", "K", "f")]
+    variances: Annotated[torch.Tensor, Shape("classes", "K", "v"), Values.VARIANCES]
+
+
+@dataclass(frozen=True)
 class Domain:
     """prompts-domain: the name of the client's domain, given away."""
 
@@ -120,6 +135,7 @@ Payload = (
     | Embeddings
     | Concepts
     | FeatureStatistics
+    | FeatureMixtures
     | Domain
 )
 

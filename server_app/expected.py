@@ -56,10 +56,12 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
 
     Without L where conditions are pooled, and without M where Espresso has no mixture.
     """
-    if METHODS[config.method].payload == "FeatureStatistics":
+    if METHODS[config.method].features:
         settings = config.classifier
         model = blank_classifier(settings.architecture, 2, settings.small_stem)
-        return {"f": headless(model)[1]}
+        width = headless(model)[1]
+        ball = config.fedpft.covariance == "spherical"
+        return {"f": width, "K": config.fedpft.components, "v": 1 if ball else width}
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
     length, width = text
     channels, height, latent_width = latent

@@ -113,7 +113,7 @@ def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
     None where a part is named apart from the kit.
     """
     method = METHODS[config.method]
-    begins = method.payload in ("Classifier", "FeatureStatistics")
+    begins = method.payload == "Classifier" or method.features
     if begins and config.classifier.init not in ("kit", "none"):
         return None
     if isinstance(payload, Classifier):  # one architecture of those that the run allows

@@ -161,6 +161,7 @@ RANDOM = {"classifier.init": "none", "global-model.init": "none"}
         ("fedavg", "classifier"),
         ("local", "classifier"),
         ("fedcgs", "classifier"),
+        ("fedpft", "classifier"),
         ("ceiling", "global-model"),
     ],
 )

@@ -102,6 +102,29 @@ def test_the_guidance_interval_by_hand(tiny_kit: Path, monkeypatch: pytest.Monke
         )
 
 
+def test_a_condition_with_the_scale_one_needs_no_other_branch(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few-step weights have the guidance within them."""
+    kit = load_kit(tiny_kit)
+    rows = []
+    eps = Kit.eps
+    monkeypatch.setattr(
+        Kit, "eps", lambda self, z, *rest: (rows.append(len(z)), eps(self, z, *rest))[1]
+    )
+    z = random(2, 4, 8, 8)
+    c0 = kit.text([""])
+    t = torch.tensor(500)
+    one = Condition(random(2, *kit.text.shape, seed=1), 1.0)
+    two = Condition(random(2, *kit.text.shape, seed=2), 1.0)
+    alone = compose(kit, z, t, c0, [one])
+    assert torch.allclose(alone, eps(kit, z, t, one.c), atol=1e-5)
+    both = compose(kit, z, t, c0, [one, two])
+    e0, e1, e2 = (eps(kit, z, t, c) for c in (c0.expand(2, -1, -1), one.c, two.c))
+    assert torch.allclose(both, e1 + e2 - e0, atol=1e-5)
+    assert rows == [2, 6]
+
+
 def test_outside_the_interval_an_image_still_conditions(tiny_unclip: Path) -> None:
     kit = replace(load_kit(tiny_unclip), sampling=Sampling("ddim", 200, 800))
     z = random(2, 4, 8, 8)

@@ -54,6 +54,9 @@ def test_what_is_estimated_is_what_is_sent_and_drawn(
         ("prompts-only", {}, 4),
         # The prompt's branch is there when its scale is
         ("feddeo", {"feddeo__guidance_text": 1.0}, 6),
+        # One with the scale 1 is alone
+        ("prompts-only", {"prompts_only__guidance": 1.0}, 2),
+        ("feddeo", {"feddeo__guidance_description": 1.0}, 2),
         ("feddisc", {}, 6),
         # And back through the UNet; FedCADO's edit of the noise beside it
         ("fedlmg", {}, 8),

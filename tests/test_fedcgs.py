@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from test_methods import images, job_of
 from torch import nn
 
+from client_app import features as frozen_features
 from client_app.methods import fedcgs
 from osfl import wire
 from osfl.config import ConfigError, parse_run_config
@@ -22,9 +23,10 @@ from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from osfl.wire import PayloadError
 from server_app.expected import probe
+from server_app.heads import NEVER
 from server_app.job import ServerJob
 from server_app.methods import fedcgs as server_half
-from server_app.methods.fedcgs import NEVER, check_statistics, closed_form_head
+from server_app.methods.fedcgs import check_statistics, closed_form_head
 
 WIDTH = 6
 CLASSES = 4
@@ -102,7 +104,7 @@ def test_clients_send_sums_of_the_frozen_networks_features(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several batches; the features are what the last layer is given."""
-    monkeypatch.setattr(fedcgs, "BATCH", 3)
+    monkeypatch.setattr(frozen_features, "BATCH", 3)
     private: Images = images(0, 3, 4, 4, 0)
     job = job_of(tiny_kit, private, method="fedcgs")
     payload = fedcgs.make_payload(job)
@@ -197,5 +199,5 @@ def test_networks_without_a_linear_layer_at_their_end_are_refused() -> None:
     with torch.device("meta"), pytest.raises(ClassifierError, match="SqueezeNet does not end with"):
         headless(get_model("squeezenet1_0"))
     settings = quick(method="fedcgs", classifier__architecture="resnet18,vgg16")
-    with pytest.raises(ConfigError, match="fedcgs adds up the features of one architecture"):
+    with pytest.raises(ConfigError, match="fedcgs takes the features of one architecture"):
         parse_run_config(settings)

@@ -1,5 +1,6 @@
 """Few-step weights: what they add to the UNet, and LCM's and TCD's steps."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.diffusion import Kit, Sampling, load_kit, load_lora, load_pipeline
 from osfl.models.kit_check import check_lora, lora_file
-from osfl.models.kits import KitError
+from osfl.models.kits import KitError, kit_digest
+from osfl.models.used_parts import sampling_parts
 from server_app.kit import check_sampling_kit
 from server_app.synthesis import images, samplers
 from server_app.synthesis.engine import load_engine
@@ -196,6 +198,31 @@ def test_other_weights_are_other_images(tiny_kit: Path, lora: Path, tmp_path: Pa
     other = shaping(synthesis__lora=str(tmp_path / "other.safetensors"))
     assert first["lora"] != other["lora"]
     assert "lora" not in shaping()
+
+
+def test_a_kit_has_some_of_its_own(tiny_kit: Path, lora: Path, tmp_path: Path) -> None:
+    """`kit`: what lies in its `lora/`; they are then a part of it."""
+    kit = tmp_path / "kit"
+    shutil.copytree(tiny_kit, kit)
+    config = parse_run_config(quick(method="prompts-only", kit=str(kit), synthesis__lora="kit"))
+    with pytest.raises(KitError, match="lacks lora; this run needs it: name some with"):
+        check_sampling_kit(config)
+    shutil.copytree(lora, kit / "lora")
+    check_sampling_kit(config)
+    assert sampling_parts(config)[-1] == "lora"
+    digest = kit_digest(kit, sampling_parts(config))
+    found = load_engine(str(kit), CPU, config.synthesis).unet.state_dict()
+    expected = distilled(tiny_kit, lora).unet.state_dict()
+    assert all(torch.allclose(value, expected[name], atol=1e-5) for name, value in found.items())
+
+    file = kit / "lora" / "pytorch_lora_weights.safetensors"
+    state = load_file(file)
+    state[next(iter(state))] += 1
+    save_file(state, file)
+    assert kit_digest(kit, sampling_parts(config)) != digest
+    save_file({"a": torch.zeros(1)}, file)
+    with pytest.raises(KitError, match="lora/pytorch_lora_weights.safetensors has no tensors of"):
+        check_sampling_kit(config)
 
 
 def test_weights_that_cannot_be_used_are_told_before_work(

@@ -12,6 +12,7 @@ from conftest import quick
 from test_methods import images, job_of
 
 from client_app.methods import espresso
+from client_app.mixtures import fit_mixture
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.diffusion import load_kit
 from osfl.seeds import generator_of, seed_of
@@ -73,7 +74,7 @@ def test_the_closed_mixtures_components_are_groups_diffused_forward(monkeypatch)
     """
     mean = torch.tensor([10.0, -10.0, 10.0, 10.0]).view(4, 1, 1, 1).expand(4, *SHAPE)
     mean = mean + torch.randn(4, *SHAPE, generator=stream())
-    weights, *_ = espresso.fit_mixture(mean, 2, seed=0)
+    weights, *_ = fit_mixture(mean, 2, seed=0)
     monkeypatch.setattr(espresso, "mixed_latents", lambda mean, logvar, generator: mean)
     made = espresso.closed_mixture(mean, mean, torch.tensor(0.25), 2, stream(), 0)
     assert sorted(weights.tolist()) == pytest.approx([0.25, 0.75])
@@ -94,7 +95,7 @@ def test_a_fit_to_draws_is_a_fit_to_their_noise() -> None:
     mean, logvar = posterior(16)
     signal = float(A_T) * 0.33
     latents = espresso.noised_latents(mean, logvar, A_T, 10, stream())
-    drawn = espresso.fit_mixture(latents, 4, seed=0)
+    drawn = fit_mixture(latents, 4, seed=0)
     closed = espresso.closed_mixture(mean, logvar, A_T, 4, stream(), 0)
 
     def power(mixture: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float:
@@ -145,7 +146,7 @@ def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_ki
                 wanted = espresso.closed_mixture(*latents, 2, generator, seed)
             else:
                 noised = espresso.noised_latents(*latents, 2, generator)
-                wanted = espresso.fit_mixture(noised, 2, seed)
+                wanted = fit_mixture(noised, 2, seed)
             for ours, theirs in zip(sent, wanted, strict=True):
                 assert ours is not None
                 assert torch.equal(ours[row], theirs)

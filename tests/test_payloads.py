@@ -82,7 +82,7 @@ def add_kind(folder: Path, declaration: str) -> None:
     proto.parent.mkdir(parents=True)
     proto.write_text((ROOT / "proto" / "osfl" / "v1" / "payload.proto").read_text() + MESSAGE)
     replace(
-        proto, "    Domain domain = 17;\n", "    Domain domain = 17;\n    Colours colours = 19;\n"
+        proto, "    Domain domain = 17;\n", "    Domain domain = 17;\n    Colours colours = 20;\n"
     )
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", "--python_out=."]
     subprocess.run([*command, "osfl/v1/payload.proto"], cwd=folder, check=True)
@@ -174,7 +174,11 @@ def test_a_run_has_all_dimensions_that_a_payload_may_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(expected, "shapes_of_kit", lambda kit: ((8, 32), (4, 9, 10), 24))
     whole = expected.run_dimensions(parse_run_config(quick()))
     features = expected.run_dimensions(parse_run_config(quick(method="fedcgs")))
-    assert features == {"f": 1024}  # of quick's ShuffleNet
+    assert features == {"f": 1024, "K": 1, "v": 1}  # of quick's ShuffleNet
+    diagonal = expected.run_dimensions(
+        parse_run_config(quick(method="fedpft", fedpft__covariance="diag", fedpft__components=3))
+    )
+    assert diagonal == {"f": 1024, "K": 3, "v": 1024}
     assert {*whole, *features, *CLIENTS_OWN} == set(DIMENSIONS)
     assert (whole["h"], whole["w"], whole["2e"]) == (9, 10, 24)
     pooled = expected.run_dimensions(parse_run_config(quick(method="oscar-pooled")))

@@ -84,6 +84,7 @@ def test_every_method_makes_its_round_trip(
         "local": ["client-0", "client-1"],
         "ceiling": ["real"],
         "fedcgs": ["FedCGS"],
+        "fedpft": ["FedPFT"],
     }.get(method, ["FT"])
     rounds = METHODS[method].rounds
     samples = METHODS[method].samples

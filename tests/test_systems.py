@@ -27,6 +27,7 @@ from client_app.methods import fedbip as fedbip_half
 from client_app.methods import feddisc as feddisc_half
 from client_app.methods import fgl as fgl_half
 from client_app.methods import oscar as oscar_half
+from client_app.mixtures import fit_mixture
 from osfl import wire
 from osfl.config import NodeConfig, parse_run_config
 from osfl.costs import FlopMeter
@@ -130,9 +131,10 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """gamma_2 = 0 needs the unconditional branch alone: 2 + 1 + 2 rows above T_z, 2 below.
+    """gamma_2 = 0 needs the unconditional branch alone, 1 the condition's: 2 + 1 + 2 rows above T_z,
+    2 below.
 
-    2 + 2 + 2 with gamma_2 > 0.
+    2 + 2 + 2 with another gamma_2.
     """
     kit = load_kit(tiny_kit)
     rows = []
@@ -147,7 +149,7 @@ def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type:
     plan = plan_images("m", 0, {"a": [3]}, 1)
     above = [t > 800 for t, *_ in ddim_schedule(kit, 10)]
     assert sum(above) == 2
-    for weak, zig_zag in ((0.0, [2, 1, 2]), (1.0, [2, 2, 2])):
+    for weak, zig_zag in ((0.0, [2, 1, 2]), (1.0, [2, 1, 2]), (1.5, [2, 2, 2])):
         rows.clear()
         espresso.sample(kit, plan, [(payload, 3)], replace(settings, inversion_guidance=weak), 10)
         assert rows == [n for high in above for n in (zig_zag if high else [2])]
@@ -183,7 +185,7 @@ def test_noise_from_a_mixture_has_its_moments() -> None:
 
 def test_a_fitted_mixture_finds_two_clouds() -> None:
     clouds = torch.cat([random(300, 1, 2, 2) * 0.5 - 3, random(100, 1, 2, 2, seed=1) + 3])
-    weights, means, variances = espresso_half.fit_mixture(clouds, 2, seed=0)
+    weights, means, variances = fit_mixture(clouds, 2, seed=0)
     order = weights.argsort()
     assert torch.allclose(weights[order], torch.tensor([0.25, 0.75]), atol=0.01)
     assert torch.allclose(

@@ -36,10 +36,10 @@ from functools import partial
 
 import torch
 from sklearn.cluster import AgglomerativeClustering
-from sklearn.mixture import GaussianMixture
 
 from client_app.conditions import learn_conditions, load_kit_to_learn, posteriors
 from client_app.job import ClientJob
+from client_app.mixtures import fit_mixture, padded_mixture
 from osfl.models.diffusion import forward_noise
 from osfl.models.encoders import load_image_encoder
 from osfl.payloads import Mixtures
@@ -177,29 +177,5 @@ def closed_mixture(
         weights [M], means and variances [M, c, h, w]; components beyond the N images have weight 0.
     """
     latents = mixed_latents(mean, logvar, generator)
-    count = min(components, len(latents))
-    # scikit-learn wants two rows; the same one twice is the same mixture
-    rows = latents if len(latents) > 1 else latents.repeat(2, 1, 1, 1)
-    shares, centres, spreads = fit_mixture(rows, count, seed)
-    unused = components - count
-    weights = torch.cat([shares, torch.zeros(unused)])
-    centres = torch.cat([centres, torch.zeros(unused, *centres.shape[1:])])
-    spreads = torch.cat([spreads, torch.zeros(unused, *spreads.shape[1:])])
+    weights, centres, spreads = padded_mixture(latents, components, seed)
     return weights, a_t.sqrt() * centres, a_t * spreads + 1 - a_t
-
-
-def fit_mixture(
-    latents: torch.Tensor, components: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A diagonal Gaussian mixture of latents [N, c, h, w].
-
-    Weights [M], means and variances [M, c, h, w].
-    """
-    shape = latents.shape[1:]
-    mixture = GaussianMixture(components, covariance_type="diag", random_state=seed % 2**32)
-    mixture.fit(latents.flatten(1).double().numpy())
-    weights, means, variances = (
-        torch.from_numpy(v).float()
-        for v in (mixture.weights_, mixture.means_, mixture.covariances_)
-    )
-    return weights, means.view(components, *shape), variances.view(components, *shape)

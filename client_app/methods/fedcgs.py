@@ -15,16 +15,11 @@ What it gives away: the mean features of each class, which its owner could searc
 collection with, and how many images of it there are. With one image of a class, its features.
 """
 
-from functools import partial
-
 import torch
 
+from client_app.features import width_and_features
 from client_app.job import ClientJob
-from osfl.models.classifiers import headless, new_classifier, normalise
 from osfl.payloads import FeatureStatistics
-from osfl.pixels import to_float
-
-BATCH = 64
 
 
 def make_payload(job: ClientJob) -> FeatureStatistics:
@@ -34,25 +29,15 @@ def make_payload(job: ClientJob) -> FeatureStatistics:
         ClassifierError: no such architecture or initialisation, or one without a linear layer at
             its end.
     """
-    settings = job.config.classifier
     images = job.load(job.config.data.image_size)
-    model = new_classifier(settings, len(job.classes), job.kit, job.config.seed, "classifier.init")
-    backbone, width = headless(model.to(job.device).eval())
+    width, batches = width_and_features(job, images)
     held = images.held()
     sums = torch.zeros(len(job.classes), width, dtype=torch.float64)
     moments = torch.zeros(width, width, dtype=torch.float64)
-    done = 0
-    job.progress(done, len(images), "image")
-    for rows in torch.arange(len(images)).split(BATCH):
-        x = normalise(to_float(images.pixels[rows].to(job.device)), backbone)
-        with torch.no_grad():
-            features = job.meter.run(("features", len(rows)), partial(backbone, x))
-        f = features.double().cpu()
+    for rows, f in batches:
         # FedCGS, section 3: A_j, the sum of a class's features, and B, of their outer products
         sums.index_add_(0, images.labels[rows], f)
         moments += f.T @ f
-        done += len(rows)
-        job.progress(done, len(images), "image")
     counts = torch.bincount(images.labels, minlength=len(job.classes))
     return FeatureStatistics(
         tuple(job.classes[label] for label in held),

@@ -297,8 +297,10 @@ def branches(config: RunConfig) -> int:
         return 3
     if config.method == "feddeo":
         scales = (config.feddeo.guidance_text, config.feddeo.guidance_description)
-        return 1 + sum(scale != 0 for scale in scales)
-    return 2
+        # One condition with the scale 1 is drawn without nothing's branch
+        return 1 if sorted(scales) == [0.0, 1.0] else 1 + sum(scale != 0 for scale in scales)
+    guidance = getattr(getattr(config, METHODS[config.method].server), "guidance", 0.0)
+    return 1 if guidance == 1 else 2
 
 
 def rows_an_image(config: RunConfig, timesteps: Sequence[int]) -> int:
@@ -317,7 +319,7 @@ def rows_an_image(config: RunConfig, timesteps: Sequence[int]) -> int:
         case "espresso" if config.espresso.z_sampling:
             above = [t for t in timesteps if t > config.espresso.z_threshold]
             # Of a zig-zag: a strong step down, and a weak one back
-            weak = 1 if config.espresso.inversion_guidance == 0 else 2
+            weak = 1 if config.espresso.inversion_guidance in (0, 1) else 2
             return passes + len(above) * (2 + weak)
         case "fedlmg":
             return passes * _gradient_passes(config.fedlmg.gradient)

@@ -102,10 +102,9 @@ def _of_classifiers(run: RunConfig) -> Iterator[str]:
     if not architectures:
         yield "classifier.architecture: must name at least one torchvision model"
     averages = METHODS[run.method].rounds and run.method != "feddf"
-    one_backbone = METHODS[run.method].payload == "FeatureStatistics"
-    if one_backbone and len(architectures) > 1:
+    if METHODS[run.method].features and len(architectures) > 1:
         yield (
-            f"classifier.architecture = {run.classifier.architecture!r}: {run.method} adds up the "
+            f"classifier.architecture = {run.classifier.architecture!r}: {run.method} takes the "
             "features of one architecture; name one"
         )
     if averages and len(architectures) > 1:
@@ -140,11 +139,10 @@ def _of_digits_weights(run: RunConfig) -> Iterator[str]:
     told = method.samples and run.sampling_kit in DIGITS_KITS
     if told or run.data.name == "digits" or run.kit not in DIGITS_KITS:
         return
-    features = method.payload == "FeatureStatistics"
     begun = {}
-    if method.rounds or features or method.payload == "Classifier":
+    if method.rounds or method.features or method.payload == "Classifier":
         begun["classifier"] = run.classifier.init
-    if not (method.rounds or features or run.method == "local"):
+    if not (method.rounds or method.features or run.method == "local"):
         begun["global-model"] = run.global_model.init
     for section, init in begun.items():
         if init == "kit":

@@ -467,6 +467,27 @@ class FedCGSConfig:
 
 
 @dataclass(frozen=True)
+class FedPFTConfig:
+    """FedPFT: Gaussian mixtures of features, on `[classifier]` as it begins."""
+
+    components: Annotated[int, Range(1, 1000), Doc("K: Gaussians of a class.")]
+    covariance: Annotated[
+        str,
+        OneOf("spherical", "diag"),
+        Doc("Variances of a Gaussian: one for all features, or one a feature."),
+    ]
+    samples: Annotated[
+        int,
+        Range(1, 100_000),
+        Doc("The most features that are drawn of a client's class; it counts as its images do."),
+    ]
+    inverse_penalty: Annotated[
+        float, Range(1e-6, 1e6), Doc("C: by how much the head's L2 penalty is divided.")
+    ]
+    iterations: Annotated[int, Range(1, 1_000_000), Doc("The most that the head trains for.")]
+
+
+@dataclass(frozen=True)
 class RoundsConfig:
     """FedAvg and its kin (fedavg, fedprox, feddyn, feddf), which train as `[classifier]` says.
 
@@ -587,6 +608,7 @@ class RunConfig:
     feddisc: FedDISCConfig
     fedbip: FedBiPConfig
     fedcgs: FedCGSConfig
+    fedpft: FedPFTConfig
     rounds: RoundsConfig
 
     def prompts(self, names: Iterable[str]) -> list[str]:

@@ -31,7 +31,7 @@ def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
     if config.image_encoder and config.method != "feddisc":
         elsewhere += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in elsewhere)
-    begins = method.payload in ("Classifier", "FeatureStatistics")
+    begins = method.payload == "Classifier" or method.features
     if begins and config.classifier.init == "kit":
         parts += tuple(
             dict.fromkeys(
@@ -106,7 +106,7 @@ def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
     if config.method == "local":
         return []
     # Whose head alone is replaced
-    if METHODS[config.method].payload == "FeatureStatistics":
+    if METHODS[config.method].features:
         return [("classifier.init", config.classifier)]
     if not METHODS[config.method].rounds:
         return [("global-model.init", config.global_model)]

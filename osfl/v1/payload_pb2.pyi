@@ -24,7 +24,7 @@ CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
 
 class Payload(_message.Message):
-    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics")
+    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class Payload(_message.Message):
     CONCEPTS_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     FEATURESTATISTICS_FIELD_NUMBER: _ClassVar[int]
+    FEATUREMIXTURES_FIELD_NUMBER: _ClassVar[int]
     version: int
     method: str
     job: str
@@ -53,7 +54,8 @@ class Payload(_message.Message):
     concepts: Concepts
     domain: Domain
     featurestatistics: FeatureStatistics
-    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ...) -> None: ...
+    featuremixtures: FeatureMixtures
+    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ..., featuremixtures: _Optional[_Union[FeatureMixtures, _Mapping]] = ...) -> None: ...
 
 class Descriptions(_message.Message):
     __slots__ = ("vectors",)
@@ -130,6 +132,18 @@ class FeatureStatistics(_message.Message):
     sums: Tensor
     moments: Tensor
     def __init__(self, counts: _Optional[_Union[Tensor, _Mapping]] = ..., sums: _Optional[_Union[Tensor, _Mapping]] = ..., moments: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class FeatureMixtures(_message.Message):
+    __slots__ = ("counts", "weights", "means", "variances")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
+    VARIANCES_FIELD_NUMBER: _ClassVar[int]
+    counts: Tensor
+    weights: Tensor
+    means: Tensor
+    variances: Tensor
+    def __init__(self, counts: _Optional[_Union[Tensor, _Mapping]] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ..., means: _Optional[_Union[Tensor, _Mapping]] = ..., variances: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Domain(_message.Message):
     __slots__ = ("name",)

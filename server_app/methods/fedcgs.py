@@ -14,20 +14,17 @@ Differences from the paper:
 3. Theirs goes on to train a model of each client's own with the global statistics. Not ours.
 """
 
-import hashlib
 from collections.abc import Mapping
 from typing import cast
 
 import torch
 
 from osfl.costs import Stopwatch
-from osfl.models.classifiers import new_classifier, replace_head
-from osfl.models.kits import find_kit
 from osfl.payloads import FeatureStatistics, Payload
 from osfl.wire import PayloadError
+from server_app.heads import NEVER, store_with_head
 from server_app.job import GlobalModel, ServerJob
 
-NEVER = -1e6  # the bias of a class that nobody holds
 # Of the moments' trace: by how much rounding to 32 bits may lower an eigenvalue of their scatter.
 ROUNDING = 1e-4
 
@@ -35,20 +32,13 @@ ROUNDING = 1e-4
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
     """The clients' frozen network with the head that their statistics give."""
     statistics = cast(Mapping[str, FeatureStatistics], payloads)
-    settings = job.config.classifier
     watch = Stopwatch()
     job.status.phase("solving for the head")
     weight, bias = closed_form_head(
         statistics, job.held(payloads), len(job.classes), job.config.fedcgs.shrinkage
     )
-    kit = find_kit(job.config.kit) if settings.init == "kit" else ""
-    model = new_classifier(settings, len(job.classes), kit, job.config.seed, "classifier.init")
-    replace_head(model, weight, bias)
     images = sum(int(payload.counts.sum()) for payload in statistics.values())
-    inputs = hashlib.sha256(weight.numpy().tobytes() + bias.numpy().tobytes()).hexdigest()
-    about = {"seconds": watch.seconds, "images": images, "inputs": inputs}
-    job.folder.store_model("FedCGS", model.state_dict(), about)
-    return {"FedCGS": GlobalModel(model.eval(), settings.architecture, settings.small_stem)}
+    return store_with_head(job, "FedCGS", weight, bias, images, watch)
 
 
 def closed_form_head(

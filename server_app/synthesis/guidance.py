@@ -34,9 +34,10 @@ def compose(
     FedDEO, eq. 5).
 
     With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in
-    diffusers' convention. All branches go through the UNet in one batch. Outside of the kit's
-    guidance interval (Kynkaanniemi et al., arXiv 2404.07724), an approximation that is off by
-    default, the conditions' predictions are averaged by their scales, without the branch of c0.
+    diffusers' convention: with the scale 1 it is the condition's own prediction. All branches go
+    through the UNet in one batch. Outside of the kit's guidance interval (Kynkaanniemi et al.,
+    arXiv 2404.07724), an approximation that is off by default, the conditions' predictions are
+    averaged by their scales, without the branch of c0.
 
     Args:
         z: [B, c, h, w].
@@ -46,7 +47,9 @@ def compose(
     """
     # Else e0 is the prediction at every step
     weighted = any(condition.scale for condition in conditions)
-    if weighted and not _is_guided(kit, t):
+    # e0 + 1 (e1 - e0) is e1
+    alone = [condition.scale for condition in conditions] == [1.0]
+    if alone or (weighted and not _is_guided(kit, t)):
         return _unguided(kit, z, t, conditions)
     branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
     images = [condition.image for condition in conditions if condition.image is not None]

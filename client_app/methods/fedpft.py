@@ -1,0 +1,53 @@
+"""FedPFT: Gaussian mixtures of a frozen network's features; nothing is trained.
+
+Beitollahi et al., "Parametric Feature Transfer: One-shot Federated Learning with Foundation Models"
+(arXiv 2402.01862). Of features f(x) before the last layer, a client fits a mixture to those of each
+class by EM, and sends it with the number of its images.
+
+Differences from the paper:
+
+1. Theirs: CLIP's or an ImageNet network's features. Ours: `classifier.architecture` at
+   `classifier.init`, any classifier of torchvision, timm or the hub that ends with a linear layer.
+2. Theirs: also full covariances. Ours: spherical ones and diagonal ones.
+3. Theirs: numbers of 16 bits. Ours: of 32.
+4. Their code leaves out a class with no more images than components. Ours has fewer components, in
+   as many places, of which those left over have weight 0.
+5. Theirs has a variant with differential privacy. Not ours.
+
+What it gives away: the mean features of each class, or of groups in it, which its owner could
+search a public collection with, and how many images there are. With as many components as images,
+each image's features.
+"""
+
+import torch
+
+from client_app.features import width_and_features
+from client_app.job import ClientJob
+from client_app.mixtures import padded_mixture
+from osfl.payloads import FeatureMixtures
+from osfl.seeds import seed_of
+
+
+def make_payload(job: ClientJob) -> FeatureMixtures:
+    """A mixture of the features of each class's images.
+
+    Raises:
+        ClassifierError: no such architecture or initialisation, or one without a linear layer at
+            its end.
+    """
+    settings = job.config.fedpft
+    images = job.load(job.config.data.image_size)
+    width, batches = width_and_features(job, images)
+    features = torch.cat([batch for _, batch in batches])
+    held = images.held()
+    names = tuple(job.classes[label] for label in held)
+    mixtures = []
+    for label, name in zip(held, names, strict=True):
+        seed = seed_of(job.config.seed, "fedpft mixture", job.client, name)
+        rows = features[images.labels == label]
+        # FedPFT, section 4.1: EM for the class-conditional features
+        mixtures.append(padded_mixture(rows, settings.components, seed, settings.covariance))
+    weights, means, variances = (torch.stack(part) for part in zip(*mixtures, strict=True))
+    counts = torch.bincount(images.labels, minlength=len(job.classes))
+    shape = (len(held), settings.components, 1 if settings.covariance == "spherical" else width)
+    return FeatureMixtures(names, counts[held], weights, means, variances.view(shape))
