@@ -123,8 +123,8 @@ def test_the_head_is_where_the_loss_has_no_slope(present: tuple[int, ...]) -> No
     draw = np.random.default_rng(0)
     labels = draw.choice(present, 300)
     centres = draw.normal(size=(4, 5))
-    features = 3 + (centres[labels] + draw.normal(size=(300, 5))) * [1, 5, 0.1, 1, 2]
-    shares = draw.choice([1.0, 4.0], 300)
+    features = 3 + (2 * centres[labels] + draw.normal(size=(300, 5))) * [1, 5, 0.1, 1, 2]
+    shares = np.where(labels == 3, 9.0, 1.0)
     weight, bias = trained_head(
         torch.tensor(features).float(),
         torch.tensor(labels),
