@@ -3,6 +3,7 @@ payloads; to benchmarks/tables/approximations-*.{md,json}.
 
 python -m benchmarks.approximations feddeo   # solvers, a guidance interval, feature caching
 python -m benchmarks.approximations fedlmg   # the gradient at x0, a solver
+python -m benchmarks.approximations feddeo-few-steps   # the kit's few-step weights
 
 A run of `osfl run` collects the payloads once. The server's half then draws and trains with them
 again for every mode and seed (of noise and training), and every client's test images test the
@@ -38,12 +39,15 @@ from server_app.job import ServerJob
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "approximations"
 PAIRS = 3
-TIMED = {"feddeo": 5, "fedlmg": 1}  # images a class: some seconds each
+TIMED = {"feddeo": 5, "fedlmg": 1, "feddeo-few-steps": 5}  # images a class: some seconds each
 COMMON: dict[str, Scalar] = {"num-clients": 6, "global-model.batch-size": 8}
 BASES: dict[str, dict[str, Scalar]] = {
     "feddeo": {**COMMON, "feddeo.epochs": 15, "synthesis.images-per-class": 10},
     "fedlmg": {**COMMON, "fedlmg.strategies": "ft", "synthesis.images-per-class": 5},
 }
+BASES["feddeo-few-steps"] = BASES["feddeo"]
+# The weights have the guidance of the default within them
+FEW: dict[str, Scalar] = {"synthesis.lora": "kit", "feddeo.guidance-description": 1.0}
 MODES: dict[str, dict[str, dict[str, Scalar]]] = {
     "feddeo": {
         "exact": {},
@@ -65,7 +69,21 @@ MODES: dict[str, dict[str, dict[str, Scalar]]] = {
         },
         "UniPC, 10 steps": {"synthesis.solver": "unipc", "synthesis.steps": 10},
     },
+    "feddeo-few-steps": {
+        "exact": {},
+        "DDIM, 4 steps, no weights": {"synthesis.steps": 4},
+        "UniPC, 4 steps, no weights": {"synthesis.solver": "unipc", "synthesis.steps": 4},
+        "LCM, 2 steps": {**FEW, "synthesis.solver": "lcm", "synthesis.steps": 2},
+        "LCM, 4 steps": {**FEW, "synthesis.solver": "lcm", "synthesis.steps": 4},
+        "LCM, 8 steps": {**FEW, "synthesis.solver": "lcm", "synthesis.steps": 8},
+        "TCD, 4 steps": {**FEW, "synthesis.solver": "tcd", "synthesis.steps": 4},
+    },
 }
+
+
+def method_of(name: str) -> str:
+    """Of a table."""
+    return name.partition("-")[0]
 
 
 def collected(method: str) -> Path:
@@ -98,7 +116,7 @@ def config_of(method: str, mode: str, seed: int, **more: Scalar) -> RunConfig:
     values = {
         **default_config(),
         **BASES[method],
-        "method": method,
+        "method": method_of(method),
         "seed": seed,
         **MODES[method][mode],
         "runs-dir": str(WORK),
@@ -186,7 +204,7 @@ def difference(one: Path, other: Path) -> float:
 
 def table(method: str, seeds: list[int]) -> list[dict[str, str]]:
     """A row for every mode."""
-    taken = taken_from(collected(method), config_of(method, "exact", 0))
+    taken = taken_from(collected(method_of(method)), config_of(method, "exact", 0))
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES[method]}
     for seed in seeds:
         for mode in runs:
@@ -226,7 +244,7 @@ def main() -> None:
     rows = table(given.method, [int(seed) for seed in given.seeds.split(",")])
     settings = " ".join(f"{key}={value}" for key, value in BASES[given.method].items())
     about = (
-        f"Top-1 accuracy (%), {given.method} with {settings}, mean of seeds {given.seeds} of noise "
+        f"Top-1 accuracy (%), {method_of(given.method)} with {settings}, mean of seeds {given.seeds} of noise "
         "and training on the same payloads; ± the standard "
         "deviation of the difference to exact; shades: mean absolute difference of the images of "
         "the same noise. "

@@ -38,7 +38,8 @@ def payload_of(kit: Path, **settings: object) -> tuple[FeatureMixtures, np.ndarr
 
 @pytest.mark.parametrize("covariance", ["spherical", "diag"])
 def test_one_gaussian_has_the_features_moments(tiny_kit: Path, covariance: str) -> None:
-    payload, features = payload_of(tiny_kit, fedpft__covariance=covariance)
+    one = {"fedpft__covariance": covariance, "fedpft__components": 1}
+    payload, features = payload_of(tiny_kit, **one)
     labels = np.array(LABELS)
     assert payload.classes == ("zero", "three", "four")
     assert payload.counts.tolist() == [1, 4, 2]

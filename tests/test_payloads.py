@@ -174,7 +174,7 @@ def test_a_run_has_all_dimensions_that_a_payload_may_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(expected, "shapes_of_kit", lambda kit: ((8, 32), (4, 9, 10), 24))
     whole = expected.run_dimensions(parse_run_config(quick()))
     features = expected.run_dimensions(parse_run_config(quick(method="fedcgs")))
-    assert features == {"f": 1024, "K": 1, "v": 1}  # of quick's ShuffleNet
+    assert features == {"f": 1024, "K": 5, "v": 1}  # of quick's ShuffleNet
     diagonal = expected.run_dimensions(
         parse_run_config(quick(method="fedpft", fedpft__covariance="diag", fedpft__components=3))
     )

@@ -131,8 +131,8 @@ def test_a_zig_zag_by_hand(tiny_kit) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_zig_zag_costs_five_unet_rows(tiny_kit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """gamma_2 = 0 needs the unconditional branch alone, 1 the condition's: 2 + 1 + 2 rows above T_z,
-    2 below.
+    """gamma_2 = 0 needs the unconditional branch alone, 1 the condition's: 2 + 1 + 2 rows above
+    T_z, 2 below.
 
     2 + 2 + 2 with another gamma_2.
     """
