@@ -244,8 +244,8 @@ def main() -> None:
     rows = table(given.method, [int(seed) for seed in given.seeds.split(",")])
     settings = " ".join(f"{key}={value}" for key, value in BASES[given.method].items())
     about = (
-        f"Top-1 accuracy (%), {method_of(given.method)} with {settings}, mean of seeds {given.seeds} of noise "
-        "and training on the same payloads; ± the standard "
+        f"Top-1 accuracy (%), {method_of(given.method)} with {settings}, mean of seeds "
+        f"{given.seeds} of noise and training on the same payloads; ± the standard "
         "deviation of the difference to exact; shades: mean absolute difference of the images of "
         "the same noise. "
         f"Times as fast: the median of {PAIRS} pairs in turns, {TIMED[given.method]} images of "
