@@ -38,19 +38,23 @@ def payload_of(kit: Path, **settings: object) -> tuple[FeatureMixtures, np.ndarr
 
 @pytest.mark.parametrize("covariance", ["spherical", "diag"])
 def test_one_gaussian_has_the_features_moments(tiny_kit: Path, covariance: str) -> None:
+    """This network has random weights and features near 0; their variances are still their own."""
     one = {"fedpft__covariance": covariance, "fedpft__components": 1}
     payload, features = payload_of(tiny_kit, **one)
+    # scikit-learn adds a millionth of the features' own variance
+    added = 1e-6 * features.var(ddof=1)
+    assert added < 1e-12
     labels = np.array(LABELS)
     assert payload.classes == ("zero", "three", "four")
     assert payload.counts.tolist() == [1, 4, 2]
     assert payload.weights.tolist() == [[1], [1], [1]]
     for row, label in enumerate((0, 3, 4)):
         own = features[labels == label]
-        np.testing.assert_allclose(payload.means[row, 0], own.mean(axis=0), rtol=1e-5, atol=1e-6)
+        small = 1e-6 * features.std()
+        np.testing.assert_allclose(payload.means[row, 0], own.mean(axis=0), rtol=1e-5, atol=small)
         variances = own.var(axis=0)
         wanted = variances.mean(keepdims=True) if covariance == "spherical" else variances
-        # scikit-learn adds a millionth
-        np.testing.assert_allclose(payload.variances[row, 0], wanted + 1e-6, rtol=1e-3, atol=1e-8)
+        np.testing.assert_allclose(payload.variances[row, 0], wanted + added, rtol=1e-3, atol=0)
     assert payload.variances.shape[2] == (1 if covariance == "spherical" else features.shape[1])
 
 
@@ -60,9 +64,9 @@ def test_a_class_with_fewer_images_than_components(tiny_kit: Path) -> None:
     assert payload.weights.shape == (3, 3)
     assert payload.weights[0].tolist() == [1, 0, 0]
     assert payload.weights[2].tolist() == pytest.approx([0.5, 0.5, 0])
-    np.testing.assert_allclose(payload.means[0, 0], features[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(payload.means[0, 0], features[0], rtol=1e-4, atol=0)
     found = sorted(payload.means[2, :2, 0].tolist())
-    assert found == pytest.approx(sorted(features[5:, 0].tolist()), rel=1e-4, abs=1e-5)
+    assert found == pytest.approx(sorted(features[5:, 0].tolist()), rel=1e-4, abs=0)
     assert payload.means[2, 2].abs().sum() == 0
 
 

@@ -39,15 +39,19 @@ def make_payload(job: ClientJob) -> FeatureMixtures:
     images = job.load(job.config.data.image_size)
     width, batches = width_and_features(job, images)
     features = torch.cat([batch for _, batch in batches])
+    # scikit-learn adds a millionth to each variance, whatever the network's numbers are like
+    scale = features.std().clamp_min(1e-30)
     held = images.held()
     names = tuple(job.classes[label] for label in held)
     mixtures = []
     for label, name in zip(held, names, strict=True):
         seed = seed_of(job.config.seed, "fedpft mixture", job.client, name)
-        rows = features[images.labels == label]
+        rows = features[images.labels == label] / scale
         # FedPFT, section 4.1: EM for the class-conditional features
         mixtures.append(padded_mixture(rows, settings.components, seed, settings.covariance))
     weights, means, variances = (torch.stack(part) for part in zip(*mixtures, strict=True))
+    means = (means * scale).float()
+    variances = (variances * scale.square()).float()
     counts = torch.bincount(images.labels, minlength=len(job.classes))
     shape = (len(held), settings.components, 1 if settings.covariance == "spherical" else width)
     return FeatureMixtures(names, counts[held], weights, means, variances.view(shape))
