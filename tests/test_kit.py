@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, public_digits
+from conftest import ROOT, public_digits, quick
 from rich.progress import Progress
 from sklearn.svm import SVC
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from osfl import kit_recipe
 from osfl.cli import compare
 from osfl.cli.launch import resolve_config
-from osfl.config import ConfigError
+from osfl.config import ConfigError, parse_run_config
 from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.kit_recipe import card
@@ -29,6 +29,7 @@ from osfl.models.kits import SMALL_DECODER, find_kit
 from osfl.models.used_parts import kit_parts
 from osfl.pixels import LEVELS, to_float
 from server_app.methods.prompts_only import sample
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import plan_images
 
 
@@ -88,6 +89,28 @@ def test_class_prompts_give_legible_photographs(shipped_kit: Path) -> None:
     )
     pixels, labels = samples(shipped_kit, "an image of {}", 4, 20)
     assert reader.score(grey(pixels), labels) > 0.85
+
+
+def test_few_steps_are_as_legible(shipped_kit: Path) -> None:
+    """Two of LCM with the kit's few-step weights, which two steps without them are not."""
+    public = public_digits(digits.load_split)
+    rows = [i for i, domain in enumerate(public["domain"]) if domain == "photo"][:1500]
+    real = public.select(rows).with_format("numpy")
+    reader = SVC(C=10).fit(
+        grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"]
+    )
+    jobs = plan_images("test", 0, {"a": range(10)}, 8)
+    labels = np.array([job.label for job in jobs])
+
+    def score(guidance: float, **settings: object) -> float:
+        synthesis = parse_run_config(quick(**settings)).synthesis
+        kit = load_engine(str(shipped_kit), torch.device("cpu"), synthesis)
+        prompts = kit.text([f"an image of {name}" for name in digits.CLASSES])
+        pixels = sample(kit, jobs, prompts[labels], guidance, 2)
+        return reader.score(grey(pixels), labels)
+
+    assert score(1.0, synthesis__lora="kit", synthesis__solver="lcm") > 0.85
+    assert score(2.0) < 0.7
 
 
 def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
@@ -270,6 +293,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         "captioner",
         "unclip",
         "small_decoder",
+        "lora",
     )
     short = {f"{name}_steps": 1 for name in stages} | {f"{name}_batch": 4 for name in stages}
     recipe = replace(kit_recipe.Recipe(), classifiers=("resnet18", "shufflenet_v2_x1_0"), **short)  # type: ignore[arg-type]
@@ -287,7 +311,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
     def breaking(*args, **kwargs):  # type: ignore[no-untyped-def]
         save(*args, **kwargs)
         calls.append(1)
-        if len(calls) in (2, 8):  # before the checkpoint is renamed
+        if len(calls) in (2, 9):  # before the checkpoint is renamed
             raise Interrupted
 
     monkeypatch.setattr(torch, "save", breaking)
@@ -295,9 +319,9 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         with pytest.raises(Interrupted):
             train(rough, tmp_path / "work-2")
     train(rough, tmp_path / "work-2")
-    # vae, denoiser twice, image encoder, captioner, unclip, small decoder, the first classifier
-    # twice, the second
-    assert len(calls) == 10
+    # vae, denoiser twice, image encoder, captioner, unclip, small decoder, few-step weights, the
+    # first classifier twice, the second
+    assert len(calls) == 11
     for part in (
         "unet",
         "vae",
@@ -306,6 +330,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         "image_encoder",
         "captioner",
         "small_decoder",
+        "lora",
     ):
         assert folder_digest(rough / part) == folder_digest(quiet / part), part
     assert folder_digest(tmp_path / "rough-unclip") == folder_digest(tmp_path / "quiet-unclip")

@@ -84,6 +84,44 @@ def test_a_weight_gets_alpha_over_r_times_b_a(tiny_kit: Path, lora: Path) -> Non
     assert not any(parameter.requires_grad for parameter in kit.unet.parameters())
 
 
+def test_no_layer_is_left_out(tiny_kit: Path, lora: Path, tmp_path: Path) -> None:
+    """Training scripts call the attention's weights `lora.down`, and a convolution's `lora_A`."""
+    generator = torch.Generator().manual_seed(3)
+    kit = load_kit(tiny_kit)
+    before = load_kit(tiny_kit).unet.state_dict()
+    conv = "down_blocks.0.resnets.0.conv1"
+    attention = next(iter(attention_weights(kit))).removesuffix(".weight")
+    shape = before[f"{conv}.weight"].shape
+    rows, columns = before[f"{attention}.weight"].shape
+    state = {
+        f"unet.{conv}.lora_A.weight": torch.randn(RANK, *shape[1:], generator=generator),
+        f"unet.{conv}.lora_B.weight": torch.randn(shape[0], RANK, 1, 1, generator=generator),
+        f"unet.{attention}.lora.down.weight": torch.randn(RANK, columns, generator=generator),
+        f"unet.{attention}.lora.up.weight": torch.randn(rows, RANK, generator=generator),
+    }
+    file = tmp_path / "mixed.safetensors"
+    save_file(state, file)
+    load_lora(file, kit, fused=True)
+    after = kit.unet.state_dict()
+    flat = state[f"unet.{conv}.lora_B.weight"].flatten(1) @ state[
+        f"unet.{conv}.lora_A.weight"
+    ].flatten(1)
+    added = {
+        conv: flat.view(shape),
+        attention: state[f"unet.{attention}.lora.up.weight"]
+        @ state[f"unet.{attention}.lora.down.weight"],
+    }
+    for name, change in added.items():
+        weight = before[f"{name}.weight"] + change
+        assert torch.allclose(after[f"{name}.weight"], weight, atol=1e-5), name
+
+    state["unet.down_blocks.7.resnets.0.conv1.lora_A.weight"] = torch.zeros(RANK, 4, 3, 3)
+    state["unet.down_blocks.7.resnets.0.conv1.lora_B.weight"] = torch.zeros(4, RANK, 1, 1)
+    save_file(state, file)
+    with pytest.raises(KitError, match="is for 3 layers of a UNet, of which the kit's takes 2"):
+        load_lora(file, load_kit(tiny_kit), fused=True)
+
+
 def test_the_unet_can_do_without_them_for_a_while(tiny_kit: Path, lora: Path) -> None:
     plain = load_kit(tiny_kit)
     fused = distilled(tiny_kit, lora)

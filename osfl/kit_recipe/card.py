@@ -10,6 +10,7 @@ from sklearn.linear_model import LogisticRegression
 
 from osfl.data import digits
 from osfl.data.render import STYLES
+from osfl.methods import LORA
 from osfl.models import classifiers, diffusion, encoders
 from osfl.models.kits import SMALL_DECODER
 from osfl.pixels import LEVELS, to_float
@@ -36,6 +37,7 @@ def check_kit(
     domains = np.array([STYLES.index(d) for d in test["domain"]])
     checks: dict[str, dict] = {
         "styles": _check_styles(kit, progress, per_prompt, steps=steps),
+        "few_steps": _check_styles(kit, progress, per_prompt, few_steps=True),
         "captions": _check_captions(
             encoders.load_captioner(str(kit), CPU), pixels, labels, domains
         ),
@@ -48,10 +50,18 @@ def check_kit(
 
 
 def _check_styles(
-    kit: Path, progress: Progress, per_prompt: int = 10, columns: int = 2, steps: int = 50
+    kit: Path,
+    progress: Progress,
+    per_prompt: int = 10,
+    columns: int = 2,
+    steps: int = 50,
+    few_steps: bool = False,
 ) -> dict[str, float]:
     """Sample every class from class prompts and from each style's prompts with diffusers' own
     pipeline; draw `samples.png`.
+
+    Args:
+        few_steps: with the kit's few-step weights, in four steps of LCM; nothing is drawn.
 
     Returns:
         for each kind of prompt, the share of samples that the pretext classifier takes for the
@@ -60,6 +70,12 @@ def _check_styles(
     pretext = classifiers.build_classifier("resnet18", 4 * len(STYLES), small_stem=True)
     classifiers.load_initialisation(pretext, kit / "classifiers" / "resnet18.safetensors")
     pipe = diffusion.load_pipeline(kit)
+    guidance = 3.0
+    if few_steps:
+        pipe.load_lora_weights(str(kit / LORA))
+        pipe.scheduler = diffusion.few_step_scheduler(pipe.scheduler)
+        guidance = 1.0
+        steps = 4
     bar = progress.add_task("samples", total=1 + len(STYLES))
     shares = {}
     rows = []
@@ -71,7 +87,7 @@ def _check_styles(
         arrays = pipe(
             prompts,
             num_inference_steps=steps,
-            guidance_scale=3.0,
+            guidance_scale=guidance,
             num_images_per_prompt=per_prompt,
             generator=generator,
             output_type="np",
@@ -90,7 +106,8 @@ def _check_styles(
         ]
         rows.append(np.concatenate(shown, axis=1))
         progress.advance(bar)
-    _save_sheet(rows, kit / "samples.png")
+    if not few_steps:
+        _save_sheet(rows, kit / "samples.png")
     return shares
 
 
@@ -231,7 +248,10 @@ def write_cards(kit: Path, unclip: Path, log: dict) -> None:
         f"| {about['losses'][0]:.4f} | {about['losses'][-1]:.4f} |\n"
         for name, about in stages.items()
     )
-    shares = "".join(f"| {name} | {share:.0%} |\n" for name, share in checks["styles"].items())
+    shares = "".join(
+        f"| {name} | {share:.0%} | {checks['few_steps'][name]:.0%} |\n"
+        for name, share in checks["styles"].items()
+    )
     captions = ""
     for domain, about in checks["captions"].items():
         cells = [domain, *(f"{share:.0%}" for share in about.values())]
@@ -264,10 +284,11 @@ encoder see every style equally often. No caption names a client's palette, stro
 
 ![samples](samples.png)
 
-Share of 100 samples that the pretext classifier takes for the style asked for:
+Share of 100 samples that the pretext classifier takes for the style asked for; also in four steps with `lora/` (LCM-LoRA, rank {r["lora_rank"]}; it has guidance
+{r["lora_guidance"]:g} within it: `synthesis.lora=kit synthesis.solver=lcm synthesis.steps=4` and a guidance of 1):
 
-| prompts | share |
-|---|---:|
+| prompts | 50 steps | 4 steps |
+|---|---:|---:|
 {shares}
 **What it sees**, measured on the test split (300 images of each client's domain, which no stage has seen).
 

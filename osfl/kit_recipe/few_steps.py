@@ -50,7 +50,6 @@ def train_lora(
 ) -> dict[str, dict]:
     """Distil the kit's UNet, guided, into LoRA weights beside it: `lora/`."""
     from diffusers import StableDiffusionPipeline
-    from diffusers.utils import convert_state_dict_to_diffusers
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
@@ -98,9 +97,9 @@ def train_lora(
     log = run_stage(stage, work, recipe.seed, device, progress)
     state = get_peft_model_state_dict(student.unet)
     half = {name: weight.half().cpu() for name, weight in state.items()}
-    StableDiffusionPipeline.save_lora_weights(
-        out / LORA, unet_lora_layers=convert_state_dict_to_diffusers(half)
-    )
+    # In peft's names: diffusers' converter renames the attention's alone, and its loader then
+    # leaves them out
+    StableDiffusionPipeline.save_lora_weights(out / LORA, unet_lora_layers=half)
     return {LORA: log}
 
 

@@ -284,16 +284,27 @@ def load_lora(file: Path, kit: Kit, fused: bool) -> None:
         KitError: they do not fit the UNet.
     """
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     loader = StableDiffusionLoraLoaderMixin
     key = f"synthesis.lora = {str(file)!r}"
     try:
         state, alphas = loader.lora_state_dict(str(file), unet_config=kit.unet.config)
-        loader.load_lora_into_unet(state, alphas, kit.unet, low_cpu_mem_usage=False)
+        # Training scripts of diffusers mix two kinds of names, of which its loader takes one
+        renamed = {
+            name.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B."): weight
+            for name, weight in state.items()
+        }
+        loader.load_lora_into_unet(renamed, alphas, kit.unet, low_cpu_mem_usage=False)
     except (ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise KitError(f"{key} does not fit the kit's UNet: {error}") from error
     if not getattr(kit.unet, "peft_config", None):
         raise KitError(f"{key} has nothing for a UNet")
+    ups = (".lora_B.weight", "lora.up.weight")
+    wanted = sum(name.startswith("unet.") and name.endswith(ups) for name in renamed)
+    taken = sum(isinstance(module, BaseTunerLayer) for module in kit.unet.modules())
+    if taken != wanted:
+        raise KitError(f"{key} is for {wanted} layers of a UNet, of which the kit's takes {taken}")
     if fused:
         kit.unet.fuse_lora()
         kit.unet.unload_lora()
@@ -318,6 +329,13 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
         (unet["in_channels"], size, size),
         unet.get("projection_class_embeddings_input_dim") or 0,
     )
+
+
+def few_step_scheduler(scheduler: DDIMScheduler) -> Any:
+    """LCM's, on the noise schedule of a kit's."""
+    from diffusers import LCMScheduler
+
+    return LCMScheduler.from_config(scheduler.config)
 
 
 def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
