@@ -89,7 +89,7 @@ def test_no_layer_is_left_out(tiny_kit: Path, lora: Path, tmp_path: Path) -> Non
     generator = torch.Generator().manual_seed(3)
     kit = load_kit(tiny_kit)
     before = load_kit(tiny_kit).unet.state_dict()
-    conv = "down_blocks.0.resnets.0.conv1"
+    conv = "down_blocks.0.attentions.0.proj_in"
     attention = next(iter(attention_weights(kit))).removesuffix(".weight")
     shape = before[f"{conv}.weight"].shape
     rows, columns = before[f"{attention}.weight"].shape
