@@ -94,6 +94,7 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
         ("seeds = ['x']\n[rows.a]", "must be whole numbers"),
         ("[rows.a]\nruns-dir = '/tmp'", "row 'a': runs-dir = '/tmp': is the table's to set"),
         ("[common]\nseed = 3\n[rows.a]", "row 'a': seed = 3: is the table's to set"),
+        ("reference = 'b'\n[rows.a]", "reference = 'b': there is no such row; it has a"),
         ("[rows.a]\n[grid]\nseed = 3", r"\[grid\] seed: must be a list"),
     ],
 )
@@ -211,6 +212,38 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     )
     assert (tmp_path / "t.png").stat().st_size > 10_000
     assert len(records) == 4
+
+
+def test_rows_are_paired_by_seed(tmp_path: Path) -> None:
+    """By hand: 4, 6 and 8 points apart are 6.0 with s = 2, and t(2) = 4.3027 times 2 / sqrt(3)
+    is 4.97. 4, -10 and 5 are -0.33 with s = 8.39, and 20.83.
+    """
+
+    def run(row: str, seed: int, average: float) -> compare.Outcome:
+        figures = {"FT": {"a": average, "average": average}}
+        return outcome(row, seed, metrics=metrics("fedx", figures))
+
+    averages = {
+        "base": {0: 50.0, 1: 60.0, 2: 40.0},
+        "better": {0: 54.0, 1: 66.0, 2: 48.0},
+        "worse": {0: 46.0, 1: 54.0, 2: 32.0},
+        "unsure": {0: 54.0, 1: 50.0, 2: 45.0, 7: 99.0},
+        "same": {1: 61.5, 2: 41.5},
+        "once": {2: 38.0},
+        "elsewhere": {9: 38.0},
+    }
+    outcomes = [run(row, s, v) for row, figures in averages.items() for s, v in figures.items()]
+    table = compare.TableFile("t", "T", (0, 1, 2), {row: {} for row in averages}, reference="base")
+    compare.write_table(table, outcomes, tmp_path, "osfl compare t.toml", 2)
+    page = (tmp_path / "t.md").read_text()
+    assert "Average against base, in points, paired by seed; the interval of the mean" in page
+    assert r"| better | +6.0 \* | +1.0 to +11.0 | 3 |" in page
+    assert r"| worse | -6.0 \* | -11.0 to -1.0 | 3 |" in page
+    assert "| unsure | -0.3 | -21.2 to +20.5 | 3 |" in page
+    assert r"| same | +1.5 \* | +1.5 to +1.5 | 2 |" in page
+    assert "| once | -2.0 |  | 1 |" in page
+    assert "| elsewhere | +" not in page.partition("against")[2]
+    assert "| base | +0.0" not in page
 
 
 def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ A table file (configs/tables/*.toml) has
     [rows."espresso C"]      # one row each: its run-config
     method = "espresso"
     espresso.gmm = false
+    reference = "espresso C" # optional: every row against this one, paired by seed
     [grid]                   # optional: every row is run with every combination
     "espresso.epochs" = [5, 15]
 
@@ -56,6 +57,7 @@ from osfl.cli.launch import (
     read_overrides,
     resolve_config,
 )
+from osfl.cli.paired import paired_difference
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.files import DamageError, private_folder, write_atomically
 from osfl.models.used_parts import used_digests
@@ -64,7 +66,7 @@ from osfl.run_folder.report_page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
 from osfl.words import plain
 
-PARTS = ("title", "source", "seeds", "common", "rows", "grid", "published", "lacks")
+PARTS = ("title", "source", "seeds", "reference", "common", "rows", "grid", "published", "lacks")
 MODELS = ("FT", "MD", "SD")  # the global models of FedCADO and FedLMG
 RESERVED = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
 MOST_CLIENTS = 8  # that have a column of their own in the Markdown table
@@ -100,6 +102,8 @@ class TableFile:
     lacks: Mapping[str, str] = field(default_factory=dict)
     # Rows whose data set is not here, and why
     unseen: Mapping[str, str] = field(default_factory=dict)
+    # A row; empty: none
+    reference: str = ""
 
     def cells(self) -> list[Cell]:
         """Every row with every seed, seed by seed: with one seed done there is a whole table."""
@@ -183,6 +187,11 @@ def read_table(
                 ]
             )
             made[title] = {**_with_preset(file, common, row), **point}
+    reference = str(content.get("reference", ""))
+    if reference and reference not in made:
+        raise ConfigError(
+            f"{file}: reference = {reference!r}: there is no such row; it has {', '.join(made)}"
+        )
     if asked := [name.strip() for name in rows.split(",") if name.strip()]:
         if missing := [name for name in asked if name not in made]:
             raise ConfigError(
@@ -206,6 +215,7 @@ def read_table(
         _published(file, content),
         {str(what): str(why) for what, why in content.get("lacks", {}).items()},
         _check_rows(file, made, tuple(overrides), without_data),
+        reference,
     )
 
 
@@ -596,10 +606,28 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         f"**{plain(table.title)}**",
         "\n".join(lines),
         note,
+        *([_against(table.reference, groups)] if table.reference in groups else []),
         *([_beside(table, groups)] if table.published else []),
         *(["Missing:\n\n" + "\n".join(failed)] if failed else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _against(reference: str, groups: dict[str, list[dict[str, Any]]]) -> str:
+    """Every row's average against one row's, paired by seed."""
+    lines = ["| | difference | 95 % interval | seeds |", "|---|---:|---:|---:|"]
+    averages = {row: {r["seed"]: r["average"] for r in group} for row, group in groups.items()}
+    for row, figures in averages.items():
+        if row == reference or not figures.keys() & averages[reference].keys():
+            continue
+        found = paired_difference(figures, averages[reference])
+        star = r" \*" if found.decided else ""
+        interval = "" if np.isnan(found.low) else f"{found.low:+.1f} to {found.high:+.1f}"
+        lines.append(f"| {_words(row)} | {found.mean:+.1f}{star} | {interval} | {found.seeds} |")
+    return (
+        f"Average against {_words(reference)}, in points, paired by seed; the interval of the mean "
+        "by Student's t; \\* where it excludes 0.\n\n" + "\n".join(lines)
+    )
 
 
 def _beside(table: TableFile, groups: dict[str, list[dict[str, Any]]]) -> str:
