@@ -6,13 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import diffusers
+import peft
 import pytest
 import torch
 from conftest import quick
 from safetensors.torch import load_file, save_file
 
 from osfl.config import ConfigError, parse_run_config
-from osfl.models.diffusion import Kit, Sampling, load_kit, load_lora, load_pipeline
+from osfl.models.diffusion import Kit, Sampling, load_kit, load_lora, load_pipeline, save_lora
 from osfl.models.kit_check import check_lora, lora_file
 from osfl.models.kits import KitError, kit_digest
 from osfl.models.used_parts import sampling_parts
@@ -120,6 +121,34 @@ def test_no_layer_is_left_out(tiny_kit: Path, lora: Path, tmp_path: Path) -> Non
     save_file(state, file)
     with pytest.raises(KitError, match="is for 3 layers of a UNet, of which the kit's takes 2"):
         load_lora(file, load_kit(tiny_kit), fused=True)
+
+
+def test_what_is_saved_loads_whole(tiny_kit: Path, tmp_path: Path) -> None:
+    """Into our kit and into diffusers' own pipeline, to the bit of 16."""
+    unet = load_kit(tiny_kit).unet
+    torch.manual_seed(5)
+    targets = ["to_q", "proj_in", "conv1"]
+    settings = {"r": RANK, "lora_alpha": RANK, "init_lora_weights": False}
+    unet.add_adapter(peft.LoraConfig(target_modules=targets, **settings))
+    save_lora(unet, tmp_path)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    assert file.stat().st_size < 2.5 * sum(w.numel() for w in load_file(file).values())
+    unet.fuse_lora()
+    unet.unload_lora()
+    kit = load_kit(tiny_kit)
+    load_lora(file, kit, fused=True)
+    pipeline = load_pipeline(tiny_kit)
+    pipeline.load_lora_weights(str(tmp_path))
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    wanted = unet.state_dict()
+    before = load_kit(tiny_kit).unet.state_dict()
+    changed = 0
+    for found in (kit.unet.state_dict(), pipeline.unet.state_dict()):
+        for name, weight in wanted.items():
+            assert torch.allclose(found[name], weight, atol=5e-3), name
+            changed += not torch.allclose(before[name], weight, atol=1e-2)
+    assert changed > 10
 
 
 def test_the_unet_can_do_without_them_for_a_while(tiny_kit: Path, lora: Path) -> None:

@@ -49,9 +49,7 @@ def train_lora(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
 ) -> dict[str, dict]:
     """Distil the kit's UNet, guided, into LoRA weights beside it: `lora/`."""
-    from diffusers import StableDiffusionPipeline
     from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
 
     device = corpus.pixels.device
     teacher = diffusion.load_kit(out, device)
@@ -95,11 +93,7 @@ def train_lora(
         ema_decay=0.99,
     )
     log = run_stage(stage, work, recipe.seed, device, progress)
-    state = get_peft_model_state_dict(student.unet)
-    half = {name: weight.half().cpu() for name, weight in state.items()}
-    # In peft's names: diffusers' converter renames the attention's alone, and its loader then
-    # leaves them out
-    StableDiffusionPipeline.save_lora_weights(out / LORA, unet_lora_layers=half)
+    diffusion.save_lora(student.unet, out / LORA)
     return {LORA: log}
 
 

@@ -311,6 +311,21 @@ def load_lora(file: Path, kit: Kit, fused: bool) -> None:
     kit.unet.to(kit.device, kit.dtype).eval().requires_grad_(False)
 
 
+def save_lora(unet: UNet2DConditionModel, folder: Path) -> None:
+    """Write a UNet's LoRA weights as `load_lora` and diffusers' pipelines take them, in 16 bits.
+
+    Their alpha must be their rank, which is what the loaders take where a file has none.
+    """
+    from diffusers import StableDiffusionPipeline
+    from peft.utils import get_peft_model_state_dict
+
+    # In peft's names: diffusers' converter renames the attention's alone, and its loader then
+    # leaves them out
+    state = get_peft_model_state_dict(unet)
+    half = {name: weight.half().cpu() for name, weight in state.items()}
+    StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=half)
+
+
 def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
     """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit,
     without loading its weights.
