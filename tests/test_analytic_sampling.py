@@ -296,7 +296,7 @@ def test_espresso_starts_from_its_mixtures() -> None:
     count = 600
     plan = plan_images("m", 0, {"a": [1, 3]}, count)
     config = settings(
-        espresso__gmm=True, espresso__z_sampling=False, espresso__guidance=1.0
+        espresso__gmm=True, espresso__z_sampling=False, espresso__guidance=1.5
     ).espresso
     rows = [0] * count + [1] * count
     espresso.sample(kit, plan, [(payload, row) for row in rows], config, 2)
