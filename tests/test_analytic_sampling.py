@@ -23,12 +23,12 @@ from conftest import quick
 from diffusers import DDIMInverseScheduler
 
 from osfl.config import RunConfig, parse_run_config
-from osfl.models.diffusion import Kit
+from osfl.models.diffusion import Kit, ddim_step
 from osfl.payloads import Concepts, Mixtures
 from osfl.seeds import seed_of
 from server_app.methods import espresso, fedbip, feddeo, feddisc, prompts_only
 from server_app.synthesis.plan import ImageJob, plan_images
-from server_app.synthesis.samplers import ddim_step, z_sampling
+from server_app.synthesis.samplers import z_sampling
 
 HELD = {"a": [1, 3], "b": [0]}
 PLAN = plan_images("m", 0, HELD, 3)  # a 1 three times, a 3, b 0

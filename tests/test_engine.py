@@ -46,7 +46,7 @@ def test_solvers_sample_as_diffusers_own_pipeline(
     file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": predicts}))
     kit = load_engine(str(tmp_path / "kit"), CPU, settings(solver=solver))
     pipe = load_pipeline(tmp_path / "kit")
-    pipe.scheduler = type(new_solver(kit)).from_config(
+    pipe.scheduler = type(new_solver(kit.sampling.solver, kit.scheduler)).from_config(
         pipe.scheduler.config, timestep_spacing="trailing"
     )
     assert pipe.scheduler.config.prediction_type == predicts

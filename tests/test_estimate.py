@@ -64,6 +64,7 @@ def test_what_is_estimated_is_what_is_sent_and_drawn(
         ("fedcado", {}, 12),
         # A zig-zag at one of the two steps: two branches down, one back
         ("espresso", {"espresso__z_threshold": 1}, 4 + 3),
+        ("espresso", {"espresso__z_threshold": 1, "espresso__guidance": 1.0}, 2 + 2),
         ("espresso", {"espresso__z_sampling": False}, 4),
     ],
 )

@@ -105,6 +105,16 @@ def test_a_class_counts_as_its_images_however_few_are_drawn() -> None:
     assert shares.tolist() == [10**9 / 4] * 4 + [1] * 3
 
 
+def test_numbers_as_large_as_the_wire_takes_give_a_head() -> None:
+    """Finite, so that one client does not end the run."""
+    most = torch.finfo(torch.float32).max
+    honest = mixture()
+    liar = replace(honest, means=honest.means.sign() * most, variances=torch.full((2, 2, 2), most))
+    drawn = drawn_features({"c": honest, "d": liar}, {"c": [0, 1], "d": [0, 1]}, 20, seed=0)
+    for part in (*drawn, *trained_head(*drawn, 2, SETTINGS)):
+        assert torch.isfinite(part).all()
+
+
 def test_draws_are_each_clients_and_classs_own() -> None:
     both = {"c": mixture(), "d": mixture()}
     held = {"c": [0, 1], "d": [0, 1]}

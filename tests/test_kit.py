@@ -79,26 +79,24 @@ def test_the_kit_is_found_small_and_stable_diffusion_shaped(shipped_kit: Path) -
     assert (shipped_kit / "samples.png").is_file()
 
 
-def test_class_prompts_give_legible_photographs(shipped_kit: Path) -> None:
-    """A support vector machine that learned from real public photographs reads the samples."""
+@pytest.fixture(scope="module")
+def reader() -> SVC:
+    """A support vector machine that learned from real public photographs."""
     public = public_digits(digits.load_split)
     rows = [i for i, domain in enumerate(public["domain"]) if domain == "photo"][:1500]
     real = public.select(rows).with_format("numpy")
-    reader = SVC(C=10).fit(
+    return SVC(C=10).fit(
         grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"]
     )
+
+
+def test_class_prompts_give_legible_photographs(shipped_kit: Path, reader: SVC) -> None:
     pixels, labels = samples(shipped_kit, "an image of {}", 4, 20)
     assert reader.score(grey(pixels), labels) > 0.85
 
 
-def test_few_steps_are_as_legible(shipped_kit: Path) -> None:
+def test_few_steps_are_as_legible(shipped_kit: Path, reader: SVC) -> None:
     """Two of LCM with the kit's few-step weights, which two steps without them are not."""
-    public = public_digits(digits.load_split)
-    rows = [i for i, domain in enumerate(public["domain"]) if domain == "photo"][:1500]
-    real = public.select(rows).with_format("numpy")
-    reader = SVC(C=10).fit(
-        grey(torch.from_numpy(np.stack(real["image"])).permute(0, 3, 1, 2)), real["label"]
-    )
     jobs = plan_images("test", 0, {"a": range(10)}, 8)
     labels = np.array([job.label for job in jobs])
 

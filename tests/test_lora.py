@@ -85,7 +85,7 @@ def test_a_weight_gets_alpha_over_r_times_b_a(tiny_kit: Path, lora: Path) -> Non
     assert not any(parameter.requires_grad for parameter in kit.unet.parameters())
 
 
-def test_no_layer_is_left_out(tiny_kit: Path, lora: Path, tmp_path: Path) -> None:
+def test_no_layer_is_left_out(tiny_kit: Path, tmp_path: Path) -> None:
     """Training scripts call the attention's weights `lora.down`, and a convolution's `lora_A`."""
     generator = torch.Generator().manual_seed(3)
     kit = load_kit(tiny_kit)

@@ -9,9 +9,9 @@ from conftest import plain_classifier
 from torch import nn
 
 from osfl.models.classifiers import MEAN, STD, pack, unpack
-from osfl.models.diffusion import Kit, Sampling, forward_noise, load_kit
+from osfl.models.diffusion import Kit, Sampling, ddim_step, forward_noise, load_kit, x0hat
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide
-from server_app.synthesis.samplers import ddim, ddim_step, x0hat
+from server_app.synthesis.samplers import ddim
 from server_app.training import mean_teacher, own_teacher
 
 A = torch.tensor(0.64)  # sqrt(a) = 0.8, sqrt(1 - a) = 0.6

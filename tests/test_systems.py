@@ -35,6 +35,7 @@ from osfl.data.load import domain_name
 from osfl.models import classifiers, encoders
 from osfl.models.concepts import concept_prompt, concept_starts
 from osfl.models.diffusion import (
+    ddim_step,
     forward_noise,
     load_embedding_noise,
     load_kit,
@@ -61,7 +62,7 @@ from server_app.methods import (
 )
 from server_app.synthesis.guidance import Condition, as_teacher, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
-from server_app.synthesis.samplers import ddim, ddim_schedule, ddim_step, z_sampling
+from server_app.synthesis.samplers import ddim, ddim_schedule, z_sampling
 
 CPU = torch.device("cpu")
 

@@ -50,8 +50,7 @@ def make_payload(job: ClientJob) -> FeatureMixtures:
         # FedPFT, section 4.1: EM for the class-conditional features
         mixtures.append(padded_mixture(rows, settings.components, seed, settings.covariance))
     weights, means, variances = (torch.stack(part) for part in zip(*mixtures, strict=True))
-    means = (means * scale).float()
-    variances = (variances * scale.square()).float()
     counts = torch.bincount(images.labels, minlength=len(job.classes))
     shape = (len(held), settings.components, 1 if settings.covariance == "spherical" else width)
-    return FeatureMixtures(names, counts[held], weights, means, variances.view(shape))
+    spreads = (variances * scale.square()).view(shape)
+    return FeatureMixtures(names, counts[held], weights, means * scale, spreads)

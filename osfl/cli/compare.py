@@ -6,12 +6,12 @@ A table file (configs/tables/*.toml) has
 
     title = "..."            # what the table is about
     seeds = [0, 1, 2]
+    reference = "espresso C" # optional: every row against this one, paired by seed
     [common]                 # run-config of every run
     num-clients = 6
     [rows."espresso C"]      # one row each: its run-config
     method = "espresso"
     espresso.gmm = false
-    reference = "espresso C" # optional: every row against this one, paired by seed
     [grid]                   # optional: every row is run with every combination
     "espresso.epochs" = [5, 15]
 

@@ -320,7 +320,7 @@ def rows_an_image(config: RunConfig, timesteps: Sequence[int]) -> int:
             above = [t for t in timesteps if t > config.espresso.z_threshold]
             # Of a zig-zag: a strong step down, and a weak one back
             weak = 1 if config.espresso.inversion_guidance in (0, 1) else 2
-            return passes + len(above) * (2 + weak)
+            return passes + len(above) * (branches(config) + weak)
         case "fedlmg":
             return passes * _gradient_passes(config.fedlmg.gradient)
         case "fedcado":

@@ -73,7 +73,7 @@ def _check_styles(
     guidance = 3.0
     if few_steps:
         pipe.load_lora_weights(str(kit / LORA))
-        pipe.scheduler = diffusion.few_step_scheduler(pipe.scheduler)
+        pipe.scheduler = diffusion.new_solver("lcm", pipe.scheduler)
         guidance = 1.0
         steps = 4
     bar = progress.add_task("samples", total=1 + len(STYLES))

@@ -21,9 +21,6 @@ from osfl.models import diffusion
 from osfl.pixels import to_float
 from osfl.seeds import seed_of
 
-# As diffusers' LCMScheduler: of the data, and by which timesteps are multiplied
-SIGMA_DATA = 0.5
-TIMESTEP_SCALING = 10.0
 # Of the loss, as their training has it
 HUBER = 0.001
 # Every convolution and projection of the UNet
@@ -132,9 +129,7 @@ def consistency_loss(
         given = teacher.eps(z, t, condition)
         free = teacher.eps(z, t, nothing.expand(len(z), -1, -1))
         e = free + guidance * (given - free)
-        # DDIM, eq. 12 with sigma = 0
-        clean = (z - (1 - a_t).sqrt() * e) / a_t.sqrt()
-        lower = a_lower.sqrt() * clean + (1 - a_lower).sqrt() * e
+        lower = diffusion.ddim_step(z, e, a_t, a_lower)
         wanted = consistency(student, lower, t_lower, condition)
     return ((seen - wanted).square() + HUBER**2).sqrt().mean() - HUBER
 
@@ -143,16 +138,16 @@ def consistency(
     kit: diffusion.Kit, z: torch.Tensor, t: torch.Tensor, condition: torch.Tensor
 ) -> torch.Tensor:
     """f(z, t) = c_skip(t) z + c_out(t) x0hat(z, t): the clean latent at once, and z itself at t = 0
-    (LCM, eq. 9; the coefficients as in diffusers' LCMScheduler).
+    (LCM, eq. 9; the coefficients are those of diffusers' LCMScheduler).
 
     Args:
         z: [B, c, h, w].
         t: [B].
         condition: [B, L, d].
     """
-    scaled = (TIMESTEP_SCALING * t).view(-1, 1, 1, 1)
-    c_skip = SIGMA_DATA**2 / (scaled**2 + SIGMA_DATA**2)
-    c_out = scaled / (scaled**2 + SIGMA_DATA**2).sqrt()
+    scheduler = diffusion.new_solver("lcm", kit.scheduler)
+    c_skip, c_out = (
+        part.view(-1, 1, 1, 1) for part in scheduler.get_scalings_for_boundary_condition_discrete(t)
+    )
     a_t = kit.alphas_cumprod[t].view(-1, 1, 1, 1)
-    clean = (z - (1 - a_t).sqrt() * kit.eps(z, t, condition)) / a_t.sqrt()
-    return c_skip * z + c_out * clean
+    return c_skip * z + c_out * diffusion.x0hat(z, kit.eps(z, t, condition), a_t)

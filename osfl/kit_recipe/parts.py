@@ -318,7 +318,7 @@ def train_small_decoder(
                 :, None, None, None
             ]
             a_t = a_t.view(-1, 1, 1, 1)
-            latents = torch.where(clean, x0, (z - (1 - a_t).sqrt() * e) / a_t.sqrt())
+            latents = torch.where(clean, x0, diffusion.x0hat(z, e, a_t))
             target = kit.decode(latents)
         return F.l1_loss(small.decode(latents).sample, target)
 

@@ -346,13 +346,6 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
     )
 
 
-def few_step_scheduler(scheduler: DDIMScheduler) -> Any:
-    """LCM's, on the noise schedule of a kit's."""
-    from diffusers import LCMScheduler
-
-    return LCMScheduler.from_config(scheduler.config)
-
-
 def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
     """The timesteps that a schedule of so many steps takes, from T down."""
     scheduler.set_timesteps(steps)
@@ -378,8 +371,8 @@ def unet_flops(source: str) -> int:
     return counter.get_total_flops()
 
 
-def new_solver(kit: Kit) -> Any:
-    """diffusers' scheduler of the solver that `kit.sampling` names, on the kit's noise schedule.
+def new_solver(name: str, scheduler: DDIMScheduler) -> Any:
+    """diffusers' scheduler of a solver that `Sampling` names, on a kit's noise schedule.
 
     `Kit.eps` predicts noise, whatever the UNet does.
     """
@@ -390,12 +383,12 @@ def new_solver(kit: Kit) -> Any:
         "unipc": diffusers.UniPCMultistepScheduler,
         "lcm": diffusers.LCMScheduler,
         "tcd": diffusers.TCDScheduler,
-    }[kit.sampling.solver]
+    }[name]
     # Distilled on timesteps of their own
-    if kit.sampling.solver in FEW_STEP_SOLVERS:
-        return solver.from_config(kit.scheduler.config, prediction_type="epsilon")
+    if name in FEW_STEP_SOLVERS:
+        return solver.from_config(scheduler.config, prediction_type="epsilon")
     return solver.from_config(
-        kit.scheduler.config, prediction_type="epsilon", timestep_spacing="trailing"
+        scheduler.config, prediction_type="epsilon", timestep_spacing="trailing"
     )
 
 
@@ -403,6 +396,21 @@ def forward_noise(x0: torch.Tensor, eps: torch.Tensor, a_t: torch.Tensor) -> tor
     """z_t = sqrt(a_t) x0 + sqrt(1 - a_t) eps (DDPM, eq. 4). x0, eps [B, ...]; a_t [B]."""
     a_t = a_t.to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))
     return a_t.sqrt() * x0 + (1 - a_t).sqrt() * eps
+
+
+def x0hat(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
+    """x0hat = (z - sqrt(1 - a_t) e) / sqrt(a_t) (DDIM, eq. 9).
+
+    The clean latent that the noise prediction implies.
+    """
+    return (z - (1 - a_t).sqrt() * e) / a_t.sqrt()
+
+
+def ddim_step(
+    z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, a_prev: torch.Tensor
+) -> torch.Tensor:
+    """z_prev = sqrt(a_prev) x0hat + sqrt(1 - a_prev) e (DDIM, eq. 12 with sigma = 0)."""
+    return a_prev.sqrt() * x0hat(z, e, a_t) + (1 - a_prev).sqrt() * e
 
 
 @dataclass(frozen=True)

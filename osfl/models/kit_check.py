@@ -180,9 +180,12 @@ def check_lora(source: str, kit: str) -> None:
     if importlib.util.find_spec("peft") is None:
         raise KitError(f"{key} needs the package peft: pip install 'osfl[lora]'")
     file = lora_file(source, kit)
-    shapes = _shapes(KitFolder(key, file.parent), file.name)
-    if not any("lora" in name for name in shapes):
-        raise KitError(f"{key}: {file.name} has no tensors of a LoRA")
+    _check_lora_names(KitFolder(key, file.parent), file.name)
+
+
+def _check_lora_names(folder: KitFolder, file: str) -> None:
+    if not any("lora" in name for name in _shapes(folder, file)):
+        raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
 
 
 def lora_file(source: str, kit: str) -> Path:
@@ -269,15 +272,13 @@ def _check_weights(folder: KitFolder, part: str, kind: str) -> None:
         return
     if kind not in WEIGHTS:
         return
+    if kind == LORA:
+        _check_lora_names(folder, folder.weights(part, kind)[0])
+        return
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
             shapes |= _shapes(folder, file)
-    if kind == LORA:
-        if not any("lora" in name for name in shapes):
-            file = folder.weights(part, kind)[0]
-            raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
-        return
     _check_sizes(folder, part, kind, folder.settings(file_in(part, "config.json")), shapes)
 
 

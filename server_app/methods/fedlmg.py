@@ -37,7 +37,7 @@ import torch
 
 from osfl.config import FedLMGConfig, split_names
 from osfl.models.classifiers import rebuild
-from osfl.models.diffusion import Kit
+from osfl.models.diffusion import Kit, x0hat
 from osfl.payloads import Classifier
 from server_app.driver import Models, plan_held, synthesise_and_train
 from server_app.job import ServerJob
@@ -52,7 +52,7 @@ from server_app.synthesis.guidance import (
 )
 from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes
-from server_app.synthesis.samplers import Predict, denoise, to_images, x0hat
+from server_app.synthesis.samplers import Predict, denoise, to_images
 from server_app.synthesis.workers import Sample
 from server_app.training import mean_teacher, own_teacher, train_global
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
-from osfl.models.diffusion import FEW_STEP_SOLVERS, Kit, new_solver
+from osfl.models.diffusion import FEW_STEP_SOLVERS, Kit, ddim_step, new_solver
 from osfl.pixels import to_uint8
 from server_app.synthesis.progress import step_done
 
@@ -33,21 +33,6 @@ class NotFiniteError(ValueError):
 
 
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (z [B, ...], t []) -> e [B, ...]
-
-
-def x0hat(z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor) -> torch.Tensor:
-    """x0hat = (z - sqrt(1 - a_t) e) / sqrt(a_t) (DDIM, eq. 9).
-
-    The clean latent that the noise prediction implies.
-    """
-    return (z - (1 - a_t).sqrt() * e) / a_t.sqrt()
-
-
-def ddim_step(
-    z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, a_prev: torch.Tensor
-) -> torch.Tensor:
-    """z_prev = sqrt(a_prev) x0hat + sqrt(1 - a_prev) e (DDIM, eq. 12 with sigma = 0)."""
-    return a_prev.sqrt() * x0hat(z, e, a_t) + (1 - a_prev).sqrt() * e
 
 
 def ddim_schedule(kit: Kit, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -93,7 +78,7 @@ def denoise(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Te
     """
     if kit.sampling.solver == "ddim":
         return ddim(kit, z, steps, predict)
-    solver = new_solver(kit)
+    solver = new_solver(kit.sampling.solver, kit.scheduler)
     solver.set_timesteps(steps, device=kit.device)
     noisy = kit.sampling.solver in FEW_STEP_SOLVERS
     own = {"generator": _own_generators(z)} if noisy else {}
@@ -119,7 +104,7 @@ def first_timestep(kit: Kit, steps: int) -> int:
     """Where denoising begins."""
     if kit.sampling.solver == "ddim":
         return ddim_schedule(kit, steps)[0][0]
-    solver = new_solver(kit)
+    solver = new_solver(kit.sampling.solver, kit.scheduler)
     solver.set_timesteps(steps)
     return int(solver.timesteps[0])
 
