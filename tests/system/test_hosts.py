@@ -301,7 +301,9 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     assert metrics["clients"]["site-a"]["upload_bytes"] > PAYLOAD
     # What it had made, not made again
     assert metrics["clients"]["site-a"]["seconds"] == costs["seconds"]
-    assert site.sent_bytes() - before < 1.2 * PAYLOAD  # a quarter had crossed before the cut
+    # Not sent over and over: a quarter had crossed before the cut, and pieces whose answer a slow
+    # machine gives late are sent again
+    assert site.sent_bytes() - before < 2 * PAYLOAD
     assert metrics["accuracy"]["site-a"].keys() == {"site-a", "average"}
 
     # What a client reaches, and what not
@@ -316,7 +318,7 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     # Revoked while it is connected: its process ends, and the next, which a restart policy would
     # begin, is refused
     server.call("flwr", "supernode", "unregister", node, "hospitals")
-    site.processes["osfl-client"].wait(timeout=120)
+    site.processes["osfl-client"].wait(timeout=300)
     assert site.begin_unit("osfl-client").wait(timeout=60) != 0
     assert "Failed to activate SuperNode" in site.log("osfl-client")
     assert "online" not in statuses()
