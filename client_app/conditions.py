@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from client_app.job import ClientJob
 from osfl.config import ConditionTraining
@@ -194,6 +195,61 @@ def _update(
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
+
+
+def learn_from_all(
+    kit: Kit,
+    learned: list[torch.Tensor],
+    condition_of: Callable[[torch.Tensor], torch.Tensor],
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    optimiser: torch.optim.Optimizer,
+    schedule: list[torch.Tensor],
+    generator: torch.Generator,
+    job: ClientJob,
+    scheduler: LRScheduler | None = None,
+) -> list[torch.Tensor]:
+    """Minimise the denoising loss over what all of a client's images share.
+
+    Args:
+        learned: what `optimiser` changes.
+        condition_of: some images' rows [B] to their conditions [B, L, d], of `learned`.
+        mean, logvar: posterior of every image's latents, [N, c, h, w].
+        schedule: the rows of each step.
+
+    Returns:
+        `learned`, on the CPU in float32.
+
+    Raises:
+        ValueError: it diverged.
+    """
+
+    def update(rows: torch.Tensor, z_t: torch.Tensor, t: torch.Tensor, eps: torch.Tensor) -> None:
+        loss = (eps - kit.eps(z_t, t, condition_of(rows))).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    job.progress(0, len(schedule))
+    for done, rows in enumerate(schedule, start=1):
+        count = len(rows)
+        t = torch.randint(len(kit.alphas_cumprod), (count,), generator=generator).to(kit.device)
+        eps = torch.randn(count, *mean.shape[1:], generator=generator).to(kit.device)
+        noise = torch.randn(count, *mean.shape[1:], generator=generator).to(kit.device)
+        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * noise
+        z_t = forward_noise(x0, eps, kit.alphas_cumprod[t])
+        job.meter.run(("all", count), partial(update, rows, z_t, t, eps))
+        if scheduler is not None:
+            scheduler.step()
+        job.progress(done, len(schedule))
+    found = [part.detach().float().cpu() for part in learned]
+    if not all(torch.isfinite(part).all() for part in found):
+        method = job.config.method
+        raise ValueError(
+            f"what {method} learns diverged (NaN or infinity); lower {method}.lr = "
+            f"{optimiser.defaults['lr']:g}"
+        )
+    return found
 
 
 def minibatches(

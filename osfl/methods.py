@@ -113,6 +113,13 @@ METHODS: dict[str, Method] = {
         sends="learned words for domain and classes, and the latent of every image",
         client_parts=DIFFUSION_PARTS,
     ),
+    "domain-vector": Method(
+        client="domain_vector",
+        server="domain_vector",
+        payload="DomainVector",
+        sends="a learned vector of its domain",
+        client_parts=DIFFUSION_PARTS,
+    ),
     "fedcgs": Method(
         client="fedcgs",
         server="fedcgs",

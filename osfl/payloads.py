@@ -91,6 +91,16 @@ class Concepts:
 
 
 @dataclass(frozen=True)
+class DomainVector:
+    """domain-vector: what the client's domain adds to the encoding of any class's prompt."""
+
+    classes: tuple[str, ...]
+    domain: Annotated[torch.Tensor, Shape("L", "d")]
+    # What each class adds beside; None: nothing
+    offsets: Annotated[torch.Tensor | None, Shape("classes", "o", "L", "d")] = None
+
+
+@dataclass(frozen=True)
 class FeatureStatistics:
     """FedCGS: of a frozen network's features, each class's sum, and the sum of outer products.
 
@@ -134,6 +144,7 @@ Payload = (
     | Captions
     | Embeddings
     | Concepts
+    | DomainVector
     | FeatureStatistics
     | FeatureMixtures
     | Domain

@@ -54,7 +54,8 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
 def run_dimensions(config: RunConfig) -> dict[str, int]:
     """The sizes that a run gives the dimensions of `osfl.payload_fields.DIMENSIONS`.
 
-    Without L where conditions are pooled, and without M where Espresso has no mixture.
+    Without L where conditions are pooled, without M where Espresso has no mixture, and without o
+    where classes add nothing to their domain's vector.
     """
     if METHODS[config.method].features:
         settings = config.classifier
@@ -75,7 +76,10 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
         "J": config.espresso.clusters,
         "M": config.espresso.components,
         "K + 1": config.feddisc.clusters + 1,
+        "o": 1,
     }
+    if config.domain_vector.class_lr == 0:
+        del sizes["o"]
     if config.method == "oscar-pooled":
         del sizes["L"]
     if not config.espresso.gmm:

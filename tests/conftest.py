@@ -310,6 +310,8 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "feddisc.clusters": 2,
         "fedbip.epochs": 1,
         "fedbip.batch-size": 50,
+        "domain-vector.epochs": 1,
+        "domain-vector.batch-size": 50,
         "rounds.count": 2,
         "rounds.proxy-images": 8,
         "rounds.distillation-steps": 1,

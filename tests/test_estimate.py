@@ -22,7 +22,7 @@ SAMPLES_NOTHING = ("local", "fedavg")
     "method",
     [
         *("prompts-only", "prompts-domain", "feddeo", "oscar-pooled", "espresso", "fedbip"),
-        *("fedlmg", *SAMPLES_NOTHING),
+        *("fedlmg", "domain-vector", *SAMPLES_NOTHING),
     ],
 )
 def test_what_is_estimated_is_what_is_sent_and_drawn(

@@ -82,7 +82,7 @@ def add_kind(folder: Path, declaration: str) -> None:
     proto.parent.mkdir(parents=True)
     proto.write_text((ROOT / "proto" / "osfl" / "v1" / "payload.proto").read_text() + MESSAGE)
     replace(
-        proto, "    Domain domain = 17;\n", "    Domain domain = 17;\n    Colours colours = 20;\n"
+        proto, "    Domain domain = 17;\n", "    Domain domain = 17;\n    Colours colours = 21;\n"
     )
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", "--python_out=."]
     subprocess.run([*command, "osfl/v1/payload.proto"], cwd=folder, check=True)
@@ -172,7 +172,7 @@ def test_a_shape_is_the_first_that_the_run_can_have() -> None:
 
 def test_a_run_has_all_dimensions_that_a_payload_may_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected, "shapes_of_kit", lambda kit: ((8, 32), (4, 9, 10), 24))
-    whole = expected.run_dimensions(parse_run_config(quick()))
+    whole = expected.run_dimensions(parse_run_config(quick(domain_vector__class_lr=0.1)))
     features = expected.run_dimensions(parse_run_config(quick(method="fedcgs")))
     assert features == {"f": 1024, "K": 5, "v": 1}  # of quick's ShuffleNet
     diagonal = expected.run_dimensions(
@@ -182,9 +182,9 @@ def test_a_run_has_all_dimensions_that_a_payload_may_name(monkeypatch: pytest.Mo
     assert {*whole, *features, *CLIENTS_OWN} == set(DIMENSIONS)
     assert (whole["h"], whole["w"], whole["2e"]) == (9, 10, 24)
     pooled = expected.run_dimensions(parse_run_config(quick(method="oscar-pooled")))
-    assert whole.keys() - pooled.keys() == {"L"}
+    assert whole.keys() - pooled.keys() == {"L", "o"}
     without = expected.run_dimensions(parse_run_config(quick(espresso__gmm=False)))
-    assert whole.keys() - without.keys() == {"M"}
+    assert whole.keys() - without.keys() == {"M", "o"}
 
 
 def test_the_table_of_methods_says_what_leaves_a_client() -> None:

@@ -21,7 +21,16 @@ from test_methods import images, job_of
 import client_app.app
 from client_app import decoded, work
 from client_app.decoded import files_key, load_once
-from client_app.methods import classifier, espresso, fedbip, feddeo, feddisc, fgl, oscar
+from client_app.methods import (
+    classifier,
+    domain_vector,
+    espresso,
+    fedbip,
+    feddeo,
+    feddisc,
+    fgl,
+    oscar,
+)
 from client_app.methods.oscar import mean_encoding
 from osfl.cli import display
 from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_config
@@ -53,6 +62,11 @@ CPU = torch.device("cpu")
             ["embedding image", "encoding image", "step"],
         ),
         (fedbip, {"method": "fedbip", "fedbip__epochs": 2}, ["encoding image", "step"]),
+        (
+            domain_vector,
+            {"method": "domain-vector", "domain_vector__epochs": 2},
+            ["encoding image", "step"],
+        ),
         (classifier, {"method": "local", "classifier__epochs": 2}, ["step"]),
         (oscar, {"method": "oscar"}, ["captioning image"]),
         (fgl, {"method": "fgl"}, ["captioning image"]),

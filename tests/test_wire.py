@@ -25,6 +25,7 @@ from osfl.payloads import (
     Concepts,
     Descriptions,
     Domain,
+    DomainVector,
     Embeddings,
     Encodings,
     Mixtures,
@@ -388,6 +389,10 @@ KINDS: dict[str, tuple[Payload, dict]] = {
             "means": (("images", 1, 2, 2), REAL),
             "deviations": (("images", 1, 2, 2), REAL),
         },
+    ),
+    "domain-vector": (
+        DomainVector(("cat", "emu"), torch.ones(2, 3), torch.ones(2, 1, 2, 3)),
+        {"domain": ((2, 3), REAL), "offsets": (("classes", 1, 2, 3), REAL)},
     ),
 }
 

@@ -20,14 +20,17 @@ Payload for Stable Diffusion 1.5 at 512 px: 768 + 768 a class + 2 x 16,384 an im
 decodes to a close likeness of its image: of all methods here this one gives the most away.
 """
 
-from functools import partial
-
 import torch
 
-from client_app.conditions import load_kit_to_learn, minibatches, posteriors
+from client_app.conditions import (
+    learn_from_all,
+    load_kit_to_learn,
+    minibatches,
+    posteriors,
+)
 from client_app.job import ClientJob
 from osfl.models.concepts import concept_prompt, concept_starts
-from osfl.models.diffusion import Kit, forward_noise
+from osfl.models.diffusion import Kit
 from osfl.payloads import Concepts
 from osfl.seeds import generator_of
 
@@ -73,7 +76,6 @@ def learn_words(
         mean, logvar: posteriors, [N, c, h, w].
     """
     settings = job.config.fedbip
-    alphas_cumprod = kit.alphas_cumprod
     prompt = concept_prompt(kit.text)
     domain, vectors = concept_starts(kit.text, list(map(job.config.data.word, names)))
     domain = domain.clone().requires_grad_()
@@ -84,25 +86,11 @@ def learn_words(
         torch.arange(len(owner)), settings.epochs, settings.steps, settings.batch_size, generator
     )
 
-    def update(z_t: torch.Tensor, t: torch.Tensor, eps: torch.Tensor, owners: torch.Tensor) -> None:
-        condition = prompt.filled(domain, vectors[owners])
-        loss = (eps - kit.eps(z_t, t, condition)).square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+    def condition(rows: torch.Tensor) -> torch.Tensor:
+        return prompt.filled(domain, vectors[owner[rows]])
 
-    job.progress(0, len(schedule))
-    for done, rows in enumerate(schedule, start=1):
-        t = torch.randint(len(alphas_cumprod), (len(rows),), generator=generator).to(kit.device)
-        eps = torch.randn(len(rows), *mean.shape[1:], generator=generator).to(kit.device)
-        x0 = mean[rows] + (0.5 * logvar[rows]).exp() * torch.randn(
-            len(rows), *mean.shape[1:], generator=generator
-        ).to(kit.device)
-        z_t = forward_noise(x0, eps, alphas_cumprod[t])
-        job.meter.run(("words", len(rows)), partial(update, z_t, t, eps, owner[rows]))
-        job.progress(done, len(schedule))
-    domain = domain.detach().float().cpu()
-    vectors = vectors.detach().float().cpu()
-    if not (torch.isfinite(domain).all() and torch.isfinite(vectors).all()):
-        raise ValueError(f"the words diverged (NaN or infinity); lower fedbip.lr = {settings.lr:g}")
+    learned = [domain, vectors]
+    domain, vectors = learn_from_all(
+        kit, learned, condition, mean, logvar, optimiser, schedule, generator, job
+    )
     return domain, vectors

@@ -259,14 +259,18 @@ def _model_bytes(client: Client) -> int:
 def drawn_images(client: Client) -> int:
     """How many images the server draws for a client.
 
-    Of the classes that it holds, or nobody says, of all.
+    Of the classes that it holds; of all where nobody says which, or where its domain's vector is to
+    have all.
     """
     config = client.config
     method = METHODS[config.method]
     if not method.samples:
         return 0
     all_classes = len(class_names(config.data))
-    held = all_classes if method.payload is None else len(client.held)
+    every = method.payload is None or (
+        config.method == "domain-vector" and config.domain_vector.classes == "all"
+    )
+    held = all_classes if every else len(client.held)
     return held * config.synthesis.images_per_class
 
 

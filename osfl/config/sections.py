@@ -453,6 +453,28 @@ class FedBiPConfig:
 
 
 @dataclass(frozen=True)
+class DomainVectorConfig:
+    """domain-vector: a learned vector of the client's domain, for all of its classes."""
+
+    epochs: Annotated[int, Range(1, 100_000), Doc("Passes over the client's images.")]
+    steps: Annotated[int, Range(0, 10_000_000), Doc("Steps, in place of epochs; 0: epochs.")]
+    batch_size: Annotated[int, Range(1, 4096), Doc("Images in a step.")]
+    lr: Annotated[
+        float, Range(1e-8, 1000), Doc("Learning rate of Adam at the first step; it falls to 0.")
+    ]
+    class_lr: Annotated[
+        Weight,
+        Doc("The same for a vector that every class adds; 0: classes add none, and send none."),
+    ]
+    guidance: Annotated[Scale, Doc("Guidance scale.")]
+    classes: Annotated[
+        str,
+        OneOf("held", "all"),
+        Doc("Which classes are drawn in a client's domain: those that it holds, or all of them."),
+    ]
+
+
+@dataclass(frozen=True)
 class FedCGSConfig:
     """FedCGS: a head in closed form, on `[classifier]` as it begins."""
 
@@ -607,6 +629,7 @@ class RunConfig:
     fgl: FGLConfig
     feddisc: FedDISCConfig
     fedbip: FedBiPConfig
+    domain_vector: DomainVectorConfig
     fedcgs: FedCGSConfig
     fedpft: FedPFTConfig
     rounds: RoundsConfig

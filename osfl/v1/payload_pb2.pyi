@@ -24,7 +24,7 @@ CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
 
 class Payload(_message.Message):
-    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures")
+    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures", "domainvector")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class Payload(_message.Message):
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     FEATURESTATISTICS_FIELD_NUMBER: _ClassVar[int]
     FEATUREMIXTURES_FIELD_NUMBER: _ClassVar[int]
+    DOMAINVECTOR_FIELD_NUMBER: _ClassVar[int]
     version: int
     method: str
     job: str
@@ -55,7 +56,8 @@ class Payload(_message.Message):
     domain: Domain
     featurestatistics: FeatureStatistics
     featuremixtures: FeatureMixtures
-    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ..., featuremixtures: _Optional[_Union[FeatureMixtures, _Mapping]] = ...) -> None: ...
+    domainvector: DomainVector
+    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ..., featuremixtures: _Optional[_Union[FeatureMixtures, _Mapping]] = ..., domainvector: _Optional[_Union[DomainVector, _Mapping]] = ...) -> None: ...
 
 class Descriptions(_message.Message):
     __slots__ = ("vectors",)
@@ -122,6 +124,14 @@ class Concepts(_message.Message):
     means: Tensor
     deviations: Tensor
     def __init__(self, domain: _Optional[_Union[Tensor, _Mapping]] = ..., vectors: _Optional[_Union[Tensor, _Mapping]] = ..., labels: _Optional[_Union[Tensor, _Mapping]] = ..., means: _Optional[_Union[Tensor, _Mapping]] = ..., deviations: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class DomainVector(_message.Message):
+    __slots__ = ("domain", "offsets")
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    domain: Tensor
+    offsets: Tensor
+    def __init__(self, domain: _Optional[_Union[Tensor, _Mapping]] = ..., offsets: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class FeatureStatistics(_message.Message):
     __slots__ = ("counts", "sums", "moments")

@@ -1,0 +1,69 @@
+"""domain-vector's client half: what its domain looks like, learned over the images of all classes.
+
+Ours, after FedDEO (Yang et al., arXiv 2407.19953), which learns a description d_y of every class
+by itself. Here d_y = tau(prompt of y) + v + w_y: v [L, d] is one for the domain, and every image
+teaches it; w_y [L, d] is what a class adds, and is left out by default. FedDEO's eq. 4 is minimised
+over both together, everything else frozen, by Adam with a learning rate that falls to 0 along half
+a cosine.
+
+Differences from FedDEO:
+
+1. Theirs: d_y are free, and each has its class's images alone. Ours: v has all of them; its prompt
+   says what the class is.
+2. Theirs: d_y of every class is sent. Ours: v alone, and w_y with `domain-vector.class-lr` above 0.
+3. Theirs: constant learning rate. Ours: the last steps are small, so that the noise of single
+   images and timesteps does not stay in v.
+
+Payload for Stable Diffusion 1.5: 77 x 768 numbers, however many classes there are.
+"""
+
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from client_app.conditions import learn_from_all, load_kit_to_learn, minibatches, posteriors
+from client_app.job import ClientJob
+from osfl.payloads import DomainVector
+from osfl.seeds import generator_of
+
+
+def make_payload(job: ClientJob) -> DomainVector:
+    """Learn v [L, d], and w_y [L, d] of every class where the run asks for them.
+
+    Raises:
+        KitError: the kit is missing or damaged.
+        ValueError: they diverged.
+    """
+    settings = job.config.domain_vector
+    kit = load_kit_to_learn(job)
+    images = job.load(kit.image_size)
+    held = images.held()
+    names = [job.classes[label] for label in held]
+    mean, logvar = posteriors(kit, images, job)
+    owner = torch.tensor([held.index(label) for label in images.labels.tolist()])
+    prompts = kit.text(job.config.prompts(names))
+    domain = torch.zeros_like(prompts[0]).requires_grad_()
+    classes = torch.zeros_like(prompts).requires_grad_()
+    optimiser = torch.optim.Adam([domain], lr=settings.lr)
+    optimiser.add_param_group({"params": [classes], "lr": settings.class_lr})
+    generator = generator_of(job.config.seed, "domain-vector", job.client)
+    schedule = minibatches(
+        torch.arange(len(owner)), settings.epochs, settings.steps, settings.batch_size, generator
+    )
+
+    def condition(rows: torch.Tensor) -> torch.Tensor:
+        return prompts[owner[rows]] + domain + classes[owner[rows]]
+
+    domain, classes = learn_from_all(
+        kit,
+        [domain, classes],
+        condition,
+        mean,
+        logvar,
+        optimiser,
+        schedule,
+        generator,
+        job,
+        CosineAnnealingLR(optimiser, len(schedule)),
+    )
+    offsets = classes.unsqueeze(1) if settings.class_lr else None
+    return DomainVector(tuple(names), domain, offsets)
