@@ -104,10 +104,10 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
                 PayloadError
             ) as error:  # passed every check, and led the sampling or a teacher astray
                 payloads = leave_out(error, payloads, config, folder, status)
-        evaluate_on_clients(grid, config, members.nodes, models, folder, status)
+        tested_on = members.testers or members.nodes
+        evaluate_on_clients(grid, config, tested_on, models, folder, status)
         fetched = {
-            client: kit_bytes(config, payloads.get(client))
-            for client in (*members.nodes, *payloads)
+            client: kit_bytes(config, payloads.get(client)) for client in (*tested_on, *payloads)
         }
         metrics = write_report(folder.path, class_names(config.data), fetched)
         for name, accuracy in metrics["accuracy"].items():  # for who follows the log from elsewhere

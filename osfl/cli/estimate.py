@@ -141,7 +141,8 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
         ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: it cannot work; why.
     """
     check_server(config)
-    clients = simulated_clients(config) if simulated else unseen_clients(config)
+    everybody = simulated_clients(config) if simulated else unseen_clients(config)
+    clients = {name: one for name, one in everybody.items() if name not in config.testers}
     uploads = {}
     for name, client in clients.items():
         size = upload_bytes(name, client)

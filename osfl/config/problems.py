@@ -31,8 +31,18 @@ def problems(run: RunConfig) -> Iterator[str]:
 def _of_the_run(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
         yield f"job-id = {run.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'"
-    if run.min_clients > run.num_clients:
-        yield f"min-clients = {run.min_clients}: must be at most num-clients = {run.num_clients}"
+    if bad := [name for name in run.testers if not is_identifier(name)]:
+        yield f"left-out = {run.left_out!r}: {bad[0]!r} is no client's name"
+    if len(set(run.testers)) < len(run.testers) or run.training_clients < 1:
+        yield (
+            f"left-out = {run.left_out!r}: must be different clients, and fewer than num-clients = "
+            f"{run.num_clients}"
+        )
+    elif run.min_clients > run.training_clients:
+        yield (
+            f"min-clients = {run.min_clients}: must be at most num-clients = {run.num_clients}, "
+            "less those left-out"
+        )
     if run.runs_dir and not _is_absolute(run.runs_dir):
         yield (
             f"runs-dir = {run.runs_dir!r}: must be an absolute path; Flower starts the server in a "

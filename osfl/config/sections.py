@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from osfl.config.markers import Approximate, Doc, NotIdentity, OneOf, Range
-from osfl.config.names import named_words
+from osfl.config.names import named_words, split_names
 from osfl.methods import METHODS
 from osfl.prompts import fill
 
@@ -571,6 +571,13 @@ class RunConfig:
         Doc("With how many payloads the run goes on at the deadline; 0: all."),
         NotIdentity(),
     ]
+    left_out: Annotated[
+        str,
+        Doc(
+            "Clients, comma-separated, whose images train nothing, and who alone test the global "
+            "models: leave one domain out. They are among the num-clients."
+        ),
+    ]
     join_timeout: Annotated[
         float, Range(1, 1e7), Doc("Seconds to wait for clients to appear."), NotIdentity()
     ]
@@ -646,7 +653,17 @@ class RunConfig:
     @property
     def needed_clients(self) -> int:
         """With how many clients a run goes on."""
-        return self.min_clients or self.num_clients
+        return self.min_clients or self.training_clients
+
+    @property
+    def testers(self) -> tuple[str, ...]:
+        """The clients that are left out of all but the test."""
+        return split_names(self.left_out)
+
+    @property
+    def training_clients(self) -> int:
+        """How many clients' images train the global model."""
+        return self.num_clients - len(self.testers)
 
 
 @dataclass(frozen=True)

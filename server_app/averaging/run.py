@@ -225,7 +225,7 @@ class RoundsGrid:
         self._absent = set(self.members.nodes) - set(usable)
         if len(usable) < self.config.needed_clients:
             raise RoundError(
-                f"{len(usable)} of {self.config.num_clients} clients sent a model that can be "
+                f"{len(usable)} of {self.config.training_clients} clients sent a model that can be "
                 f"used; {self.config.needed_clients} are needed (min-clients, num-clients)"
                 f"{listed(asked.problems)}"
             )

@@ -104,7 +104,7 @@ class Collection:
     def _vacant(self) -> int:
         """Places without a payload, and without a client that owes one."""
         there = len(self.payloads) + len(self._exchange.waiting())
-        return self.config.num_clients - there
+        return self.config.training_clients - there
 
     def _fill_places(self) -> None:
         away = self._exchange.away()
@@ -201,8 +201,8 @@ def collect(
     needed = config.needed_clients
     if len(payloads) < needed:
         raise RoundError(
-            f"{len(payloads)} of {config.num_clients} clients delivered a valid payload; {needed} "
-            f"are needed (min-clients, num-clients){listed(collection.problems)}"
+            f"{len(payloads)} of {config.training_clients} clients delivered a valid payload; "
+            f"{needed} are needed (min-clients, num-clients){listed(collection.problems)}"
         )
     for client, reason in sorted(collection.problems.items()):
         log.warning("going on without %s: %s", client, reason)
@@ -227,8 +227,8 @@ def leave_out(
     status.client(error.client, "refused")
     if len(left) < config.needed_clients:
         raise RoundError(
-            f"{len(left)} of {config.num_clients} clients delivered a payload that can be used; "
-            f"{config.needed_clients} are needed (min-clients, num-clients)"
+            f"{len(left)} of {config.training_clients} clients delivered a payload that can be "
+            f"used; {config.needed_clients} are needed (min-clients, num-clients)"
             f"{listed({error.client: plain(error)})}"
         ) from error
     return left

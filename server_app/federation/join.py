@@ -27,6 +27,7 @@ class Members:
         joined: the node of each client that is fit.
         architectures: that of each such client's model, where the method has rounds.
         nodes: of those that take part, by client, sorted.
+        testers: of those that are left out of all but the test.
         failed: why a node cannot take part.
         until: by time.monotonic(), when `join-timeout` is reached.
     """
@@ -36,6 +37,8 @@ class Members:
     ):
         self._exchange = Exchange(grid, config.join_timeout)
         self._wanted = config.num_clients
+        self._places = config.training_clients
+        self._left_out = config.testers
         self._rounds = METHODS[config.method].rounds
         self._allowed = split_names(config.classifier.architecture)
         self._status = status
@@ -45,6 +48,7 @@ class Members:
         self.joined: dict[str, int] = {}
         self.architectures: dict[str, str] = {}
         self.nodes: dict[str, int] = {}
+        self.testers: dict[str, int] = {}
         self.failed: dict[int, str] = {}
         self.until = time.monotonic() + config.join_timeout
         self.heard = time.monotonic()  # when one last joined
@@ -78,9 +82,21 @@ class Members:
         return bool(self.failed) and not self.silent() and len(self._asked) >= self._wanted
 
     def choose(self, stored: list[str]) -> None:
-        """Who takes part: those whose payload is stored, then the others by name."""
-        new = sorted(self.joined.keys() - stored)
-        places = max(0, self._wanted - len(stored))
+        """Who takes part: those whose payload is stored, then the others by name.
+
+        Raises:
+            RoundError: who is to test is not there.
+        """
+        if missing := sorted(set(self._left_out) - self.joined.keys()):
+            raise RoundError(
+                f"left-out: {missing[0]!r} has not joined, and is to test; the clients are "
+                f"{', '.join(sorted(self.joined))}"
+            )
+        self.testers = {client: self.joined[client] for client in self._left_out}
+        for client in self.testers:
+            self._status.client(client, "left out")
+        new = sorted(self.joined.keys() - stored - self.testers.keys())
+        places = max(0, self._places - len(stored))
         chosen = [*(self.joined.keys() & stored), *new[:places]]
         self.nodes = {client: self.joined[client] for client in sorted(chosen)}
         for spare in new[places:]:
@@ -88,7 +104,8 @@ class Members:
 
     def spares(self) -> list[str]:
         """Who is fit and has no place."""
-        return sorted(self.joined.keys() - self.nodes.keys() - self._left)
+        outside = self.nodes.keys() | self.testers.keys() | self._left
+        return sorted(self.joined.keys() - outside)
 
     def take_in(self, spare: str, instead_of: str | None = None) -> int:
         """Give a spare a place, or that of another client; returns its node."""

@@ -13,6 +13,7 @@ import torch
 
 from osfl.config import ConfigError, NodeConfig
 from osfl.data.load import load_images
+from osfl.data.parts import client_name
 from osfl.payloads import Payload
 from osfl.pixels import concatenated
 from server_app.job import GlobalModel, ServerJob
@@ -35,7 +36,9 @@ def _nodes(job: ServerJob) -> list[NodeConfig]:
     data = job.config.data
     count = job.config.num_clients
     if data.name != "folder":
-        return [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
+        nodes = [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
+        testers = job.config.testers
+        return [n for n in nodes if client_name(data, n, job.config.seed) not in testers]
     if not data.root:
         raise ConfigError(
             "method = 'ceiling' with data.name = 'folder' needs data.root: all clients' folders in "

@@ -1,0 +1,67 @@
+"""Leave one domain out: who is left out sends nothing, trains nothing, and alone tests."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import LoopGrid, quick
+from test_round import metrics, start
+
+from osfl.cli.estimate import estimate_run
+from osfl.config import ConfigError, parse_run_config
+from server_app.federation.exchange import RoundError
+
+
+def asked(grid: LoopGrid, kind: str) -> set[int]:
+    """The nodes, by their numbers, that had a message of a kind."""
+    return {node - 100 if node >= 100 else node for node, sent in grid.sent if sent == kind}
+
+
+@pytest.mark.parametrize("method", ["prompts-domain", "prompts-only", "ceiling", "fedavg"])
+def test_who_is_left_out_tests_and_does_nothing_else(
+    home: Path, tiny_kit: Path, method: str
+) -> None:
+    config = quick(method=method, kit=str(tiny_kit), num_clients=3, left_out="client-1")
+    grid = start(config)
+    assert asked(grid, "evaluate") == {1}
+    trains = {0, 2} if method in ("prompts-domain", "fedavg") else set()
+    assert asked(grid, "train") == trains
+    found = metrics(home)
+    (accuracy,) = found["accuracy"].values()
+    assert accuracy.keys() == {"client-1", "average"}
+    assert found["not_tested"] == []
+    folder = home / "runs" / "job"
+    if method == "prompts-domain":
+        assert sorted(file.stem for file in folder.glob("payloads/*.pb")) == [
+            "client-0",
+            "client-2",
+        ]
+    if method.startswith("prompts"):
+        rows = (folder / "manifest.jsonl").read_text().splitlines()
+        assert {json.loads(row)["client"] for row in rows} == {"client-0", "client-2"}
+    if method == "ceiling":
+        about = json.loads((folder / "models" / "real.json").read_text())
+        assert about["images"] == 60  # thirty a client here, of which two train
+    estimated = estimate_run(parse_run_config(config))
+    assert set(estimated.uploads) == {"client-0", "client-2"}
+    assert estimated.images == found["server"]["synthetic_images"]
+
+
+def test_who_is_to_test_must_be_there(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="local", kit=str(tiny_kit), num_clients=2, left_out="clinic")
+    with pytest.raises(RoundError, match=r"'clinic' has not joined.* client-0, client-1"):
+        start(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"left_out": "client-0,client-0"}, "must be different clients"),
+        ({"left_out": "client-0,client-1"}, "fewer than num-clients = 2"),
+        ({"left_out": "client/0"}, "'client/0' is no client's name"),
+        ({"left_out": "client-0", "min_clients": 2}, "most num-clients = 2, less those left-out"),
+    ],
+)
+def test_what_cannot_be_left_out_is_refused(settings: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_run_config(quick(num_clients=2, **settings))
