@@ -68,6 +68,27 @@ def test_shipped_configs_are_found_from_anywhere(
 # ---- The doctor ----
 
 
+@pytest.mark.parametrize(
+    ("given", "recommended"),
+    [
+        (None, True),
+        (["seed=1", "data.name=folder"], True),
+        (["method=oscar"], False),
+        (["configs/demo.toml"], False),
+        (["seed=1", "configs/methods/oscar.toml"], False),
+    ],
+)
+def test_who_names_no_file_and_no_method_gets_the_recommended(
+    given: list[str] | None, recommended: bool
+) -> None:
+    settings = launch.with_recommended(given)
+    assert settings == [*(["configs/recommended.toml"] if recommended else []), *(given or [])]
+    if recommended:
+        config, _ = launch.resolve_config(launch.with_recommended(["seed=7", "domain-vector.lr=1"]))
+        assert (config.method, config.seed, config.domain_vector.lr) == ("domain-vector", 7, 1.0)
+        assert config.global_model.schedule == "one-cycle"
+
+
 def test_the_doctor_finds_this_machine_well(osfl: Callable, tiny_kit: Path) -> None:
     done = osfl("doctor", f"kit={tiny_kit}", "global-model.architecture=shufflenet_v2_x1_0")
     assert done.returncode == 0, done.stdout

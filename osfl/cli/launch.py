@@ -58,6 +58,7 @@ PACKAGES = Path(__file__).resolve().parents[2]
 # app of older days: they are called where there is none.
 HERE = Path(__file__).parent
 _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,9}m")  # Flower's own, of its log's levels
+RECOMMENDED = "configs/recommended.toml"
 MOST_SAID = 2000  # characters of what Flower says
 MOST_LINE = 10_000  # characters of a line of the log
 
@@ -168,6 +169,15 @@ def _read_toml(name: str) -> dict[str, Scalar]:
         return flat_toml(tomllib.loads(file.read_text()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: not valid TOML: {error}") from None
+
+
+def with_recommended(settings: Iterable[str] | None) -> list[str]:
+    """The same settings, over configs/recommended.toml where they say nothing of the method."""
+    given = list(settings or [])
+    keys = [argument.partition("=")[0] for argument in given if "=" in argument]
+    if len(keys) < len(given) or "method" in keys:
+        return given
+    return [RECOMMENDED, *given]
 
 
 def find_config(name: str) -> Path:

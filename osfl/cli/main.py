@@ -82,16 +82,20 @@ def run(
 ) -> None:
     """Run a federation; exits with 0 only if it finished.
 
+    Without a file and without method=NAME it is configs/recommended.toml's.
+
     Example: osfl run configs/demo.toml method=fedlmg seed=1
     """
+    from osfl.cli.launch import with_recommended
+
     if dry_run:
         from osfl.cli.estimate import show_estimate
 
-        show_estimate(settings or [], runs, connection)
+        show_estimate(with_recommended(settings), runs, connection)
         return
     from osfl.cli.run import run as run_federation
 
-    run_federation(settings or [], runs, connection, client_cpus, client_gpus)
+    run_federation(with_recommended(settings), runs, connection, client_cpus, client_gpus)
 
 
 @app.command()
@@ -109,8 +113,9 @@ def doctor(settings: Settings = None, runs: RunsFolder = None) -> None:
     Example: osfl doctor configs/demo.toml kit=/data/my-kit
     """
     from osfl.cli.doctor import show_findings
+    from osfl.cli.launch import with_recommended
 
-    show_findings(settings or [], runs)
+    show_findings(with_recommended(settings), runs)
 
 
 @app.command()
@@ -126,9 +131,10 @@ def fetch(
     """
     from osfl.cli import display
     from osfl.cli.fetch import show_fetch
+    from osfl.cli.launch import with_recommended
 
     with display.named_errors():
-        show_fetch(settings or [], client)
+        show_fetch(with_recommended(settings), client)
 
 
 @data_app.command("check")
