@@ -13,6 +13,7 @@ import torch
 
 from osfl.payloads import Payload
 from server_app.job import GlobalModel, ServerJob
+from server_app.label_check import second_opinions, without_doubtful
 from server_app.synthesis.images import SyntheticSet, render
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.workers import Sample
@@ -29,8 +30,15 @@ def plan_held(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
 
 
 def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet) -> Models:
-    """One global model on all images, FT."""
-    return {"FT": train_global(job, "FT", images.pixels, images.labels)}
+    """One global model on all images, FT; or on those whose class a second opinion sees."""
+    teacher = None
+    if job.config.label_check != "none":
+        opinions = second_opinions(job, images)
+        if job.config.label_check == "filter":
+            images = without_doubtful(job, images, opinions)
+        else:
+            teacher = opinions
+    return {"FT": train_global(job, "FT", images.pixels, images.labels, teacher, 1.0)}
 
 
 def synthesise_and_train(

@@ -31,6 +31,13 @@ def problems(run: RunConfig) -> Iterator[str]:
 def _of_the_run(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
         yield f"job-id = {run.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'"
+    if run.label_check != "none" and (
+        run.method in ("fedlmg", "fedcado") or not METHODS[run.method].samples
+    ):
+        yield (
+            f"label-check = {run.label_check!r}: method {run.method!r} has teachers of its own, or "
+            "draws no image; take none"
+        )
     if bad := [name for name in run.testers if not is_identifier(name)]:
         yield f"left-out = {run.left_out!r}: {bad[0]!r} is no client's name"
     if len(set(run.testers)) < len(run.testers) or run.training_clients < 1:

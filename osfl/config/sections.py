@@ -571,6 +571,15 @@ class RunConfig:
         Doc("With how many payloads the run goes on at the deadline; 0: all."),
         NotIdentity(),
     ]
+    label_check: Annotated[
+        str,
+        OneOf("none", "filter", "soft"),
+        Doc(
+            "What a second opinion on synthetic images does, of classifiers trained on the other "
+            "half of them: filter (leaves out what they take for another class), or soft (teaches "
+            "beside the label). Not with FedLMG and FedCADO, which have teachers."
+        ),
+    ]
     left_out: Annotated[
         str,
         Doc(

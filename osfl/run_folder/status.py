@@ -80,6 +80,10 @@ class Status:
         self.state["warnings"] = warnings
         self._write(now=True)
 
+    def warn_of(self, warning: str) -> None:
+        """One more, beside those that were said."""
+        self.warn([*self.state.get("warnings", []), warning])
+
     def _write(self, now: bool) -> None:
         if now or time.monotonic() - self._written > 0.5:
             self._written = time.monotonic()
