@@ -21,7 +21,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -58,6 +58,7 @@ COMMON: dict[str, Scalar] = {
     "feddeo.steps": 150,
     "espresso.steps": 150,
     "fedbip.steps": 150,
+    "domain-vector.steps": 600,
     "fedlmg.strategies": "ft",
     "fedcado.strategies": "ft",
 }
@@ -69,6 +70,7 @@ QUICK: dict[str, Scalar] = {
     "feddeo.steps": 2,
     "espresso.steps": 2,
     "fedbip.steps": 2,
+    "domain-vector.steps": 2,
     "fedcado.noise-edits": 1,
 }
 QUICK_GRID = (1.0, 3.0)
@@ -88,6 +90,7 @@ ROWS = {
     "FGL": Row("fgl", ("fgl.guidance",)),
     "FedDISC": Row("feddisc", ("feddisc.guidance-cluster", "feddisc.guidance-domain")),
     "FedBiP": Row("fedbip", ("fedbip.guidance",)),
+    "domain-vector": Row("domain-vector", ("domain-vector.guidance",)),
     "FedCADO": Row("fedcado", ("fedcado.guidance",)),
     "FedLMG": Row("fedlmg", ("fedlmg.guidance",)),
     "FedDEO": Row("feddeo", ("feddeo.guidance-text", "feddeo.guidance-description")),
@@ -235,14 +238,18 @@ def main() -> None:
         write_table(TABLES / "guidance", with_others(rows, TABLES / "guidance.json", about), about)
 
 
-def with_others(rows: list[dict[str, str]], file: Path, about: str) -> list[dict[str, str]]:
-    """With the rows of other methods that a table of the same seeds and settings has, in `ROWS`'
-    order.
+def with_others(
+    rows: list[dict[str, str]], file: Path, about: str, order: Iterable[str] = ()
+) -> list[dict[str, str]]:
+    """With the rows of other methods that a table of the same seeds and settings has.
+
+    Args:
+        order: of the names; empty: `ROWS`'.
     """
     before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "about": ""}
     kept = before["rows"] if before["about"].startswith(about) else []
     named = {row[""]: row for row in (*kept, *rows)}
-    return [named[name] for name in ROWS if name in named]
+    return [named[name] for name in order or ROWS if name in named]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""benchmarks/left_out.py: each domain tests a model that its images have not taught."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import quick
+
+from benchmarks import left_out
+from osfl.cli.launch import default_config
+from osfl.methods import METHODS
+
+DEFAULTS = default_config()
+
+
+@pytest.mark.parametrize("method", ["prompts-only", "ceiling"])
+def test_a_fold_is_taught_by_the_others_and_tested_by_its_own(
+    method: str, home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    monkeypatch.setattr(left_out, "WORK", home)
+    monkeypatch.setattr(left_out, "CLIENTS", ("client-0", "client-1", "client-2"))
+    monkeypatch.setattr(left_out, "accuracy", lambda config, model, number: scored.append(number))
+    changed = quick(kit=str(tiny_kit), method=method, num_clients=3)
+    settings = {key: value for key, value in changed.items() if DEFAULTS[key] != value}
+    settings |= {"seed": 0, "synthesis.images-per-class": 1}
+    monkeypatch.setattr(left_out, "accuracy", lambda *given: scored.append(given[2]) or 50.0)
+    for number in (1, 0, 1):
+        assert left_out.tested("a row", number, settings, {}) == 50.0
+        assert scored == [1, 0][: len(scored)]
+        folder = home / "a-row-s0-quick"
+        others = {f"client-{k}" for k in range(3) if k != number}
+        if method == "prompts-only" and len(scored) == (1 if number else 2):
+            rows = (folder / "manifest.jsonl").read_text().splitlines()
+            assert {json.loads(row)["client"] for row in rows} == others
+        name = "FT" if method == "prompts-only" else "real"
+        about = json.loads((folder / "models" / f"{name}.json").read_text())
+        assert about["images"] == (20 if method == "prompts-only" else 60)
+    assert scored == [1, 0]
+
+
+def test_the_difference_to_the_ceiling_is_paired_by_domain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1, 2, 3, 1, 2, 3 above the ceiling: mean 2, s = sqrt(4 / 5), t(5) = 2.5706."""
+    of_ceiling = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    above = [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
+
+    def tested(row: str, number: int, settings: Any, taken: Any) -> float:
+        return of_ceiling[number] + (above[number] if row == "domain-vector" else 0)
+
+    monkeypatch.setattr(left_out, "tested", tested)
+    monkeypatch.setattr(left_out, "collected", lambda row, settings: {})
+    ceiling, row = left_out.table(["domain-vector"], 0, quick=False)
+    assert (ceiling[""], ceiling["average"], ceiling["to the ceiling"]) == ("ceiling", "35.0", "")
+    assert row["average"] == "37.0"
+    assert [row[name] for name in left_out.DOMAINS][:2] == ["11.0", "22.0"]
+    # 2.5706 * sqrt(0.8 / 6) = 0.9387
+    assert row["to the ceiling"] == "+2.0 [+1.1, +2.9] *"
+
+
+@pytest.mark.parametrize("row", left_out.ROWS)
+@pytest.mark.parametrize("quick", [False, True])
+def test_rows_are_configurations(row: str, quick: bool) -> None:
+    config = left_out.config_of(left_out.settings_of(row, 3, quick))
+    assert config.seed == 3
+    assert METHODS[config.method].samples or config.method == "ceiling"
+    # As many optimisation steps for all, but for a remainder of an epoch
+    images = 500 if config.method == "ceiling" else 5 * 10 * 30
+    if not quick:
+        steps = -(-images // config.global_model.batch_size) * config.global_model.epochs
+        assert 600 <= steps <= 620
