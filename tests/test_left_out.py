@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LoopGrid, quick
-from test_round import metrics, start
+from test_round import metrics, start, swap_payload
 
 from osfl.cli.estimate import estimate_run
 from osfl.config import ConfigError, parse_run_config
@@ -45,6 +45,30 @@ def test_who_is_left_out_tests_and_does_nothing_else(
     estimated = estimate_run(parse_run_config(config))
     assert set(estimated.uploads) == {"client-0", "client-2"}
     assert estimated.images == found["server"]["synthetic_images"]
+
+
+def test_a_spare_stays_one(home: Path, tiny_kit: Path) -> None:
+    """Four nodes for two that train and one that tests: nobody more is asked."""
+    config = quick(method="prompts-domain", kit=str(tiny_kit), num_clients=3, left_out="client-1")
+    grid = start(config, count=4)
+    assert asked(grid, "train") == {0, 2}
+    assert asked(grid, "evaluate") == {1}
+
+
+def test_who_is_left_out_takes_nobodys_place(home: Path, tiny_kit: Path) -> None:
+    """Client 1's payload is refused, and no other client is there but the one that tests."""
+    config = quick(
+        method="prompts-domain",
+        kit=str(tiny_kit),
+        num_clients=3,
+        min_clients=1,
+        left_out="client-2",
+    )
+    grid = start(config, tamper=swap_payload(lambda blob: blob[:-1]))
+    assert asked(grid, "train") == {0, 1}
+    assert asked(grid, "evaluate") == {2}
+    payloads = (home / "runs" / "job" / "payloads").glob("*.pb")
+    assert [file.stem for file in payloads] == ["client-0"]
 
 
 def test_who_is_to_test_must_be_there(home: Path, tiny_kit: Path) -> None:
