@@ -225,6 +225,7 @@ def learn_from_all(
     """
 
     def update(rows: torch.Tensor, z_t: torch.Tensor, t: torch.Tensor, eps: torch.Tensor) -> None:
+        # FedDEO, eq. 4, over images of all classes
         loss = (eps - kit.eps(z_t, t, condition_of(rows))).square().mean()
         optimiser.zero_grad()
         loss.backward()

@@ -6,6 +6,9 @@ teaches it; w_y [L, d] is what a class adds, and is left out by default. FedDEO'
 over both together, everything else frozen, by Adam with a learning rate that falls to 0 along half
 a cosine.
 
+FedBiP (arXiv 2410.04810) learns one word for a domain, beside one a class; v has a vector for every
+token of the prompt.
+
 Differences from FedDEO:
 
 1. Theirs: d_y are free, and each has its class's images alone. Ours: v has all of them; its prompt
@@ -51,6 +54,7 @@ def make_payload(job: ClientJob) -> DomainVector:
     )
 
     def condition(rows: torch.Tensor) -> torch.Tensor:
+        # d_y = tau(prompt of y) + v + w_y
         return prompts[owner[rows]] + domain + classes[owner[rows]]
 
     domain, classes = learn_from_all(

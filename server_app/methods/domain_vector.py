@@ -44,6 +44,7 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, DomainV
     offsets = by_class(job, payloads, lambda payload: _offsets(payload).to(kit.device, kit.dtype))
 
     def condition(image: ImageJob) -> torch.Tensor:
+        # d_y = tau(prompt of y) + v_k + w_ky
         moved = prompts[image.label] + domains[image.client]
         offset = offsets.get((image.client, image.label))
         return moved if offset is None else moved + offset
