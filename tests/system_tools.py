@@ -43,8 +43,11 @@ def quick_arguments(kit: Path, **overrides: object) -> list[str]:
     }
     usual = defaults()
     wanted = quick(kit=str(kit), **(patience | overrides))
+    # Without a method the run would be configs/recommended.toml's
     shown = {
-        k: str(v).lower() if isinstance(v, bool) else v for k, v in wanted.items() if v != usual[k]
+        k: str(v).lower() if isinstance(v, bool) else v
+        for k, v in wanted.items()
+        if v != usual[k] or k == "method"
     }
     return [f"{key}={value}" for key, value in shown.items()]
 

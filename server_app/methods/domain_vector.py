@@ -3,6 +3,12 @@
 The condition of client k's class y is tau(prompt of y) + v_k (+ w_ky), guided against the empty
 prompt. As v_k holds no class, the server can draw classes in k's domain that k has no images of
 (`domain-vector.classes = "all"`): under label skew every class then comes in every domain.
+
+Differences from FedDEO (arXiv 2407.19953), which it comes from:
+
+1. Theirs, eq. 5: nothing, the prompt and the description. Ours: nothing and the moved prompt, which
+   is both.
+2. Theirs: the classes that a client holds. Ours: these, or all.
 """
 
 from collections.abc import Mapping, Sequence
