@@ -90,7 +90,7 @@ def gather(
         "clients": dict(sorted(clients.items())),
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
-        "not_tested": [] if config["left-out"] else _not_tested(tests, clients),
+        "not_tested": [] if config.get("left-out") else _not_tested(tests, clients),
         "server": _server(folder),
         "versions": _versions(),
         "platform": platform.platform(),
