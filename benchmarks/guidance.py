@@ -58,7 +58,6 @@ COMMON: dict[str, Scalar] = {
     "feddeo.steps": 150,
     "espresso.steps": 150,
     "fedbip.steps": 150,
-    "domain-vector.steps": 600,
     "fedlmg.strategies": "ft",
     "fedcado.strategies": "ft",
 }
@@ -119,18 +118,26 @@ def collected(row: Row, base: Settings) -> tuple[dict[str, Payload], str]:
     if METHODS[row.method].client is None:
         return {}, ""
     settings = {**base, "method": row.method, "seed": SEED}
-    folder = WORK / f"{row.method}-payloads-{_digest(settings)}"
-    if not (folder / "metrics.json").is_file():
-        command = [str(Path(sys.executable).parent / "osfl"), "run", f"job-id={folder.name}"]
-        # The run's own images are not looked at.
-        few: Settings = {"synthesis.images-per-class": 1, "global-model.epochs": 1}
-        given = [f"{key}={_text(value)}" for key, value in {**settings, **few}.items()]
-        subprocess.run([*command, *given, "--runs", WORK], cwd=ROOT, check=True)
+    folder = WORK / f"{row.method}-payloads-{digest_of(settings)}"
+    send(settings, folder)
     expected = expected_payload(config_of(row, None, SEED, base), folder.name)
     files = sorted((folder / "payloads").glob("*.pb"))
     blobs = {file.stem: file.read_bytes() for file in files}
     taken = {client: decode(blob, expected(client)) for client, blob in blobs.items()}
     return taken, hashlib.sha256(b"".join(blobs.values())).hexdigest()
+
+
+def send(settings: Settings, folder: Path) -> None:
+    """Have the clients of a run send their payloads, unless it is there.
+
+    The run's own images are not looked at.
+    """
+    if (folder / "metrics.json").is_file():
+        return
+    command = [str(Path(sys.executable).parent / "osfl"), "run", f"job-id={folder.name}"]
+    few: Settings = {"synthesis.images-per-class": 1, "global-model.epochs": 1}
+    given = [f"{key}={_text(value)}" for key, value in {**settings, **few}.items()]
+    subprocess.run([*command, *given, "--runs", folder.parent], cwd=ROOT, check=True)
 
 
 def cell(
@@ -143,7 +150,7 @@ def cell(
     row = ROWS[name]
     config = config_of(row, guidance, seed, base)
     slug = name.replace(" ", "-")
-    digest = _digest({**base, "guidance": guidance, "payloads": sent})
+    digest = digest_of({**base, "guidance": guidance, "payloads": sent})
     folder = open_run_folder(config, f"{slug}-g{guidance * 10:.0f}-s{seed}-{digest}", 0)
     if not (folder.path / "result.json").is_file():
         watch = Stopwatch()
@@ -204,7 +211,8 @@ def _text(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _digest(settings: Mapping[str, object]) -> str:
+def digest_of(settings: Mapping[str, object]) -> str:
+    """Eight letters that stand for settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 

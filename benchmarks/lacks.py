@@ -3,9 +3,9 @@
 python -m benchmarks.lacks                    # every row
 python -m benchmarks.lacks "domain-vector"    # some; the table keeps its other rows
 
-Payloads are collected once, by benchmarks.left_out's recipe and seed. Each row's images are looked
-at by a judge, a classifier of the same recipe that has learned the clients' real images and the
-validation split's:
+Payloads are collected once, with benchmarks.left_out's recipe and a seed of their own. Each row's
+images are looked at by a judge, a classifier of the same recipe that has learned the clients' real
+images and the validation split's:
 
 - on class: the share that the judge takes for their class,
 - distance: Fréchet's, of the judge's features of a client's images and of the validation images of
@@ -30,11 +30,11 @@ import torch
 from scipy.linalg import sqrtm
 
 from benchmarks import TABLES, write_table
-from benchmarks.guidance import with_others
-from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of
-from osfl.config import NodeConfig, RunConfig
+from benchmarks.guidance import score, with_others
+from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of, folder_name
+from osfl.config import NodeConfig, RunConfig, Scalar
 from osfl.data.load import Images, load_images
-from osfl.models.classifiers import confusion, headless, logits_of, new_classifier, normalise
+from osfl.models.classifiers import headless, logits_of, new_classifier, normalise
 from osfl.models.kits import find_kit
 from osfl.models.training import fit
 from osfl.pixels import to_float
@@ -46,13 +46,11 @@ from server_app.label_check import second_opinions, without_doubtful
 from server_app.methods import domain_vector, feddeo
 from server_app.synthesis.images import SyntheticSet, render
 
-ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "runs" / "lacks"
+WORK = Path(__file__).resolve().parent.parent / "runs" / "lacks"
 CPU = torch.device("cpu")
 SEED = 100  # of the payloads; no table of results has it
-KEPT = (
-    32  # directions of the judge's features in which distances are taken: a client has few images
-)
+# Directions of the judge's features in which distances are taken: a client has few images
+KEPT = 32
 SAMPLERS = {"feddeo": feddeo.sampler, "domain-vector": domain_vector.sampler}
 DEO: Settings = {"method": "feddeo", "feddeo.guidance-description": 2.0}
 VECTOR: Settings = {"method": "domain-vector"}
@@ -101,11 +99,7 @@ def taught(config: RunConfig, pixels: torch.Tensor, labels: torch.Tensor) -> tor
 
 def tested(model: torch.nn.Module) -> float:
     """Top-1 accuracy (%) on the validation split, average of the domains."""
-    found = []
-    for images in real("validation"):
-        matrix = torch.tensor(confusion(model, images.pixels, images.labels, 10, CPU))
-        found.append(100 * matrix.trace().item() / matrix.sum().item())
-    return float(np.mean(found))
+    return float(np.mean(score(config_of({**COMMON, "method": "ceiling"}), model)))
 
 
 @dataclass(frozen=True)
@@ -181,12 +175,17 @@ def sees(judge: Judge, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     return logits_of(judge.model, pixels, CPU).argmax(dim=1) == labels
 
 
+def settings_of(row: str) -> dict[str, Scalar]:
+    """A row's own, over what all have."""
+    return {**COMMON, **ROWS[row], "seed": SEED}
+
+
 def drawn(row: str) -> tuple[ServerJob, SyntheticSet]:
     """A row's images, and the job that drew them."""
-    settings = {**COMMON, **ROWS[row], "seed": SEED}
+    settings = settings_of(row)
     config = config_of({**settings, "label-check": "filter"})
-    taken = collected(row.replace(",", ""), settings)
-    folder = open_run_folder(config, "".join(c if c.isalnum() else "-" for c in row), 0)
+    taken = collected(settings)
+    folder = open_run_folder(config, folder_name(settings), 0)
     job = ServerJob(config, folder, Status(folder.path), CLIENTS)
     sampler = SAMPLERS[config.method]
     images = render(job, driver.plan_held(job, taken), lambda device: sampler(job, device, taken))
@@ -195,7 +194,7 @@ def drawn(row: str) -> tuple[ServerJob, SyntheticSet]:
 
 def line(judge: Judge, row: str) -> dict[str, str]:
     """One row of the table."""
-    file = WORK / f"{''.join(c if c.isalnum() else '-' for c in row)}.json"
+    file = WORK / f"{folder_name(settings_of(row))}.json"
     if not file.is_file():
         job, images = drawn(row)
         found = looked_at(judge, images)

@@ -9,8 +9,6 @@ Difference from the paper: theirs compares each probability with its class's mea
 the largest probability must be the label's (its baseline C_confusion).
 """
 
-from dataclasses import replace
-
 import torch
 from torch.nn import functional as F
 
@@ -23,7 +21,8 @@ from server_app.training import train_global
 def second_opinions(job: ServerJob, images: SyntheticSet) -> torch.Tensor:
     """Softmax outputs [N, C] for every image, of a classifier that was not trained on it.
 
-    The halves are every other image, so that both have all clients and classes.
+    The halves are every other image of a plan, client by client and class by class: with two images
+    of a class or more (which the configuration asks for) both have all clients and classes.
     """
     first = torch.arange(len(images.labels)) % 2 == 0
     opinions = torch.zeros(len(images.labels), len(job.classes))
@@ -48,4 +47,4 @@ def without_doubtful(job: ServerJob, images: SyntheticSet, opinions: torch.Tenso
     )
     rows = sees.nonzero().flatten().tolist()
     clients = tuple(images.clients[row] for row in rows)
-    return replace(images, pixels=images.pixels[sees], labels=images.labels[sees], clients=clients)
+    return SyntheticSet(images.pixels[sees], images.labels[sees], clients)

@@ -1,5 +1,8 @@
 """domain-vector: what a client learns, step by step against NumPy, and what is drawn of it."""
 
+from pathlib import Path
+from typing import Any
+
 import analytic
 import numpy as np
 import pytest
@@ -102,7 +105,11 @@ def vectors(offsets: bool) -> dict[str, DomainVector]:
 
 
 @pytest.mark.parametrize("offsets", [False, True])
-def test_the_condition_is_the_prompts_encoding_moved(tiny_kit, composed, offsets: bool) -> None:  # type: ignore[no-untyped-def]
+def test_the_condition_is_the_prompts_encoding_moved(
+    tiny_kit: Path,
+    composed: Any,
+    offsets: bool,
+) -> None:
     class_lr = 0.1 if offsets else 0.0
     config = config_of(tiny_kit, domain_vector__guidance=4.5, domain_vector__class_lr=class_lr)
     domain_vector.sampler(server(tiny_kit, config), CPU, vectors(offsets))(PLAN)
@@ -114,7 +121,10 @@ def test_the_condition_is_the_prompts_encoding_moved(tiny_kit, composed, offsets
     assert only.scale == 4.5
 
 
-def test_all_classes_can_be_drawn_in_every_domain(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
+def test_all_classes_can_be_drawn_in_every_domain(
+    tiny_kit: Path,
+    composed: Any,
+) -> None:
     """A holds 3 and 8, b 8: with `all` both have ten classes, under their own vectors, and what a
     class adds is for those that have it.
     """

@@ -44,7 +44,9 @@ def job_of(check: str = "filter") -> Any:
     return SimpleNamespace(
         classes=("zero", "one"),
         device=torch.device("cpu"),
-        config=parse_run_config(quick(method="prompts-only", label_check=check)),
+        config=parse_run_config(
+            quick(method="prompts-only", label_check=check, synthesis__images_per_class=2)
+        ),
         status=SimpleNamespace(warn_of=lambda text: said.append(text)),
     )
 
@@ -122,3 +124,11 @@ def test_a_run_says_what_it_left_out(home: Path, tiny_kit: Path) -> None:
 def test_who_has_teachers_or_no_images_has_no_second_opinion(method: str) -> None:
     with pytest.raises(ConfigError, match="label-check = 'soft'"):
         parse_run_config(quick(method=method, label_check="soft"))
+
+
+def test_a_second_opinion_wants_an_image_for_each_half() -> None:
+    """With one image a class, every other image would be every other class."""
+    with pytest.raises(ConfigError, match="images-per-class of at least 2"):
+        parse_run_config(
+            quick(method="prompts-only", label_check="soft", synthesis__images_per_class=1)
+        )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LoopGrid, quick
+from flwr.app import Message, MetricRecord, RecordDict
 from test_round import metrics, start, swap_payload
 
 from osfl.cli.estimate import estimate_run
@@ -69,6 +70,21 @@ def test_who_is_left_out_takes_nobodys_place(home: Path, tiny_kit: Path) -> None
     assert asked(grid, "evaluate") == {2}
     payloads = (home / "runs" / "job" / "payloads").glob("*.pb")
     assert [file.stem for file in payloads] == ["client-0"]
+
+
+def test_a_tester_that_does_not_test_is_named(home: Path, tiny_kit: Path) -> None:
+    """Not the client that was not to."""
+
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "evaluate" and index == 1:
+            reply.content = RecordDict({"metrics": MetricRecord({"confusion": [1]})})
+        return reply
+
+    config = quick(
+        method="prompts-only", kit=str(tiny_kit), num_clients=3, left_out="client-0,client-1"
+    )
+    start(config, tamper=tamper)
+    assert metrics(home)["not_tested"] == ["client-1"]
 
 
 def test_who_is_to_test_must_be_there(home: Path, tiny_kit: Path) -> None:

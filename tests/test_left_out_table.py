@@ -21,15 +21,14 @@ def test_a_fold_is_taught_by_the_others_and_tested_by_its_own(
     scored: list[int] = []
     monkeypatch.setattr(left_out, "WORK", home)
     monkeypatch.setattr(left_out, "CLIENTS", ("client-0", "client-1", "client-2"))
-    monkeypatch.setattr(left_out, "accuracy", lambda config, model, number: scored.append(number))
     changed = quick(kit=str(tiny_kit), method=method, num_clients=3)
     settings = {key: value for key, value in changed.items() if DEFAULTS[key] != value}
     settings |= {"seed": 0, "synthesis.images-per-class": 1}
     monkeypatch.setattr(left_out, "accuracy", lambda *given: scored.append(given[2]) or 50.0)
     for number in (1, 0, 1):
-        assert left_out.tested("a row", number, settings, {}) == 50.0
+        assert left_out.tested(number, settings, {}) == 50.0
         assert scored == [1, 0][: len(scored)]
-        folder = home / "a-row-s0-quick"
+        folder = home / left_out.folder_name(settings)
         others = {f"client-{k}" for k in range(3) if k != number}
         if method == "prompts-only" and len(scored) == (1 if number else 2):
             rows = (folder / "manifest.jsonl").read_text().splitlines()
@@ -47,11 +46,11 @@ def test_the_difference_to_the_ceiling_is_paired_by_domain(
     of_ceiling = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
     above = [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
 
-    def tested(row: str, number: int, settings: Any, taken: Any) -> float:
-        return of_ceiling[number] + (above[number] if row == "domain-vector" else 0)
+    def tested(number: int, settings: Any, taken: Any) -> float:
+        return of_ceiling[number] + (above[number] if settings["method"] != "ceiling" else 0)
 
     monkeypatch.setattr(left_out, "tested", tested)
-    monkeypatch.setattr(left_out, "collected", lambda row, settings: {})
+    monkeypatch.setattr(left_out, "collected", lambda settings: {})
     ceiling, row = left_out.table(["domain-vector"], 0, quick=False)
     assert (ceiling[""], ceiling["average"], ceiling["to the ceiling"]) == ("ceiling", "35.0", "")
     assert row["average"] == "37.0"

@@ -38,6 +38,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"label-check = {run.label_check!r}: method {run.method!r} has teachers of its own, or "
             "draws no image; take none"
         )
+    elif run.label_check != "none" and run.synthesis.images_per_class < 2:
+        yield (
+            f"label-check = {run.label_check!r}: needs synthesis.images-per-class of at least 2: "
+            "one for each of the classifiers that judge"
+        )
     if bad := [name for name in run.testers if not is_identifier(name)]:
         yield f"left-out = {run.left_out!r}: {bad[0]!r} is no client's name"
     if len(set(run.testers)) < len(run.testers) or run.training_clients < 1:

@@ -5,14 +5,14 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from osfl.config import approximations
+from osfl.config import approximations, split_names
 from osfl.files import DamageError, read_json, write_atomically
 from osfl.run_folder.layout import MADE_ANEW
 from osfl.run_folder.report_page import render, scores
@@ -90,7 +90,7 @@ def gather(
         "clients": dict(sorted(clients.items())),
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
-        "not_tested": [] if config.get("left-out") else _not_tested(tests, clients),
+        "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),
         "server": _server(folder),
         "versions": _versions(),
         "platform": platform.platform(),
@@ -148,8 +148,12 @@ def _clients(
     return clients
 
 
-def _not_tested(tests: Mapping[str, Matrices], clients: Mapping[str, Any]) -> list[str]:
-    """Models are compared where all were tested."""
+def _not_tested(tests: Mapping[str, Matrices], clients: Iterable[str]) -> list[str]:
+    """Models are compared where all were tested.
+
+    Args:
+        clients: that were to test.
+    """
     everywhere = set.intersection(*map(set, tests.values())) if tests else set()
     return sorted(set(clients) - everywhere)
 
