@@ -1,0 +1,213 @@
+"""Accuracy against images a class, guidance and sampling steps, with the seconds each takes; to
+benchmarks/tables/curves.{md,json,png}.
+
+python -m benchmarks.curves                    # every row
+python -m benchmarks.curves domain-vector      # some; the table keeps its other rows
+
+One setting is changed at a time; the others stay at thirty images a class and client, guidance 2
+and 20 steps. Payloads are collected once, with benchmarks.left_out's recipe and a seed of their
+own. Fewer images a class are the first ones of the most, so points differ by nothing else. Every
+model is trained for about 627 steps of 32 images, and is scored on the digits' validation split.
+Interrupted, the same command goes on.
+"""
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import TABLES, write_table
+from benchmarks.guidance import with_others
+from benchmarks.lacks import taught, tested
+from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of, folder_name
+from osfl.costs import Stopwatch
+from osfl.files import write_atomically
+from osfl.payloads import Payload
+from osfl.run_folder.layout import open_run_folder, read_rows
+from osfl.run_folder.status import Status
+from server_app import driver
+from server_app.job import ServerJob
+from server_app.methods import domain_vector, feddeo, prompts_domain
+from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.workers import Sample
+
+WORK = Path(__file__).resolve().parent.parent / "runs" / "curves"
+SEED = 100  # no table of results has it
+SAMPLERS: Mapping[str, Callable[..., Sample]] = {
+    "domain-vector": domain_vector.sampler,
+    "feddeo": feddeo.sampler,
+    "prompts-domain": prompts_domain.sampler,
+}
+# Each row's settings, and the key of its guidance
+ROWS: dict[str, tuple[Settings, str]] = {
+    "domain-vector": (
+        {"method": "domain-vector", "domain-vector.steps": 600},
+        "domain-vector.guidance",
+    ),
+    "prompts-domain": ({"method": "prompts-domain"}, "prompts-domain.guidance"),
+    "FedDEO description alone": (
+        {"method": "feddeo", "feddeo.steps": 600},
+        "feddeo.guidance-description",
+    ),
+}
+IMAGES = "images a class"
+GUIDANCE = "guidance"
+STEPS = "steps"
+Point = dict[str, float]
+BASE: Point = {IMAGES: 30, GUIDANCE: 2.0, STEPS: 20}
+CURVES: dict[str, tuple[float, ...]] = {
+    IMAGES: (5, 10, 30, 100, 300),
+    GUIDANCE: (1.0, 1.5, 2.0, 3.0, 5.0, 7.5),
+    STEPS: (5, 10, 20, 50),
+}
+Record = dict[str, str | float]
+
+
+def settings_of(row: str, point: Point) -> Settings:
+    """A row's at a point of its curves."""
+    own, guidance = ROWS[row]
+    return {
+        **COMMON,
+        **own,
+        "seed": SEED,
+        "synthesis.images-per-class": int(point[IMAGES]),
+        "synthesis.steps": int(point[STEPS]),
+        guidance: point[GUIDANCE],
+    }
+
+
+def points() -> list[Point]:
+    """Every value of every curve; the base, which is on all of them, once."""
+    made = [BASE]
+    for name, values in CURVES.items():
+        made += [{**BASE, name: value} for value in values if value != BASE[name]]
+    return made
+
+
+def most_images(point: Point) -> int:
+    """How many images a class are drawn: with the base's guidance and steps, for all points."""
+    others = (GUIDANCE, STEPS)
+    on_curve = all(point[name] == BASE[name] for name in others)
+    return int(max(CURVES[IMAGES]) if on_curve else point[IMAGES])
+
+
+def drawn(settings: Settings, taken: Mapping[str, Payload]) -> tuple[SyntheticSet, float]:
+    """The images of a plan, and the seconds that one took."""
+    config = config_of(settings)
+    folder = open_run_folder(config, folder_name(settings), 0)
+    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
+    sampler = SAMPLERS[config.method]
+    images = render(job, driver.plan_held(job, taken), lambda device: sampler(job, device, taken))
+    units = read_rows(folder.timings_file)
+    seconds = sum(unit["seconds"] for unit in units)
+    return images, seconds / sum(unit["images"] for unit in units)
+
+
+def first_images(images: SyntheticSet, most: int, wanted: int) -> SyntheticSet:
+    """The first `wanted` of each client's and class's `most` images."""
+    kept = torch.arange(len(images.labels)) % most < wanted
+    clients = tuple(images.clients[row] for row in kept.nonzero().flatten().tolist())
+    return SyntheticSet(images.pixels[kept], images.labels[kept], clients)
+
+
+def measured(row: str, point: Point, taken: Mapping[str, Payload]) -> Record:
+    """Accuracy (%) at a point, and the seconds of drawing and training."""
+    settings = settings_of(row, point)
+    file = WORK / f"{folder_name(settings)}.json"
+    if not file.is_file():
+        most = most_images(point)
+        images, seconds = drawn(settings_of(row, {**point, IMAGES: most}), taken)
+        images = first_images(images, most, int(point[IMAGES]))
+        watch = Stopwatch()
+        model = taught(config_of(settings), images.pixels, images.labels)
+        found = {
+            "training": watch.seconds,
+            "drawing": seconds * len(images.labels),
+            "accuracy": tested(model),
+        }
+        file.write_text(json.dumps({"row": row, **point, **found}))
+        print(row, point, found, flush=True)
+    record: Record = json.loads(file.read_text())
+    return record
+
+
+def line(record: Record) -> dict[str, str]:
+    """A record as text, under a name of its own."""
+    values = {name: f"{record[name]:g}" for name in CURVES}
+    return {
+        "": ", ".join((str(record["row"]), *values.values())),
+        "row": str(record["row"]),
+        **values,
+        "accuracy": f"{record['accuracy']:.1f}",
+        "drawing (s)": f"{record['drawing']:.0f}",
+        "training (s)": f"{record['training']:.0f}",
+    }
+
+
+def names_of_lines() -> list[str]:
+    """Of all rows and points, in the table's order."""
+    blank = {"accuracy": 0.0, "drawing": 0.0, "training": 0.0}
+    return [line({"row": row, **point, **blank})[""] for row in ROWS for point in points()]
+
+
+def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
+    """Above, accuracy along each curve; below, the seconds of drawing and training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6))
+    panels = figure.subplots(2, len(CURVES), sharey="row", sharex="col")
+    for column, name in enumerate(CURVES):
+        others = [other for other in CURVES if other != name]
+        for row in dict.fromkeys(one["row"] for one in lines):
+            at = []
+            for one in lines:
+                if one["row"] == row and all(float(one[key]) == BASE[key] for key in others):
+                    seconds = float(one["drawing (s)"]) + float(one["training (s)"])
+                    at.append((float(one[name]), float(one["accuracy"]), seconds))
+            values, accuracies, taken = zip(*sorted(at), strict=True)
+            panels[0, column].plot(values, accuracies, marker="o", label=row)
+            panels[1, column].plot(values, taken, marker="o")
+        for panel in panels[:, column]:
+            panel.grid(alpha=0.3)
+        panels[1, column].set(xlabel=name, xscale="linear" if name == GUIDANCE else "log")
+        ticks = [f"{value:g}" for value in CURVES[name]]
+        panels[1, column].set_xticks(CURVES[name], ticks)
+        panels[1, column].minorticks_off()
+    panels[0, 0].set_ylabel("top-1 accuracy (%), validation")
+    panels[1, 0].set(ylabel="seconds, drawing and training", yscale="log")
+    panels[0, 0].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_atomically(file, picture.getvalue())
+
+
+def main() -> None:
+    """Make the table and the plot, and keep them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    given = parser.parse_args()
+    if unknown := set(given.rows) - set(ROWS):
+        parser.error(f"{sorted(unknown)[0]!r}: must be one of {', '.join(ROWS)}")
+    WORK.mkdir(parents=True, exist_ok=True)
+    made = []
+    for row in given.rows or ROWS:
+        taken = collected({**COMMON, **ROWS[row][0], "seed": SEED})
+        made += [line(measured(row, point, taken)) for point in points()]
+    about = (
+        "Top-1 accuracy (%) on the digits' validation split, average of the domains, of one "
+        f"model of about 627 steps; seed {SEED}. Six clients; drawing and training in seconds. "
+        "Command: `python -m benchmarks.curves`."
+    )
+    lines = with_others(made, TABLES / "curves.json", about, names_of_lines())
+    write_table(TABLES / "curves", lines, about)
+    plot(lines, TABLES / "curves.png")
+
+
+if __name__ == "__main__":
+    main()

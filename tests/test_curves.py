@@ -1,0 +1,85 @@
+"""benchmarks/curves.py: which images a point of a curve has, and where it is drawn."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import curves
+from server_app.synthesis.images import SyntheticSet
+
+BASE = curves.BASE
+
+
+def test_one_setting_is_changed_at_a_time_and_the_base_is_measured_once() -> None:
+    points = curves.points()
+    assert points[0] == {"images a class": 30, "guidance": 2.0, "steps": 20}
+    for point in points[1:]:
+        assert sum(point[name] != BASE[name] for name in BASE) == 1
+    # 5 + 6 + 4 values, of which three are the base
+    assert len(points) == 13
+
+
+@pytest.mark.parametrize(("changed", "most"), [({}, 300), ({"images a class": 5}, 300)])
+def test_fewer_images_are_the_first_of_the_most(changed: curves.Point, most: int) -> None:
+    assert curves.most_images({**BASE, **changed}) == most
+
+
+@pytest.mark.parametrize("changed", [{"guidance": 1.0}, {"steps": 5}])
+def test_what_is_drawn_otherwise_is_not_drawn_three_hundred_times(changed: curves.Point) -> None:
+    assert curves.most_images({**BASE, **changed}) == 30
+
+
+def test_the_first_images_are_of_every_client_and_class() -> None:
+    """Two clients, two classes, three images of each; image i is all i."""
+    pixels = torch.arange(12, dtype=torch.uint8).view(-1, 1, 1, 1)
+    labels = torch.tensor([0, 0, 0, 1, 1, 1] * 2)
+    images = SyntheticSet(pixels, labels, ("a",) * 6 + ("b",) * 6)
+    kept = curves.first_images(images, 3, 2)
+    assert kept.pixels.flatten().tolist() == [0, 1, 3, 4, 6, 7, 9, 10]
+    assert kept.labels.tolist() == [0, 0, 1, 1] * 2
+    assert kept.clients == ("a",) * 4 + ("b",) * 4
+
+
+@pytest.mark.parametrize("row", curves.ROWS)
+def test_a_point_sets_what_the_method_draws_with(row: str) -> None:
+    settings = curves.settings_of(row, {"images a class": 5, "guidance": 7.5, "steps": 50})
+    config = curves.config_of(settings)
+    assert config.method in curves.SAMPLERS
+    assert (config.synthesis.images_per_class, config.synthesis.steps) == (5, 50)
+    assert settings[curves.ROWS[row][1]] == 7.5
+
+
+def test_a_point_that_was_measured_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing counts the images of the point, at the seconds that one of the most took."""
+    monkeypatch.setattr(curves, "WORK", tmp_path)
+    images = SyntheticSet(
+        torch.zeros(60 * 300, 1, 1, 1, dtype=torch.uint8),
+        torch.arange(10).repeat_interleave(300).repeat(6),
+        tuple(client for client in curves.CLIENTS for _ in range(3000)),
+    )
+    drawn: list[curves.Settings] = []
+
+    def draw(settings: curves.Settings, taken: object) -> tuple[SyntheticSet, float]:
+        drawn.append(settings)
+        return images, 0.5
+
+    monkeypatch.setattr(curves, "drawn", draw)
+    monkeypatch.setattr(curves, "taught", lambda config, pixels, labels: len(labels))
+    monkeypatch.setattr(curves, "tested", lambda count: count / 10)
+    point = {**BASE, "images a class": 5}
+    for _ in range(2):
+        found = curves.measured("domain-vector", point, {})
+        assert (found["accuracy"], found["drawing"]) == (30.0, 150.0)
+    (settings,) = drawn
+    assert settings["synthesis.images-per-class"] == 300
+    assert curves.line(found)[""] in curves.names_of_lines()
+
+
+def test_the_plot_has_every_curve(tmp_path: Path) -> None:
+    lines = []
+    for number, point in enumerate(curves.points()):
+        figures = {"accuracy": 50.0 + number, "drawing": 10.0, "training": 5.0}
+        lines.append(curves.line({"row": "domain-vector", **point, **figures}))
+    curves.plot(lines, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
