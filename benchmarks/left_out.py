@@ -33,6 +33,8 @@ from server_app.job import ServerJob
 WORK = Path(__file__).resolve().parent.parent / "runs" / "left-out"
 CLIENTS = tuple(f"client-{number}" for number in range(6))
 DOMAINS = ("photo", "clipart", "sketch", "painting", "neon", "infograph")
+# In the place of public domains' names: all but the one that is tested
+OTHERS = "others"
 Settings = Mapping[str, Scalar]
 # The recipe of configs/tables/recommended.toml; 1,500 images in batches of 32 make 47 steps an
 # epoch, the ceiling's 500 make 16
@@ -63,6 +65,25 @@ ROWS: dict[str, Settings] = {
     "Espresso": {"method": "espresso", "espresso.steps": 600, "espresso.guidance": 1.5},
     "FedDEO description alone": {"method": "feddeo", "feddeo.steps": 600},
     "domain-vector": {"method": "domain-vector", "domain-vector.steps": 600},
+    # With public domains' images there are twice as many, so half the epochs are as many steps
+    "domain-vector, all public domains": {
+        "method": "domain-vector",
+        "domain-vector.steps": 600,
+        "public-domains": ", ".join(DOMAINS),
+        "global-model.epochs": 6,
+    },
+    "domain-vector, public domains but the tested": {
+        "method": "domain-vector",
+        "domain-vector.steps": 600,
+        "public-domains": OTHERS,
+        "global-model.epochs": 6,
+    },
+    "prompts-only, all public domains": {
+        "method": "prompts-only",
+        "prompts-only.guidance": 3.0,
+        "public-domains": ", ".join(DOMAINS),
+        "global-model.epochs": 6,
+    },
 }
 QUICK: Settings = {
     "synthesis.images-per-class": 1,
@@ -87,7 +108,10 @@ def collected(settings: Settings) -> dict[str, Payload]:
     if METHODS[str(settings["method"])].client is None:
         return {}
     # What only the server reads may differ between runs that share payloads
-    of_clients = {key: value for key, value in settings.items() if "guidance" not in key}
+    of_clients = dict(settings)
+    for key in settings:
+        if "guidance" in key or key == "public-domains":
+            del of_clients[key]
     folder = WORK / f"payloads-{folder_name(of_clients)}"
     send(of_clients, folder)
     return taken_from(folder, config_of(of_clients))
@@ -98,13 +122,22 @@ def folder_name(settings: Settings) -> str:
     return f"{settings['method']}-s{settings['seed']}-{digest_of(settings)}"
 
 
+def with_names(settings: Settings, tested: int | None) -> Settings:
+    """With the names of the public domains where the settings say `OTHERS`."""
+    if settings.get("public-domains") != OTHERS:
+        return settings
+    names = [name for number, name in enumerate(DOMAINS) if number != tested]
+    return {**settings, "public-domains": ", ".join(names)}
+
+
 def tested(number: int, settings: Settings, taken: Mapping[str, Payload]) -> float:
     """Accuracy (%) in the domain of a client of a model that its images have not taught."""
-    config = config_of({**settings, "left-out": CLIENTS[number]})
+    config = config_of({**with_names(settings, number), "left-out": CLIENTS[number]})
     result = WORK / f"{folder_name(settings)}-without-{number}.json"
     if not result.is_file():
         # One folder for all: images of the other clients are there already
-        folder = open_run_folder(config_of(settings), folder_name(settings), 0)
+        everybody = config_of(with_names(settings, None))
+        folder = open_run_folder(everybody, folder_name(settings), 0)
         others = {client: payload for client, payload in taken.items() if client != CLIENTS[number]}
         training = tuple(client for client in CLIENTS if client != CLIENTS[number])
         job = ServerJob(config, folder, Status(folder.path), training)

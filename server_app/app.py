@@ -172,7 +172,8 @@ def check_server(config: RunConfig) -> None:
 def needed_bytes(config: RunConfig) -> int:
     """About how much disk a run takes at most: images as if uncompressed, payloads, models."""
     classes = len(class_names(config.data))
-    images = config.num_clients * classes * config.synthesis.images_per_class
+    domains = config.num_clients + len(config.domains_by_name)
+    images = domains * classes * config.synthesis.images_per_class
     weights = 50_000_000 * (config.num_clients + 3)  # a ResNet-18 of each client, three global ones
     try:
         size = image_size(find_kit(config.sampling_kit))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from osfl.payloads import Payload
+from server_app import public_domains
 from server_app.job import GlobalModel, ServerJob
 from server_app.label_check import second_opinions, without_doubtful
 from server_app.synthesis.images import SyntheticSet, render
@@ -52,6 +53,8 @@ def synthesise_and_train(
 ) -> Models:
     """Plan the images, render those that are not there yet, and train on all of them.
 
+    Public domains' images, where the run asks for them, are among them.
+
     Args:
         payloads: by client; empty for a method whose clients send nothing.
         sampler: loads the kit on a device; what it gives back draws a batch, whose rows may belong
@@ -68,5 +71,8 @@ def synthesise_and_train(
     def make_sampler(device: torch.device) -> Sample:
         return sampler(job, device, payloads)
 
-    images = render(job, plan(job, payloads), make_sampler, divisible)
+    planned = plan(job, payloads) + public_domains.plan(job)
+    others = public_domains.ingredients(job)
+    drawing = public_domains.with_public(job, make_sampler)
+    images = render(job, planned, drawing, divisible, others)
     return train(job, payloads, images)

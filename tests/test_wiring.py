@@ -96,7 +96,9 @@ def run_to_the_images(
     monkeypatch.setattr(
         driver,
         "render",
-        lambda job, plan, make, divisible: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
+        lambda job, plan, make, divisible, others: SimpleNamespace(
+            pixels=make(CPU)(plan), labels=None
+        ),
     )
     monkeypatch.setattr(driver, "train_global", lambda *args: None)
     method.run(job, payloads)
@@ -425,7 +427,7 @@ def test_each_strategy_has_its_own_teacher(
     monkeypatch.setattr(
         driver,
         "render",
-        lambda job, plan, make, divisible: (parted.append(divisible), made)[1],
+        lambda job, plan, make, divisible, others: (parted.append(divisible), made)[1],
     )
     monkeypatch.setattr(
         fedlmg,

@@ -153,7 +153,7 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
             )
         rounds = config.rounds.count if METHODS[config.method].rounds else 1
         uploads[name] = rounds * size
-    images = sum(drawn_images(client) for client in clients.values())
+    images = planned_images(config, clients.values())
     return Estimate(
         changed_keys(config),
         uploads,
@@ -255,6 +255,12 @@ def _model_bytes(client: Client) -> int:
 
 
 # ---- What is drawn ----
+
+
+def planned_images(config: RunConfig, clients: Iterable[Client]) -> int:
+    """How many images the server draws, public domains' among them."""
+    a_domain = len(class_names(config.data)) * config.synthesis.images_per_class
+    return sum(map(drawn_images, clients)) + len(config.domains_by_name) * a_domain
 
 
 def drawn_images(client: Client) -> int:

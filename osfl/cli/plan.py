@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from osfl.cli import display
 from osfl.cli.compare import TableFile, as_arguments
 from osfl.cli.display import Table
-from osfl.cli.estimate import drawn_images, rows_an_image, unseen_clients, upload_bytes
+from osfl.cli.estimate import planned_images, rows_an_image, unseen_clients, upload_bytes
 from osfl.cli.launch import resolve_config
 from osfl.config import RunConfig
 from osfl.methods import METHODS
@@ -57,7 +57,7 @@ def plan_of(table: TableFile) -> dict[str, Row]:
 def _row(config: RunConfig, runs: int) -> Row:
     clients = unseen_clients(config)
     name, client = next(iter(clients.items()))
-    images = runs * sum(drawn_images(each) for each in clients.values())
+    images = runs * planned_images(config, clients.values())
     disk = runs * needed_bytes(config)
     try:
         flops = _flops(config, images) if METHODS[config.method].samples else 0.0

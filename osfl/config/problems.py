@@ -7,6 +7,7 @@ from pathlib import Path
 from osfl.config.names import BACKBONES, is_identifier, named_words, split_names
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
+from osfl.prompts import in_words
 from osfl.words import name_problem, plain
 
 DIGITS_KITS = ("digits", "digits-unclip")
@@ -43,6 +44,7 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"label-check = {run.label_check!r}: needs synthesis.images-per-class of at least 2: "
             "one for each of the classifiers that judge"
         )
+    yield from _of_public_domains(run)
     if bad := [name for name in run.testers if not is_identifier(name)]:
         yield f"left-out = {run.left_out!r}: {bad[0]!r} is no client's name"
     if len(set(run.testers)) < len(run.testers) or run.training_clients < 1:
@@ -69,6 +71,23 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"{key} = {run.sampling_kit!r}: it draws digits; with data.name = {run.data.name!r}, "
             "name a kit for your images"
         )
+
+
+def _of_public_domains(run: RunConfig) -> Iterator[str]:
+    names = run.domains_by_name
+    given = f"public-domains = {plain(run.public_domains, 200)!r}"
+    if names and (
+        run.method in ("fedlmg", "fedcado", "feddisc") or not METHODS[run.method].samples
+    ):
+        yield (
+            f"{given}: method {run.method!r} draws no image from a prompt alone, or has teachers "
+            'for its images; leave it empty ("")'
+        )
+    if len({in_words(name) for name in names}) < len(names):
+        yield f"{given}: names a domain twice; name each once"
+    for name in names:
+        if problem := name_problem(name):
+            yield f"{given}: {plain(name, 80)!r} {problem}; it is words of a prompt"
 
 
 def _of_data(run: RunConfig) -> Iterator[str]:

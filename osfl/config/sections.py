@@ -587,6 +587,15 @@ class RunConfig:
             "models: leave one domain out. They are among the num-clients."
         ),
     ]
+    public_domains: Annotated[
+        str,
+        Doc(
+            "Domains, comma-separated, in which the server draws every class beside the clients' "
+            "images, by `prompts-domain.prompt` and no client's data: for users whose domain no "
+            "client has, where the kit knows its name. Not with FedLMG and FedCADO, whose images "
+            "have teachers, and FedDISC."
+        ),
+    ]
     join_timeout: Annotated[
         float, Range(1, 1e7), Doc("Seconds to wait for clients to appear."), NotIdentity()
     ]
@@ -668,6 +677,11 @@ class RunConfig:
     def testers(self) -> tuple[str, ...]:
         """The clients that are left out of all but the test."""
         return split_names(self.left_out)
+
+    @property
+    def domains_by_name(self) -> tuple[str, ...]:
+        """The domains that the server adds."""
+        return split_names(self.public_domains)
 
     @property
     def training_clients(self) -> int:

@@ -46,7 +46,11 @@ class SyntheticSet:
 
 
 def render(
-    job: ServerJob, jobs: list[ImageJob], make_sampler: MakeSampler, divisible: bool = True
+    job: ServerJob,
+    jobs: list[ImageJob],
+    make_sampler: MakeSampler,
+    divisible: bool = True,
+    others: Mapping[str, str] | None = None,
 ) -> SyntheticSet:
     """Make every image of a plan that is not there yet, and load them all.
 
@@ -54,6 +58,7 @@ def render(
         make_sampler: loads the models; not called when nothing is left to do.
         divisible: whether a unit may be sampled in batches, and in smaller ones where it does not
             fit into memory.
+        others: owners of images that are no clients, and what shapes their images.
 
     Raises:
         PayloadError: sampling with a client's payload is led astray.
@@ -61,7 +66,8 @@ def render(
         OSError: images cannot be read, however often they are written.
     """
     digests = {client: job.folder.payload_digest(client) for client in job.clients}
-    units = cut_units(jobs, job.config.synthesis.unit_size, digests, _shaping(job))
+    ingredients = {**digests, **(others or {})}
+    units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, _shaping(job))
     make_sampler = _blaming(make_sampler, digests)
     if divisible:
         make_sampler = _in_batches(make_sampler, job.config.synthesis.batch_size)
