@@ -108,6 +108,9 @@ def test_a_run_has_the_clients_images_and_the_domains(home: Path, tiny_kit: Path
     assert added == [
         (owner, name) for owner in ("public.Oil_painting", "public.neon") for name in DIGITS
     ]
+    pages = {job: (home / "runs" / job / "report.html").read_text() for job in ("alone", "more")}
+    assert "domains that the server added" in pages["more"]
+    assert "domains that the server added" not in pages["alone"]
     about = json.loads((home / "runs" / "more" / "models" / "FT.json").read_text())
     assert about["images"] == len(alone) + 20
 

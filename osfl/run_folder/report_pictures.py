@@ -45,6 +45,11 @@ class Gallery:
     small: bool = False
     left_out: str = ""
 
+    @property
+    def has_public_domains(self) -> bool:
+        """Whether a row is no client's: clients' names have no point."""
+        return any("." in owner for owner in self.first)
+
 
 def gallery_of(folder: Path, manifest: Sequence[str], classes: Sequence[str]) -> Gallery:
     """The pictures of a run's manifest.

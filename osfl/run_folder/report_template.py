@@ -116,7 +116,7 @@ TEMPLATE = (
 <tr><th>{{ client }}</th>{% for c in gallery.classes %}<td>{% if c in row %}<img alt="{{ c }}, {{ client }}" src="{{ row[c] }}">{% endif %}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
-<p class="note">The first image of every class, a row for each client whose data it stands for.{% if gallery.left_out %} Shown are {{ gallery.left_out }}; all images are in the run's folder <code>images</code>.{% endif %}</p>
+<p class="note">The first image of every class, a row for each client whose data it stands for.{% if gallery.has_public_domains %} Rows that begin with <code>public</code> are of domains that the server added by their names.{% endif %}{% if gallery.left_out %} Shown are {{ gallery.left_out }}; all images are in the run's folder <code>images</code>.{% endif %}</p>
 {% for client, row in gallery.more.items() %}
 <details><summary>{{ client }}: up to {{ gallery.each }} images of each class</summary>
 <div class="wide"><table class="cells{% if gallery.small %} small{% endif %}">
