@@ -26,7 +26,7 @@ from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of,
 from osfl.costs import Stopwatch
 from osfl.files import write_atomically
 from osfl.payloads import Payload
-from osfl.run_folder.layout import open_run_folder, read_rows
+from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app import driver
 from server_app.job import ServerJob
@@ -100,7 +100,7 @@ def drawn(settings: Settings, taken: Mapping[str, Payload]) -> tuple[SyntheticSe
     job = ServerJob(config, folder, Status(folder.path), CLIENTS)
     sampler = SAMPLERS[config.method]
     images = render(job, driver.plan_held(job, taken), lambda device: sampler(job, device, taken))
-    units = read_rows(folder.timings_file)
+    units = [json.loads(line) for line in folder.timings_file.read_text().splitlines()]
     seconds = sum(unit["seconds"] for unit in units)
     return images, seconds / sum(unit["images"] for unit in units)
 

@@ -1,14 +1,20 @@
 """benchmarks/curves.py: which images a point of a curve has, and where it is drawn."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import quick
 
-from benchmarks import curves
+from benchmarks import curves, left_out
+from osfl.cli.launch import default_config
+from osfl.payloads import Domain
+from osfl.prompts import DIGITS
 from server_app.synthesis.images import SyntheticSet
 
 BASE = curves.BASE
+DEFAULTS = default_config()
 
 
 def test_one_setting_is_changed_at_a_time_and_the_base_is_measured_once() -> None:
@@ -34,6 +40,27 @@ def test_the_first_images_are_of_every_client_and_class() -> None:
     assert kept.pixels.flatten().tolist() == [0, 1, 3, 4, 6, 7, 9, 10]
     assert kept.labels.tolist() == [0, 0, 1, 1] * 2
     assert kept.clients == ("a",) * 4 + ("b",) * 4
+
+
+def test_what_an_image_took_is_the_mean_of_all_that_were_drawn(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clients' twenty images, drawn once; read again, they took what they took."""
+    monkeypatch.setattr(left_out, "WORK", home)
+    monkeypatch.setattr(curves, "CLIENTS", ("client-0", "client-1"))
+    changed = quick(kit=str(tiny_kit), method="prompts-domain")
+    settings = {key: value for key, value in changed.items() if DEFAULTS[key] != value}
+    settings |= {"seed": 0}
+    names = {client: Domain(DIGITS, "neon") for client in curves.CLIENTS}
+    images, seconds = curves.drawn(settings, names)
+    assert len(images.labels) == 20
+    (timings,) = home.glob("*/timings.jsonl")
+    taken = [json.loads(line) for line in timings.read_text().splitlines()]
+    assert sum(unit["images"] for unit in taken) == 20
+    assert seconds == pytest.approx(sum(unit["seconds"] for unit in taken) / 20)
+    again, same = curves.drawn(settings, names)
+    assert torch.equal(again.pixels, images.pixels)
+    assert same == seconds
 
 
 @pytest.mark.parametrize("row", curves.ROWS)
