@@ -1,6 +1,5 @@
 """benchmarks/curves.py: which images a point of a curve has, and where it is drawn."""
 
-import json
 from pathlib import Path
 
 import pytest
