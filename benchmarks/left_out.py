@@ -78,12 +78,6 @@ ROWS: dict[str, Settings] = {
         "public-domains": OTHERS,
         "global-model.epochs": 6,
     },
-    "prompts-only, all public domains": {
-        "method": "prompts-only",
-        "prompts-only.guidance": 3.0,
-        "public-domains": ", ".join(DOMAINS),
-        "global-model.epochs": 6,
-    },
 }
 QUICK: Settings = {
     "synthesis.images-per-class": 1,
