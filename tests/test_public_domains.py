@@ -115,6 +115,21 @@ def test_a_run_has_the_clients_images_and_the_domains(home: Path, tiny_kit: Path
     assert about["images"] == len(alone) + 20
 
 
+def test_a_domain_is_drawn_anew_where_its_prompts_guidance_is_another(
+    home: Path, tiny_kit: Path
+) -> None:
+    """Two clients' twenty images are the same units; the domain's ten are others."""
+    units: dict[float, set[str]] = {}
+    for guidance in (2.0, 3.0):
+        job = f"job-{guidance:.0f}"
+        given = {"public_domains": "neon", "prompts_domain__guidance": guidance}
+        start(quick(method="prompts-only", kit=str(tiny_kit), **given), job)
+        units[guidance] = {file.name for file in (home / "runs" / job / "units").iterdir()}
+    # Units of at most eight images of one owner
+    assert [len(names) for names in units.values()] == [6, 6]
+    assert len(units[2.0] & units[3.0]) == 4
+
+
 def config_with(public: str, **overrides: object) -> RunConfig:
     given = {"method": "domain-vector", "synthesis__images_per_class": 3, **overrides}
     return parse_run_config(quick(public_domains=public, **given))
