@@ -210,7 +210,7 @@ def main() -> None:
     about = (
         "Top-1 accuracy (%) on the digits' validation split, average of the domains, of one "
         f"model of about 627 steps; seed {SEED}. Six clients; drawing and training in core-"
-        "seconds, which hold on a busy machine too. "
+        "seconds: a busy machine changes these by a quarter, and the clock's more. "
         "Command: `python -m benchmarks.curves`."
     )
     made = []
