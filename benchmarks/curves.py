@@ -14,45 +14,29 @@ Interrupted, the same command goes on.
 import argparse
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import process_time
 
 import torch
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, guidance, left_out, write_table
 from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
 from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of, folder_name
 from osfl.files import write_atomically
+from osfl.methods import server_half
 from osfl.payloads import Payload
 from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.run_folder.status import Status
 from server_app import driver
 from server_app.job import ServerJob
-from server_app.methods import domain_vector, feddeo, prompts_domain
 from server_app.synthesis.images import SyntheticSet, render
-from server_app.synthesis.workers import Sample
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "curves"
 SEED = 100  # no table of results has it
-SAMPLERS: Mapping[str, Callable[..., Sample]] = {
-    "domain-vector": domain_vector.sampler,
-    "feddeo": feddeo.sampler,
-    "prompts-domain": prompts_domain.sampler,
-}
-# Each row's settings, and the key of its guidance
-ROWS: dict[str, tuple[Settings, str]] = {
-    "domain-vector": (
-        {"method": "domain-vector", "domain-vector.steps": 600},
-        "domain-vector.guidance",
-    ),
-    "prompts-domain": ({"method": "prompts-domain"}, "prompts-domain.guidance"),
-    "FedDEO description alone": (
-        {"method": "feddeo", "feddeo.steps": 600},
-        "feddeo.guidance-description",
-    ),
-}
+# Of benchmarks.left_out, with its settings
+ROWS = ("domain-vector", "prompts-domain", "FedDEO description alone")
 IMAGES = "images a class"
 GUIDANCE = "guidance"
 STEPS = "steps"
@@ -69,14 +53,14 @@ Record = dict[str, str | float]
 
 def settings_of(row: str, point: Point) -> Settings:
     """A row's at a point of its curves."""
-    own, guidance = ROWS[row]
+    (scale,) = guidance.ROWS[row].scales
     return {
         **COMMON,
-        **own,
+        **left_out.ROWS[row],
         "seed": SEED,
         "synthesis.images-per-class": int(point[IMAGES]),
         "synthesis.steps": int(point[STEPS]),
-        guidance: point[GUIDANCE],
+        scale: point[GUIDANCE],
     }
 
 
@@ -98,7 +82,7 @@ def drawn(settings: Settings, taken: Mapping[str, Payload]) -> tuple[SyntheticSe
     config = config_of(settings)
     folder = open_run_folder(config, folder_name(settings), 0)
     job = ServerJob(config, folder, Status(folder.path), CLIENTS)
-    sampler = SAMPLERS[config.method]
+    sampler = server_half(config.method).sampler
     before = timed_images(folder)
     began = process_time()
     images = render(job, driver.plan_held(job, taken), lambda device: sampler(job, device, taken))
@@ -146,23 +130,34 @@ def measured(row: str, point: Point, taken: Mapping[str, Payload]) -> Record:
     return record
 
 
+def name_of(row: object, point: Mapping[str, object]) -> str:
+    """Of a line, by which a table keeps it."""
+    return ", ".join((str(row), *(f"{point[name]:g}" for name in CURVES)))
+
+
 def line(record: Record) -> dict[str, str]:
-    """A record as text, under a name of its own."""
-    values = {name: f"{record[name]:g}" for name in CURVES}
+    """A record as text."""
     return {
-        "": ", ".join((str(record["row"]), *values.values())),
+        "": name_of(record["row"], record),
         "row": str(record["row"]),
-        **values,
+        **{name: f"{record[name]:g}" for name in CURVES},
         "accuracy": f"{record['accuracy']:.1f}",
         "drawing (s)": f"{record['drawing']:.0f}",
         "training (s)": f"{record['training']:.0f}",
     }
 
 
-def names_of_lines() -> list[str]:
-    """Of all rows and points, in the table's order."""
-    blank = {"accuracy": 0.0, "drawing": 0.0, "training": 0.0}
-    return [line({"row": row, **point, **blank})[""] for row in ROWS for point in points()]
+def curve_of(
+    lines: Sequence[Mapping[str, str]], row: str, name: str
+) -> list[tuple[float, float, float]]:
+    """(value, accuracy, core-seconds) of a row's lines where nothing but `name` is changed."""
+    others = [other for other in CURVES if other != name]
+    found = []
+    for one in lines:
+        if one["row"] == row and all(float(one[other]) == BASE[other] for other in others):
+            seconds = float(one["drawing (s)"]) + float(one["training (s)"])
+            found.append((float(one[name]), float(one["accuracy"]), seconds))
+    return sorted(found)
 
 
 def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
@@ -172,16 +167,10 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
     figure = Figure(figsize=(12, 6))
     panels = figure.subplots(2, len(CURVES), sharey="row", sharex="col")
     for column, name in enumerate(CURVES):
-        others = [other for other in CURVES if other != name]
         for row in dict.fromkeys(one["row"] for one in lines):
-            at = []
-            for one in lines:
-                if one["row"] == row and all(float(one[key]) == BASE[key] for key in others):
-                    seconds = float(one["drawing (s)"]) + float(one["training (s)"])
-                    at.append((float(one[name]), float(one["accuracy"]), seconds))
-            values, accuracies, taken = zip(*sorted(at), strict=True)
+            values, accuracies, seconds = zip(*curve_of(lines, row, name), strict=True)
             panels[0, column].plot(values, accuracies, marker="o", label=row)
-            panels[1, column].plot(values, taken, marker="o")
+            panels[1, column].plot(values, seconds, marker="o")
         for panel in panels[:, column]:
             panel.grid(alpha=0.3)
         panels[1, column].set(xlabel=name, xscale="linear" if name == GUIDANCE else "log")
@@ -213,13 +202,14 @@ def main() -> None:
         "seconds: a busy machine changes these by a quarter, and the clock's more. "
         "Command: `python -m benchmarks.curves`."
     )
+    order = [name_of(row, point) for row in ROWS for point in points()]
     made = []
     for row in given.rows or ROWS:
-        taken = collected({**COMMON, **ROWS[row][0], "seed": SEED})
+        taken = collected({**COMMON, **left_out.ROWS[row], "seed": SEED})
         for point in points():
             made.append(line(measured(row, point, taken)))
             # The table grows point by point
-            lines = with_others(made, TABLES / "curves.json", about, names_of_lines())
+            lines = with_others(made, TABLES / "curves.json", about, order)
             write_table(TABLES / "curves", lines, about)
     plot(lines, TABLES / "curves.png")
 

@@ -102,10 +102,11 @@ def collected(settings: Settings) -> dict[str, Payload]:
     if METHODS[str(settings["method"])].client is None:
         return {}
     # What only the server reads may differ between runs that share payloads
-    of_clients = dict(settings)
-    for key in settings:
-        if "guidance" in key or key == "public-domains":
-            del of_clients[key]
+    of_clients = {
+        key: value
+        for key, value in settings.items()
+        if "guidance" not in key and key != "public-domains"
+    }
     folder = WORK / f"payloads-{folder_name(of_clients)}"
     send(of_clients, folder)
     return taken_from(folder, config_of(of_clients))

@@ -96,6 +96,11 @@ def identifier(name: str) -> str:
     return "_".join(re.split(r"[\s/\\,]+", name.strip().lstrip("-.")))
 
 
+def safe_name(text: str) -> str:
+    """A text as a file's or folder's name: letters and digits, `_` for all else."""
+    return "".join(c if c.isalnum() else "_" for c in text)
+
+
 def name_problem(name: str) -> str:
     """Why a text can be neither a folder's name nor the words of a prompt; empty: it can be."""
     if not name.strip():

@@ -2,11 +2,7 @@
 
 Every class is drawn in each of them from the prompt of prompts-domain, beside the clients' images.
 The global model then learns domains that are none of the clients': for those who will use it, and
-whose images no client has.
-
-No paper of ours has this. Text-to-image models widen a data set by named domains in "Is synthetic
-data from generative models ready for image recognition?" (He et al., arXiv 2210.07574), among
-others, for one place that holds all images.
+whose images no client has. None of the papers does this.
 """
 
 from collections.abc import Mapping
@@ -17,17 +13,16 @@ import torch
 
 from osfl.methods import server_half
 from osfl.payloads import Domain
+from osfl.prompts import in_words
+from osfl.words import safe_name
 from server_app.job import ServerJob
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.workers import MakeSampler, Sample
 
 
 def owner_of(name: str) -> str:
-    """Whose images a domain's are; no client's name has a point.
-
-    Names are words of a prompt, so they are made safe for a disk.
-    """
-    return "public." + "".join(c if c.isalnum() else "_" for c in name)
+    """Whose images a domain's are; no client's name has a point."""
+    return f"public.{safe_name(in_words(name))}"
 
 
 def plan(job: ServerJob) -> list[ImageJob]:

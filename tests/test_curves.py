@@ -8,6 +8,7 @@ from conftest import quick
 
 from benchmarks import curves, left_out
 from osfl.cli.launch import default_config
+from osfl.methods import server_half
 from osfl.payloads import Domain
 from osfl.prompts import DIGITS
 from server_app.synthesis.images import SyntheticSet
@@ -64,9 +65,9 @@ def test_what_an_image_took_is_kept(
 def test_a_point_sets_what_the_method_draws_with(row: str) -> None:
     settings = curves.settings_of(row, {"images a class": 5, "guidance": 7.5, "steps": 50})
     config = curves.config_of(settings)
-    assert config.method in curves.SAMPLERS
+    assert callable(server_half(config.method).sampler)
     assert (config.synthesis.images_per_class, config.synthesis.steps) == (5, 50)
-    assert settings[curves.ROWS[row][1]] == 7.5
+    assert 7.5 in settings.values()
 
 
 def test_a_point_that_was_measured_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +93,18 @@ def test_a_point_that_was_measured_is_read(tmp_path: Path, monkeypatch: pytest.M
         assert (found["accuracy"], found["drawing"]) == (30.0, 150.0)
     (settings,) = drawn
     assert settings["synthesis.images-per-class"] == 30
-    assert curves.line(found)[""] in curves.names_of_lines()
+    assert curves.line(found)[""] == "domain-vector, 2, 20, 5"
 
 
-def test_the_plot_has_every_curve(tmp_path: Path) -> None:
+def test_a_curve_is_what_differs_in_one_setting_alone(tmp_path: Path) -> None:
+    """Each point's accuracy is its number, and it takes 15 s."""
     lines = []
-    for number, point in enumerate(curves.points()):
-        figures = {"accuracy": 50.0 + number, "drawing": 10.0, "training": 5.0}
-        lines.append(curves.line({"row": "domain-vector", **point, **figures}))
+    for row, more in (("prompts-domain", 50), ("domain-vector", 0)):
+        for number, point in enumerate(curves.points()):
+            figures = {"accuracy": more + number, "drawing": 10.0, "training": 5.0}
+            lines.append(curves.line({"row": row, **point, **figures}))
+    found = curves.curve_of(lines, "domain-vector", "steps")
+    # The base is number 0; five guidances come before the steps
+    assert found == [(5, 6, 15), (10, 7, 15), (20, 0, 15), (50, 8, 15)]
     curves.plot(lines, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -50,6 +50,22 @@ def test_the_tested_domain_is_not_among_the_others() -> None:
     assert left_out.with_names({"seed": 0}, 4) == {"seed": 0}
 
 
+def test_a_fold_draws_every_public_domain_but_its_own(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_out, "WORK", home)
+    monkeypatch.setattr(left_out, "CLIENTS", ("client-0", "client-1", "client-2"))
+    monkeypatch.setattr(left_out, "accuracy", lambda *given: 50.0)
+    changed = quick(kit=str(tiny_kit), method="prompts-only", num_clients=3)
+    settings = {key: value for key, value in changed.items() if DEFAULTS[key] != value}
+    settings |= {"seed": 0, "public-domains": left_out.OTHERS}
+    left_out.tested(1, settings, {})
+    (manifest,) = home.glob("*/manifest.jsonl")
+    owners = {json.loads(row)["client"] for row in manifest.read_text().splitlines()}
+    public = {f"public.{name}" for name in left_out.DOMAINS if name != "clipart"}
+    assert owners == {"client-0", "client-2", *public}
+
+
 def test_what_the_server_adds_changes_no_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(left_out, "send", lambda settings, folder: sent.append(settings))

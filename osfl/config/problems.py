@@ -8,7 +8,7 @@ from osfl.config.names import BACKBONES, is_identifier, named_words, split_names
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.prompts import in_words
-from osfl.words import name_problem, plain
+from osfl.words import name_problem, plain, safe_name
 
 DIGITS_KITS = ("digits", "digits-unclip")
 _HUB_DATA = re.compile(r"hf:[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -83,8 +83,9 @@ def _of_public_domains(run: RunConfig) -> Iterator[str]:
             f"{given}: method {run.method!r} draws no image from a prompt alone, or has teachers "
             'for its images; leave it empty ("")'
         )
-    if len({in_words(name) for name in names}) < len(names):
-        yield f"{given}: names a domain twice; name each once"
+    # A folder each
+    if len({safe_name(in_words(name)) for name in names}) < len(names):
+        yield f"{given}: two of the names are one folder's; name each domain once"
     for name in names:
         if problem := name_problem(name):
             yield f"{given}: {plain(name, 80)!r} {problem}; it is words of a prompt"

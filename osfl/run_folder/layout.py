@@ -40,7 +40,7 @@ from osfl.files import (
     write_atomically,
 )
 from osfl.log import log
-from osfl.words import plain
+from osfl.words import plain, safe_name
 
 if TYPE_CHECKING:
     import torch  # seconds to import, and few readers need it
@@ -474,8 +474,7 @@ def _set_aside(file: Path) -> None:
 
 def image_name(client: str, label: int, class_name: str, index: int) -> str:
     """Where an image lies, relative to the run's folder. Class names are made safe for a disk."""
-    name = "".join(c if c.isalnum() else "_" for c in class_name)
-    return f"images/{client}/{label:03d}-{name}/{index:05d}.png"
+    return f"images/{client}/{label:03d}-{safe_name(class_name)}/{index:05d}.png"
 
 
 def read_picture(file: Path) -> "torch.Tensor | None":
