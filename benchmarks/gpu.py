@@ -223,6 +223,8 @@ def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]
     for layout in (torch.contiguous_format, torch.channels_last):
         kit.unet.to(memory_format=layout)
         kit.vae.to(memory_format=layout)
+        # What is compiled holds for one format
+        torch.compiler.reset()
         for compiled in (False, True) if kit.device.type == "cuda" else (False,):
             prepared = replace(kit, unet=torch.compile(kit.unet)) if compiled else kit
             name = f"{str(layout).removeprefix('torch.')}{', compiled' * compiled}"

@@ -68,7 +68,9 @@ def fit(
     model = model.to(device).train()
     # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result
     # would differ from that on loaded ones.
-    pixels = pixels.to(device).contiguous()
+    # An augmentation is some fifty small operations an image; a GPU would wait for each
+    held = device if config.augmentation == "none" else torch.device("cpu")
+    pixels = pixels.to(held).contiguous()
     labels = labels.to(device)
     teacher = None if teacher is None else teacher.to(device)
     learned = trained_part(model, config.trained)
@@ -107,9 +109,10 @@ def fit(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(seed, "dropout"))
         progress(0, len(batches))
-        for done, (rows, taken) in enumerate(_read_ahead(pixels, batches, device), start=1):
+        for done, (rows, taken) in enumerate(_read_ahead(pixels, batches, held), start=1):
+            rows = rows.to(device)
             if augment is not None:
-                taken = torch.stack([augment(image) for image in taken])
+                taken = torch.stack([augment(image) for image in taken]).to(device)
             images = normalise(to_float(taken), model)
             targets = labels[rows]
             if mix is not None:
@@ -238,8 +241,8 @@ def new_mixing(name: str, model: nn.Module, pixels: Pixels) -> Mixing | None:
 
     training = model.training
     with torch.no_grad():
-        two = normalise(to_float(pixels[torch.tensor([0, 1])]), model)
-        classes = model.eval()(two).shape[1]
+        two = pixels[torch.tensor([0, 1])].to(next(model.parameters()).device)
+        classes = model.eval()(normalise(to_float(two), model)).shape[1]
     model.train(training)
     return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=1.0, num_classes=classes)
 
