@@ -117,7 +117,7 @@ def sent(settings: Settings) -> dict[str, Payload]:
         if not file.is_file():
             private_folder(file.parent)
             node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
-            kit = find_kit(config.kit)
+            kit = find_kit(config.sampling_kit)
             train(RecordDict(), config, node, client, folder.name, kit, file.parent)
         found[client] = decode(file.read_bytes(), expected(client))
     return found
