@@ -9,11 +9,12 @@ python -m benchmarks.gpu guided     # guidance, zig-zags, description training
 Several kinds in one command have the same card. Each takes two to four minutes. `--small` proves
 the script on a CPU in some minutes, with a model of the same kind of 64 px. FLOPs are counted, on
 one image; a rate is those of all images over the seconds of the whole loop, decoding included.
+Interrupted, a table has the rows that were made.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,32 +146,27 @@ def row(
     return found
 
 
-def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """The card's matrix product and copy; diffusers' pipeline."""
-    rows: list[dict[str, Any]] = []
     size = 8192 if kit.device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=kit.device, dtype=kit.dtype) for _ in range(2))
     seconds, _ = timed(lambda: a @ b, kit.device)
-    rows.append(
-        {
-            "what": f"matrix product of {size}",
-            "s": f"{seconds:.3g}",
-            "TF/s": f"{2 * size**3 / seconds / 1e12:.3g}",
-        }
-    )
+    yield {
+        "what": f"matrix product of {size}",
+        "s": f"{seconds:.3g}",
+        "TF/s": f"{2 * size**3 / seconds / 1e12:.3g}",
+    }
     block = torch.empty(
         8_000_000_000 if kit.device.type == "cuda" else 8_000_000,
         dtype=torch.uint8,
         device=kit.device,
     )
     seconds, _ = timed(block.clone, kit.device)
-    rows.append(
-        {
-            "what": "copy, read and written",
-            "s": f"{seconds:.3g}",
-            "TB/s": f"{2 * len(block) / seconds / 1e12:.3g}",
-        }
-    )
+    yield {
+        "what": "copy, read and written",
+        "s": f"{seconds:.3g}",
+        "TB/s": f"{2 * len(block) / seconds / 1e12:.3g}",
+    }
     del block
     flops = per_image(kit, steps)
     for compiled in (False, True) if kit.device.type == "cuda" else (False,):
@@ -188,17 +184,14 @@ def ceilings(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, A
                 guidance_scale=7.5,
                 output_type="pt",
             )
-            rows.append(
-                row(
-                    "diffusers' pipeline" + ", compiled" * compiled,
-                    batch,
-                    partial(draw, num_inference_steps=steps),
-                    kit.device,
-                    flops,
-                    partial(draw, num_inference_steps=2),
-                )
+            yield row(
+                "diffusers' pipeline" + ", compiled" * compiled,
+                batch,
+                partial(draw, num_inference_steps=steps),
+                kit.device,
+                flops,
+                partial(draw, num_inference_steps=2),
             )
-    return rows
 
 
 def sampled(kit: Kit, batch: int, steps: int) -> torch.Tensor:
@@ -216,9 +209,8 @@ def per_image(kit: Kit, steps: int) -> float:
     return two + (steps - 2) * (three - two)
 
 
-def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Eager and compiled; the largest batch in both memory formats."""
-    rows = []
     flops = per_image(kit, steps)
     for layout in (torch.contiguous_format, torch.channels_last):
         kit.unet.to(memory_format=layout)
@@ -232,13 +224,12 @@ def ours(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]
             for batch in batches if every else (batches[-1],):
                 draw = partial(sampled, prepared, batch)
                 warm_up = partial(draw, 2)
-                rows.append(row(name, batch, partial(draw, steps), kit.device, flops, warm_up))
+                yield row(name, batch, partial(draw, steps), kit.device, flops, warm_up)
     kit.unet.to(memory_format=torch.contiguous_format)
     kit.vae.to(memory_format=torch.contiguous_format)
-    return rows
 
 
-def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any]]:
+def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """The methods' samplers at one batch size, and description training."""
     batch = min(batches[-2], GUIDED_BATCH)
     config = config_with(espresso__clusters=2)
@@ -266,31 +257,20 @@ def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> list[dict[str, Any
             kit, jobs, prompts, teachers, replace(config.fedcado, noise_edits=2), steps, 224
         ),
     }
-    rows = []
     for name, sample in samplers.items():
         flops = tera_flops(partial(sample, plan[:1]))
-        rows.append(row(name, batch, partial(sample, plan), kit.device, flops))
-    rows += descriptions(kit, batch)
+        yield row(name, batch, partial(sample, plan), kit.device, flops)
+    yield from descriptions(kit, batch)
     kit.checkpointed()  # as a GPU has it by default; it stays so, therefore last
     for name, sample in samplers.items():
         if name in ("FedLMG", "FedCADO, 2 edits"):
             flops = tera_flops(partial(sample, plan[:1]))
-            rows.append(
-                row(
-                    f"{name}, checkpointed",
-                    batch,
-                    partial(sample, plan),
-                    kit.device,
-                    flops,
-                )
-            )
-    return rows + [
-        {**found, "what": f"{found['what']}, checkpointed"}
-        for found in descriptions(kit, batch)[:1]
-    ]
+            yield row(f"{name}, checkpointed", batch, partial(sample, plan), kit.device, flops)
+    at_once = next(descriptions(kit, batch))
+    yield {**at_once, "what": f"{at_once['what']}, checkpointed"}
 
 
-def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
+def descriptions(kit: Kit, at_once: int) -> Iterator[dict[str, Any]]:
     """Samples a second: so many classes in a UNet batch, each image encoded once.
 
     And one at a time with the VAE in every step.
@@ -317,16 +297,10 @@ def descriptions(kit: Kit, at_once: int) -> list[dict[str, Any]]:
         for _ in range(3):
             textual_inversion_step(kit, picture, c, optimiser)
 
-    return [
-        {
-            **row("descriptions at once, samples", 3 * at_once, together, kit.device, flops),
-            "batch": at_once,
-        },
-        {
-            **row("textual inversion, samples", 3, loop, kit.device, tera_flops(loop) / 3),
-            "batch": 1,
-        },
-    ]
+    found = row("descriptions at once, samples", 3 * at_once, together, kit.device, flops)
+    yield {**found, "batch": at_once}
+    found = row("textual inversion, samples", 3, loop, kit.device, tera_flops(loop) / 3)
+    yield {**found, "batch": 1}
 
 
 def main() -> None:
@@ -349,7 +323,12 @@ def main() -> None:
             "Stable Diffusion v1.5's shapes, random weights, 512 px, classifier-free guidance; "
             f"{steps} steps. Command: `python -m benchmarks.gpu {' '.join(given.kinds)}`."
         )
-        write_table(out / f"gpu-{kind}", kinds[kind](kit, steps, batches), about)
+        rows: list[dict[str, Any]] = []
+        try:
+            for found in kinds[kind](kit, steps, batches):
+                rows.append(found)
+        finally:
+            write_table(out / f"gpu-{kind}", rows, about)
 
 
 if __name__ == "__main__":
