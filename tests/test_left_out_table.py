@@ -9,6 +9,8 @@ from conftest import quick
 
 from benchmarks import left_out
 from osfl.cli.launch import default_config
+from osfl.config import NodeConfig
+from osfl.data.load import domain_name
 from osfl.methods import METHODS
 
 DEFAULTS = default_config()
@@ -39,14 +41,23 @@ def test_a_fold_is_taught_by_the_others_and_tested_by_its_own(
     assert scored == [1, 0]
 
 
+def test_the_domains_are_those_of_the_clients_in_their_order() -> None:
+    """Else a fold would be told the name of the domain that tests it."""
+    config = left_out.config_of({**left_out.COMMON, "method": "ceiling"})
+    assert len(left_out.DOMAINS) == len(left_out.CLIENTS)
+    for number, name in enumerate(left_out.DOMAINS):
+        node = NodeConfig(partition_id=number, num_partitions=len(left_out.CLIENTS))
+        assert domain_name(config.data, node, 0) == name
+
+
 def test_the_tested_domain_is_not_among_the_others() -> None:
     settings = {"seed": 0, "public-domains": left_out.OTHERS}
     named = left_out.with_names(settings, 4)
     assert named == {
         "seed": 0,
-        "public-domains": "photo, clipart, sketch, painting, infograph",
+        "public-domains": "clipart, infograph, neon, painting, sketch",
     }
-    assert "neon" in str(left_out.with_names(settings, None)["public-domains"])
+    assert "photo" in str(left_out.with_names(settings, None)["public-domains"])
     assert left_out.with_names({"seed": 0}, 4) == {"seed": 0}
 
 
@@ -62,7 +73,7 @@ def test_a_fold_draws_every_public_domain_but_its_own(
     left_out.tested(1, settings, {})
     (manifest,) = home.glob("*/manifest.jsonl")
     owners = {json.loads(row)["client"] for row in manifest.read_text().splitlines()}
-    public = {f"public.{name}" for name in left_out.DOMAINS if name != "clipart"}
+    public = {f"public.{name}" for name in left_out.DOMAINS if name != "infograph"}
     assert owners == {"client-0", "client-2", *public}
 
 
