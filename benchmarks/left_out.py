@@ -102,15 +102,20 @@ def collected(settings: Settings) -> dict[str, Payload]:
     """What the clients of a run have sent; nothing for a method that sends nothing."""
     if METHODS[str(settings["method"])].client is None:
         return {}
-    # What only the server reads may differ between runs that share payloads
-    of_clients = {
+    own = for_clients(settings)
+    folder = WORK / f"payloads-{folder_name(own)}"
+    send(own, folder)
+    return taken_from(folder, config_of(own))
+
+
+def for_clients(settings: Settings) -> Settings:
+    """Without what only the server reads: runs that differ in it share payloads."""
+    servers = ("synthesis.", "global-model.", "public-domains")
+    return {
         key: value
         for key, value in settings.items()
-        if "guidance" not in key and key != "public-domains"
+        if not key.startswith(servers) and "guidance" not in key
     }
-    folder = WORK / f"payloads-{folder_name(of_clients)}"
-    send(of_clients, folder)
-    return taken_from(folder, config_of(of_clients))
 
 
 def folder_name(settings: Settings) -> str:

@@ -26,7 +26,7 @@ from scipy import stats
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.guidance import with_others
-from benchmarks.left_out import CLIENTS, DOMAINS, Settings, folder_name
+from benchmarks.left_out import CLIENTS, DOMAINS, Settings, folder_name, for_clients
 from benchmarks.left_out import COMMON as RECIPE
 from client_app.work import train
 from osfl.cli.compare import as_arguments
@@ -113,7 +113,7 @@ def sent(settings: Settings) -> dict[str, Payload]:
     """
     if METHODS[str(settings["method"])].client is None:
         return {}
-    own = {key: value for key, value in settings.items() if _is_for_clients(key)}
+    own = for_clients(settings)
     config = config_of(own)
     folder = WORK / f"payloads-{folder_name(own)}"
     expected = expected_payload(config, folder.name)
@@ -127,11 +127,6 @@ def sent(settings: Settings) -> dict[str, Payload]:
             train(RecordDict(), config, node, client, folder.name, kit, file.parent)
         found[client] = decode(file.read_bytes(), expected(client))
     return found
-
-
-def _is_for_clients(key: str) -> bool:
-    server = ("synthesis.", "global-model.", "public-domains")
-    return not key.startswith(server) and "guidance" not in key
 
 
 def cell(row: str, seed: int, threads: int = 0) -> list[float]:

@@ -83,6 +83,7 @@ def test_what_the_server_adds_changes_no_payload(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(left_out, "taken_from", lambda folder, config: {})
     plain = {"method": "domain-vector", "seed": 0}
     more = {**plain, "domain-vector.guidance": 3.0, "public-domains": left_out.OTHERS}
+    more |= {"synthesis.steps": 10, "global-model.epochs": 3}
     for settings in (plain, more):
         left_out.collected(settings)
     assert sent == [plain, plain]

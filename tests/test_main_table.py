@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import main_table
-from benchmarks.left_out import DOMAINS, folder_name
+from benchmarks.left_out import DOMAINS, folder_name, for_clients
 from osfl import wire
 from osfl.methods import METHODS
 from osfl.payloads import Domain
@@ -60,7 +60,7 @@ def test_conditions_are_learned_in_as_many_steps() -> None:
 
 def payloads_of(row: str) -> str:
     settings = main_table.settings_of(row, 0)
-    return folder_name({k: v for k, v in settings.items() if main_table._is_for_clients(k)})
+    return folder_name(for_clients(settings))
 
 
 def test_rows_share_payloads_where_only_the_server_differs() -> None:
