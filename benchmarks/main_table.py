@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from flwr.app import RecordDict
@@ -29,7 +30,7 @@ from benchmarks.guidance import with_others
 from benchmarks.left_out import CLIENTS, DOMAINS, Settings, folder_name, for_clients
 from benchmarks.left_out import COMMON as RECIPE
 from client_app.work import train
-from osfl.cli.compare import as_arguments
+from osfl.cli.compare import as_arguments, machine
 from osfl.cli.launch import default_config
 from osfl.cli.paired import paired_difference
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
@@ -148,7 +149,7 @@ def cell(row: str, seed: int, threads: int = 0) -> list[float]:
         (model,) = server_half(config.method).run(job, taken).values()
         accuracies = [accuracy(config, model.model, number) for number in range(len(CLIENTS))]
         found = {"row": row, "seed": seed, "accuracy": accuracies, "seconds": watch.seconds}
-        write_atomically(result, json.dumps(found).encode())
+        write_atomically(result, json.dumps({**found, "machine": machine()}).encode())
         print(row, seed, f"{mean(accuracies):.1f}, {watch.seconds:.0f} s", flush=True)
     accuracies = json.loads(result.read_text())["accuracy"]
     return [float(one) for one in accuracies]
@@ -220,8 +221,15 @@ def main() -> None:
         f"Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.main_table --seeds {given.seeds}`."
     )
-    lines = [line(row, seeds) for row in rows]
-    write_table(TABLES / "main", with_others(lines, TABLES / "main.json", about, ROWS), about)
+    lines = with_others([line(row, seeds) for row in rows], TABLES / "main.json", about, ROWS)
+    # Of the cells; `write_table` names the machine that writes
+    made_on = sorted({record["machine"] for record in records()})
+    write_table(TABLES / "main", lines, f"{about} Made on {'; '.join(made_on)}. Written on")
+
+
+def records() -> list[dict[str, Any]]:
+    """Of all cells that were ever made here."""
+    return [json.loads(file.read_text()) for file in sorted(WORK.glob("*.json"))]
 
 
 if __name__ == "__main__":
