@@ -47,7 +47,7 @@ from server_app.job import ServerJob
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
 SEEDS = (0, 1, 2, 3, 4)
-REFERENCES = ("ceiling", "prompts-domain")
+REFERENCES = ("ceiling", "prompts-domain", "domain-vector")
 # 1,800 images in batches of 32 make 57 steps an epoch and 627 in all; the ceiling's 600 make 19
 COMMON: Settings = {
     **RECIPE,

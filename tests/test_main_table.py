@@ -104,6 +104,7 @@ def test_the_figures_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         keep("FedDEO", seed, [row - 5, row + 5, row, row, row, row])
         keep("ceiling", seed, [ceiling] * 6)
         keep("prompts-domain", seed, [row - 20.0] * 6)
+        keep("domain-vector", seed, [row] * 6)
     found = main_table.line("FedDEO", (0, 1))
     assert found == {
         "": "FedDEO",
@@ -117,6 +118,7 @@ def test_the_figures_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "standard error": "2.00",
         "to ceiling": "-9.0 [-21.7, +3.7]",
         "to prompts-domain": "+20.0 [+20.0, +20.0] *",
+        "to domain-vector": "+0.0 [+0.0, +0.0]",
     }
     assert main_table.line("ceiling", (0, 1))["to ceiling"] == ""
 
