@@ -16,7 +16,7 @@ from server_app import public_domains
 from server_app.job import GlobalModel, ServerJob
 from server_app.label_check import second_opinions, without_doubtful
 from server_app.synthesis.images import SyntheticSet, render
-from server_app.synthesis.plan import ImageJob, plan_images
+from server_app.synthesis.plan import ImageJob, balanced_counts, plan_counts, plan_images
 from server_app.synthesis.workers import Sample
 from server_app.training import train_global
 
@@ -25,9 +25,13 @@ Models = dict[str, GlobalModel]  # by the names of the strategies
 
 
 def plan_held(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
-    """R images for every client and every class that it holds."""
+    """R images for every client and every class that it holds; or as many of each class in all."""
     per_class = job.config.synthesis.images_per_class
-    return plan_images(job.config.method, job.config.seed, job.held(payloads), per_class)
+    held = job.held(payloads)
+    if job.config.class_balance:
+        counts = balanced_counts(held, per_class)
+        return plan_counts(job.config.method, job.config.seed, counts)
+    return plan_images(job.config.method, job.config.seed, held, per_class)
 
 
 def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet) -> Models:

@@ -13,7 +13,7 @@ from test_analytic_conditions import generator, gradient_for_the_mean, images, j
 from test_wiring import CPU, HELD, NAMES, OWN, PLAN, composed, config_of, prompts_of, server
 
 from client_app.methods import domain_vector as client_half
-from osfl.cli.estimate import Client, drawn_images
+from osfl.cli.estimate import Client, planned_images
 from osfl.config import parse_run_config
 from osfl.models.diffusion import Kit
 from osfl.payloads import DomainVector
@@ -88,7 +88,7 @@ def test_a_dry_run_counts_the_classes_that_are_drawn(classes: str, images: int) 
             synthesis__images_per_class=3,
         )
     )
-    assert drawn_images(Client(config, (4, 7, 7, 7))) == images
+    assert planned_images(config, [Client(config, (4, 7, 7, 7))]) == images
 
 
 def vectors(offsets: bool) -> dict[str, DomainVector]:

@@ -4,6 +4,7 @@ What a run would send, draw and take, and whether it can work, before anybody do
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -259,26 +260,28 @@ def _model_bytes(client: Client) -> int:
 
 def planned_images(config: RunConfig, clients: Iterable[Client]) -> int:
     """How many images the server draws, public domains' among them."""
-    a_domain = len(class_names(config.data)) * config.synthesis.images_per_class
-    return sum(map(drawn_images, clients)) + len(config.domains_by_name) * a_domain
+    if not METHODS[config.method].samples:
+        return 0
+    drawn = [drawn_classes(client) for client in clients]
+    images = sum(map(len, drawn))
+    if config.class_balance:
+        # As many of every class as of the one that most clients hold
+        holders = Counter(label for labels in drawn for label in labels)
+        images = len(holders) * max(holders.values(), default=0)
+    public = len(config.domains_by_name) * len(class_names(config.data))
+    return (images + public) * config.synthesis.images_per_class
 
 
-def drawn_images(client: Client) -> int:
-    """How many images the server draws for a client.
+def drawn_classes(client: Client) -> list[int]:
+    """The labels of which the server draws images for a client.
 
-    Of the classes that it holds; of all where nobody says which, or where its domain's vector is to
-    have all.
+    Those that it holds; all where nobody says which, or where its domain's vector is to have all.
     """
     config = client.config
-    method = METHODS[config.method]
-    if not method.samples:
-        return 0
-    all_classes = len(class_names(config.data))
-    every = method.payload is None or (
+    every = METHODS[config.method].payload is None or (
         config.method == "domain-vector" and config.domain_vector.classes == "all"
     )
-    held = all_classes if every else len(client.held)
-    return held * config.synthesis.images_per_class
+    return list(range(len(class_names(config.data)))) if every else client.held
 
 
 def sampling_cost(config: RunConfig, images: int) -> Sampling:

@@ -44,6 +44,8 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"label-check = {run.label_check!r}: needs synthesis.images-per-class of at least 2: "
             "one for each of the classifiers that judge"
         )
+    if run.class_balance and not METHODS[run.method].samples:
+        yield f"class-balance = true: method {run.method!r} draws no image; take false"
     yield from _of_public_domains(run)
     if bad := [name for name in run.testers if not is_identifier(name)]:
         yield f"left-out = {run.left_out!r}: {bad[0]!r} is no client's name"

@@ -580,6 +580,13 @@ class RunConfig:
             "beside the label). Not with FedLMG and FedCADO, which have teachers."
         ),
     ]
+    class_balance: Annotated[
+        bool,
+        Doc(
+            "Whether the server draws as many images of every class as of the one that most "
+            "clients hold; else images-per-class for each client that holds it. For label skew."
+        ),
+    ]
     left_out: Annotated[
         str,
         Doc(

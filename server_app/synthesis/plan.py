@@ -46,12 +46,42 @@ def plan_images(
         labels_of: the labels each client holds.
         per_class: R.
     """
+    counts = {(client, label): per_class for client in labels_of for label in labels_of[client]}
+    return plan_counts(method, seed, counts)
+
+
+def plan_counts(method: str, seed: int, counts: Mapping[tuple[str, int], int]) -> list[ImageJob]:
+    """So many images for each (client, label)."""
     return [
         ImageJob(method, seed, client, label, index)
-        for client in sorted(labels_of)
-        for label in sorted(labels_of[client])
-        for index in range(per_class)
+        for (client, label), count in sorted(counts.items())
+        for index in range(count)
     ]
+
+
+def balanced_counts(
+    labels_of: Mapping[str, Iterable[int]], per_class: int
+) -> dict[tuple[str, int], int]:
+    """How many images of each (client, label) give every class as many in all.
+
+    As many as R for each client make of the class that most clients hold. The clients that hold a
+    class share its images; the first ones in the alphabet have one more where that does not divide.
+
+    Args:
+        labels_of: the labels each client holds.
+        per_class: R.
+    """
+    holders = defaultdict(list)
+    for client in sorted(labels_of):
+        for label in labels_of[client]:
+            holders[label].append(client)
+    total = per_class * max(map(len, holders.values()), default=0)
+    counts = {}
+    for label, clients in holders.items():
+        share, more = divmod(total, len(clients))
+        for number, client in enumerate(clients):
+            counts[client, label] = share + (number < more)
+    return counts
 
 
 def mix_classes(jobs: Iterable[ImageJob]) -> list[ImageJob]:
