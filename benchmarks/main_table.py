@@ -27,7 +27,7 @@ from scipy import stats
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.guidance import with_others
-from benchmarks.left_out import CLIENTS, DOMAINS, Settings, folder_name, for_clients
+from benchmarks.left_out import CLIENTS, DOMAINS, SYSTEMS, Settings, folder_name, for_clients
 from benchmarks.left_out import COMMON as RECIPE
 from client_app.work import train
 from osfl.cli.compare import as_arguments, machine
@@ -56,37 +56,10 @@ COMMON: Settings = {
     # A GPU takes many small images at once
     "synthesis.unit-size": 300,
 }
-VECTOR: Settings = {"method": "domain-vector", "domain-vector.steps": 600}
-# Guidance is as in configs/tables/digits.toml: each method's best on the validation split. Learned
-# conditions have 600 steps.
+VECTOR = SYSTEMS["domain-vector"]
 ROWS: dict[str, Settings] = {
     "ceiling": {"method": "ceiling", "global-model.epochs": 33},
-    "prompts-only": {"method": "prompts-only", "prompts-only.guidance": 3.0},
-    "prompts-domain": {"method": "prompts-domain", "prompts-domain.guidance": 2.0},
-    "FGL": {"method": "fgl", "fgl.guidance": 5.0},
-    "FedDISC": {
-        "method": "feddisc",
-        "feddisc.guidance-cluster": 1.0,
-        "feddisc.guidance-domain": 1.0,
-    },
-    "FedBiP": {"method": "fedbip", "fedbip.steps": 600, "fedbip.guidance": 3.0},
-    "FedCADO": {"method": "fedcado", "fedcado.strategies": "ft", "fedcado.guidance": 7.5},
-    "FedLMG": {"method": "fedlmg", "fedlmg.strategies": "ft", "fedlmg.guidance": 2.0},
-    "FedDEO": {
-        "method": "feddeo",
-        "feddeo.steps": 600,
-        "feddeo.guidance-text": 3.75,
-        "feddeo.guidance-description": 3.75,
-    },
-    "FedDEO description alone": {
-        "method": "feddeo",
-        "feddeo.steps": 600,
-        "feddeo.guidance-description": 2.0,
-    },
-    "OSCAR": {"method": "oscar", "oscar.guidance": 5.0},
-    "OSCAR-pooled": {"method": "oscar-pooled", "oscar.guidance": 1.5},
-    "Espresso": {"method": "espresso", "espresso.steps": 600, "espresso.guidance": 1.5},
-    "domain-vector": VECTOR,
+    **SYSTEMS,
     "domain-vector, 10 sampling steps": {**VECTOR, "synthesis.steps": 10},
     # Twice as many images, so half the epochs: 565 steps
     "domain-vector, public domains": {
