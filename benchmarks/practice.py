@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -91,6 +92,7 @@ def unsure(
     return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, scale)))
 
 
+@cache
 def plain() -> tuple[ServerJob, SyntheticSet]:
     """The images that guidance alone gives, and the job that drew them."""
     config = config_of({**settings_of("domain-vector", SEED), "runs-dir": str(WORK)})
@@ -112,7 +114,7 @@ def second_half(job: ServerJob, model: torch.nn.Module, scale: float) -> Synthet
     kit = load_engine(job.kit, CPU, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
     jobs = [image for image in plan_held(job, taken) if image.index >= EACH // 2]
-    model.eval().requires_grad_(False)
+    model.requires_grad_(False)
     drawn = []
     for first in range(0, len(jobs), BATCH):
         part = jobs[first : first + BATCH]
@@ -130,7 +132,7 @@ def measured(scale: float) -> Record:
     if not file.is_file():
         job, images = plain()
         first = first_images(images, EACH, EACH // 2)
-        learner = taught(replace(job.config, seed=SEED + 1), first.pixels, first.labels)
+        learner = learned()
         second = last_images(images) if scale == 0 else second_half(job, learner, scale)
         logits = logits_of(learner, second.pixels, CPU)
         pixels = torch.cat([first.pixels, second.pixels])
@@ -145,6 +147,14 @@ def measured(scale: float) -> Record:
         print(scale, found, flush=True)
     record: Record = json.loads(file.read_text())
     return record
+
+
+@cache
+def learned() -> torch.nn.Module:
+    """A model of the first half."""
+    job, images = plain()
+    first = first_images(images, EACH, EACH // 2)
+    return taught(replace(job.config, seed=SEED + 1), first.pixels, first.labels)
 
 
 def last_images(images: SyntheticSet) -> SyntheticSet:
