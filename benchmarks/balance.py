@@ -4,10 +4,10 @@ benchmarks/tables/balance.{md,json}.
 python -m benchmarks.balance
 
 FedDEO's descriptions of clients by Dirichlet's distribution with alpha 0.1, where a class is held
-by two to five of six, with the recipe of benchmarks.main_table and ten sampling steps. Three rows of the same payloads: thirty images for every class of every
-client; as many of every class in all (`class-balance`), which is more images; and about as many
-images as that, but unbalanced. All are trained for about 627 steps of 32 images. Interrupted, the
-same command goes on.
+by two to five of six, with the recipe of benchmarks.main_table and ten sampling steps. Three rows
+of the same payloads: thirty images for every class of every client; as many of every class in all
+(`class-balance`), which is more images; and about as many images as that, but unbalanced. All are
+trained for about 627 steps of 32 images. Interrupted, the same command goes on.
 """
 
 import argparse
@@ -100,10 +100,10 @@ def main() -> None:
     write_table(
         TABLES / "balance",
         lines,
-        "Top-1 accuracy (%) of FedDEO's descriptions alone, clients by Dirichlet's distribution with "
-        f"alpha 0.1, mean of the seeds {given.seeds}; thirty images a class and client where "
-        f"nothing else is said, {STEPS} training steps. Differences are paired by seed, with a 95 % interval by "
-        "Student's t, and a star where that excludes 0. "
+        "Top-1 accuracy (%) of FedDEO's descriptions alone, clients by Dirichlet's distribution "
+        f"with alpha 0.1, mean of the seeds {given.seeds}; thirty images a class and client where "
+        f"nothing else is said, {STEPS} training steps. Differences are paired by seed, with a 95 "
+        "% interval by Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.balance --seeds {given.seeds}`.",
     )
 
