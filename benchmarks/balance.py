@@ -13,14 +13,15 @@ trained for about 627 steps of 32 images. Interrupted, the same command goes on.
 import argparse
 import json
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 from scipy import stats
 
-from benchmarks import TABLES, main_table, write_table
+from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.left_out import CLIENTS, Settings, folder_name
-from benchmarks.main_table import COMMON, WORK, against, config_of, sent
+from benchmarks.main_table import COMMON, against, config_of, sent
 from osfl.config import RunConfig
 from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half
@@ -29,6 +30,7 @@ from osfl.run_folder.status import Status
 from server_app.driver import plan_held
 from server_app.job import ServerJob
 
+WORK = Path(__file__).resolve().parent.parent / "runs" / "balance"
 STEPS = 627
 SKEWED: Settings = {
     **COMMON,
@@ -53,10 +55,10 @@ def job_of(config: RunConfig) -> ServerJob:
 def cell(row: str, seed: int) -> tuple[float, int]:
     """Accuracy (%) over the clients' test images, and how many images taught."""
     settings = {**SKEWED, "seed": seed}
-    result = WORK / f"balance-{row.replace(' ', '-')}-{folder_name(settings)}.json"
+    result = WORK / f"{row.replace(' ', '-')}-{folder_name(settings)}.json"
     if not result.is_file():
         taken = sent(settings)
-        config = config_of(settings)
+        config = replace(config_of(settings), runs_dir=str(WORK))
         balanced = replace(config, class_balance=True)
         many = len(plan_held(job_of(balanced), taken))
         pairs = sum(len(payload.classes) for payload in taken.values())
@@ -84,7 +86,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()
-    private_folder(main_table.WORK)
+    private_folder(WORK)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     # Seed by seed, so that what is there is paired
     found = {(row, seed): cell(row, seed) for seed in seeds for row in ROWS}

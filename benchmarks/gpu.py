@@ -6,7 +6,7 @@ python -m benchmarks.gpu ceilings   # what the card and diffusers' pipeline can 
 python -m benchmarks.gpu ours       # the same images by this project's sampler
 python -m benchmarks.gpu guided     # guidance, zig-zags, description training
 
-Several kinds in one command have the same card. Each takes two to four minutes. `--small` proves
+Several kinds in one command have the same card. Each takes two to five minutes. `--small` proves
 the script on a CPU in some minutes, with a model of the same kind of 64 px. FLOPs are counted, on
 one image; a rate is those of all images over the seconds of the whole loop, decoding included.
 Interrupted, a table has the rows that were made.
@@ -43,7 +43,7 @@ CLASSES = tuple(f"class {number}" for number in range(10))
 REPEATS, ENOUGH = 3, 10
 STEPS = {"ceilings": 20, "ours": 20, "guided": 10}
 BATCHES = (1, 4, 16, 64)
-# Of guidance by gradients, at 4.5 GB an image without checkpointing
+# Of guidance by gradients, at 4.9 GB an image without checkpointing
 GUIDED_BATCH = 8
 
 
@@ -324,11 +324,14 @@ def main() -> None:
             f"{steps} steps. Command: `python -m benchmarks.gpu {' '.join(given.kinds)}`."
         )
         rows: list[dict[str, Any]] = []
+        left = " Stopped before its last rows."
         try:
             for found in kinds[kind](kit, steps, batches):
                 rows.append(found)
+            left = ""
         finally:
-            write_table(out / f"gpu-{kind}", rows, about)
+            if rows:
+                write_table(out / f"gpu-{kind}", rows, f"{about}{left}")
 
 
 if __name__ == "__main__":

@@ -126,10 +126,12 @@ def collected(settings: Settings) -> dict[str, Payload]:
 def for_clients(settings: Settings) -> Settings:
     """Without what only the server reads: runs that differ in it share payloads."""
     servers = ("synthesis.", "global-model.", "public-domains")
+    # Its clients noise their latents to the first timestep
+    read = {"synthesis.steps"} if settings["method"] == "espresso" else set()
     return {
         key: value
         for key, value in settings.items()
-        if not key.startswith(servers) and "guidance" not in key
+        if key in read or (not key.startswith(servers) and "guidance" not in key)
     }
 
 
@@ -149,7 +151,8 @@ def with_names(settings: Settings, tested: int | None) -> Settings:
 def tested(number: int, settings: Settings, taken: Mapping[str, Payload]) -> float:
     """Accuracy (%) in the domain of a client of a model that its images have not taught."""
     config = config_of({**with_names(settings, number), "left-out": CLIENTS[number]})
-    result = WORK / f"{folder_name(settings)}-without-{number}.json"
+    name = folder_name(with_names(settings, number))
+    result = WORK / f"{name}-without-{number}.json"
     if not result.is_file():
         # One folder for all: images of the other clients are there already
         everybody = config_of(with_names(settings, None))

@@ -5,17 +5,17 @@ python -m benchmarks.main_table                          # every row
 python -m benchmarks.main_table ceiling domain-vector    # some; the table keeps its other rows
 python -m benchmarks.main_table --at-once 12             # so many cells side by side, on one GPU
 
-Every row and seed has clients, payloads, noise and training of its own. Clients and server do what
-they do in `osfl run`, but in one process, without the network between them, and on a GPU where
-there is one. Interrupted, the same command goes on.
+Every row and seed has payloads, noise and training of its own, on the same real images. Clients and
+server do what they do in `osfl run`, but in one process, without the network between them, and on a
+GPU where there is one. Interrupted, the same command goes on.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -47,6 +47,7 @@ from server_app.job import ServerJob
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
 SEEDS = (0, 1, 2, 3, 4)
+Cell = dict[str, Any]
 REFERENCES = ("ceiling", "prompts-domain", "domain-vector")
 # 1,800 images in batches of 32 make 57 steps an epoch and 627 in all; the ceiling's 600 make 19
 COMMON: Settings = {
@@ -103,14 +104,8 @@ def sent(settings: Settings) -> dict[str, Payload]:
     return found
 
 
-def cell(row: str, seed: int, threads: int = 0) -> list[float]:
-    """Accuracy (%) on every client's test images.
-
-    Args:
-        threads: of the CPU; 0: as many as torch takes.
-    """
-    if threads:
-        torch.set_num_threads(threads)
+def cell(row: str, seed: int) -> Cell:
+    """One row with one seed: "accuracy" (%) on every client's test images, "seconds", "machine"."""
     settings = settings_of(row, seed)
     result = WORK / f"{folder_name(settings)}.json"
     if not result.is_file():
@@ -122,32 +117,46 @@ def cell(row: str, seed: int, threads: int = 0) -> list[float]:
         (model,) = server_half(config.method).run(job, taken).values()
         accuracies = [accuracy(config, model.model, number) for number in range(len(CLIENTS))]
         found = {"row": row, "seed": seed, "accuracy": accuracies, "seconds": watch.seconds}
-        write_atomically(result, json.dumps({**found, "machine": machine()}).encode())
+        about = {"machine": f"{machine()}, torch {torch.__version__}"}
+        write_atomically(result, json.dumps({**found, **about}).encode())
         print(row, seed, f"{mean(accuracies):.1f}, {watch.seconds:.0f} s", flush=True)
-    accuracies = json.loads(result.read_text())["accuracy"]
-    return [float(one) for one in accuracies]
+    made: Cell = json.loads(result.read_text())
+    return made
 
 
 def cells(rows: Sequence[str], seeds: Sequence[int], at_once: int) -> None:
     """Make every cell that is not there, so many side by side."""
+    wanted = [(row, seed) for row in rows for seed in seeds]
     if at_once == 1:
-        for row in rows:
-            for seed in seeds:
-                cell(row, seed)
+        for row, seed in wanted:
+            cell(row, seed)
         return
     threads = max(1, (os.cpu_count() or 1) // at_once)
+    # Rows that share payloads must not make them side by side
+    settings = [settings_of(row, seed) for row, seed in wanted]
+    payloads = {folder_name(for_clients(one)): one for one in settings}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(at_once, mp_context=context) as pool:
-        made = [pool.submit(cell, row, seed, threads) for row in rows for seed in seeds]
-        # The others are made before one's error ends the command
-        wait(made)
-        for one in made:
-            one.result()
+    pool = ProcessPoolExecutor(at_once, context, torch.set_num_threads, (threads,))
+    with pool:
+        all_made(pool.submit(_send, one) for one in payloads.values())
+        all_made(pool.submit(cell, row, seed) for row, seed in wanted)
+
+
+def _send(settings: Settings) -> None:
+    sent(settings)
+
+
+def all_made(futures: Iterable[Future[Any]]) -> None:
+    """Wait for all; then raise the error of the first that failed."""
+    made = list(futures)
+    wait(made)
+    for one in made:
+        one.result()
 
 
 def averages(row: str, seeds: Sequence[int]) -> dict[int, float]:
     """Of the domains, by seed."""
-    return {seed: mean(cell(row, seed)) for seed in seeds}
+    return {seed: mean(cell(row, seed)["accuracy"]) for seed in seeds}
 
 
 def against(found: Mapping[int, float], reference: Mapping[int, float]) -> str:
@@ -159,7 +168,8 @@ def against(found: Mapping[int, float], reference: Mapping[int, float]) -> str:
 
 def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
     """A row of the table."""
-    by_domain = zip(*(cell(row, seed) for seed in seeds), strict=True)
+    records = [cell(row, seed) for seed in seeds]
+    by_domain = zip(*(record["accuracy"] for record in records), strict=True)
     found = averages(row, seeds)
     made = {"": row}
     made |= {name: f"{mean(ones):.1f}" for name, ones in zip(DOMAINS, by_domain, strict=True)}
@@ -168,6 +178,7 @@ def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
     for reference in REFERENCES:
         same = row == reference
         made[f"to {reference}"] = "" if same else against(found, averages(reference, seeds))
+    made["made on"] = "; ".join(sorted({record["machine"] for record in records}))
     return made
 
 
@@ -189,20 +200,13 @@ def main() -> None:
     common = " ".join(as_arguments(COMMON))
     about = (
         "Top-1 accuracy (%) on the clients' test images, mean of the seeds "
-        f"{given.seeds}; every seed has payloads, noise and training of its own. {common}; a row's "
-        "own settings are in the file. Differences are paired by seed, with a 95 % interval by "
-        f"Student's t, and a star where that excludes 0. "
+        f"{given.seeds}; every seed has payloads, noise and training of its own, on the same real "
+        f"images. {common}; a row's own settings are in the file. Differences are paired by seed, "
+        "with a 95 % interval by Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.main_table --seeds {given.seeds}`."
     )
     lines = with_others([line(row, seeds) for row in rows], TABLES / "main.json", about, ROWS)
-    # Of the cells; `write_table` names the machine that writes
-    made_on = sorted({record["machine"] for record in records()})
-    write_table(TABLES / "main", lines, f"{about} Made on {'; '.join(made_on)}. Written on")
-
-
-def records() -> list[dict[str, Any]]:
-    """Of all cells that were ever made here."""
-    return [json.loads(file.read_text()) for file in sorted(WORK.glob("*.json"))]
+    write_table(TABLES / "main", lines, f"{about} Written on")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ half and as many steps. Accuracy is on the validation split. Interrupted, the sa
 import argparse
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks import TABLES, write_table
 from benchmarks.curves import first_images
 from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
-from benchmarks.left_out import CLIENTS
+from benchmarks.left_out import CLIENTS, folder_name
 from benchmarks.main_table import config_of, sent, settings_of
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of, normalise
@@ -46,6 +47,7 @@ from server_app.synthesis.samplers import denoise, to_images
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "practice"
 SEED = 0
+SETTINGS = settings_of("domain-vector", SEED)
 SCALES = (0.0, 1.0, 5.0, 20.0)
 EACH = 30
 BATCH = 60
@@ -95,7 +97,7 @@ def unsure(
 @cache
 def plain() -> tuple[ServerJob, SyntheticSet]:
     """The images that guidance alone gives, and the job that drew them."""
-    config = config_of({**settings_of("domain-vector", SEED), "runs-dir": str(WORK)})
+    config = replace(config_of(SETTINGS), runs_dir=str(WORK))
     taken = vectors()
     folder = open_run_folder(config, "plain", 0)
     job = ServerJob(config, folder, Status(folder.path), CLIENTS)
@@ -105,20 +107,21 @@ def plain() -> tuple[ServerJob, SyntheticSet]:
 
 def vectors() -> dict[str, DomainVector]:
     """The clients' payloads."""
-    return cast(dict[str, DomainVector], sent(settings_of("domain-vector", SEED)))
+    return cast(dict[str, DomainVector], sent(SETTINGS))
 
 
 def second_half(job: ServerJob, model: torch.nn.Module, scale: float) -> SyntheticSet:
     """The fifteen last images of every client and class, drawn where `model` is unsure."""
     taken = vectors()
-    kit = load_engine(job.kit, CPU, job.config.synthesis)
+    kit = load_engine(job.kit, job.device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
     jobs = [image for image in plan_held(job, taken) if image.index >= EACH // 2]
-    model.requires_grad_(False)
+    model = deepcopy(model).to(job.device).requires_grad_(False)
     drawn = []
     for first in range(0, len(jobs), BATCH):
         part = jobs[first : first + BATCH]
-        c = torch.stack([prompts[one.label] + taken[one.client].domain for one in part])
+        rows = [prompts[one.label] + taken[one.client].domain.to(job.device) for one in part]
+        c = torch.stack(rows)
         guidance = job.config.domain_vector.guidance
         drawn.append(unsure(kit, part, c, model, guidance, scale, job.config.synthesis.steps))
         print(f"scale {scale:g}: {first + len(part)} of {len(jobs)}", flush=True)
@@ -128,7 +131,7 @@ def second_half(job: ServerJob, model: torch.nn.Module, scale: float) -> Synthet
 
 def measured(scale: float) -> Record:
     """Accuracy (%), and what the first half's model makes of the second half."""
-    file = WORK / f"{scale:g}.json"
+    file = WORK / f"{folder_name(SETTINGS)}-{scale:g}.json"
     if not file.is_file():
         job, images = plain()
         first = first_images(images, EACH, EACH // 2)
@@ -173,6 +176,8 @@ def main() -> None:
         "scales", nargs="*", type=float, help="of the entropy's gradient; none: all"
     )
     given = parser.parse_args()
+    if unknown := set(given.scales) - set(SCALES):
+        parser.error(f"{min(unknown):g}: must be one of {', '.join(map(str, SCALES))}")
     private_folder(WORK)
     about = (
         "domain-vector, seed 0: the second half of every class's thirty images drawn where a model "

@@ -61,6 +61,27 @@ def test_the_tested_domain_is_not_among_the_others() -> None:
     assert left_out.with_names({"seed": 0}, 4) == {"seed": 0}
 
 
+def test_a_fold_with_other_names_is_measured_anew(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fold's figure is kept under the names that it was told."""
+    monkeypatch.setattr(left_out, "WORK", home)
+    settings = {"method": "prompts-only", "seed": 0, "public-domains": left_out.OTHERS}
+    told = left_out.with_names(settings, 2)
+
+    def begun(method: str) -> None:
+        raise LookupError("it is not there, and would begin")
+
+    monkeypatch.setattr(left_out, "server_half", begun)
+    (home / f"{left_out.folder_name(told)}-without-2.json").write_text("12.5")
+    assert left_out.tested(2, settings, {}) == 12.5
+    others = tuple(reversed(left_out.DOMAINS))
+    monkeypatch.setattr(left_out, "DOMAINS", others)
+    assert left_out.with_names(settings, 2) != told
+    with pytest.raises(LookupError):
+        left_out.tested(2, settings, {})
+
+
 def test_a_fold_draws_every_public_domain_but_its_own(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,18 +2,25 @@
 
 import json
 import math
+import tomllib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from benchmarks import main_table
-from benchmarks.left_out import DOMAINS, folder_name, for_clients
+from benchmarks.left_out import DOMAINS, SYSTEMS, folder_name, for_clients
 from osfl import wire
+from osfl.cli.launch import default_config
 from osfl.methods import METHODS
 from osfl.payloads import Domain
 from osfl.prompts import DIGITS
 
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULTS = default_config()
 # Of six clients with ten images of each class
 REAL = 600
 OWN = {
@@ -71,6 +78,13 @@ def test_rows_share_payloads_where_only_the_server_differs() -> None:
     assert payloads_of("FedCADO") != payloads_of("FedLMG")
 
 
+def test_espressos_clients_read_the_sampling_steps() -> None:
+    """Their latents are noised to the first timestep, which depends on how many there are."""
+    few = {"seed": 0, "synthesis.steps": 5}
+    assert for_clients({"method": "espresso", **few}) == {"method": "espresso", **few}
+    assert for_clients({"method": "feddeo", **few}) == {"method": "feddeo", "seed": 0}
+
+
 def test_payloads_are_made_once_as_clients_send_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +105,7 @@ def test_what_sends_nothing_has_no_payloads() -> None:
 
 def keep(row: str, seed: int, accuracies: list[float]) -> None:
     file = main_table.WORK / f"{folder_name(main_table.settings_of(row, seed))}.json"
-    file.write_text(json.dumps({"accuracy": accuracies}))
+    file.write_text(json.dumps({"accuracy": accuracies, "machine": f"machine of {row}"}))
 
 
 def test_the_figures_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,42 +133,128 @@ def test_the_figures_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "to ceiling": "-9.0 [-21.7, +3.7]",
         "to prompts-domain": "+20.0 [+20.0, +20.0] *",
         "to domain-vector": "+0.0 [+0.0, +0.0]",
+        "made on": "machine of FedDEO",
     }
     assert main_table.line("ceiling", (0, 1))["to ceiling"] == ""
 
 
-def test_cells_are_made_in_processes_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is there already is not made again, and a failed cell is told after the others."""
-    taken = []
+class Pool:
+    """Does at once what it is given, and keeps what that was."""
 
-    class Pool:
-        def __init__(self, at_once: int, mp_context: object):
-            assert at_once == 2
+    asked: ClassVar[list[tuple[str, ...]]] = []
 
-        def __enter__(self) -> "Pool":
-            return self
+    def __init__(self, at_once: int, context: object, first: object, given: tuple[int]):
+        assert at_once == 2
+        # Of sixteen cores
+        assert (first, given) == (torch.set_num_threads, (8,))
 
-        def __exit__(self, *_: object) -> None:
-            pass
+    def __enter__(self) -> "Pool":
+        return self
 
-        def submit(self, act, row: str, seed: int, threads: int):  # type: ignore[no-untyped-def]
-            from concurrent.futures import Future
+    def __exit__(self, *_: object) -> None:
+        pass
 
-            made: Future[None] = Future()
-            taken.append((row, seed, threads))
-            if seed == 0:
-                made.set_exception(RuntimeError("out of memory"))
-            else:
-                made.set_result(None)
-            return made
+    def submit(self, act: Callable[..., object], *given: Any) -> Future[None]:
+        made: Future[None] = Future()
+        if act is main_table.cell:
+            self.asked.append(("cell", *given))
+        else:
+            self.asked.append(("payloads", given[0]["method"], given[0]["seed"]))
+        if given[-1] == 0:
+            made.set_exception(RuntimeError("out of memory"))
+        else:
+            made.set_result(None)
+        return made
 
+
+def test_cells_are_made_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Payloads come first, and once for rows that share them. All cells are made before the error
+    of one ends the command.
+    """
     monkeypatch.setattr(main_table, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr(Pool, "asked", [])
     with pytest.raises(RuntimeError, match="out of memory"):
-        main_table.cells(["ceiling"], [0, 1], 2)
-    assert taken == [("ceiling", 0, 8), ("ceiling", 1, 8)]
+        main_table.cells(["FedDEO", "FedDEO description alone", "OSCAR"], [0, 1], 2)
+    assert Pool.asked == [
+        ("payloads", "feddeo", 0),
+        ("payloads", "feddeo", 1),
+        ("payloads", "oscar", 0),
+        ("payloads", "oscar", 1),
+        ("cell", "FedDEO", 0),
+        ("cell", "FedDEO", 1),
+        ("cell", "FedDEO description alone", 0),
+        ("cell", "FedDEO description alone", 1),
+        ("cell", "OSCAR", 0),
+        ("cell", "OSCAR", 1),
+    ]
+
+
+def test_all_are_waited_for_before_an_error_is_told() -> None:
+    first: Future[None] = Future()
+    last: Future[None] = Future()
+    first.set_exception(RuntimeError("out of memory"))
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(main_table.all_made, [first, last])
+        with pytest.raises(TimeoutError):
+            waiting.exception(timeout=0.2)
+        last.set_result(None)
+        assert isinstance(waiting.exception(timeout=30), RuntimeError)
+
+
+def test_the_table_has_its_own_cells_and_keeps_its_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    monkeypatch.setattr(main_table, "TABLES", tmp_path / "tables")
+    (tmp_path / "tables").mkdir()
+    for seed in (0, 1):
+        for row in (*main_table.REFERENCES, "FedDEO", "OSCAR"):
+            keep(row, seed, [50.0 + seed] * 6)
+    (tmp_path / "balance.json").write_text("[1, 2]")
+    for row in ("OSCAR", "FedDEO"):
+        monkeypatch.setattr("sys.argv", ["main_table", row, "--seeds", "0,1"])
+        main_table.main()
+    table = json.loads((tmp_path / "tables" / "main.json").read_text())
+    # In the order of ROWS
+    assert [row[""] for row in table["rows"]] == ["FedDEO", "OSCAR"]
+    assert [row["made on"] for row in table["rows"]] == ["machine of FedDEO", "machine of OSCAR"]
+    assert "--seeds 0,1`. Written on" in table["about"]
+
+
+def test_an_unknown_row_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["main_table", "FedSomething"])
+    with pytest.raises(SystemExit):
+        main_table.main()
+    assert "'FedSomething': must be some of" in capsys.readouterr().err
+
+
+def test_systems_have_the_guidance_of_the_digits_table() -> None:
+    """And the recipe that configs/recommended.toml has."""
+    digits = tomllib.loads((ROOT / "configs/tables/digits.toml").read_text())
+    for row, settings in SYSTEMS.items():
+        own = nested({**DEFAULTS, **settings})[str(settings["method"]).replace("-pooled", "")]
+        section = str(settings["method"]).replace("oscar-pooled", "oscar")
+        named = {**nested(DEFAULTS)[section], **digits["rows"][row].get(section, {})}
+        scales = [key for key in own if "guidance" in key and key != "inversion-guidance"]
+        assert {key: own[key] for key in scales} == {key: named[key] for key in scales}, row
+    recommended = tomllib.loads((ROOT / "configs/recommended.toml").read_text())
+    ours = nested(main_table.settings_of("domain-vector", 0))
+    for key, value in recommended["global-model"].items():
+        assert ours["global-model"][key] == value
+    assert ours["domain-vector"]["steps"] == recommended["domain-vector"]["steps"]
+    assert ours["synthesis"]["images-per-class"] == recommended["synthesis"]["images-per-class"]
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By section."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        section, _, name = key.rpartition(".")
+        found.setdefault(section, {})[name] = value
+    return found
 
 
 def test_the_server_draws_trains_and_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +262,14 @@ def test_the_server_draws_trains_and_tests(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     quick = {"method": "ceiling", "global-model.epochs": 1, "global-model.batch-size": 300}
     monkeypatch.setitem(main_table.ROWS, "ceiling", quick)
-    before = torch.get_num_threads()
-    found = main_table.cell("ceiling", 0)
-    assert torch.get_num_threads() == before
+    found = main_table.cell("ceiling", 0)["accuracy"]
     assert len(found) == 6
     assert all(0 <= accuracy <= 100 for accuracy in found)
     (kept,) = tmp_path.glob("ceiling-*.json")
     record = json.loads(kept.read_text())
     assert record["accuracy"] == found
     assert (record["row"], record["seed"]) == ("ceiling", 0)
+    assert f"torch {torch.__version__}" in record["machine"]
+    # Made once
     kept.write_text(json.dumps({"accuracy": [1.0] * 6}))
-    assert main_table.cell("ceiling", 0) == [1.0] * 6
+    assert main_table.cell("ceiling", 0) == {"accuracy": [1.0] * 6}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import balance, main_table, practice
+from benchmarks import balance, practice
 from osfl.config import RunConfig
 from osfl.models.classifiers import build_classifier, normalise
 from osfl.models.diffusion import load_kit
@@ -111,7 +111,6 @@ def test_balance_compares_as_many_images_and_steps(
         return 10.0 * number
 
     monkeypatch.setattr(balance, "WORK", home)
-    monkeypatch.setattr(main_table, "WORK", home)
     monkeypatch.setattr(balance, "sent", lambda settings: taken)
     monkeypatch.setattr(balance, "server_half", lambda method: Half)
     monkeypatch.setattr(balance, "accuracy", score)

@@ -46,6 +46,16 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         )
     if run.class_balance and not METHODS[run.method].samples:
         yield f"class-balance = true: method {run.method!r} draws no image; take false"
+    elif run.class_balance and run.method == "domain-vector" and run.domain_vector.classes == "all":
+        yield (
+            "class-balance = true: with domain-vector.classes = 'all' every class is drawn for "
+            "every client, and is balanced already; take false"
+        )
+    elif run.class_balance and METHODS[run.method].payload is None:
+        yield (
+            f"class-balance = true: method {run.method!r} draws every class for every client, and "
+            "is balanced already; take false"
+        )
     yield from _of_public_domains(run)
     if bad := [name for name in run.testers if not is_identifier(name)]:
         yield f"left-out = {run.left_out!r}: {bad[0]!r} is no client's name"

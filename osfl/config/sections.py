@@ -584,7 +584,8 @@ class RunConfig:
         bool,
         Doc(
             "Whether the server draws as many images of every class as of the one that most "
-            "clients hold; else images-per-class for each client that holds it. For label skew."
+            "clients hold; else images-per-class for each client that holds it. For clients of "
+            "different classes. Not where every class is drawn for every client."
         ),
     ]
     left_out: Annotated[

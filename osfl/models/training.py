@@ -66,10 +66,10 @@ def fit(
         )
     meter = meter or FlopMeter()
     model = model.to(device).train()
-    # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result
-    # would differ from that on loaded ones.
     # An augmentation is some fifty small operations an image; a GPU would wait for each
     held = device if config.augmentation == "none" else torch.device("cpu")
+    # The decoder's images come channels-last: on a CPU that takes 1.5 times as long, and the result
+    # would differ from that on loaded ones.
     pixels = pixels.to(held).contiguous()
     labels = labels.to(device)
     teacher = None if teacher is None else teacher.to(device)

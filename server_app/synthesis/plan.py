@@ -98,7 +98,8 @@ def cut_units(
     """Cut a plan into units of at most `size` images of one client.
 
     A unit's name covers its jobs, its client's payload and the settings, and nothing of other
-    clients: a client that comes later adds units and changes none.
+    clients: a client that comes later adds units and changes none, but where `class-balance` shares
+    a class's images among those that hold it.
 
     Args:
         ingredients: for each client, the digest of its payload.
