@@ -1,23 +1,27 @@
 """benchmarks/practice.py and benchmarks/balance.py: what is drawn, and what is compared."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import quick
 
 from benchmarks import balance, practice
-from osfl.config import RunConfig
+from osfl.config import RunConfig, parse_run_config
 from osfl.models.classifiers import build_classifier, normalise
 from osfl.models.diffusion import load_kit
-from osfl.payloads import Descriptions
+from osfl.payloads import Descriptions, DomainVector
 from osfl.prompts import DIGITS
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
 from server_app.driver import plan_held
 from server_app.job import ServerJob
 from server_app.methods import prompts_only
 from server_app.synthesis.images import SyntheticSet
-from server_app.synthesis.plan import plan_images
+from server_app.synthesis.plan import ImageJob, plan_images
 
 
 def test_the_entropy_of_a_row() -> None:
@@ -119,3 +123,66 @@ def test_balance_compares_as_many_images_and_steps(
     # Made once
     assert balance.cell("plain", 0) == (25.0, 210)
     assert len(trained) == 3
+
+
+@pytest.mark.filterwarnings("ignore:There are modules in")
+def test_the_last_half_is_drawn_with_each_clients_own_vector(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Client k's vector is all 100 (k + 1); a prompt's encoding is far below that."""
+    names = {client: k for k, client in enumerate(practice.CLIENTS)}
+    taken = {
+        client: DomainVector(DIGITS[:2], torch.full((8, 32), 100.0 * (k + 1)), None)
+        for client, k in names.items()
+    }
+    given = {"method": "domain-vector", "kit": str(tiny_kit), "num_clients": 6}
+    config = parse_run_config(quick(**given, synthesis__images_per_class=30))
+    folder = open_run_folder(config, "job", 0)
+    job = ServerJob(config, folder, Status(folder.path), practice.CLIENTS)
+    seen: list[ImageJob] = []
+    prompts = load_kit(tiny_kit).text(config.prompts(job.classes))
+
+    def unsure(kit: Any, jobs: Any, c: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.extend(jobs)
+        for image, row in zip(jobs, c, strict=True):
+            own = prompts[image.label] + 100.0 * (names[image.client] + 1)
+            assert torch.allclose(row, own, atol=1e-4)
+        assert rest[1:] == (config.domain_vector.guidance, 5.0, config.synthesis.steps)
+        return torch.zeros(len(jobs), 3, 32, 32, dtype=torch.uint8)
+
+    monkeypatch.setattr(practice, "vectors", lambda: taken)
+    monkeypatch.setattr(practice, "unsure", unsure)
+    model = build_classifier("resnet18", 10, True)
+    images = practice.second_half(job, model, 5.0)
+    assert {image.index for image in seen} == set(range(15, 30))
+    assert len(images.labels) == 6 * 2 * 15
+    assert images.labels.tolist() == [image.label for image in seen]
+    assert images.clients == tuple(image.client for image in seen)
+    # The learner itself is still to be trained on, or not
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_the_table_of_balance_is_paired_by_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above plain by 1 and 3: 2, and with one degree of freedom 12.7 times its standard error 1."""
+    figures = {
+        ("plain", 0): (70.0, 100),
+        ("plain", 1): (72.0, 110),
+        ("class-balance", 0): (71.0, 150),
+        ("class-balance", 1): (75.0, 170),
+        ("plain, as many images", 0): (71.0, 150),
+        ("plain, as many images", 1): (75.0, 170),
+    }
+    monkeypatch.setattr(balance, "cell", lambda row, seed: figures[row, seed])
+    monkeypatch.setattr(balance, "WORK", tmp_path)
+    monkeypatch.setattr(balance, "TABLES", tmp_path)
+    monkeypatch.setattr("sys.argv", ["balance", "--seeds", "0,1"])
+    balance.main()
+    plain, balanced, as_many = json.loads((tmp_path / "balance.json").read_text())["rows"]
+    assert plain["average"] == "71.0"
+    assert plain["to plain"] == ""
+    assert balanced["images"] == "160"
+    assert balanced["to plain"] == "+2.0 [-10.7, +14.7]"
+    assert balanced["to plain, as many images"] == "+0.0 [+0.0, +0.0]"
+    assert as_many["to plain, as many images"] == ""
