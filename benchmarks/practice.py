@@ -48,7 +48,7 @@ from server_app.synthesis.samplers import denoise, to_images
 WORK = Path(__file__).resolve().parent.parent / "runs" / "practice"
 SEED = 0
 SETTINGS = settings_of("domain-vector", SEED)
-SCALES = (0.0, 1.0, 5.0, 20.0)
+SCALES = (0.0, 1.0, 5.0)
 EACH = 30
 BATCH = 60
 CPU = torch.device("cpu")
