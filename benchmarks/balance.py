@@ -20,8 +20,8 @@ from scipy import stats
 
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
-from benchmarks.left_out import CLIENTS, Settings, folder_name
-from benchmarks.main_table import COMMON, against, config_of, sent
+from benchmarks.left_out import CLIENTS, Settings, against, folder_name
+from benchmarks.main_table import COMMON, config_of, sent
 from osfl.config import RunConfig
 from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half

@@ -165,6 +165,13 @@ def tested(number: int, settings: Settings, taken: Mapping[str, Payload]) -> flo
     return float(json.loads(result.read_text()))
 
 
+def against(found: Mapping[int, float], reference: Mapping[int, float]) -> str:
+    """The difference with its interval, and a star where that excludes 0."""
+    apart = paired_difference(found, reference)
+    star = " *" if apart.decided else ""
+    return f"{apart.mean:+.1f} [{apart.low:+.1f}, {apart.high:+.1f}]{star}"
+
+
 def table(rows: Sequence[str], seed: int, quick: bool) -> list[dict[str, str]]:
     """A row for each, with its difference to the ceiling paired by domain."""
     found: dict[str, list[float]] = {}
@@ -181,11 +188,7 @@ def table(rows: Sequence[str], seed: int, quick: bool) -> list[dict[str, str]]:
         cells = {name: f"{figure:.1f}" for name, figure in zip(DOMAINS, figures, strict=True)}
         line = {"": row, **cells, "average": f"{mean(figures):.1f}", "to the ceiling": ""}
         if row != "ceiling":
-            apart = paired_difference(dict(enumerate(figures)), ceiling)
-            star = " *" if apart.decided else ""
-            line["to the ceiling"] = (
-                f"{apart.mean:+.1f} [{apart.low:+.1f}, {apart.high:+.1f}]{star}"
-            )
+            line["to the ceiling"] = against(dict(enumerate(figures)), ceiling)
         made.append(line)
     return made
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from statistics import mean
@@ -27,12 +27,19 @@ from scipy import stats
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.guidance import with_others
-from benchmarks.left_out import CLIENTS, DOMAINS, SYSTEMS, Settings, folder_name, for_clients
+from benchmarks.left_out import (
+    CLIENTS,
+    DOMAINS,
+    SYSTEMS,
+    Settings,
+    against,
+    folder_name,
+    for_clients,
+)
 from benchmarks.left_out import COMMON as RECIPE
 from client_app.work import train
 from osfl.cli.compare import as_arguments, machine
 from osfl.cli.launch import default_config
-from osfl.cli.paired import paired_difference
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.costs import Stopwatch
 from osfl.files import private_folder, write_atomically
@@ -157,13 +164,6 @@ def all_made(futures: Iterable[Future[Any]]) -> None:
 def averages(row: str, seeds: Sequence[int]) -> dict[int, float]:
     """Of the domains, by seed."""
     return {seed: mean(cell(row, seed)["accuracy"]) for seed in seeds}
-
-
-def against(found: Mapping[int, float], reference: Mapping[int, float]) -> str:
-    """The difference with its interval, and a star where that excludes 0."""
-    apart = paired_difference(found, reference)
-    star = " *" if apart.decided else ""
-    return f"{apart.mean:+.1f} [{apart.low:+.1f}, {apart.high:+.1f}]{star}"
 
 
 def line(row: str, seeds: Sequence[int]) -> dict[str, str]:

@@ -80,7 +80,8 @@ def test_methods_plans_are_balanced_too(home: Path) -> None:
     job = job_of(home, config_with(method="domain-vector", **given))
     drawn = domain_vector.plan(job, payloads())  # type: ignore[arg-type]
     assert Counter(image.label for image in drawn) == {0: 15, 1: 15, 2: 15}
-    mixed = fedlmg.plan_mixed(job_of(home, config_with(class_balance=True)), payloads())  # type: ignore[arg-type]
+    job = job_of(home, config_with(class_balance=True))
+    mixed = fedlmg.plan_mixed(job, payloads())  # type: ignore[arg-type]
     assert mixed == mix_classes(mixed)
     assert Counter(image.label for image in mixed) == {0: 15, 1: 15, 2: 15}
 
