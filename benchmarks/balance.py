@@ -40,6 +40,8 @@ SKEWED: Settings = {
     "data.partition": "dirichlet",
     "data.alpha": 0.1,
     "synthesis.steps": 10,
+    # Epochs are chosen for each row
+    "global-model.steps": 0,
 }
 ROWS = ("plain", "class-balance", "plain, as many images")
 

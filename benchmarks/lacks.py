@@ -92,7 +92,7 @@ def taught(config: RunConfig, pixels: torch.Tensor, labels: torch.Tensor) -> tor
     """A model of `config.global_model`, with about as many steps whatever the number of images."""
     settings = config.global_model
     batches = -(-len(labels) // settings.batch_size)
-    settings = replace(settings, epochs=max(1, round(627 / batches)))
+    settings = replace(settings, epochs=max(1, round(627 / batches)), steps=0)
     model = new_classifier(settings, 10, find_kit("digits"), config.seed, "global-model.init")
     return fit(model, pixels, labels, settings, config.seed, CPU)
 

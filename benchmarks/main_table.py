@@ -4,6 +4,10 @@ paired by seed; to benchmarks/tables/main.{md,json}.
 python -m benchmarks.main_table                          # every row
 python -m benchmarks.main_table ceiling domain-vector    # some; the table keeps its other rows
 python -m benchmarks.main_table --at-once 12             # so many cells side by side, on one GPU
+python -m benchmarks.main_table --partition label        # clients of two to four classes each
+python -m benchmarks.main_table --partition dirichlet    # alpha 0.1: clients of unlike classes
+
+By another partition than by domain the table is main-label or main-dirichlet.
 
 Every row and seed has payloads, noise and training of its own, on the same real images. Clients and
 server do what they do in `osfl run`, but in one process, without the network between them, and on a
@@ -16,6 +20,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -56,31 +61,51 @@ WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
 SEEDS = (0, 1, 2, 3, 4)
 Cell = dict[str, Any]
 REFERENCES = ("ceiling", "prompts-domain", "domain-vector")
-# 1,800 images in batches of 32 make 57 steps an epoch and 627 in all; the ceiling's 600 make 19
 COMMON: Settings = {
-    **RECIPE,
-    "global-model.epochs": 11,
+    **{key: value for key, value in RECIPE.items() if key != "global-model.epochs"},
+    # Of 1,800 images, eleven epochs
+    "global-model.steps": 627,
     "global-model.precision": "float32",
     # A GPU takes many small images at once
     "synthesis.unit-size": 300,
 }
 VECTOR = SYSTEMS["domain-vector"]
 ROWS: dict[str, Settings] = {
-    "ceiling": {"method": "ceiling", "global-model.epochs": 33},
+    "ceiling": {"method": "ceiling"},
     **SYSTEMS,
     "domain-vector, 10 sampling steps": {**VECTOR, "synthesis.steps": 10},
-    # Twice as many images, so half the epochs: 565 steps
     "domain-vector, public domains": {
         **VECTOR,
         "public-domains": ", ".join(DOMAINS),
-        "global-model.epochs": 5,
+        # Of 3,600 images, five epochs
+        "global-model.steps": 565,
     },
+}
+PARTITIONS: dict[str, Settings] = {
+    "domain": {},
+    "label": {"data.partition": "label"},
+    "dirichlet": {"data.partition": "dirichlet", "data.alpha": 0.1},
+}
+# Where clients hold other classes: what is told no domain's name, and what draws all classes
+SKEWED_ROWS: dict[str, Settings] = {
+    **{row: ROWS[row] for row in ROWS if row in ("ceiling", *SYSTEMS) and row != "prompts-domain"},
+    "domain-vector, all classes": {**VECTOR, "domain-vector.classes": "all"},
 }
 
 
-def settings_of(row: str, seed: int) -> dict[str, Scalar]:
+def rows_of(partition: str) -> dict[str, Settings]:
+    """Of its table."""
+    return ROWS if partition == "domain" else SKEWED_ROWS
+
+
+def references_of(partition: str) -> tuple[str, ...]:
+    """The rows that all others are held against."""
+    return tuple(row for row in REFERENCES if row in rows_of(partition))
+
+
+def settings_of(row: str, seed: int, partition: str = "domain") -> dict[str, Scalar]:
     """A row's own, over what all have."""
-    return {**COMMON, **ROWS[row], "seed": seed}
+    return {**COMMON, **PARTITIONS[partition], **rows_of(partition)[row], "seed": seed}
 
 
 def config_of(settings: Settings) -> RunConfig:
@@ -111,9 +136,9 @@ def sent(settings: Settings) -> dict[str, Payload]:
     return found
 
 
-def cell(row: str, seed: int) -> Cell:
+def cell(row: str, seed: int, partition: str) -> Cell:
     """One row with one seed: "accuracy" (%) on every client's test images, "seconds", "machine"."""
-    settings = settings_of(row, seed)
+    settings = settings_of(row, seed, partition)
     result = WORK / f"{folder_name(settings)}.json"
     if not result.is_file():
         watch = Stopwatch()
@@ -124,29 +149,29 @@ def cell(row: str, seed: int) -> Cell:
         (model,) = server_half(config.method).run(job, taken).values()
         accuracies = [accuracy(config, model.model, number) for number in range(len(CLIENTS))]
         found = {"row": row, "seed": seed, "accuracy": accuracies, "seconds": watch.seconds}
-        about = {"machine": f"{machine()}, torch {torch.__version__}"}
+        about = {"machine": f"{machine()}, torch {version('torch')}"}
         write_atomically(result, json.dumps({**found, **about}).encode())
-        print(row, seed, f"{mean(accuracies):.1f}, {watch.seconds:.0f} s", flush=True)
+        print(row, seed, partition, f"{mean(accuracies):.1f}, {watch.seconds:.0f} s", flush=True)
     made: Cell = json.loads(result.read_text())
     return made
 
 
-def cells(rows: Sequence[str], seeds: Sequence[int], at_once: int) -> None:
+def cells(rows: Sequence[str], seeds: Sequence[int], partition: str, at_once: int) -> None:
     """Make every cell that is not there, so many side by side."""
-    wanted = [(row, seed) for row in rows for seed in seeds]
+    wanted = [(row, seed, partition) for row in rows for seed in seeds]
     if at_once == 1:
-        for row, seed in wanted:
-            cell(row, seed)
+        for one in wanted:
+            cell(*one)
         return
     threads = max(1, (os.cpu_count() or 1) // at_once)
     # Rows that share payloads must not make them side by side
-    settings = [settings_of(row, seed) for row, seed in wanted]
+    settings = [settings_of(*one) for one in wanted]
     payloads = {folder_name(for_clients(one)): one for one in settings}
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(at_once, context, torch.set_num_threads, (threads,))
     with pool:
         all_made(pool.submit(_send, one) for one in payloads.values())
-        all_made(pool.submit(cell, row, seed) for row, seed in wanted)
+        all_made(pool.submit(cell, *one) for one in wanted)
 
 
 def _send(settings: Settings) -> None:
@@ -161,23 +186,24 @@ def all_made(futures: Iterable[Future[Any]]) -> None:
         one.result()
 
 
-def averages(row: str, seeds: Sequence[int]) -> dict[int, float]:
-    """Of the domains, by seed."""
-    return {seed: mean(cell(row, seed)["accuracy"]) for seed in seeds}
+def averages(row: str, seeds: Sequence[int], partition: str) -> dict[int, float]:
+    """Of the clients, by seed."""
+    return {seed: mean(cell(row, seed, partition)["accuracy"]) for seed in seeds}
 
 
-def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
+def line(row: str, seeds: Sequence[int], partition: str) -> dict[str, str]:
     """A row of the table."""
-    records = [cell(row, seed) for seed in seeds]
-    by_domain = zip(*(record["accuracy"] for record in records), strict=True)
-    found = averages(row, seeds)
+    records = [cell(row, seed, partition) for seed in seeds]
+    by_client = zip(*(record["accuracy"] for record in records), strict=True)
+    names = DOMAINS if partition == "domain" else CLIENTS
+    found = averages(row, seeds, partition)
     made = {"": row}
-    made |= {name: f"{mean(ones):.1f}" for name, ones in zip(DOMAINS, by_domain, strict=True)}
+    made |= {name: f"{mean(ones):.1f}" for name, ones in zip(names, by_client, strict=True)}
     made["average"] = f"{mean(found.values()):.1f}"
     made["standard error"] = f"{stats.sem(list(found.values())):.2f}"
-    for reference in REFERENCES:
-        same = row == reference
-        made[f"to {reference}"] = "" if same else against(found, averages(reference, seeds))
+    for reference in references_of(partition):
+        own = averages(reference, seeds, partition)
+        made[f"to {reference}"] = "" if row == reference else against(found, own)
     made["made on"] = "; ".join(sorted({record["machine"] for record in records}))
     return made
 
@@ -189,24 +215,30 @@ def main() -> None:
     )
     parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--partition", choices=PARTITIONS, default="domain")
     parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(ROWS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(ROWS)}")
+    every = rows_of(given.partition)
+    if unknown := set(given.rows) - set(every):
+        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(every)}")
     private_folder(WORK)
-    rows = given.rows or list(ROWS)
+    rows = given.rows or list(every)
     seeds = [int(seed) for seed in given.seeds.split(",")]
-    cells(list(dict.fromkeys((*REFERENCES, *rows))), seeds, given.at_once)
-    common = " ".join(as_arguments(COMMON))
+    with_references = dict.fromkeys((*references_of(given.partition), *rows))
+    cells(list(with_references), seeds, given.partition, given.at_once)
+    common = " ".join(as_arguments({**COMMON, **PARTITIONS[given.partition]}))
+    cut = "" if given.partition == "domain" else f" --partition {given.partition}"
     about = (
         "Top-1 accuracy (%) on the clients' test images, mean of the seeds "
         f"{given.seeds}; every seed has payloads, noise and training of its own, on the same real "
         f"images. {common}; a row's own settings are in the file. Differences are paired by seed, "
         "with a 95 % interval by Student's t, and a star where that excludes 0. "
-        f"Command: `python -m benchmarks.main_table --seeds {given.seeds}`."
+        f"Command: `python -m benchmarks.main_table{cut} --seeds {given.seeds}`."
     )
-    lines = with_others([line(row, seeds) for row in rows], TABLES / "main.json", about, ROWS)
-    write_table(TABLES / "main", lines, f"{about} Written on")
+    table = TABLES / ("main" if given.partition == "domain" else f"main-{given.partition}")
+    lines = [line(row, seeds, given.partition) for row in rows]
+    lines = with_others(lines, table.with_suffix(".json"), about, every)
+    write_table(table, lines, f"{about} Written on")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from client_app.job import ClientJob
 from osfl.config import ConditionTraining
 from osfl.costs import FlopMeter
 from osfl.data.load import Images
+from osfl.minibatches import minibatches
 from osfl.models.diffusion import Kit, forward_noise, load_kit
 from osfl.seeds import generator_of
 
@@ -251,17 +252,3 @@ def learn_from_all(
             f"{optimiser.defaults['lr']:g}"
         )
     return found
-
-
-def minibatches(
-    rows: torch.Tensor, epochs: int, steps: int, size: int, generator: torch.Generator
-) -> list[torch.Tensor]:
-    """Passes over `rows`, each in a new order, in batches: `epochs` passes, or `steps` batches."""
-    if steps:
-        epochs = -(-steps // -(-len(rows) // size))
-    batches = [
-        batch
-        for _ in range(epochs)
-        for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)
-    ]
-    return batches[:steps] if steps else batches

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_methods import images, job_of
 
-from client_app.conditions import minibatches
 from client_app.methods import espresso, fedbip, feddeo
+from osfl.minibatches import minibatches
 from osfl.models.encoders import TextEncoder
 
 

@@ -219,7 +219,7 @@ def pixels_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
 
 def trained(pixels: torch.Tensor | LazyPixels | None = None, **settings: object) -> torch.Tensor:
     own, labels = pixels_and_labels()
-    config = plain_classifier(epochs=3, batch_size=4, lr=0.05, **settings)
+    config = plain_classifier(**{"epochs": 3, "batch_size": 4, "lr": 0.05, **settings})
     model = fit(network(), own if pixels is None else pixels, labels, config, 0, CPU)
     return torch.cat([value.flatten().float() for value in model.state_dict().values()])
 
@@ -243,6 +243,31 @@ def test_every_part_of_the_recipe_counts_and_is_seeded() -> None:
     torch.manual_seed(5)
     again = trained(**FULL)
     assert torch.equal(trained(**FULL), again)
+
+
+def test_steps_take_the_place_of_epochs() -> None:
+    """Three passes over ten images in batches of four are nine steps; the course of the learning
+    rate is as long.
+    """
+    for more in ({}, {"schedule": "one-cycle", "warm_up": 0.3}):
+        in_steps = trained(steps=9, **{"epochs": 1, **more})
+        assert torch.equal(in_steps, trained(**more))
+        assert not torch.equal(trained(steps=8, **more), in_steps)
+
+
+def test_steps_are_counted_without_batches_of_one_and_not_in_a_round() -> None:
+    pixels, labels = pixels_and_labels()
+    seen: list[tuple[int, int]] = []
+
+    def note(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    for count, per_pass in ((9, 2), (10, 3), (8, 2), (3, 1)):
+        for steps, epochs, expected in ((7, None, 7), (1, None, 1), (7, 3, 3 * per_pass)):
+            config = plain_classifier(epochs=1, batch_size=4, lr=0.01, steps=steps)
+            part = pixels[:count], labels[:count]
+            fit(network(), *part, config, 0, CPU, epochs=epochs, progress=note)
+            assert seen[-1] == (expected, expected)
 
 
 def test_images_that_are_decoded_ahead_are_the_same_ones() -> None:

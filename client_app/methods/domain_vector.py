@@ -23,8 +23,9 @@ Payload for Stable Diffusion 1.5: 77 x 768 numbers, however many classes there a
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from client_app.conditions import learn_from_all, load_kit_to_learn, minibatches, posteriors
+from client_app.conditions import learn_from_all, load_kit_to_learn, posteriors
 from client_app.job import ClientJob
+from osfl.minibatches import minibatches
 from osfl.payloads import DomainVector
 from osfl.seeds import generator_of
 

@@ -22,13 +22,9 @@ decodes to a close likeness of its image: of all methods here this one gives the
 
 import torch
 
-from client_app.conditions import (
-    learn_from_all,
-    load_kit_to_learn,
-    minibatches,
-    posteriors,
-)
+from client_app.conditions import learn_from_all, load_kit_to_learn, posteriors
 from client_app.job import ClientJob
+from osfl.minibatches import minibatches
 from osfl.models.concepts import concept_prompt, concept_starts
 from osfl.models.diffusion import Kit
 from osfl.payloads import Concepts

@@ -147,6 +147,14 @@ class ClassifierConfig:
         str, OneOf("all", "head"), Doc("What is trained: all, or the last layer alone.")
     ]
     epochs: Annotated[int, Range(1, 10_000), Doc("Passes over the images.")]
+    steps: Annotated[
+        int,
+        Range(0, 10_000_000),
+        Doc(
+            "Steps of a whole training, in place of epochs; 0: epochs. A round's local training "
+            "has `rounds.local-epochs`."
+        ),
+    ]
     batch_size: Annotated[int, Range(2, 65_536), Doc("Images in a step.")]
     lr: Annotated[float, Range(1e-8, 100), Doc("Learning rate.")]
     momentum: Annotated[float, Range(0, 0.9999), Doc("Momentum of SGD.")]

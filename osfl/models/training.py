@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from osfl.config import ClassifierConfig
 from osfl.costs import FlopMeter
+from osfl.minibatches import minibatches
 from osfl.models.classifiers import ClassifierError, head_of, normalise
 from osfl.pixels import LazyPixels, Pixels, to_float
 from osfl.seeds import seed_of
@@ -49,7 +50,7 @@ def fit(
         pixels: [N, 3, S, S] uint8.
         labels: [N] int64.
         epochs: of a round's local training, in which the learning rate is constant and no weights
-            are averaged; None: a whole training of `config.epochs`.
+            are averaged; None: a whole training, of `config.epochs` or `config.steps`.
         teacher: [N, C] probabilities; FedLMG's eq. 12 and 13 with the mean or the image's own
             teacher. They are of the images as they are, not as they are augmented.
         penalty: adds the gradient of a further term of the loss to the parameters' in every step,
@@ -78,13 +79,15 @@ def fit(
         learned, config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
     )
     order = torch.Generator().manual_seed(seed_of(seed, "order"))
-    batches = [
-        b
-        for _ in range(config.epochs if epochs is None else epochs)
-        for b in torch.randperm(len(labels), generator=order).split(config.batch_size)
-        if len(b) > 1
-    ]
     whole = epochs is None
+    batches = minibatches(
+        torch.arange(len(labels)),
+        config.epochs if epochs is None else epochs,
+        config.steps if whole else 0,
+        config.batch_size,
+        order,
+        least=2,
+    )
     scheduler = new_schedule(optimiser, config, len(batches)) if whole else None
     average = new_average(model, config) if whole else None
     augment = new_augmentation(config.augmentation, pixels[torch.tensor([0])].shape[-1])
