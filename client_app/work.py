@@ -73,7 +73,7 @@ def _payload(
     watch = Stopwatch()
     job = _job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
-    blob = wire.encode(payload, config.method, job_id, client)
+    blob = wire.encode(payload, config.method, job_id, client, config.payload_codec)
     costs = {
         "seconds": watch.seconds,
         "flops": float(job.meter.total),

@@ -7,7 +7,7 @@ what the server expects before any of it is used, and nothing is ever unpickled.
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import torch
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
+from osfl.codecs import packed, packed_size, unpacked
 from osfl.methods import METHODS
 from osfl.payload_fields import Field, Form, Values, fields_of
 from osfl.payloads import Payload, kind_of
@@ -39,6 +40,12 @@ Tensors = Mapping[str, tuple[Shape, torch.dtype]]
 Bytes = bytes | memoryview
 
 _DTYPES = {torch.float32: (pb.DTYPE_FLOAT32, "<f4"), torch.int64: (pb.DTYPE_INT64, "<i8")}
+_CODECS = {
+    "raw": pb.CODEC_RAW,
+    "float16": pb.CODEC_FLOAT16,
+    "int8": pb.CODEC_INT8,
+    "int4": pb.CODEC_INT4,
+}
 
 
 class PayloadError(ValueError):
@@ -65,6 +72,7 @@ class Expected:
         architectures: for each allowed classifier, the shape and dtype of every tensor of its state
             dict.
         max_images: how many images a client may describe one by one.
+        codec: of the tensors' numbers, the run's `payload-codec`.
     """
 
     method: str
@@ -75,6 +83,7 @@ class Expected:
     tensors: Tensors = field(default_factory=dict)
     architectures: Mapping[str, Tensors] = field(default_factory=dict)
     max_images: int = 20_000
+    codec: str = "raw"
 
 
 def digest(blob: bytes | memoryview) -> str:
@@ -82,25 +91,32 @@ def digest(blob: bytes | memoryview) -> str:
     return hashlib.sha256(blob).hexdigest()
 
 
-def encode(payload: Payload, method: str, job: str, client: str) -> bytes:
+def encode(payload: Payload, method: str, job: str, client: str, codec: str = "raw") -> bytes:
     """Serialise a payload; the same payload gives the same bytes.
 
     What protobuf's own serialiser gives, without its copies, for it needs four times a large
     payload's memory: a tensor's numbers go from where they are into the result.
+
+    Raises:
+        ValueError: the codec cannot hold a number.
     """
+    made: type = type(payload)
+    declared = fields_of(made)
     head = pb.Payload(
         version=VERSION, method=method, job=job, client=client, classes=payload.classes
     )
-    kind = pb.Payload.DESCRIPTOR.fields_by_name[type(payload).__name__.lower()]
+    kind = pb.Payload.DESCRIPTOR.fields_by_name[made.__name__.lower()]
     body = list[Bytes]()
     for item in fields(payload)[1:]:
         number = cast(Descriptor, kind.message_type).fields_by_name[item.name].number
         match getattr(payload, item.name):
             case torch.Tensor() as value:
-                body += _tensor(number, item.name, value)
+                own = codec_of(codec, value.shape, value.dtype, declared[item.name])
+                body += _tensor(number, item.name, value, own)
             case dict() as state:
                 for name, value in state.items():
-                    body += _tensor(number, name, value)
+                    own = codec_of(codec, value.shape, value.dtype, declared[item.name])
+                    body += _tensor(number, name, value, own)
             case tuple() as texts:
                 for text in texts:
                     body += _field(number, pb.Texts(text=text).SerializeToString())
@@ -110,6 +126,12 @@ def encode(payload: Payload, method: str, job: str, client: str) -> bytes:
     for part in (head.SerializeToString(deterministic=True), *_field(kind.number, *body)):
         blob.write(part)
     return blob.getvalue()
+
+
+def codec_of(codec: str, shape: Sequence[int | str], dtype: torch.dtype, declared: Field) -> str:
+    """Of a field's tensor. Whole numbers, shares of 1 and what has one dimension go as they are."""
+    exact = dtype != torch.float32 or len(shape) < 2 or Values.SHARES in declared.values
+    return "raw" if exact else codec
 
 
 def check_size(size: int, expected: Expected) -> None:
@@ -131,7 +153,10 @@ def check_size(size: int, expected: Expected) -> None:
 
 
 def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Payload:
-    """Parse and validate a payload; in memory, at most four times its size and 6 MB.
+    """Parse and validate a payload.
+
+    In memory, at most four times its size and 6 MB, and its numbers in float32 where the run has a
+    codec.
 
     Args:
         blob: the serialised message.
@@ -192,9 +217,11 @@ def _read_body(
         found = getattr(body, name)
         match declared.form:
             case Form.TENSOR if name in wanted:
-                values[name] = _read([found], {name: wanted[name]}, refuse)[name]
+                one = {name: wanted[name]}
+                values[name] = _read([found], one, declared, expected.codec, refuse)[name]
             case Form.STATE:
-                values[name] = _read(found, _state_of(body.architecture, expected, refuse), refuse)
+                state = _state_of(body.architecture, expected, refuse)
+                values[name] = _read(found, state, declared, expected.codec, refuse)
             case Form.TEXTS:
                 values[name] = _read_texts(name, found, len(classes), refuse)
             case Form.TEXT:
@@ -336,16 +363,25 @@ def _most_bytes(expected: Expected) -> int:
     forms = [declared.form for declared in _declared(expected).values()]
     texts = forms.count(Form.TEXT) + forms.count(Form.TEXTS) * expected.max_images
     size = {"classes": len(expected.classes), "images": expected.max_images}
-
-    def most(tensors: Tensors) -> int:
-        return sum(
-            math.prod(_resolve(s, size)) * dtype.itemsize + len(name)
-            for name, (s, dtype) in tensors.items()
-        )
-
-    largest = max([most(expected.tensors), *map(most, expected.architectures.values())])
+    everything = (expected.tensors, *expected.architectures.values())
+    largest = max(
+        number_bytes(tensors, size, expected) + sum(map(len, tensors)) for tensors in everything
+    )
     names = sum(len(c.encode()) + 8 for c in expected.classes)
     return largest + texts * (TEXT_BYTES + 8) + names + 65_536
+
+
+def number_bytes(tensors: Tensors, size: Mapping[str, int], expected: Expected) -> int:
+    """Bytes of the tensors' numbers, with so many classes and images."""
+    declared = _declared(expected)
+    state = next((one for one in declared.values() if one.form is Form.STATE), None)
+    total = 0
+    for name, (shape, dtype) in tensors.items():
+        count = math.prod(_resolve(shape, size))
+        field = declared.get(name, state)
+        codec = "raw" if field is None else codec_of(expected.codec, shape, dtype, field)
+        total += packed_size(count, codec) if dtype == torch.float32 else count * dtype.itemsize
+    return total
 
 
 def _declared(expected: Expected) -> Mapping[str, Field]:
@@ -364,31 +400,29 @@ def _varint(number: int) -> bytes:
     return bytes([*(group | 0x80 for group in groups[:-1]), groups[-1]])
 
 
-def _tensor(number: int, name: str, value: torch.Tensor) -> list[Bytes]:
+def _tensor(number: int, name: str, value: torch.Tensor, codec: str) -> list[Bytes]:
     """A field of type Tensor.
 
     Its data come last, as their number says; of none there is no field.
     """
     code, numpy = _DTYPES[value.dtype]
     about = pb.Tensor(
-        name=name, shape=value.shape, dtype=code, codec=pb.CODEC_RAW
+        name=name, shape=value.shape, dtype=code, codec=_CODECS[codec]
     ).SerializeToString()
-    data = (
-        np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy)
-        .reshape(-1)
-        .view(np.uint8)
-        .data
-    )
+    flat = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy).reshape(-1)
+    data = packed(flat, codec).data if value.is_floating_point() else flat.view(np.uint8).data
     return _field(number, about, *(_field(pb.Tensor.DATA_FIELD_NUMBER, data) if len(data) else []))
 
 
 Refuse = Callable[[str, str], PayloadError]
 
 
-def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict[str, torch.Tensor]:
-    """Exactly the wanted tensors, in their order.
+def _read(
+    tensors: Iterable[pb.Tensor], wanted: Tensors, declared: Field, codec: str, refuse: Refuse
+) -> dict[str, torch.Tensor]:
+    """Exactly the wanted tensors of a field, in their order.
 
-    Names, shapes, dtypes, lengths and values are checked.
+    Names, shapes, dtypes, codecs, lengths and values are checked.
     """
     found: dict[str, torch.Tensor] = {}
     for tensor in tensors:
@@ -404,12 +438,16 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict
             raise refuse(name, f"shape {list(tensor.shape)[:8]}; expected {list(shape)}")
         if tensor.dtype != code:
             raise refuse(name, f"dtype {tensor.dtype}; expected {pb.DType.Name(code)}")
-        if tensor.codec != pb.CODEC_RAW:
-            raise refuse(name, f"codec {tensor.codec}; expected {pb.Codec.Name(pb.CODEC_RAW)}")
-        length = int(np.prod(shape, dtype=np.int64)) * np.dtype(numpy).itemsize
+        own = codec_of(codec, shape, dtype, declared)
+        if tensor.codec != _CODECS[own]:
+            raise refuse(name, f"codec {tensor.codec}; expected {pb.Codec.Name(_CODECS[own])}")
+        count = math.prod(shape)
+        floats = dtype == torch.float32
+        length = packed_size(count, own) if floats else count * dtype.itemsize
         if len(tensor.data) != length:
             raise refuse(name, f"{len(tensor.data):,} bytes; its shape needs {length:,}")
-        array = np.frombuffer(tensor.data, dtype=numpy).reshape(shape)
+        numbers = unpacked(tensor.data, count, own) if floats else np.frombuffer(tensor.data, numpy)
+        array = numbers.reshape(shape)
         if dtype.is_floating_point and array.size:
             # Both NaN if one number is; nothing of the array's size is made.
             low = float(array.min())
@@ -421,7 +459,8 @@ def _read(tensors: Iterable[pb.Tensor], wanted: Tensors, refuse: Refuse) -> dict
                     name,
                     f"contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large",
                 )
-        found[name] = torch.from_numpy(array.copy())
+        # What protobuf holds cannot be written to
+        found[name] = torch.from_numpy(array if array.flags.writeable else array.copy())
     if missing := [name for name in wanted if name not in found]:
         raise refuse(
             "tensors",

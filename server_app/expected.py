@@ -33,7 +33,14 @@ def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
     limit = int(config.max_payload_mb * 1e6)
     tensors = expected_tensors(config)
     return lambda client: wire.Expected(
-        config.method, job_id, client, classes, limit, tensors, architectures
+        config.method,
+        job_id,
+        client,
+        classes,
+        limit,
+        tensors,
+        architectures,
+        codec=config.payload_codec,
     )
 
 

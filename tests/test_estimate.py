@@ -19,16 +19,18 @@ SAMPLES_NOTHING = ("local", "fedavg")
 
 @pytest.mark.flops
 @pytest.mark.parametrize(
-    "method",
+    ("method", "codec"),
     [
-        *("prompts-only", "prompts-domain", "feddeo", "oscar-pooled", "espresso", "fedbip"),
-        *("fedlmg", "domain-vector", *SAMPLES_NOTHING),
+        *[(method, "raw") for method in ("prompts-only", "prompts-domain", "feddeo", "fedbip")],
+        *[(method, "raw") for method in ("oscar-pooled", "fedlmg", *SAMPLES_NOTHING)],
+        *(("espresso", "int8"), ("domain-vector", "int4"), ("local", "int4")),
     ],
 )
 def test_what_is_estimated_is_what_is_sent_and_drawn(
-    method: str, home: Path, tiny_kit: Path
+    method: str, codec: str, home: Path, tiny_kit: Path
 ) -> None:
-    config = quick(method=method, kit=str(tiny_kit), job_id="job", synthesis__images_per_class=2)
+    settings = {"payload_codec": codec, "synthesis__images_per_class": 2}
+    config = quick(method=method, kit=str(tiny_kit), job_id="job", **settings)
     estimated = estimate.estimate_run(parse_run_config(config))
     nodes = [{"partition-id": k, "num-partitions": 2} for k in range(2)]
     run_job(LoopGrid(client_app, config, nodes), parse_run_config(config), "job")

@@ -3,7 +3,6 @@
 What a run would send, draw and take, and whether it can work, before anybody does.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -230,16 +229,7 @@ def upload_bytes(name: str, client: Client) -> int:
             tensors = expected.tensors
             blank = getattr(payloads, kind)(held, **_without_numbers(tensors))
     message = wire.encode(blank, client.config.method, job_id, name)
-    return len(message) + _number_bytes(tensors, sizes)
-
-
-def _number_bytes(tensors: wire.Tensors, sizes: Mapping[str, int]) -> int:
-    """Bytes of the tensors' numbers."""
-    total = 0
-    for shape, dtype in tensors.values():
-        dimensions = [sizes[size] if isinstance(size, str) else size for size in shape]
-        total += math.prod(dimensions) * dtype.itemsize
-    return total
+    return len(message) + wire.number_bytes(tensors, sizes, expected)
 
 
 def _without_numbers(tensors: wire.Tensors) -> dict[str, torch.Tensor]:
@@ -252,7 +242,7 @@ def _model_bytes(client: Client) -> int:
     as_payload = replace(client.config, method="local")
     expected = expected_payload(as_payload, "rounds")("client")
     tensors = expected.architectures[client.config.classifier.architecture]
-    return _number_bytes(tensors, {})
+    return wire.number_bytes(tensors, {}, expected)
 
 
 # ---- What is drawn ----

@@ -32,6 +32,11 @@ def problems(run: RunConfig) -> Iterator[str]:
 def _of_the_run(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
         yield f"job-id = {run.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'"
+    coded = f"payload-codec = {run.payload_codec!r}"
+    if run.payload_codec != "raw" and METHODS[run.method].payload in (None, "Captions", "Domain"):
+        yield f"{coded}: method {run.method!r} sends no payload with numbers; take raw"
+    elif run.payload_codec != "raw" and METHODS[run.method].payload == "FeatureStatistics":
+        yield f"{coded}: the sums of method {run.method!r} must be exact; take raw"
     if run.label_check != "none" and (
         run.method in ("fedlmg", "fedcado") or not METHODS[run.method].samples
     ):

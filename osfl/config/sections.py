@@ -579,6 +579,15 @@ class RunConfig:
         Doc("With how many payloads the run goes on at the deadline; 0: all."),
         NotIdentity(),
     ]
+    payload_codec: Annotated[
+        str,
+        OneOf("raw", "float16", "int8", "int4"),
+        Doc(
+            "How the numbers of a payload are sent: raw (float32), float16, or int8 and int4 in "
+            "blocks of 64 with a scale each. Shares, counts and what has one dimension go as they "
+            "are."
+        ),
+    ]
     label_check: Annotated[
         str,
         OneOf("none", "filter", "soft"),

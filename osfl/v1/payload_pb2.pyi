@@ -17,11 +17,17 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CODEC_UNSPECIFIED: _ClassVar[Codec]
     CODEC_RAW: _ClassVar[Codec]
+    CODEC_FLOAT16: _ClassVar[Codec]
+    CODEC_INT8: _ClassVar[Codec]
+    CODEC_INT4: _ClassVar[Codec]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_INT64: DType
 CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
+CODEC_FLOAT16: Codec
+CODEC_INT8: Codec
+CODEC_INT4: Codec
 
 class Payload(_message.Message):
     __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures", "domainvector")
