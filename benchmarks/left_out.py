@@ -124,8 +124,10 @@ def collected(settings: Settings) -> dict[str, Payload]:
 
 
 def for_clients(settings: Settings) -> Settings:
-    """Without what only the server reads: runs that differ in it share payloads."""
-    servers = ("synthesis.", "global-model.", "public-domains")
+    """Without what only the server reads, and how payloads are coded: runs that differ in these
+    share payloads.
+    """
+    servers = ("synthesis.", "global-model.", "public-domains", "payload-codec")
     # Its clients noise their latents to the first timestep
     read = {"synthesis.steps"} if settings["method"] == "espresso" else set()
     return {

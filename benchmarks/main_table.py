@@ -18,7 +18,7 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
@@ -53,7 +53,7 @@ from osfl.models.kits import find_kit
 from osfl.payloads import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from osfl.wire import decode
+from osfl.wire import decode, encode
 from server_app.expected import expected_payload
 from server_app.job import ServerJob
 
@@ -70,6 +70,8 @@ COMMON: Settings = {
     "synthesis.unit-size": 300,
 }
 VECTOR = SYSTEMS["domain-vector"]
+# Systems whose payloads are coded, too
+CODED = ("FedDEO description alone", "OSCAR", "domain-vector")
 ROWS: dict[str, Settings] = {
     "ceiling": {"method": "ceiling"},
     **SYSTEMS,
@@ -79,6 +81,11 @@ ROWS: dict[str, Settings] = {
         "public-domains": ", ".join(DOMAINS),
         # Of 3,600 images, five epochs
         "global-model.steps": 565,
+    },
+    **{
+        f"{row}, {codec}": {**SYSTEMS[row], "payload-codec": codec}
+        for row in CODED
+        for codec in ("int8", "int4")
     },
 }
 PARTITIONS: dict[str, Settings] = {
@@ -133,7 +140,18 @@ def sent(settings: Settings) -> dict[str, Payload]:
             kit = find_kit(config.sampling_kit)
             train(RecordDict(), config, node, client, folder.name, kit, file.parent)
         found[client] = decode(file.read_bytes(), expected(client))
-    return found
+    return coded(config_of(settings), folder.name, found)
+
+
+def coded(config: RunConfig, job_id: str, payloads: Mapping[str, Payload]) -> dict[str, Payload]:
+    """As the server takes them when they come by the run's `payload-codec`."""
+    expected = expected_payload(config, job_id)
+    return {
+        client: decode(
+            encode(payload, config.method, job_id, client, config.payload_codec), expected(client)
+        )
+        for client, payload in payloads.items()
+    }
 
 
 def cell(row: str, seed: int, partition: str) -> Cell:

@@ -63,7 +63,9 @@ def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
     if codec == "int4":
         whole = _out_of_pairs(whole)[:count]
     numbers = np.repeat(scales, BLOCK)[:count]
-    numbers *= whole
+    # An infinite scale of zeros is NaN
+    with np.errstate(invalid="ignore"):
+        numbers *= whole
     return numbers
 
 

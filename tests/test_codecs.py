@@ -48,6 +48,23 @@ def test_four_bits_are_steps_of_the_largest_over_7_two_in_a_byte() -> None:
     assert data.tobytes() == bytes.fromhex("003c d9 03 05")
 
 
+def test_numbers_are_steps_of_the_scale_as_it_is_sent() -> None:
+    """100 / 127 is 0.78740, and 1613 / 2048 = 0.78760 in float16: 99.6142 is 126.51 of the first
+    and 126.48 of the second.
+    """
+    step = 1613 / 2048
+    assert there_and_back([100.0, 99.6142], "int8") == pytest.approx([127 * step, 126 * step])
+
+
+def test_what_is_too_small_for_a_scale_keeps_its_sign() -> None:
+    """1.4 times float16's smallest number is sent as that number: 178 steps, of 127."""
+    smallest = 2.0**-24
+    largest = 127 * 1.4 * smallest
+    found = there_and_back([largest, -largest], "int8")
+    assert found == pytest.approx([127 * smallest, -127 * smallest])
+    assert there_and_back([smallest, 0.0], "int8") == [0.0, 0.0]
+
+
 def test_a_block_has_a_scale_of_its_own() -> None:
     """A large number spoils its own 64 numbers, and no others."""
     numbers = [0.7] * 63 + [7.0] + [0.7] * 64

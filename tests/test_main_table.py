@@ -17,7 +17,7 @@ from benchmarks.left_out import DOMAINS, SYSTEMS, folder_name, for_clients
 from osfl import wire
 from osfl.cli.launch import default_config
 from osfl.methods import METHODS
-from osfl.payloads import Domain
+from osfl.payloads import Domain, DomainVector
 from osfl.prompts import DIGITS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +30,7 @@ OWN = {
     "synthesis.steps",
     "fedcado.strategies",
     "fedlmg.strategies",
+    "payload-codec",
 }
 
 
@@ -60,7 +61,7 @@ def test_conditions_are_learned_in_as_many_steps() -> None:
         for key, value in settings.items()
         if key.endswith(".steps") and not key.startswith(("synthesis.", "global-model."))
     ]
-    assert len(found) == 7
+    assert len(found) == 11
     assert set(found) == {600}
 
 
@@ -96,6 +97,30 @@ def test_payloads_are_made_once_as_clients_send_them(
     other = wire.encode(Domain(DIGITS, "oil"), "prompts-domain", folder.name, "client-2")
     (folder / "client-2" / "payload.pb").write_bytes(other)
     assert main_table.sent(settings)["client-2"] == Domain(DIGITS, "oil")
+
+
+def test_coded_rows_have_the_payloads_of_the_others_and_lose_what_the_codec_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vector of tenths, and one 7: the steps of its block are ones."""
+    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    row = "domain-vector, int4"
+    assert payloads_of(row) == payloads_of("domain-vector")
+    settings = main_table.settings_of("domain-vector", 0)
+    domain = torch.full((16, 64), 0.1)
+    domain[0, 0] = 7.0
+    folder = tmp_path / f"payloads-{payloads_of(row)}"
+    for client in main_table.CLIENTS:
+        file = folder / client / "payload.pb"
+        file.parent.mkdir(parents=True)
+        payload = DomainVector(DIGITS, domain)
+        file.write_bytes(wire.encode(payload, "domain-vector", folder.name, client))
+    for client, found in main_table.sent(settings).items():
+        assert torch.equal(found.domain, domain), client  # type: ignore[union-attr]
+    for client, found in main_table.sent(main_table.settings_of(row, 0)).items():
+        made = found.domain  # type: ignore[union-attr]
+        assert made[0].tolist() == [7.0] + [0.0] * 63, client
+        assert torch.allclose(made[1:], domain[1:], rtol=1e-3)
 
 
 def test_what_sends_nothing_has_no_payloads() -> None:

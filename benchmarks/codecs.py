@@ -1,0 +1,122 @@
+"""Bytes and accuracy of payloads by `payload-codec`; to benchmarks/tables/codecs.{md,json,png}.
+
+python -m benchmarks.codecs                    # every system
+python -m benchmarks.codecs domain-vector      # some; the table keeps its other rows
+
+The cells are benchmarks.main_table's. The payloads of a system and seed are the same ones, coded
+in three ways; noise and training have their seed. Interrupted, the same command goes on.
+"""
+
+import argparse
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+
+from scipy import stats
+
+from benchmarks import TABLES, write_table
+from benchmarks.guidance import with_others
+from benchmarks.left_out import against
+from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, sent, settings_of
+from osfl.files import private_folder, write_atomically
+from osfl.prompts import DIGITS
+from osfl.wire import encode
+
+CODECS = ("raw", "int8", "int4")
+
+
+def row_of(system: str, codec: str) -> str:
+    """In the main table."""
+    return system if codec == "raw" else f"{system}, {codec}"
+
+
+def bytes_of(row: str, seeds: Sequence[int]) -> float:
+    """Of a client's message; the mean over clients and seeds."""
+    found = []
+    for seed in seeds:
+        settings = settings_of(row, seed)
+        config = config_of(settings)
+        for client, payload in sent(settings).items():
+            message = encode(payload, config.method, "job", client, config.payload_codec)
+            found.append(len(message))
+    return mean(found)
+
+
+def line(system: str, codec: str, seeds: Sequence[int]) -> dict[str, str]:
+    """A row of the table."""
+    row = row_of(system, codec)
+    accuracies = averages(row, seeds, "domain")
+    size = bytes_of(row, seeds)
+    raw = averages(system, seeds, "domain")
+    return {
+        "": row,
+        "system": system,
+        "codec": codec,
+        "bytes a client": f"{size:.0f}",
+        "bytes a class": f"{size / len(DIGITS):.0f}",
+        "average": f"{mean(accuracies.values()):.1f}",
+        "standard error": f"{stats.sem(list(accuracies.values())):.2f}",
+        "to raw": "" if codec == "raw" else against(accuracies, raw),
+    }
+
+
+def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
+    """Accuracy against bytes, a curve for each system."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2))
+    panel = figure.subplots()
+    for system in dict.fromkeys(one["system"] for one in lines):
+        own = [one for one in lines if one["system"] == system]
+        panel.errorbar(
+            [float(one["bytes a client"]) for one in own],
+            [float(one["average"]) for one in own],
+            [float(one["standard error"]) for one in own],
+            marker="o",
+            capsize=3,
+            label=system,
+        )
+        for one in own:
+            at = (float(one["bytes a client"]), float(one["average"]))
+            panel.annotate(one["codec"], at, (4, 6), textcoords="offset points", fontsize=8)
+    panel.set(xlabel="bytes a client", ylabel="top-1 accuracy (%)", xscale="log")
+    panel.grid(alpha=0.3)
+    panel.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_atomically(file, picture.getvalue())
+
+
+def main() -> None:
+    """Make the table and the plot, and keep them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(CODED)}; none: all")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
+    given = parser.parse_args()
+    if unknown := set(given.systems) - set(CODED):
+        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(CODED)}")
+    private_folder(WORK)
+    systems = given.systems or list(CODED)
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    pairs = [(system, codec) for system in systems for codec in CODECS]
+    cells([row_of(*pair) for pair in pairs], seeds, "domain", given.at_once)
+    about = (
+        "What six clients send by each payload-codec, and the top-1 accuracy (%) on their test "
+        f"images, mean of the seeds {given.seeds}; the recipe of benchmarks.main_table. To raw: "
+        "paired by seed, with a 95 % interval by Student's t, and a star where that excludes 0. "
+        f"Command: `python -m benchmarks.codecs --seeds {given.seeds}`."
+    )
+    order = [row_of(system, codec) for system in CODED for codec in CODECS]
+    lines = [line(*pair, seeds) for pair in pairs]
+    lines = with_others(lines, TABLES / "codecs.json", about, order)
+    write_table(TABLES / "codecs", lines, about)
+    plot(lines, TABLES / "codecs.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""benchmarks/codecs.py: bytes and accuracy of the codecs, side by side."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import codecs, main_table
+from benchmarks.left_out import folder_name, for_clients
+from osfl import wire
+from osfl.payloads import DomainVector
+from osfl.prompts import DIGITS
+
+
+def keep(row: str, seed: int, accuracy: float) -> None:
+    """A cell, and the payloads of its clients."""
+    settings = main_table.settings_of(row, seed)
+    cell = {"accuracy": [accuracy] * 6, "machine": "one"}
+    (main_table.WORK / f"{folder_name(settings)}.json").write_text(json.dumps(cell))
+    folder = main_table.WORK / f"payloads-{folder_name(for_clients(settings))}"
+    for client in main_table.CLIENTS:
+        file = folder / client / "payload.pb"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        payload = DomainVector(DIGITS, torch.linspace(-1, 1, 16 * 64).view(16, 64))
+        file.write_bytes(wire.encode(payload, "domain-vector", folder.name, client))
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where tables go; raw has 90 and 92, int8 91 and 91, int4 80 and 84."""
+    monkeypatch.setattr(main_table, "WORK", tmp_path / "work")
+    monkeypatch.setattr(codecs, "WORK", tmp_path / "work")
+    monkeypatch.setattr(codecs, "TABLES", tmp_path / "tables")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "tables").mkdir()
+    for codec, figures in (("raw", (90.0, 92.0)), ("int8", (91.0, 91.0)), ("int4", (80.0, 84.0))):
+        for seed, figure in enumerate(figures):
+            keep(codecs.row_of("domain-vector", codec), seed, figure)
+    return tmp_path / "tables"
+
+
+def test_the_table_has_bytes_and_paired_differences(
+    tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 x 64 numbers: 4,096 bytes, 1,024 and 16 scales, 512 and 16 scales. int4 is 10 and 8 lower:
+    9 with a standard error of 1, and Student's t of one degree of freedom is 12.7.
+    """
+    monkeypatch.setattr("sys.argv", ["codecs", "domain-vector", "--seeds", "0,1"])
+    codecs.main()
+    rows = json.loads((tables / "codecs.json").read_text())["rows"]
+    assert [row["codec"] for row in rows] == ["raw", "int8", "int4"]
+    assert [row["average"] for row in rows] == ["91.0", "91.0", "82.0"]
+    sizes = [int(row["bytes a client"]) for row in rows]
+    assert [sizes[0] - size for size in sizes] == [0, 4096 - 1024 - 32, 4096 - 512 - 32]
+    assert [int(row["bytes a class"]) for row in rows] == [round(size / 10) for size in sizes]
+    assert rows[0]["to raw"] == ""
+    assert rows[2]["to raw"] == "-9.0 [-21.7, +3.7]"
+    assert (tables / "codecs.png").stat().st_size > 5_000
+
+
+def test_an_unknown_system_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["codecs", "FedSomething"])
+    with pytest.raises(SystemExit):
+        codecs.main()
+    assert "'FedSomething': must be some of" in capsys.readouterr().err
