@@ -4,6 +4,7 @@ With torch, which joining does without.
 """
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +15,21 @@ from client_app.job import ClientJob
 from osfl import wire
 from osfl.config import ConfigError, NodeConfig, RunConfig
 from osfl.costs import Stopwatch, peak_memory_mb, release_memory
-from osfl.data.load import Fit, Images, count_images, domain_name, load_images
+from osfl.data.load import (
+    Fit,
+    Images,
+    count_images,
+    domain_name,
+    load_images,
+    small_classes,
+)
 from osfl.data.parts import class_names
 from osfl.devices import pick_device, saves_memory
 from osfl.files import open_private, read_json, write_atomically
 from osfl.methods import METHODS, client_half
 from osfl.protocol import pack_payload, unpack_model
+
+log = logging.getLogger("flwr")
 
 
 def train(
@@ -35,6 +45,14 @@ def train(
 
     `folder` is the client's own for this job, and the same for the same settings.
     """
+    if left_out := small_classes(config.data, node, config.seed):
+        names = class_names(config.data)
+        log.warning(
+            "%s: min-class-images = %d leaves out classes with fewer images here: %s",
+            client,
+            node.min_class_images,
+            ", ".join(names[label] for label in left_out),
+        )
     if METHODS[config.method].rounds:
         from client_app.local_training import train_round
 

@@ -13,7 +13,13 @@ from PIL import Image
 
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
-from osfl.data.load import _digits_partition, load_images
+from osfl.data.load import (
+    _digits_partition,
+    count_images,
+    image_labels,
+    load_images,
+    small_classes,
+)
 from osfl.data.parts import DataError, check_images, simulated_folder
 from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
@@ -232,6 +238,40 @@ def test_checking_lists_both_splits_and_opens_nothing(tmp_path) -> None:  # type
     (tmp_path / "test" / "dog").mkdir(parents=True)
     (tmp_path / "test" / "dog" / "a.png").write_bytes(b"never opened")
     check_images(FOLDER, node, 0)
+
+
+def pictures(count: int) -> list[Image.Image]:
+    """Each of another grey."""
+    return [Image.new("RGB", (16, 16), (grey, grey, grey)) for grey in range(10, 10 + count)]
+
+
+def test_a_site_leaves_small_classes_out_of_training(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Of two cats and three dogs, at least three: the dogs alone. Tests are as they were."""
+    node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
+    (tmp_path / "test").symlink_to(tmp_path / "train")
+    assert load_images(FOLDER, replace(node, min_class_images=2), "train", 0).held() == [0, 1]
+    strict = replace(node, min_class_images=3)
+    kept = load_images(FOLDER, strict, "train", 0)
+    assert kept.labels.tolist() == [1, 1, 1]
+    assert kept.pixels[:, 0, 0, 0].tolist() == [10, 11, 12]
+    assert image_labels(FOLDER, strict, "train", 0) == [1, 1, 1]
+    assert count_images(FOLDER, strict, "train", 0) == 3
+    assert small_classes(FOLDER, strict, 0) == [0]
+    assert small_classes(FOLDER, replace(node, min_class_images=2), 0) == []
+    assert load_images(FOLDER, strict, "test", 0).held() == [0, 1]
+    check_images(FOLDER, strict, 0)
+
+
+def test_a_site_without_a_class_that_is_large_enough_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """When it joins; of the digits, when it trains."""
+    node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
+    (tmp_path / "test").symlink_to(tmp_path / "train")
+    problem = r"min-class-images = 4: no class here has as many; the largest has 3\. Lower it"
+    with pytest.raises(DataError, match=problem):
+        check_images(FOLDER, replace(node, min_class_images=4), 0)
+    digits = NodeConfig(partition_id=0, num_partitions=6, min_class_images=11)
+    with pytest.raises(DataError, match="min-class-images = 11: .* the largest has 10"):
+        load_images(DIGITS, digits, "train", 0)
 
 
 def test_a_corrupt_image_is_named(tmp_path) -> None:  # type: ignore[no-untyped-def]

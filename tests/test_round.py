@@ -35,13 +35,16 @@ from client_app.app import app
 from client_app.job import ClientJob
 from osfl import wire
 from osfl.cli.main import app as cli
-from osfl.config import ConfigError, parse_run_config
+from osfl.config import ConfigError, NodeConfig, parse_run_config
+from osfl.data.load import image_labels
 from osfl.data.parts import class_names
 from osfl.methods import METHODS
 from osfl.models.kits import KitError
 from osfl.payloads import Payload
+from osfl.prompts import DIGITS
 from osfl.protocol import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
 from osfl.seeds import seed_of
+from osfl.v1 import payload_pb2 as pb
 from server_app.app import run_job
 from server_app.federation.exchange import Exchange, RoundError
 from server_app.kit import kit_of_clients
@@ -68,6 +71,34 @@ def start(config: dict, job: str = "job", count: int | None = None, tamper=None)
     )
     run_job(grid, parse_run_config(config), job)
     return grid
+
+
+def test_nothing_is_sent_of_a_class_that_a_site_finds_too_small(
+    home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other site takes all. Who leaves a class out says so in its own log."""
+    settings = {"data__partition": "dirichlet", "data__alpha": 0.5, "num_clients": 2}
+    config = quick(method="prompts-domain", kit=str(tiny_kit), **settings)
+    data = parse_run_config(config).data
+    sites = [{**node, "domain": "sketch"} for node in nodes(2)]
+    held = [image_labels(data, NodeConfig(k, 2), "train", 0) for k in range(2)]
+    least = 1 + min(Counter(held[0]).values())
+    sites[0]["min-class-images"] = least
+    small = {label for label in held[0] if held[0].count(label) < least}
+    assert 0 < len(small) < len(set(held[0]))
+    run_job(LoopGrid(app, config, sites), parse_run_config(config), "job")
+    for number, labels in enumerate(held):
+        left = set(labels) - (small if number == 0 else set())
+        blob = (home / "runs" / "job" / "payloads" / f"client-{number}.pb").read_bytes()
+        assert list(pb.Payload.FromString(blob).classes) == [
+            DIGITS[label] for label in sorted(left)
+        ]
+    names = ", ".join(DIGITS[label] for label in sorted(small))
+    assert (
+        f"client-0: min-class-images = {least} leaves out classes with fewer images here: {names}"
+        in (caplog.text)
+    )
+    assert "client-1: min-class-images" not in caplog.text
 
 
 def metrics(home: Path, job: str = "job") -> dict:

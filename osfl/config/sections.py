@@ -750,3 +750,11 @@ class NodeConfig:
         OneOf("off", "on", "auto", ""),
         Doc("As the run-config's; empty: the run's."),
     ] = ""
+    min_class_images: Annotated[
+        int,
+        Range(1, 1_000_000),
+        Doc(
+            "Classes with fewer training images here are left out: nothing is sent of them. What "
+            "is learned of one image is nearly that image."
+        ),
+    ] = 1

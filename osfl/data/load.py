@@ -1,5 +1,6 @@
 """A client's own images, decoded."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.named import domain_of, load_rows
 from osfl.data.partition import DataError, partitioner_of
-from osfl.data.parts import count_parts, has_rows, list_folder, simulated_folder
+from osfl.data.parts import (
+    count_parts,
+    has_rows,
+    list_folder,
+    of_large_classes,
+    simulated_folder,
+)
 from osfl.pixels import LazyPixels, Pixels, to_float
 from osfl.words import plain
 
@@ -134,6 +141,24 @@ def open_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
     Raises:
         DataError: as `load_images`, but for corrupt images.
     """
+    opened = _all_images(config, node, split, seed)
+    if split != "train":
+        return opened
+    rows = of_large_classes(opened.labels, node.min_class_images)
+    return Opened(
+        [opened.labels[row] for row in rows],
+        lambda number: opened.read(rows[number]),
+        lambda number: opened.name(rows[number]),
+    )
+
+
+def small_classes(config: DataConfig, node: NodeConfig, seed: int) -> list[int]:
+    """The labels that this node has and leaves out, ascending."""
+    counts = Counter(_all_labels(config, node, "train", seed))
+    return sorted(label for label, count in counts.items() if count < node.min_class_images)
+
+
+def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> Opened:
     if config.name != "digits" and not has_rows(config, node):
         files = list_folder(config, node, split)
         return Opened(
@@ -209,7 +234,18 @@ def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) ->
 
 
 def image_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) -> list[int]:
-    """The labels of this node's images, one an image; none is opened."""
+    """The labels of this node's images, one an image; none is opened.
+
+    Raises:
+        DataError: as `open_images`.
+    """
+    labels = _all_labels(config, node, split, seed)
+    if split != "train":
+        return labels
+    return [labels[row] for row in of_large_classes(labels, node.min_class_images)]
+
+
+def _all_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) -> list[int]:
     if has_rows(config, node):
         return list(load_rows(config, node, split, seed)["label"])
     if config.name != "digits":

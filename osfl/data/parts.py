@@ -4,6 +4,8 @@ Imports no torch: joining takes no second.
 """
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from osfl.config import DataConfig, NodeConfig, is_identifier, split_names
@@ -56,16 +58,34 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
 
     Raises:
         DataError: as `load_images`, but for corrupt images, and for a part of the digits that is
-            empty.
+            empty or whose classes are all too small.
     """
     if config.name == "digits":
         count_parts(config, node)
         return
     for split in ("train", "test"):
         if has_rows(config, node):
-            load_rows(config, node, split, seed)
+            labels = list(load_rows(config, node, split, seed)["label"])
         else:
-            list_folder(config, node, split)
+            labels = [label for _, label in list_folder(config, node, split)]
+        if split == "train":
+            of_large_classes(labels, node.min_class_images)
+
+
+def of_large_classes(labels: Sequence[int], least: int) -> list[int]:
+    """The rows of the images whose class has at least `least` images.
+
+    Raises:
+        DataError: no class has.
+    """
+    counts = Counter(labels)
+    rows = [row for row, label in enumerate(labels) if counts[label] >= least]
+    if not rows:
+        raise DataError(
+            f"node-config min-class-images = {least}: no class here has as many; the largest has "
+            f"{max(counts.values(), default=0)}. Lower it, or leave this client out"
+        )
+    return rows
 
 
 def has_rows(config: DataConfig, node: NodeConfig) -> bool:
