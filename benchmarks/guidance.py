@@ -90,6 +90,7 @@ ROWS = {
     "FedDISC": Row("feddisc", ("feddisc.guidance-cluster", "feddisc.guidance-domain")),
     "FedBiP": Row("fedbip", ("fedbip.guidance",)),
     "domain-vector": Row("domain-vector", ("domain-vector.guidance",)),
+    "votes": Row("votes", ("votes.guidance",)),
     "FedCADO": Row("fedcado", ("fedcado.guidance",)),
     "FedLMG": Row("fedlmg", ("fedlmg.guidance",)),
     "FedDEO": Row("feddeo", ("feddeo.guidance-text", "feddeo.guidance-description")),

@@ -102,10 +102,16 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
         ConfigError, DataError, KitError, FileNotFoundError: it lacks images, a part of the kit, the
             initial weights or the device.
     """
+    method = METHODS[config.method]
+    if node.epsilon and not method.private and (method.payload or method.rounds):
+        raise ConfigError(
+            f"node-config epsilon = {node.epsilon:g}: this site sends nothing without a guarantee, "
+            f"and method {config.method!r} gives none"
+        )
     check_images(config.data, node, config.seed)
     kit = _kit(config, node)
     _check_encoders(config)
-    if METHODS[config.method].payload == "Classifier":
+    if method.payload == "Classifier":
         initial_weights(config.classifier, kit, "classifier.init")
     if node.device not in ("auto", "cpu"):
         from osfl.devices import pick_device
@@ -177,7 +183,9 @@ def own_settings(
             "'average'"
         )
     classifier = replace(config.classifier, architecture=_architecture(config, node))
-    return replace(config, classifier=classifier), node, client
+    # The lower of both, of those that there are
+    epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
+    return replace(config, classifier=classifier, epsilon=epsilon), node, client
 
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:

@@ -98,6 +98,7 @@ def _payload(
         "peak_memory_mb": peak_memory_mb(),
         "images": float(count_images(config.data, node, "train", config.seed)),
         "resent": 0.0,
+        "epsilon": config.epsilon,
     }
     write_atomically(folder / "costs.json", json.dumps(costs).encode())
     write_atomically(stored, blob)

@@ -31,6 +31,7 @@ class Method:
         client_parts: what a client needs of the kit.
         rounds: whether it is one of those they compare with that send models to and fro.
         samples: whether the server needs the diffusion model.
+        private: whether clients can give a guarantee of differential privacy (`epsilon`).
     """
 
     client: str | None
@@ -40,6 +41,7 @@ class Method:
     client_parts: tuple[str, ...] = ()
     rounds: bool = False
     samples: bool = True
+    private: bool = False
 
     @property
     def features(self) -> bool:
@@ -119,6 +121,14 @@ METHODS: dict[str, Method] = {
         payload="DomainVector",
         sends="a learned vector of its domain",
         client_parts=DIFFUSION_PARTS,
+    ),
+    "votes": Method(
+        client="votes",
+        server="votes",
+        payload="Votes",
+        sends="which of the run's candidates every class's images look like",
+        client_parts=DIFFUSION_PARTS,
+        private=True,
     ),
     "fedcgs": Method(
         client="fedcgs",

@@ -129,6 +129,14 @@ class FeatureMixtures:
 
 
 @dataclass(frozen=True)
+class Votes:
+    """votes: which of the run's candidates each class's images look like, by number."""
+
+    classes: tuple[str, ...]
+    winners: Annotated[torch.Tensor, Shape("classes", dtype=torch.uint8)]
+
+
+@dataclass(frozen=True)
 class Domain:
     """prompts-domain: the name of the client's domain, given away."""
 
@@ -147,6 +155,7 @@ Payload = (
     | DomainVector
     | FeatureStatistics
     | FeatureMixtures
+    | Votes
     | Domain
 )
 

@@ -39,7 +39,11 @@ Shape = tuple[int | str, ...]
 Tensors = Mapping[str, tuple[Shape, torch.dtype]]
 Bytes = bytes | memoryview
 
-_DTYPES = {torch.float32: (pb.DTYPE_FLOAT32, "<f4"), torch.int64: (pb.DTYPE_INT64, "<i8")}
+_DTYPES = {
+    torch.float32: (pb.DTYPE_FLOAT32, "<f4"),
+    torch.int64: (pb.DTYPE_INT64, "<i8"),
+    torch.uint8: (pb.DTYPE_UINT8, "u1"),
+}
 _CODECS = {
     "raw": pb.CODEC_RAW,
     "float16": pb.CODEC_FLOAT16,

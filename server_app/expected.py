@@ -12,7 +12,7 @@ from osfl.methods import METHODS
 from osfl.models.classifiers import blank_classifier, headless, logits_of, rebuild
 from osfl.models.kits import find_kit
 from osfl.payload_fields import fields_of, tensors_of
-from osfl.payloads import Classifier, FeatureStatistics, Payload, kind_of
+from osfl.payloads import Classifier, FeatureStatistics, Payload, Votes, kind_of
 from osfl.seeds import generator_of
 from server_app.methods.fedcgs import check_statistics
 
@@ -105,11 +105,18 @@ def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
 def probe(payload: Payload, client: str, config: RunConfig) -> None:
     """Whether numbers that are plausible one by one are so together.
 
-    A classifier's give finite logits, a client's feature statistics can be of images.
+    A classifier's give finite logits, a client's feature statistics can be of images, votes are for
+    candidates that there are.
 
     Raises:
         wire.PayloadError: they are not.
     """
+    if isinstance(payload, Votes):
+        candidates = len(config.votes.words)
+        if (highest := int(payload.winners.max())) >= candidates:
+            raise wire.PayloadError(
+                client, "winners", f"candidate {highest}; the run has {candidates}, from 0"
+            )
     if isinstance(payload, FeatureStatistics):
         check_statistics(payload, client)
     if isinstance(payload, Classifier):

@@ -312,6 +312,7 @@ def quick(**overrides: Any) -> dict[str, Any]:
         "fedbip.batch-size": 50,
         "domain-vector.epochs": 1,
         "domain-vector.batch-size": 50,
+        "votes.draws": 2,
         "rounds.count": 2,
         "rounds.proxy-images": 8,
         "rounds.distillation-steps": 1,

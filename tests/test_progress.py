@@ -30,6 +30,7 @@ from client_app.methods import (
     feddisc,
     fgl,
     oscar,
+    votes,
 )
 from client_app.methods.oscar import mean_encoding
 from osfl.cli import display
@@ -67,6 +68,7 @@ CPU = torch.device("cpu")
             {"method": "domain-vector", "domain_vector__epochs": 2},
             ["encoding image", "step"],
         ),
+        (votes, {"method": "votes"}, ["encoding image", "batch"]),
         (classifier, {"method": "local", "classifier__epochs": 2}, ["step"]),
         (oscar, {"method": "oscar"}, ["captioning image"]),
         (fgl, {"method": "fgl"}, ["captioning image"]),

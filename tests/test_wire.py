@@ -30,6 +30,7 @@ from osfl.payloads import (
     Encodings,
     Mixtures,
     Payload,
+    Votes,
 )
 from osfl.protocol import COST_KEYS, pack_payload, unpack_payload
 from osfl.v1 import payload_pb2 as pb
@@ -393,6 +394,10 @@ KINDS: dict[str, tuple[Payload, dict]] = {
     "domain-vector": (
         DomainVector(("cat", "emu"), torch.ones(2, 3), torch.ones(2, 1, 2, 3)),
         {"domain": ((2, 3), REAL), "offsets": (("classes", 1, 2, 3), REAL)},
+    ),
+    "votes": (
+        Votes(("cat", "emu"), torch.tensor([5, 0], dtype=torch.uint8)),
+        {"winners": (("classes",), torch.uint8)},
     ),
 }
 

@@ -40,6 +40,7 @@ from osfl.config.sections import (
     RoundsConfig,
     RunConfig,
     SynthesisConfig,
+    VotesConfig,
 )
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "RunConfig",
     "Scalar",
     "SynthesisConfig",
+    "VotesConfig",
     "approximations",
     "flatten",
     "is_identifier",

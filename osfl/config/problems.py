@@ -22,6 +22,7 @@ def problems(run: RunConfig) -> Iterator[str]:
     yield from _of_synthesis(run)
     yield from _of_the_cache(run)
     yield from _of_prompts(run)
+    yield from _of_votes(run)
     yield from _of_feddeo(run)
     yield from _of_strategies("fedlmg", run.fedlmg)
     yield from _of_strategies("fedcado", run.fedcado)
@@ -32,8 +33,15 @@ def problems(run: RunConfig) -> Iterator[str]:
 def _of_the_run(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
         yield f"job-id = {run.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'"
+    if run.epsilon and not METHODS[run.method].private:
+        giving = ", ".join(name for name, method in METHODS.items() if method.private)
+        yield (
+            f"epsilon = {run.epsilon:g}: method {run.method!r} gives no guarantee; take 0, or a "
+            f"method that does: {giving}"
+        )
     coded = f"payload-codec = {run.payload_codec!r}"
-    if run.payload_codec != "raw" and METHODS[run.method].payload in (None, "Captions", "Domain"):
+    without = (None, "Captions", "Domain", "Votes")
+    if run.payload_codec != "raw" and METHODS[run.method].payload in without:
         yield f"{coded}: method {run.method!r} sends no payload with numbers; take raw"
     elif run.payload_codec != "raw" and METHODS[run.method].payload == "FeatureStatistics":
         yield f"{coded}: the sums of method {run.method!r} must be exact; take raw"
@@ -295,6 +303,21 @@ def _of_prompts(run: RunConfig) -> Iterator[str]:
         yield f"prompts-domain.prompt = {of_domain!r}: must contain {{class}} and {{domain}}"
     if "{caption}" not in run.fgl.prompt:
         yield f"fgl.prompt = {run.fgl.prompt!r}: must contain {{caption}}"
+
+
+def _of_votes(run: RunConfig) -> Iterator[str]:
+    words = run.votes.words
+    given = f"votes.candidates = {plain(run.votes.candidates, 200)!r}"
+    if not 2 <= len(words) <= 256:
+        yield f"{given}: {len(words)} names; must be 2 to 256, comma-separated"
+    if len(set(words)) < len(words):
+        yield f"{given}: a name stands there twice; name each domain once"
+    for word in words:
+        if problem := name_problem(word):
+            yield f"{given}: {plain(word, 80)!r} {problem}; it is words of a prompt"
+    prompt = run.votes.prompt
+    if "{class}" not in prompt or "{domain}" not in prompt:
+        yield f"votes.prompt = {prompt!r}: must contain {{class}} and {{domain}}"
 
 
 def _of_feddeo(run: RunConfig) -> Iterator[str]:

@@ -483,6 +483,31 @@ class DomainVectorConfig:
 
 
 @dataclass(frozen=True)
+class VotesConfig:
+    """votes: images vote for the prompt that is nearest to them."""
+
+    candidates: Annotated[
+        str, Doc("Domains by name, comma-separated, at most 256, for which images vote.")
+    ]
+    electorate: Annotated[
+        str,
+        OneOf("class", "client"),
+        Doc("Who elects together: the images of each class, or all of a client for all classes."),
+    ]
+    draws: Annotated[
+        int, Range(1, 1000), Doc("Timesteps at which an image is held against a prompt.")
+    ]
+    batch_size: Annotated[int, Range(1, 4096), Doc("Images in a batch.")]
+    prompt: Annotated[str, Doc("The prompt; `{domain}` and `{class}` stand for the names.")]
+    guidance: Annotated[Scale, Doc("Guidance scale.")]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The candidates, in order."""
+        return split_names(self.candidates)
+
+
+@dataclass(frozen=True)
 class FedCGSConfig:
     """FedCGS: a head in closed form, on `[classifier]` as it begins."""
 
@@ -578,6 +603,14 @@ class RunConfig:
         Range(0, 100_000),
         Doc("With how many payloads the run goes on at the deadline; 0: all."),
         NotIdentity(),
+    ]
+    epsilon: Annotated[
+        float,
+        Range(0, 100),
+        Doc(
+            "Differential privacy of what a client sends, for one image replaced; 0: no guarantee. "
+            "Of the methods, `votes` gives one. docs/privacy.md says what it covers."
+        ),
     ]
     payload_codec: Annotated[
         str,
@@ -680,6 +713,7 @@ class RunConfig:
     feddisc: FedDISCConfig
     fedbip: FedBiPConfig
     domain_vector: DomainVectorConfig
+    votes: VotesConfig
     fedcgs: FedCGSConfig
     fedpft: FedPFTConfig
     rounds: RoundsConfig
@@ -750,6 +784,14 @@ class NodeConfig:
         OneOf("off", "on", "auto", ""),
         Doc("As the run-config's; empty: the run's."),
     ] = ""
+    epsilon: Annotated[
+        float,
+        Range(0, 100),
+        Doc(
+            "The largest `epsilon` of this site: a larger one of the run is lowered to it, and "
+            "methods that give no guarantee are refused; 0: the run's."
+        ),
+    ] = 0.0
     min_class_images: Annotated[
         int,
         Range(1, 1_000_000),

@@ -14,6 +14,7 @@ import numpy as np
 
 from osfl.config import approximations, split_names
 from osfl.files import DamageError, read_json, write_atomically
+from osfl.methods import METHODS
 from osfl.run_folder.layout import MADE_ANEW
 from osfl.run_folder.report_page import render, scores
 
@@ -88,6 +89,8 @@ def gather(
         "phases": _seconds_of_phases(status.get("phases", []), time.time()),
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
+        "sends": METHODS[config["method"]].sends,
+        "epsilons": sorted({about.get("epsilon", 0.0) for about in clients.values()}),
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
         "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),

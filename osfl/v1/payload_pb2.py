@@ -24,43 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15osfl/v1/payload.proto\x12\x07osfl.v1\"\xc3\x04\n\x07Payload\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0f\n\x07\x63lasses\x18\x05 \x03(\t\x12-\n\x0c\x64\x65scriptions\x18\n \x01(\x0b\x32\x15.osfl.v1.DescriptionsH\x00\x12)\n\nclassifier\x18\x0b \x01(\x0b\x32\x13.osfl.v1.ClassifierH\x00\x12\'\n\tencodings\x18\x0c \x01(\x0b\x32\x12.osfl.v1.EncodingsH\x00\x12%\n\x08mixtures\x18\r \x01(\x0b\x32\x11.osfl.v1.MixturesH\x00\x12%\n\x08\x63\x61ptions\x18\x0e \x01(\x0b\x32\x11.osfl.v1.CaptionsH\x00\x12)\n\nembeddings\x18\x0f \x01(\x0b\x32\x13.osfl.v1.EmbeddingsH\x00\x12%\n\x08\x63oncepts\x18\x10 \x01(\x0b\x32\x11.osfl.v1.ConceptsH\x00\x12!\n\x06\x64omain\x18\x11 \x01(\x0b\x32\x0f.osfl.v1.DomainH\x00\x12\x37\n\x11\x66\x65\x61turestatistics\x18\x12 \x01(\x0b\x32\x1a.osfl.v1.FeatureStatisticsH\x00\x12\x33\n\x0f\x66\x65\x61turemixtures\x18\x13 \x01(\x0b\x32\x18.osfl.v1.FeatureMixturesH\x00\x12-\n\x0c\x64omainvector\x18\x14 \x01(\x0b\x32\x15.osfl.v1.DomainVectorH\x00\x42\x06\n\x04\x62ody\"0\n\x0c\x44\x65scriptions\x12 \n\x07vectors\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"B\n\nClassifier\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x1e\n\x05state\x18\x02 \x03(\x0b\x32\x0f.osfl.v1.Tensor\"-\n\tEncodings\x12 \n\x07vectors\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\xd5\x01\n\x08Mixtures\x12#\n\nconditions\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07weights\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12*\n\x11\x63omponent_weights\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12(\n\x0f\x63omponent_means\x18\x04 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12,\n\x13\x63omponent_variances\x18\x05 \x01(\x0b\x32\x0f.osfl.v1.Tensor\")\n\x08\x43\x61ptions\x12\x1d\n\x05texts\x18\x01 \x03(\x0b\x32\x0e.osfl.v1.Texts\"\x15\n\x05Texts\x12\x0c\n\x04text\x18\x01 \x03(\t\".\n\nEmbeddings\x12 \n\x07vectors\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\xb3\x01\n\x08\x43oncepts\x12\x1f\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07vectors\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1f\n\x06labels\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1e\n\x05means\x18\x04 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12#\n\ndeviations\x18\x05 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"Q\n\x0c\x44omainVector\x12\x1f\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07offsets\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"u\n\x11\x46\x65\x61tureStatistics\x12\x1f\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1d\n\x04sums\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07moments\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\x98\x01\n\x0f\x46\x65\x61tureMixtures\x12\x1f\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07weights\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1e\n\x05means\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\"\n\tvariances\x18\x04 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\x16\n\x06\x44omain\x12\x0c\n\x04name\x18\x01 \x01(\t\"q\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x1d\n\x05\x64type\x18\x03 \x01(\x0e\x32\x0e.osfl.v1.DType\x12\x1d\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x0e.osfl.v1.Codec\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c*B\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02*`\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\x11\n\rCODEC_FLOAT16\x10\x02\x12\x0e\n\nCODEC_INT8\x10\x03\x12\x0e\n\nCODEC_INT4\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15osfl/v1/payload.proto\x12\x07osfl.v1\"\xe4\x04\n\x07Payload\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0f\n\x07\x63lasses\x18\x05 \x03(\t\x12-\n\x0c\x64\x65scriptions\x18\n \x01(\x0b\x32\x15.osfl.v1.DescriptionsH\x00\x12)\n\nclassifier\x18\x0b \x01(\x0b\x32\x13.osfl.v1.ClassifierH\x00\x12\'\n\tencodings\x18\x0c \x01(\x0b\x32\x12.osfl.v1.EncodingsH\x00\x12%\n\x08mixtures\x18\r \x01(\x0b\x32\x11.osfl.v1.MixturesH\x00\x12%\n\x08\x63\x61ptions\x18\x0e \x01(\x0b\x32\x11.osfl.v1.CaptionsH\x00\x12)\n\nembeddings\x18\x0f \x01(\x0b\x32\x13.osfl.v1.EmbeddingsH\x00\x12%\n\x08\x63oncepts\x18\x10 \x01(\x0b\x32\x11.osfl.v1.ConceptsH\x00\x12!\n\x06\x64omain\x18\x11 \x01(\x0b\x32\x0f.osfl.v1.DomainH\x00\x12\x37\n\x11\x66\x65\x61turestatistics\x18\x12 \x01(\x0b\x32\x1a.osfl.v1.FeatureStatisticsH\x00\x12\x33\n\x0f\x66\x65\x61turemixtures\x18\x13 \x01(\x0b\x32\x18.osfl.v1.FeatureMixturesH\x00\x12-\n\x0c\x64omainvector\x18\x14 \x01(\x0b\x32\x15.osfl.v1.DomainVectorH\x00\x12\x1f\n\x05votes\x18\x15 \x01(\x0b\x32\x0e.osfl.v1.VotesH\x00\x42\x06\n\x04\x62ody\"0\n\x0c\x44\x65scriptions\x12 \n\x07vectors\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"B\n\nClassifier\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x1e\n\x05state\x18\x02 \x03(\x0b\x32\x0f.osfl.v1.Tensor\"-\n\tEncodings\x12 \n\x07vectors\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\xd5\x01\n\x08Mixtures\x12#\n\nconditions\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07weights\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12*\n\x11\x63omponent_weights\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12(\n\x0f\x63omponent_means\x18\x04 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12,\n\x13\x63omponent_variances\x18\x05 \x01(\x0b\x32\x0f.osfl.v1.Tensor\")\n\x08\x43\x61ptions\x12\x1d\n\x05texts\x18\x01 \x03(\x0b\x32\x0e.osfl.v1.Texts\"\x15\n\x05Texts\x12\x0c\n\x04text\x18\x01 \x03(\t\".\n\nEmbeddings\x12 \n\x07vectors\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\xb3\x01\n\x08\x43oncepts\x12\x1f\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07vectors\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1f\n\x06labels\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1e\n\x05means\x18\x04 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12#\n\ndeviations\x18\x05 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"Q\n\x0c\x44omainVector\x12\x1f\n\x06\x64omain\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07offsets\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"u\n\x11\x46\x65\x61tureStatistics\x12\x1f\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1d\n\x04sums\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07moments\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\x98\x01\n\x0f\x46\x65\x61tureMixtures\x12\x1f\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12 \n\x07weights\x18\x02 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\x1e\n\x05means\x18\x03 \x01(\x0b\x32\x0f.osfl.v1.Tensor\x12\"\n\tvariances\x18\x04 \x01(\x0b\x32\x0f.osfl.v1.Tensor\")\n\x05Votes\x12 \n\x07winners\x18\x01 \x01(\x0b\x32\x0f.osfl.v1.Tensor\"\x16\n\x06\x44omain\x12\x0c\n\x04name\x18\x01 \x01(\t\"q\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x1d\n\x05\x64type\x18\x03 \x01(\x0e\x32\x0e.osfl.v1.DType\x12\x1d\n\x05\x63odec\x18\x04 \x01(\x0e\x32\x0e.osfl.v1.Codec\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c*S\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x03*`\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\r\n\tCODEC_RAW\x10\x01\x12\x11\n\rCODEC_FLOAT16\x10\x02\x12\x0e\n\nCODEC_INT8\x10\x03\x12\x0e\n\nCODEC_INT4\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'osfl.v1.payload_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=1789
-  _globals['_DTYPE']._serialized_end=1855
-  _globals['_CODEC']._serialized_start=1857
-  _globals['_CODEC']._serialized_end=1953
+  _globals['_DTYPE']._serialized_start=1865
+  _globals['_DTYPE']._serialized_end=1948
+  _globals['_CODEC']._serialized_start=1950
+  _globals['_CODEC']._serialized_end=2046
   _globals['_PAYLOAD']._serialized_start=35
-  _globals['_PAYLOAD']._serialized_end=614
-  _globals['_DESCRIPTIONS']._serialized_start=616
-  _globals['_DESCRIPTIONS']._serialized_end=664
-  _globals['_CLASSIFIER']._serialized_start=666
-  _globals['_CLASSIFIER']._serialized_end=732
-  _globals['_ENCODINGS']._serialized_start=734
-  _globals['_ENCODINGS']._serialized_end=779
-  _globals['_MIXTURES']._serialized_start=782
-  _globals['_MIXTURES']._serialized_end=995
-  _globals['_CAPTIONS']._serialized_start=997
-  _globals['_CAPTIONS']._serialized_end=1038
-  _globals['_TEXTS']._serialized_start=1040
-  _globals['_TEXTS']._serialized_end=1061
-  _globals['_EMBEDDINGS']._serialized_start=1063
-  _globals['_EMBEDDINGS']._serialized_end=1109
-  _globals['_CONCEPTS']._serialized_start=1112
-  _globals['_CONCEPTS']._serialized_end=1291
-  _globals['_DOMAINVECTOR']._serialized_start=1293
-  _globals['_DOMAINVECTOR']._serialized_end=1374
-  _globals['_FEATURESTATISTICS']._serialized_start=1376
-  _globals['_FEATURESTATISTICS']._serialized_end=1493
-  _globals['_FEATUREMIXTURES']._serialized_start=1496
-  _globals['_FEATUREMIXTURES']._serialized_end=1648
-  _globals['_DOMAIN']._serialized_start=1650
-  _globals['_DOMAIN']._serialized_end=1672
-  _globals['_TENSOR']._serialized_start=1674
-  _globals['_TENSOR']._serialized_end=1787
+  _globals['_PAYLOAD']._serialized_end=647
+  _globals['_DESCRIPTIONS']._serialized_start=649
+  _globals['_DESCRIPTIONS']._serialized_end=697
+  _globals['_CLASSIFIER']._serialized_start=699
+  _globals['_CLASSIFIER']._serialized_end=765
+  _globals['_ENCODINGS']._serialized_start=767
+  _globals['_ENCODINGS']._serialized_end=812
+  _globals['_MIXTURES']._serialized_start=815
+  _globals['_MIXTURES']._serialized_end=1028
+  _globals['_CAPTIONS']._serialized_start=1030
+  _globals['_CAPTIONS']._serialized_end=1071
+  _globals['_TEXTS']._serialized_start=1073
+  _globals['_TEXTS']._serialized_end=1094
+  _globals['_EMBEDDINGS']._serialized_start=1096
+  _globals['_EMBEDDINGS']._serialized_end=1142
+  _globals['_CONCEPTS']._serialized_start=1145
+  _globals['_CONCEPTS']._serialized_end=1324
+  _globals['_DOMAINVECTOR']._serialized_start=1326
+  _globals['_DOMAINVECTOR']._serialized_end=1407
+  _globals['_FEATURESTATISTICS']._serialized_start=1409
+  _globals['_FEATURESTATISTICS']._serialized_end=1526
+  _globals['_FEATUREMIXTURES']._serialized_start=1529
+  _globals['_FEATUREMIXTURES']._serialized_end=1681
+  _globals['_VOTES']._serialized_start=1683
+  _globals['_VOTES']._serialized_end=1724
+  _globals['_DOMAIN']._serialized_start=1726
+  _globals['_DOMAIN']._serialized_end=1748
+  _globals['_TENSOR']._serialized_start=1750
+  _globals['_TENSOR']._serialized_end=1863
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DTYPE_UNSPECIFIED: _ClassVar[DType]
     DTYPE_FLOAT32: _ClassVar[DType]
     DTYPE_INT64: _ClassVar[DType]
+    DTYPE_UINT8: _ClassVar[DType]
 
 class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,6 +24,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_INT64: DType
+DTYPE_UINT8: DType
 CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
 CODEC_FLOAT16: Codec
@@ -30,7 +32,7 @@ CODEC_INT8: Codec
 CODEC_INT4: Codec
 
 class Payload(_message.Message):
-    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures", "domainvector")
+    __slots__ = ("version", "method", "job", "client", "classes", "descriptions", "classifier", "encodings", "mixtures", "captions", "embeddings", "concepts", "domain", "featurestatistics", "featuremixtures", "domainvector", "votes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +49,7 @@ class Payload(_message.Message):
     FEATURESTATISTICS_FIELD_NUMBER: _ClassVar[int]
     FEATUREMIXTURES_FIELD_NUMBER: _ClassVar[int]
     DOMAINVECTOR_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
     version: int
     method: str
     job: str
@@ -63,7 +66,8 @@ class Payload(_message.Message):
     featurestatistics: FeatureStatistics
     featuremixtures: FeatureMixtures
     domainvector: DomainVector
-    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ..., featuremixtures: _Optional[_Union[FeatureMixtures, _Mapping]] = ..., domainvector: _Optional[_Union[DomainVector, _Mapping]] = ...) -> None: ...
+    votes: Votes
+    def __init__(self, version: _Optional[int] = ..., method: _Optional[str] = ..., job: _Optional[str] = ..., client: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Union[Descriptions, _Mapping]] = ..., classifier: _Optional[_Union[Classifier, _Mapping]] = ..., encodings: _Optional[_Union[Encodings, _Mapping]] = ..., mixtures: _Optional[_Union[Mixtures, _Mapping]] = ..., captions: _Optional[_Union[Captions, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., concepts: _Optional[_Union[Concepts, _Mapping]] = ..., domain: _Optional[_Union[Domain, _Mapping]] = ..., featurestatistics: _Optional[_Union[FeatureStatistics, _Mapping]] = ..., featuremixtures: _Optional[_Union[FeatureMixtures, _Mapping]] = ..., domainvector: _Optional[_Union[DomainVector, _Mapping]] = ..., votes: _Optional[_Union[Votes, _Mapping]] = ...) -> None: ...
 
 class Descriptions(_message.Message):
     __slots__ = ("vectors",)
@@ -160,6 +164,12 @@ class FeatureMixtures(_message.Message):
     means: Tensor
     variances: Tensor
     def __init__(self, counts: _Optional[_Union[Tensor, _Mapping]] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ..., means: _Optional[_Union[Tensor, _Mapping]] = ..., variances: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Votes(_message.Message):
+    __slots__ = ("winners",)
+    WINNERS_FIELD_NUMBER: _ClassVar[int]
+    winners: Tensor
+    def __init__(self, winners: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Domain(_message.Message):
     __slots__ = ("name",)
