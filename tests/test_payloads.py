@@ -82,7 +82,7 @@ def add_kind(folder: Path, declaration: str) -> None:
     proto.parent.mkdir(parents=True)
     proto.write_text((ROOT / "proto" / "osfl" / "v1" / "payload.proto").read_text() + MESSAGE)
     replace(
-        proto, "    Domain domain = 17;\n", "    Domain domain = 17;\n    Colours colours = 21;\n"
+        proto, "    Domain domain = 17;\n", "    Domain domain = 17;\n    Colours colours = 22;\n"
     )
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", "--python_out=."]
     subprocess.run([*command, "osfl/v1/payload.proto"], cwd=folder, check=True)
