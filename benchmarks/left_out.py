@@ -79,6 +79,7 @@ SYSTEMS: dict[str, Settings] = {
     "OSCAR-pooled": {"method": "oscar-pooled", "oscar.guidance": 1.5},
     "Espresso": {"method": "espresso", "espresso.steps": 600, "espresso.guidance": 1.5},
     "domain-vector": {"method": "domain-vector", "domain-vector.steps": 600},
+    "votes": {"method": "votes", "votes.guidance": 2.0},
 }
 ROWS: dict[str, Settings] = {
     "ceiling": {"method": "ceiling", "global-model.epochs": 38},

@@ -82,6 +82,7 @@ ROWS: dict[str, Settings] = {
         # Of 3,600 images, five epochs
         "global-model.steps": 565,
     },
+    "votes, epsilon 1": {**SYSTEMS["votes"], "epsilon": 1.0},
     **{
         f"{row}, {codec}": {**SYSTEMS[row], "payload-codec": codec}
         for row in CODED

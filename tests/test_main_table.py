@@ -31,6 +31,7 @@ OWN = {
     "fedcado.strategies",
     "fedlmg.strategies",
     "payload-codec",
+    "epsilon",
 }
 
 
