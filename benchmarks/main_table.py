@@ -76,6 +76,25 @@ ROWS: dict[str, Settings] = {
     "ceiling": {"method": "ceiling"},
     **SYSTEMS,
     "domain-vector, 10 sampling steps": {**VECTOR, "synthesis.steps": 10},
+    "domain-vector, UniPC, 6 steps": {
+        **VECTOR,
+        "synthesis.solver": "unipc",
+        "synthesis.steps": 6,
+    },
+    "domain-vector, guided at 200 to 800": {
+        **VECTOR,
+        "synthesis.guided-from": 200,
+        "synthesis.guided-to": 800,
+    },
+    "domain-vector, features cached, 1 of 2": {**VECTOR, "synthesis.cache-interval": 2},
+    # Guidance is within the weights
+    "domain-vector, LCM, 4 steps": {
+        **VECTOR,
+        "synthesis.lora": "kit",
+        "synthesis.solver": "lcm",
+        "synthesis.steps": 4,
+        "domain-vector.guidance": 1.0,
+    },
     "domain-vector, public domains": {
         **VECTOR,
         "public-domains": ", ".join(DOMAINS),
@@ -83,6 +102,11 @@ ROWS: dict[str, Settings] = {
         "global-model.steps": 565,
     },
     "votes, epsilon 1": {**SYSTEMS["votes"], "epsilon": 1.0},
+    "votes of all classes together, epsilon 0.1": {
+        **SYSTEMS["votes"],
+        "votes.electorate": "client",
+        "epsilon": 0.1,
+    },
     **{
         f"{row}, {codec}": {**SYSTEMS[row], "payload-codec": codec}
         for row in CODED

@@ -28,6 +28,11 @@ OWN = {
     "global-model.steps",
     "public-domains",
     "synthesis.steps",
+    "synthesis.solver",
+    "synthesis.guided-from",
+    "synthesis.guided-to",
+    "synthesis.cache-interval",
+    "synthesis.lora",
     "fedcado.strategies",
     "fedlmg.strategies",
     "payload-codec",
@@ -62,7 +67,7 @@ def test_conditions_are_learned_in_as_many_steps() -> None:
         for key, value in settings.items()
         if key.endswith(".steps") and not key.startswith(("synthesis.", "global-model."))
     ]
-    assert len(found) == 11
+    assert len(found) == 15
     assert set(found) == {600}
 
 

@@ -1,0 +1,149 @@
+"""What each switch of training gives, for synthetic and for real images; to
+benchmarks/tables/switches.{md,json}.
+
+python -m benchmarks.switches                  # every row
+python -m benchmarks.switches "plain SGD"      # some; the table keeps its other rows
+
+A row changes one thing of the recipe of benchmarks.main_table. Images are those of its row
+domain-vector, with its payloads; beside them, for what can be had with real images, the ceiling's.
+Models are scored on the digits' validation split. Interrupted, the same command goes on.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+import torch
+from scipy import stats
+
+from benchmarks import TABLES, write_table
+from benchmarks.guidance import score, with_others
+from benchmarks.lacks import real
+from benchmarks.left_out import CLIENTS, Settings, against, folder_name
+from benchmarks.main_table import config_of, sent, settings_of
+from osfl.files import private_folder, write_atomically
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
+from server_app.driver import plan_held, train_one
+from server_app.job import ServerJob
+from server_app.methods import domain_vector
+from server_app.synthesis.images import SyntheticSet, render
+
+WORK = Path(__file__).resolve().parent.parent / "runs" / "switches"
+SEEDS = (0, 1, 2)
+RECIPE = "the recipe"
+# Of images of either kind
+TRAINING: dict[str, Settings] = {
+    RECIPE: {},
+    "plain SGD": {
+        "global-model.lr": 0.01,
+        "global-model.schedule": "constant",
+        "global-model.label-smoothing": 0.0,
+        "global-model.augmentation": "none",
+    },
+    "without the schedule": {"global-model.lr": 0.01, "global-model.schedule": "constant"},
+    "without label smoothing": {"global-model.label-smoothing": 0.0},
+    "without augmentation": {"global-model.augmentation": "none"},
+    "with mixup": {"global-model.mixing": "mixup"},
+    "with CutMix": {"global-model.mixing": "cutmix"},
+    "with an average of the weights": {"global-model.ema": 0.99},
+    "four times as many steps": {"global-model.steps": 2508},
+}
+# Of synthetic images alone
+SYNTHETIC: dict[str, Settings] = {
+    "doubtful images left out": {"label-check": "filter"},
+    "soft labels": {"label-check": "soft"},
+    "guidance 1.5": {"domain-vector.guidance": 1.5},
+    "100 images a class": {"synthesis.images-per-class": 100},
+    "100 images a class, four times as many steps": {
+        "synthesis.images-per-class": 100,
+        "global-model.steps": 2508,
+    },
+}
+ROWS = {**TRAINING, **SYNTHETIC}
+SOURCES = ("domain-vector", "ceiling")
+
+
+def drawn(settings: Settings) -> SyntheticSet:
+    """Domain-vector's images, which rows share that differ in their training alone."""
+    own = {
+        key: value
+        for key, value in settings.items()
+        if not key.startswith(("global-model.", "label-check"))
+    }
+    config = config_of(own)
+    taken = sent(own)
+    folder = open_run_folder(config, f"images-{folder_name(own)}", 0)
+    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
+    return render(
+        job, plan_held(job, taken), lambda device: domain_vector.sampler(job, device, taken)
+    )
+
+
+def of_clients() -> SyntheticSet:
+    """The clients' own images, as a set with owners."""
+    parts = real("train")
+    owners = [name for name, part in zip(CLIENTS, parts, strict=True) for _ in range(len(part))]
+    pixels = torch.cat([part.pixels for part in parts])
+    return SyntheticSet(pixels, torch.cat([part.labels for part in parts]), tuple(owners))
+
+
+def cell(source: str, row: str, seed: int) -> float:
+    """Average accuracy (%) of the domains' validation images."""
+    settings = {**settings_of(source, seed), **ROWS[row]}
+    result = WORK / f"{folder_name(settings)}.json"
+    if not result.is_file():
+        images = of_clients() if source == "ceiling" else drawn(settings)
+        config = config_of(settings)
+        folder = open_run_folder(config, f"switches-{folder_name(settings)}", 0)
+        job = ServerJob(config, folder, Status(folder.path), CLIENTS)
+        (model,) = train_one(job, {}, images).values()
+        found = mean(score(config, model.model))
+        write_atomically(result, json.dumps(found).encode())
+        print(source, row, seed, f"{found:.1f}", flush=True)
+    return float(json.loads(result.read_text()))
+
+
+def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
+    """A row of the table, for synthetic images and, where they can have it, for real ones."""
+    made = {"": row}
+    found = {}
+    for source in SOURCES[: 2 if row in TRAINING else 1]:
+        found[source] = {seed: cell(source, row, seed) for seed in seeds}
+        recipe = {seed: cell(source, RECIPE, seed) for seed in seeds}
+        made[source] = f"{mean(found[source].values()):.1f}"
+        made[f"{source}, standard error"] = f"{stats.sem(list(found[source].values())):.2f}"
+        same = row == RECIPE
+        made[f"{source}, to the recipe"] = "" if same else against(found[source], recipe)
+    if len(found) == 2:
+        made["synthetic to real"] = against(*found.values())
+    return made
+
+
+def main() -> None:
+    """Make the table, and keep it; it grows row by row."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    given = parser.parse_args()
+    if unknown := set(given.rows) - set(ROWS):
+        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(ROWS)}")
+    private_folder(WORK)
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    about = (
+        "Top-1 accuracy (%) on the digits' validation split, mean of the seeds "
+        f"{given.seeds}; the recipe is benchmarks.main_table's, and each row changes one thing of "
+        "it. Differences are paired by seed, with a 95 % interval by Student's t, and a star where "
+        f"that excludes 0. Command: `python -m benchmarks.switches --seeds {given.seeds}`."
+    )
+    for row in given.rows or ROWS:
+        lines = with_others([line(row, seeds)], TABLES / "switches.json", about, ROWS)
+        write_table(TABLES / "switches", lines, about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""benchmarks/switches.py: what its rows change, on which images, and what the table says."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import main_table, switches
+from benchmarks.left_out import CLIENTS, folder_name
+from osfl.payloads import DomainVector
+from osfl.prompts import DIGITS
+from server_app.job import ServerJob
+from server_app.synthesis.images import SyntheticSet
+
+FEW = SyntheticSet(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.arange(2), CLIENTS[:2])
+
+
+@pytest.mark.parametrize("row", switches.ROWS)
+def test_every_row_can_be_run_and_changes_something(row: str) -> None:
+    settings = {**main_table.settings_of("domain-vector", 0), **switches.ROWS[row]}
+    main_table.config_of(settings)
+    changed = {
+        key for key, value in switches.ROWS[row].items() if main_table.COMMON.get(key) != value
+    }
+    assert changed == set(switches.ROWS[row])
+    assert (row == switches.RECIPE) == (not changed)
+    # What real images can have, too, is of their training alone
+    own = all(key.startswith("global-model.") for key in changed)
+    assert (row in switches.TRAINING) == own
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, SyntheticSet]]:
+    """What is trained, and on which images; nothing is, and its accuracies are 1, 2, ..."""
+    seen: list[tuple[Any, SyntheticSet]] = []
+
+    def train(job: ServerJob, payloads: object, images: SyntheticSet) -> dict[str, Any]:
+        seen.append((job.config, images))
+        return {"FT": SimpleNamespace(model=len(seen))}
+
+    def render(job: ServerJob, plan: object, sampler: object) -> SyntheticSet:
+        return FEW
+
+    payload = DomainVector(DIGITS, torch.zeros(16, 64))
+    monkeypatch.setattr(switches, "WORK", tmp_path)
+    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    monkeypatch.setattr(switches, "TABLES", tmp_path)
+    monkeypatch.setattr(switches, "sent", lambda settings: dict.fromkeys(CLIENTS, payload))
+    monkeypatch.setattr(switches, "render", render)
+    monkeypatch.setattr(switches, "train_one", train)
+    monkeypatch.setattr(switches, "score", lambda config, model: [float(model)] * 6)
+    return seen
+
+
+def test_a_cell_trains_with_its_switch_and_is_made_once(trained: list[Any]) -> None:
+    assert switches.cell("domain-vector", "with mixup", 3) == 1.0
+    (config, images) = trained[0]
+    assert (config.global_model.mixing, config.seed) == ("mixup", 3)
+    assert images is FEW
+    assert switches.cell("ceiling", "with mixup", 3) == 2.0
+    (config, images) = trained[1]
+    assert config.global_model.mixing == "mixup"
+    # Ten of each class and client
+    assert len(images.labels) == len(images.clients) == 600
+    assert images.clients[0] == "client-0"
+    assert images.clients[-1] == "client-5"
+    assert switches.cell("domain-vector", "with mixup", 3) == 1.0
+    assert len(trained) == 2
+
+
+def test_rows_share_images_where_they_differ_in_their_training(
+    trained: list[Any], tmp_path: Path
+) -> None:
+    for row in ("the recipe", "plain SGD", "soft labels", "guidance 1.5", "100 images a class"):
+        switches.cell("domain-vector", row, 0)
+    assert len(list(tmp_path.glob("images-*"))) == 3
+    assert len(list(tmp_path.glob("switches-*"))) == 5
+
+
+def test_the_table_holds_each_row_against_the_recipe(
+    trained: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seeds: synthetic 80 and 82, real 90 and 92; with mixup 81 and 85, and 90 and 90."""
+
+    def keep(source: str, row: str, seed: int, figure: float) -> None:
+        settings = {**main_table.settings_of(source, seed), **switches.ROWS[row]}
+        (tmp_path / f"{folder_name(settings)}.json").write_text(json.dumps(figure))
+
+    for seed in (0, 1):
+        keep("domain-vector", switches.RECIPE, seed, 80.0 + 2 * seed)
+        keep("ceiling", switches.RECIPE, seed, 90.0 + 2 * seed)
+        keep("domain-vector", "with mixup", seed, 81.0 + 4 * seed)
+        keep("ceiling", "with mixup", seed, 90.0)
+        keep("domain-vector", "soft labels", seed, 79.0 + 2 * seed)
+    rows = ["the recipe", "soft labels", "with mixup"]
+    monkeypatch.setattr("sys.argv", ["switches", *rows, "--seeds", "0,1"])
+    switches.main()
+    assert not trained
+    recipe, mixup, soft = json.loads((tmp_path / "switches.json").read_text())["rows"]
+    assert [recipe["domain-vector"], recipe["ceiling"]] == ["81.0", "91.0"]
+    assert recipe["domain-vector, to the recipe"] == ""
+    assert recipe["synthetic to real"] == "-10.0 [-10.0, -10.0] *"
+    # 1 and 3: the mean 2 with a standard error of 1; Student's t of one degree of freedom is 12.7
+    assert mixup["domain-vector, to the recipe"] == "+2.0 [-10.7, +14.7]"
+    assert mixup["ceiling, to the recipe"] == "-1.0 [-13.7, +11.7]"
+    assert mixup["domain-vector, standard error"] == "2.00"
+    assert soft["domain-vector, to the recipe"] == "-1.0 [-1.0, -1.0] *"
+    assert "ceiling" not in soft
+    assert "synthetic to real" not in soft
