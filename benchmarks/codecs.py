@@ -1,4 +1,5 @@
-"""Bytes and accuracy of payloads by `payload-codec`; to benchmarks/tables/codecs.{md,json,png}.
+"""Bytes and accuracy of payloads as float32, int8 and int4 (`payload-codec`); to
+benchmarks/tables/codecs.{md,json,png}.
 
 python -m benchmarks.codecs                    # every system
 python -m benchmarks.codecs domain-vector      # some; the table keeps its other rows
@@ -20,7 +21,6 @@ from benchmarks.guidance import with_others
 from benchmarks.left_out import against
 from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, sent, settings_of
 from osfl.files import private_folder, write_atomically
-from osfl.prompts import DIGITS
 from osfl.wire import encode
 
 CODECS = ("raw", "int8", "int4")
@@ -54,7 +54,6 @@ def line(system: str, codec: str, seeds: Sequence[int]) -> dict[str, str]:
         "system": system,
         "codec": codec,
         "bytes a client": f"{size:.0f}",
-        "bytes a class": f"{size / len(DIGITS):.0f}",
         "average": f"{mean(accuracies.values()):.1f}",
         "standard error": f"{stats.sem(list(accuracies.values())):.2f}",
         "to raw": "" if codec == "raw" else against(accuracies, raw),
@@ -106,8 +105,8 @@ def main() -> None:
     pairs = [(system, codec) for system in systems for codec in CODECS]
     cells([row_of(*pair) for pair in pairs], seeds, "domain", given.at_once)
     about = (
-        "What six clients send by each payload-codec, and the top-1 accuracy (%) on their test "
-        f"images, mean of the seeds {given.seeds}; the recipe of benchmarks.main_table. To raw: "
+        "What six clients send by three payload-codecs, for ten classes, and the top-1 accuracy "
+        f"(%) on their test images, mean of the seeds {given.seeds}; the recipe of benchmarks.main_table. To raw: "
         "paired by seed, with a 95 % interval by Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.codecs --seeds {given.seeds}`."
     )

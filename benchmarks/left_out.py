@@ -50,8 +50,8 @@ COMMON: Settings = {
     "global-model.label-smoothing": 0.1,
     "global-model.augmentation": "affine-color",
 }
-# Guidance is as in configs/tables/digits.toml: each method's best on the validation split. Learned
-# conditions have 600 steps.
+# Guidance is as in configs/tables/digits.toml: each method's best on the validation split, and
+# votes' that of prompts-domain. Learned conditions have 600 steps.
 SYSTEMS: dict[str, Settings] = {
     "prompts-only": {"method": "prompts-only", "prompts-only.guidance": 3.0},
     "prompts-domain": {"method": "prompts-domain", "prompts-domain.guidance": 2.0},

@@ -129,10 +129,16 @@ PARTITIONS: dict[str, Settings] = {
     "label": {"data.partition": "label"},
     "dirichlet": {"data.partition": "dirichlet", "data.alpha": 0.1},
 }
-# Where clients hold other classes: what is told no domain's name, and what draws all classes
+# Where clients hold other classes: what is told no domain's name, and what draws all classes; of
+# these a third, for clients hold some third of the classes
+NAMED = ("prompts-domain", "votes")
 SKEWED_ROWS: dict[str, Settings] = {
-    **{row: ROWS[row] for row in ROWS if row in ("ceiling", *SYSTEMS) and row != "prompts-domain"},
-    "domain-vector, all classes": {**VECTOR, "domain-vector.classes": "all"},
+    **{row: ROWS[row] for row in ("ceiling", *SYSTEMS) if row not in NAMED},
+    "domain-vector, all classes": {
+        **VECTOR,
+        "domain-vector.classes": "all",
+        "synthesis.images-per-class": 10,
+    },
 }
 
 
@@ -267,7 +273,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    known = ", ".join(dict.fromkeys((*ROWS, *SKEWED_ROWS)))
+    parser.add_argument("rows", nargs="*", help=f"some of {known}; none: all of the partition")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--partition", choices=PARTITIONS, default="domain")
     parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
@@ -281,12 +288,14 @@ def main() -> None:
     with_references = dict.fromkeys((*references_of(given.partition), *rows))
     cells(list(with_references), seeds, given.partition, given.at_once)
     common = " ".join(as_arguments({**COMMON, **PARTITIONS[given.partition]}))
-    cut = "" if given.partition == "domain" else f" --partition {given.partition}"
+    by_domain = given.partition == "domain"
+    cut = "" if by_domain else f" --partition {given.partition}"
+    same = "" if by_domain else ", which every seed gives to clients in its own way"
     about = (
         "Top-1 accuracy (%) on the clients' test images, mean of the seeds "
         f"{given.seeds}; every seed has payloads, noise and training of its own, on the same real "
-        f"images. {common}; a row's own settings are in the file. Differences are paired by seed, "
-        "with a 95 % interval by Student's t, and a star where that excludes 0. "
+        f"images{same}. {common}; a row's own settings are in the file. Differences are paired by "
+        "seed, with a 95 % interval by Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.main_table{cut} --seeds {given.seeds}`."
     )
     table = TABLES / ("main" if given.partition == "domain" else f"main-{given.partition}")

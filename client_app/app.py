@@ -102,16 +102,10 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
         ConfigError, DataError, KitError, FileNotFoundError: it lacks images, a part of the kit, the
             initial weights or the device.
     """
-    method = METHODS[config.method]
-    if node.epsilon and not method.private and (method.payload or method.rounds):
-        raise ConfigError(
-            f"node-config epsilon = {node.epsilon:g}: this site sends nothing without a guarantee, "
-            f"and method {config.method!r} gives none"
-        )
     check_images(config.data, node, config.seed)
     kit = _kit(config, node)
     _check_encoders(config)
-    if method.payload == "Classifier":
+    if METHODS[config.method].payload == "Classifier":
         initial_weights(config.classifier, kit, "classifier.init")
     if node.device not in ("auto", "cpu"):
         from osfl.devices import pick_device
@@ -143,9 +137,12 @@ def train(message: Message, context: Context) -> Message:
 def acknowledge(message: Message, context: Context) -> Message:
     """The server has the payload on its disk, or the rounds are over.
 
-    Forget what was kept for the job.
+    Forget what was kept for the job; but not a payload with a guarantee: if the server asks again,
+    a new one would give away as much again.
     """
-    _, node, client = _settings(context)
+    config, node, client = _settings(context)
+    if METHODS[config.method].private and config.epsilon:
+        return Message(RecordDict(), reply_to=message)
     for folder in _cache(node, _job_id(message)).glob(f"{client}-{'?' * KEY_LENGTH}"):
         shutil.rmtree(folder, ignore_errors=True)
     return Message(RecordDict(), reply_to=message)
@@ -170,10 +167,11 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
 def own_settings(
     config: RunConfig, node: NodeConfig, node_id: int = 0
 ) -> tuple[RunConfig, NodeConfig, str]:
-    """(run-config with this client's own classifier, node-config, client id).
+    """(run-config with this client's own classifier and epsilon, node-config, client id).
 
     Raises:
-        ConfigError: a client id that can be no file's name, or a classifier that is not the run's.
+        ConfigError: a client id that can be no file's name, a classifier that is not the run's, or
+            a method without the guarantee that this site asks for.
         DataError: there is no folder, domain or data set for the node.
     """
     client = node.client_id or client_name(config.data, node, config.seed) or f"node-{node_id}"
@@ -183,6 +181,12 @@ def own_settings(
             "'average'"
         )
     classifier = replace(config.classifier, architecture=_architecture(config, node))
+    method = METHODS[config.method]
+    if node.epsilon and not method.private and (method.payload or method.rounds):
+        raise ConfigError(
+            f"node-config epsilon = {node.epsilon:g}: this site sends no payload without a "
+            f"guarantee, and method {config.method!r} gives none"
+        )
     # The lower of both, of those that there are
     epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
     return replace(config, classifier=classifier, epsilon=epsilon), node, client

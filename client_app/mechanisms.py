@@ -48,6 +48,7 @@ def happens_exp(gamma: Fraction, below: Below) -> bool:
 
 
 def _happens_exp_below_1(gamma: Fraction, below: Below) -> bool:
+    """True with the probability exp(-gamma), gamma in [0, 1]."""
     # The k-th trial succeeds with gamma / k: the first failure is an odd one with exp(-gamma)
     k = 1
     while _happens(gamma / k, below):
@@ -56,4 +57,5 @@ def _happens_exp_below_1(gamma: Fraction, below: Below) -> bool:
 
 
 def _happens(probability: Fraction, below: Below) -> bool:
+    """True with a probability in [0, 1]."""
     return below(probability.denominator) < probability.numerator

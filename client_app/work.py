@@ -12,6 +12,7 @@ from flwr.app import MetricRecord, RecordDict
 
 from client_app.decoded import files_key, load_once
 from client_app.job import ClientJob
+from client_app.ledger import spend
 from osfl import wire
 from osfl.config import ConfigError, NodeConfig, RunConfig
 from osfl.costs import Stopwatch, peak_memory_mb, release_memory
@@ -89,6 +90,10 @@ def _payload(
         costs = read_json(folder / "costs.json", cure="remove its folder, and it is made anew")
         return pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0})
     watch = Stopwatch()
+    if config.epsilon and METHODS[config.method].private:
+        cache = folder.parent.parent
+        total = spend(cache, client, job_id, config.epsilon, node.epsilon_total)
+        log.info("%s: epsilon = %g, in all jobs so far %g", client, config.epsilon, total)
     job = _job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client, config.payload_codec)

@@ -5,7 +5,8 @@
 - `int8`, `int4`: blocks of 64 numbers along the tensor, row by row, each with a scale: the largest
   magnitude of the block is 127, or 7. Blockwise absmax quantisation (Dettmers et al.,
   arXiv 2110.02861), there with a dynamic exponent, here with even steps. With the scales, in
-  float16, a number takes 8.25 or 4.25 bits.
+  float16, a number takes 8.25 or 4.25 bits. A block whose numbers are all below some 4e-6, or 2e-7,
+  becomes 0.
 """
 
 import math
@@ -70,6 +71,7 @@ def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
 
 
 def _halves(numbers: np.ndarray, codec: str) -> np.ndarray:
+    """As float16, of the same shape; what is too large for it raises ValueError."""
     with np.errstate(over="ignore"):
         halves = numbers.astype("<f2")
     if not np.isfinite(halves).all():
@@ -80,12 +82,13 @@ def _halves(numbers: np.ndarray, codec: str) -> np.ndarray:
 
 
 def _in_pairs(whole: np.ndarray) -> np.ndarray:
-    """Two of -7 to 7 in a byte, the first in its lower half."""
+    """[n] of -7 to 7 as [ceil(n / 2)] bytes, the first of two in the lower half."""
     even = np.zeros(len(whole) + len(whole) % 2, np.int8)
     even[: len(whole)] = whole
     return (even[::2] & 0x0F) | (even[1::2] << 4)
 
 
 def _out_of_pairs(pairs: np.ndarray) -> np.ndarray:
+    """[n] bytes as [2 n] numbers of -8 to 7."""
     # A shift to the left and back fills the upper half with the sign
     return np.stack([(pairs << 4) >> 4, pairs >> 4], axis=1).reshape(-1)

@@ -19,12 +19,12 @@ def minibatches(
         least: a pass leaves a last batch of fewer rows out.
     """
     rest = len(rows) % size
-    each = len(rows) // size + (rest >= least and rest > 0)
+    of_a_pass = len(rows) // size + (rest >= least and rest > 0)
     if steps:
-        epochs = -(-steps // each)
+        epochs = -(-steps // of_a_pass)
     batches = [
         batch
         for _ in range(epochs)
-        for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)[:each]
+        for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)[:of_a_pass]
     ]
     return batches[:steps] if steps else batches

@@ -37,7 +37,7 @@ COSTS = {
     "peak_memory_mb": 1e8,  # 100 TB
     "images": float(MOST_IMAGES),
     "resent": 1.0,
-    "epsilon": 100.0,  # of its guarantee; 0: none
+    "epsilon": 20.0,  # of its guarantee; 0: none
 }
 COST_KEYS = tuple(COSTS)
 

@@ -115,12 +115,12 @@ def encode(payload: Payload, method: str, job: str, client: str, codec: str = "r
         number = cast(Descriptor, kind.message_type).fields_by_name[item.name].number
         match getattr(payload, item.name):
             case torch.Tensor() as value:
-                own = codec_of(codec, value.shape, value.dtype, declared[item.name])
-                body += _tensor(number, item.name, value, own)
+                chosen = codec_of(codec, value.shape, value.dtype, declared[item.name])
+                body += _tensor(number, item.name, value, chosen)
             case dict() as state:
                 for name, value in state.items():
-                    own = codec_of(codec, value.shape, value.dtype, declared[item.name])
-                    body += _tensor(number, name, value, own)
+                    chosen = codec_of(codec, value.shape, value.dtype, declared[item.name])
+                    body += _tensor(number, name, value, chosen)
             case tuple() as texts:
                 for text in texts:
                     body += _field(number, pb.Texts(text=text).SerializeToString())
@@ -133,9 +133,16 @@ def encode(payload: Payload, method: str, job: str, client: str, codec: str = "r
 
 
 def codec_of(codec: str, shape: Sequence[int | str], dtype: torch.dtype, declared: Field) -> str:
-    """Of a field's tensor. Whole numbers, shares of 1 and what has one dimension go as they are."""
-    exact = dtype != torch.float32 or len(shape) < 2 or Values.SHARES in declared.values
-    return "raw" if exact else codec
+    """Of a field's tensor.
+
+    Whole numbers, shares of 1 and what has one dimension go as they are. Variances and deviations,
+    of which whole steps would leave many 0, go in float16 at least.
+    """
+    if dtype != torch.float32 or len(shape) < 2 or Values.SHARES in declared.values:
+        return "raw"
+    if declared.values and codec != "raw":
+        return "float16"
+    return codec
 
 
 def check_size(size: int, expected: Expected) -> None:
@@ -382,8 +389,8 @@ def number_bytes(tensors: Tensors, size: Mapping[str, int], expected: Expected) 
     total = 0
     for name, (shape, dtype) in tensors.items():
         count = math.prod(_resolve(shape, size))
-        field = declared.get(name, state)
-        codec = "raw" if field is None else codec_of(expected.codec, shape, dtype, field)
+        about = declared.get(name, state)
+        codec = "raw" if about is None else codec_of(expected.codec, shape, dtype, about)
         total += packed_size(count, codec) if dtype == torch.float32 else count * dtype.itemsize
     return total
 
@@ -442,15 +449,18 @@ def _read(
             raise refuse(name, f"shape {list(tensor.shape)[:8]}; expected {list(shape)}")
         if tensor.dtype != code:
             raise refuse(name, f"dtype {tensor.dtype}; expected {pb.DType.Name(code)}")
-        own = codec_of(codec, shape, dtype, declared)
-        if tensor.codec != _CODECS[own]:
-            raise refuse(name, f"codec {tensor.codec}; expected {pb.Codec.Name(_CODECS[own])}")
+        chosen = codec_of(codec, shape, dtype, declared)
+        if tensor.codec != _CODECS[chosen]:
+            wanted_codec = pb.Codec.Name(_CODECS[chosen])
+            raise refuse(name, f"codec {tensor.codec}; expected {wanted_codec}")
         count = math.prod(shape)
         floats = dtype == torch.float32
-        length = packed_size(count, own) if floats else count * dtype.itemsize
+        length = packed_size(count, chosen) if floats else count * dtype.itemsize
         if len(tensor.data) != length:
             raise refuse(name, f"{len(tensor.data):,} bytes; its shape needs {length:,}")
-        numbers = unpacked(tensor.data, count, own) if floats else np.frombuffer(tensor.data, numpy)
+        numbers = (
+            unpacked(tensor.data, count, chosen) if floats else np.frombuffer(tensor.data, numpy)
+        )
         array = numbers.reshape(shape)
         if dtype.is_floating_point and array.size:
             # Both NaN if one number is; nothing of the array's size is made.

@@ -152,3 +152,15 @@ def test_room_on_the_disk_and_in_memory(tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "cannot be written" in doctor.check_disk(tmp_path, 1).text
+
+
+def test_epochs_that_are_set_later_end_the_steps_of_before() -> None:
+    """configs/recommended.toml has 627 steps, which would go first."""
+    config, _ = launch.resolve_config(["configs/recommended.toml"])
+    assert config.global_model.steps == 627
+    config, _ = launch.resolve_config(["configs/recommended.toml", "global-model.epochs=3"])
+    assert (config.global_model.steps, config.global_model.epochs) == (0, 3)
+    assert config.domain_vector.steps == 600
+    given = ["configs/recommended.toml", "global-model.epochs=3", "global-model.steps=9"]
+    config, _ = launch.resolve_config(given)
+    assert config.global_model.steps == 9

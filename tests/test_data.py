@@ -266,11 +266,11 @@ def test_a_site_without_a_class_that_is_large_enough_is_told(tmp_path) -> None: 
     """When it joins; of the digits, when it trains."""
     node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
     (tmp_path / "test").symlink_to(tmp_path / "train")
-    problem = r"min-class-images = 4: no class here has as many; the largest has 3\. Lower it"
+    problem = "min-class-images = 4: no class here has as many; lower it"
     with pytest.raises(DataError, match=problem):
         check_images(FOLDER, replace(node, min_class_images=4), 0)
     digits = NodeConfig(partition_id=0, num_partitions=6, min_class_images=11)
-    with pytest.raises(DataError, match="min-class-images = 11: .* the largest has 10"):
+    with pytest.raises(DataError, match="min-class-images = 11: no class here has as many"):
         load_images(DIGITS, digits, "train", 0)
 
 

@@ -1,7 +1,11 @@
 """votes: which prompt is nearest, who wins, with what probability, and what is drawn of it."""
 
+import itertools
+import json
 import math
+import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +24,8 @@ from test_analytic_conditions import SHAPE, generator, images, job_of
 from test_round import metrics, nodes
 from test_wiring import CPU, PLAN, composed, config_of, prompts_of, server
 
-from client_app.app import app, check_node, own_settings
+from client_app.app import app, own_settings
+from client_app.ledger import spend
 from client_app.mechanisms import happens_exp, permute_and_flip
 from client_app.methods import votes as client_half
 from osfl.config import ConfigError, NodeConfig, parse_run_config
@@ -211,10 +216,11 @@ def test_the_lower_epsilon_holds(run: float, site: float, expected: float) -> No
 def test_a_site_that_asks_for_privacy_sends_nothing_without_it(method: str, tiny_kit: Path) -> None:
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     config = parse_run_config(quick(method=method, kit=str(tiny_kit)))
+    # Whatever the message is: a node may have been told so after it joined
     with pytest.raises(ConfigError, match=rf"node-config epsilon = 1: .*'{method}' gives none"):
-        check_node(config, site)
+        own_settings(config, site)
     for private in ("votes", "prompts-only"):
-        check_node(parse_run_config(quick(method=private, kit=str(tiny_kit))), site)
+        own_settings(parse_run_config(quick(method=private, kit=str(tiny_kit))), site)
 
 
 def test_a_run_cannot_ask_for_what_its_method_does_not_give() -> None:
@@ -235,6 +241,44 @@ def test_a_run_cannot_ask_for_what_its_method_does_not_give() -> None:
 def test_candidates_are_names(settings: dict[str, str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_run_config(quick(method="votes", **settings))
+
+
+def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Path) -> None:
+    assert spend(tmp_path, "a", "one", 1.0, 0.0) == 1.0
+    assert spend(tmp_path, "a", "two", 0.5, 1.5) == 1.5
+    assert spend(tmp_path, "b", "one", 0.25, 1.0) == 0.25
+    with pytest.raises(ConfigError, match=r"epsilon-total = 1.5: with job 'three'"):
+        spend(tmp_path, "a", "three", 0.1, 1.5)
+    assert spend(tmp_path, "a", "three", 0.1, 2.0) == pytest.approx(1.6)
+    file = tmp_path / "a.epsilon.jsonl"
+    assert [json.loads(line)["job"] for line in file.read_text().splitlines()] == [
+        *("one", "two", "three")
+    ]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_payload_that_is_asked_for_again_is_the_same_one(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has lost its run, after it had acknowledged. Another seed is another draw."""
+    elections = itertools.cycle(range(6))
+    monkeypatch.setattr(client_half, "permute_and_flip", lambda *_: next(elections))
+    config = quick(method="votes", kit=str(tiny_kit), epsilon=1.0)
+
+    def sent() -> list[bytes]:
+        run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")
+        files = sorted((home / "runs" / "job" / "payloads").glob("*.pb"))
+        made = [file.read_bytes() for file in files]
+        shutil.rmtree(home / "runs" / "job")
+        return made
+
+    first = sent()
+    assert sent() == first
+    (ledger,) = Path(os.environ["OSFL_CACHE"]).rglob("client-0.epsilon.jsonl")
+    assert len(ledger.read_text().splitlines()) == 1
+    config["seed"] = 5
+    assert sent() != first
+    assert len(ledger.read_text().splitlines()) == 2
 
 
 # ---- The server ----
@@ -272,6 +316,11 @@ def test_a_run_says_what_it_guarantees(home: Path, tiny_kit: Path) -> None:
     assert [about["epsilon"] for about in found["clients"].values()] == [2.0, 0.5]
     page = (home / "runs" / "job" / "report.html").read_text()
     assert "differentially private for one image replaced, with ε = 0.5 to 2." in page
+    left_out = {**config, "num-clients": 3, "left-out": "client-2"}
+    run_job(LoopGrid(app, left_out, nodes(3)), parse_run_config(left_out), "left-out")
+    page = (home / "runs" / "left-out" / "report.html").read_text()
+    # Who sends no payload gives nothing away
+    assert "for one image replaced, with ε = 2." in page
     config["epsilon"] = 0.0
     for number, site in enumerate((nodes(2), sites)):
         run_job(LoopGrid(app, config, site), parse_run_config(config), f"job-{number}")

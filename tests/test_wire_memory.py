@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from test_wire import CLASSIFIER, DESCRIPTIONS, KINDS, STATE, blob, expected_of, peak_of
 
 from osfl import wire
-from osfl.payloads import Captions, Classifier
+from osfl.payloads import Captions, Classifier, Descriptions
 from osfl.v1 import payload_pb2 as pb
 from osfl.wire_scan import WIRE_TYPES, ScanError, scan
 
@@ -96,6 +96,23 @@ def test_no_input_of_the_fuzz_costs_more_than_four_times_its_size() -> None:
         # against costs a hundred times the message.
         assert most["beyond_mb"] < 12, kind
         assert most["seconds"] < 2, kind  # of CPU; the largest has some 20 MB
+
+
+@linux
+@pytest.mark.parametrize(("codec", "megabytes"), [("float16", 16), ("int8", 8.25), ("int4", 4.25)])
+def test_a_coded_payload_costs_its_numbers_beside(codec: str, megabytes: float) -> None:
+    """Eight million numbers, 32 MB as float32: four times the message, 6 MB, and once these."""
+    tensors = {"vectors": (("classes", 1000, 8000), torch.float32)}
+    expected = replace(DESCRIPTIONS, max_bytes=10**9, tensors=tensors, codec=codec)
+    payload = Descriptions(("cat",), torch.ones(1, 1000, 8000))
+    data = wire.encode(payload, "feddeo", "job-1", "client-0", codec)
+    assert len(data) == pytest.approx(megabytes * MB, rel=1e-3)
+
+    def decode() -> None:
+        wire.decode(data, expected)
+
+    decode()
+    assert peak_of(decode) < 4 * len(data) + 6 * MB + 32 * MB
 
 
 @linux

@@ -54,6 +54,7 @@ from osfl.cli.launch import (
     UnseenDataError,
     find_config,
     flat_toml,
+    laid_over,
     read_overrides,
     resolve_config,
 )
@@ -186,7 +187,7 @@ def read_table(
                     *(f"{key.rpartition('.')[2]}={_text(value)}" for key, value in point.items()),
                 ]
             )
-            made[title] = {**_with_preset(file, common, row), **point}
+            made[title] = laid_over(_with_preset(file, common, row), point)
     reference = str(content.get("reference", ""))
     if reference and reference not in made:
         raise ConfigError(
@@ -269,7 +270,7 @@ def _with_preset(file: Path, common: dict[str, Any], row: dict[str, Any]) -> dic
     Raises:
         ConfigError: there is no such preset.
     """
-    given = {**flat_toml(common), **flat_toml(row)}
+    given = laid_over(flat_toml(common), flat_toml(row))
     preset = given.pop("preset", "")
     if not preset:
         return given

@@ -17,7 +17,7 @@ import tempfile
 import time
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,19 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Scalar]:
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if equals:
-            overrides[key.strip()] = _value(key.strip(), text.strip(), known)
+            layer = {key.strip(): _value(key.strip(), text.strip(), known)}
         else:
-            overrides.update(_read_toml(argument))
+            layer = _read_toml(argument)
+        overrides = laid_over(overrides, layer)
     return overrides
+
+
+def laid_over(settings: Mapping[str, Scalar], later: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Later settings over earlier ones. Epochs that are set later end the steps of before, which
+    would go first.
+    """
+    ended = {f"{key.removesuffix('epochs')}steps" for key in later if key.endswith(".epochs")}
+    return {**settings, **dict.fromkeys(ended & set(settings), 0), **later}
 
 
 def _classes(config: RunConfig) -> tuple[str, ...]:

@@ -151,8 +151,8 @@ class ClassifierConfig:
         int,
         Range(0, 10_000_000),
         Doc(
-            "Steps of a whole training, in place of epochs; 0: epochs. A round's local training "
-            "has `rounds.local-epochs`."
+            "Steps of the training, in place of epochs; 0: epochs. Methods with rounds train by "
+            "`rounds.local-epochs`."
         ),
     ]
     batch_size: Annotated[int, Range(2, 65_536), Doc("Images in a step.")]
@@ -606,9 +606,9 @@ class RunConfig:
     ]
     epsilon: Annotated[
         float,
-        Range(0, 100),
+        Range(0, 20),
         Doc(
-            "Differential privacy of what a client sends, for one image replaced; 0: no guarantee. "
+            "Differential privacy of a client's payload, for one image replaced; 0: no guarantee. "
             "Of the methods, `votes` gives one. docs/privacy.md says what it covers."
         ),
     ]
@@ -617,8 +617,8 @@ class RunConfig:
         OneOf("raw", "float16", "int8", "int4"),
         Doc(
             "How the numbers of a payload are sent: raw (float32), float16, or int8 and int4 in "
-            "blocks of 64 with a scale each. Shares, counts and what has one dimension go as they "
-            "are."
+            "blocks of 64 with a scale each. Variances go in float16 at least; shares, counts and "
+            "what has one dimension as they are."
         ),
     ]
     label_check: Annotated[
@@ -627,7 +627,8 @@ class RunConfig:
         Doc(
             "What a second opinion on synthetic images does, of classifiers trained on the other "
             "half of them: filter (leaves out what they take for another class), or soft (teaches "
-            "beside the label). Not with FedLMG and FedCADO, which have teachers."
+            "beside the label). Each is trained as the global model is. Not with FedLMG and "
+            "FedCADO, which have teachers."
         ),
     ]
     class_balance: Annotated[
@@ -786,17 +787,25 @@ class NodeConfig:
     ] = ""
     epsilon: Annotated[
         float,
-        Range(0, 100),
+        Range(0, 20),
         Doc(
-            "The largest `epsilon` of this site: a larger one of the run is lowered to it, and "
-            "methods that give no guarantee are refused; 0: the run's."
+            "The largest `epsilon` of a payload of this site: a larger one of the run is lowered "
+            "to it, and methods that give no guarantee are refused; 0: the run's."
+        ),
+    ] = 0.0
+    epsilon_total: Annotated[
+        float,
+        Range(0, 1000),
+        Doc(
+            "The most that all jobs together may give away of this site's images; then its client "
+            "refuses. What was spent is kept in `cache-dir`. 0: no limit."
         ),
     ] = 0.0
     min_class_images: Annotated[
         int,
         Range(1, 1_000_000),
         Doc(
-            "Classes with fewer training images here are left out: nothing is sent of them. What "
-            "is learned of one image is nearly that image."
+            "Classes with fewer training images here are left out of the payload, for what is "
+            "learned of one image is nearly that image. The test's confusion matrix still has them."
         ),
     ] = 1

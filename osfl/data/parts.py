@@ -82,8 +82,8 @@ def of_large_classes(labels: Sequence[int], least: int) -> list[int]:
     rows = [row for row, label in enumerate(labels) if counts[label] >= least]
     if not rows:
         raise DataError(
-            f"node-config min-class-images = {least}: no class here has as many; the largest has "
-            f"{max(counts.values(), default=0)}. Lower it, or leave this client out"
+            f"node-config min-class-images = {least}: no class here has as many; lower it, or "
+            "leave this client out"
         )
     return rows
 

@@ -89,8 +89,8 @@ def gather(
         "phases": _seconds_of_phases(status.get("phases", []), time.time()),
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
-        "sends": METHODS[config["method"]].sends,
-        "epsilons": sorted({about.get("epsilon", 0.0) for about in clients.values()}),
+        "sends": _sends(config["method"]),
+        "epsilons": sorted({a["epsilon"] for a in clients.values() if "epsilon" in a}),
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
         "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),
@@ -103,6 +103,12 @@ def gather(
         "kit_sha256": _kit_sha256(folder),
         "config": config,
     }
+
+
+def _sends(method: str) -> str:
+    """What left a client for the global model, in words; "" where nothing did."""
+    sends = METHODS[method]
+    return sends.sends if sends.payload or sends.rounds else ""
 
 
 def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:

@@ -172,10 +172,13 @@ TEMPLATE = (
 </table></div></details>
 <p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models. Server:
 {{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
+{% if m.sends %}
 <h2>What left the clients</h2>
-<p class="note">Each client sent {{ m.sends }}; and what its work cost it, and its confusion matrix on its own test images.
-{% if m.epsilons and m.epsilons[0] > 0 %}The message is differentially private for one image replaced, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}. That does not cover which classes a client holds, the costs and the confusion matrix.
-{% else %}There is no guarantee of differential privacy{% if m.epsilons and m.epsilons[-1] > 0 %} for some clients{% endif %}.{% endif %}</p>
+<p class="note">Each client sent {{ m.sends }}.
+{% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for one image replaced, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}. That does not cover which classes a client sends.
+{% else %}There is no guarantee of differential privacy{% if m.epsilons and m.epsilons[-1] > 0 %} for some clients{% endif %}.
+{% endif %}Beside it, and without a guarantee, each sent what the work cost it, and the confusion matrix of its own test images.</p>
+{% endif %}
 <h2>How to repeat it</h2>
 <p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
 <div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>

@@ -1,0 +1,41 @@
+"""What a client has given away under guarantees, over all jobs.
+
+Differential privacy adds up: messages with epsilon 1 and 2 about the same images are together one
+with epsilon 3 (basic composition; Dwork et al., 2006).
+"""
+
+import json
+import os
+from pathlib import Path
+
+from filelock import FileLock
+
+from osfl.config import ConfigError
+from osfl.files import OWNER_ONLY, open_private
+
+
+def spend(folder: Path, client: str, job_id: str, epsilon: float, limit: float) -> float:
+    """Write down what a message will give away, before it is made; returns the sum so far.
+
+    Args:
+        folder: where the site's ledger is kept.
+        limit: of the sum; 0: none.
+
+    Raises:
+        ConfigError: it would be more than the site allows.
+    """
+    file = folder / f"{client}.epsilon.jsonl"
+    with FileLock(f"{file}.lock", mode=OWNER_ONLY):
+        lines = file.read_text().splitlines() if file.is_file() else []
+        total = sum(float(json.loads(line)["epsilon"]) for line in lines) + epsilon
+        if limit and total > limit:
+            raise ConfigError(
+                f"node-config epsilon-total = {limit:g}: with job {job_id!r} this client would "
+                "have given away more; its site may raise the total, or begin a new one with other "
+                "images"
+            )
+        with open_private(file, "a") as ledger:
+            ledger.write(json.dumps({"job": job_id, "epsilon": epsilon}) + "\n")
+            ledger.flush()
+            os.fsync(ledger.fileno())
+    return total
