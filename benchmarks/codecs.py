@@ -107,7 +107,8 @@ def main() -> None:
     about = (
         "What six clients send by three payload-codecs, for ten classes, and the top-1 accuracy "
         f"(%) on their test images, mean of the seeds {given.seeds}; the recipe of "
-        "benchmarks.main_table. To raw: paired by seed, with a 95 % interval by Student's t, and a star where that excludes 0. "
+        "benchmarks.main_table. To raw: paired by seed, with a 95 % interval by Student's t, and "
+        "a star where that excludes 0. "
         f"Command: `python -m benchmarks.codecs --seeds {given.seeds}`."
     )
     order = [row_of(system, codec) for system in CODED for codec in CODECS]

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from test_analytic_conditions import SHAPE, generator, images, job_of
 from test_round import metrics, nodes
 from test_wiring import CPU, PLAN, composed, config_of, prompts_of, server
 
+from benchmarks.votes import chances
 from client_app.app import app, own_settings
 from client_app.ledger import spend
 from client_app.mechanisms import happens_exp, permute_and_flip
@@ -58,19 +58,6 @@ def test_chance_is_exp_of_minus_gamma(gamma: Fraction) -> None:
         assert standard_errors(seen, math.exp(-gamma)) < 4
 
 
-def probabilities(counts: Sequence[int], epsilon: float) -> list[float]:
-    """Permute-and-flip's, over all orders: each that comes earlier was not taken."""
-    taken = [math.exp(epsilon * (count - max(counts)) / 2) for count in counts]
-    found = [0.0] * len(counts)
-    orders = list(permutations(range(len(counts))))
-    for order in orders:
-        left = 1.0
-        for candidate in order:
-            found[candidate] += left * taken[candidate] / len(orders)
-            left *= 1 - taken[candidate]
-    return found
-
-
 @pytest.mark.parametrize(
     ("counts", "epsilon"), [((3, 1, 0), 1.0), ((2, 2, 1), 0.5), ((5, 4, 4, 0), 2.0), ((7, 0), 0.1)]
 )
@@ -79,7 +66,7 @@ def test_winners_come_as_often_as_permute_and_flip_says(
 ) -> None:
     below = random.Random(2).randrange
     seen = Counter(permute_and_flip(counts, epsilon, below) for _ in range(DRAWN))
-    expected = probabilities(counts, epsilon)
+    expected = chances(counts, epsilon)
     assert sum(expected) == pytest.approx(1)
     for candidate, probability in enumerate(expected):
         assert standard_errors(seen[candidate] / DRAWN, probability) < 4
@@ -97,7 +84,7 @@ def test_one_image_changes_no_probability_by_more_than_its_bound(epsilon: float)
             changes = [there - here for here, there in zip(one, other, strict=True)]
             bound = {(-1, 0, 1): epsilon, (0, 0, 1): epsilon / 2}.get(tuple(sorted(changes)))
             if bound is not None:
-                pairs = zip(probabilities(one, epsilon), probabilities(other, epsilon), strict=True)
+                pairs = zip(chances(one, epsilon), chances(other, epsilon), strict=True)
                 assert all(abs(math.log(p / q)) <= bound + 1e-9 for p, q in pairs)
                 compared += 1
     assert compared > 100
