@@ -3,6 +3,7 @@ benchmarks/tables/codecs.{md,json,png}.
 
 python -m benchmarks.codecs                    # every system
 python -m benchmarks.codecs domain-vector      # some; the table keeps its other rows
+python -m benchmarks.codecs --without-training # bytes and errors alone; to codecs-bytes.{md,json}
 
 The cells are benchmarks.main_table's. The payloads of a system and seed are the same ones, coded
 in three ways; noise and training have their seed. Interrupted, the same command goes on.
@@ -10,10 +11,12 @@ in three ways; noise and training have their seed. Interrupted, the same command
 
 import argparse
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
+import torch
 from scipy import stats
 
 from benchmarks import TABLES, write_table
@@ -24,6 +27,7 @@ from osfl.files import private_folder, write_atomically
 from osfl.wire import encode
 
 CODECS = ("raw", "int8", "int4")
+PACKED = ("raw", "float16", "int8", "int4")
 
 
 def row_of(system: str, codec: str) -> str:
@@ -31,29 +35,46 @@ def row_of(system: str, codec: str) -> str:
     return system if codec == "raw" else f"{system}, {codec}"
 
 
-def bytes_of(row: str, seeds: Sequence[int]) -> float:
-    """Of a client's message; the mean over clients and seeds."""
-    found = []
+def bytes_and_error(system: str, codec: str, seeds: Sequence[int]) -> tuple[float, float]:
+    """Bytes of a client's message, the mean over clients and seeds; and how far the square of all
+    numbers is above that of their errors, in dB.
+    """
+    sizes = []
+    signal = 0.0
+    error = 0.0
     for seed in seeds:
-        settings = settings_of(row, seed)
+        settings = {**settings_of(system, seed), "payload-codec": codec}
         config = config_of(settings)
+        exact = sent(settings_of(system, seed))
         for client, payload in sent(settings).items():
-            message = encode(payload, config.method, "job", client, config.payload_codec)
-            found.append(len(message))
-    return mean(found)
+            message = encode(exact[client], config.method, "job", client, codec)
+            sizes.append(len(message))
+            for name, numbers in vars(exact[client]).items():
+                if isinstance(numbers, torch.Tensor):
+                    signal += numbers.square().sum().item()
+                    error += (numbers - getattr(payload, name)).square().sum().item()
+    return mean(sizes), 10 * math.log10(signal / error) if error else math.inf
+
+
+def line_of_bytes(system: str, codec: str, seeds: Sequence[int]) -> dict[str, str]:
+    """What needs no training."""
+    size, decibels = bytes_and_error(system, codec, seeds)
+    return {
+        "": row_of(system, codec),
+        "bytes a client": f"{size:.0f}",
+        "signal to error (dB)": "" if codec == "raw" else f"{decibels:.1f}",
+    }
 
 
 def line(system: str, codec: str, seeds: Sequence[int]) -> dict[str, str]:
     """A row of the table."""
     row = row_of(system, codec)
     accuracies = averages(row, seeds, "domain")
-    size = bytes_of(row, seeds)
     raw = averages(system, seeds, "domain")
     return {
-        "": row,
+        **line_of_bytes(system, codec, seeds),
         "system": system,
         "codec": codec,
-        "bytes a client": f"{size:.0f}",
         "average": f"{mean(accuracies.values()):.1f}",
         "standard error": f"{stats.sem(list(accuracies.values())):.2f}",
         "to raw": "" if codec == "raw" else against(accuracies, raw),
@@ -96,12 +117,22 @@ def main() -> None:
     parser.add_argument("systems", nargs="*", help=f"some of {', '.join(CODED)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
+    parser.add_argument("--without-training", action="store_true")
     given = parser.parse_args()
     if unknown := set(given.systems) - set(CODED):
         parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(CODED)}")
     private_folder(WORK)
     systems = given.systems or list(CODED)
     seeds = [int(seed) for seed in given.seeds.split(",")]
+    if given.without_training:
+        write_table(
+            TABLES / "codecs-bytes",
+            [line_of_bytes(system, codec, seeds) for system in systems for codec in PACKED],
+            "What a client sends by every payload-codec, for the digits' ten classes, and how far "
+            "its numbers are above their errors; the payloads of benchmarks.main_table, mean of "
+            f"the seeds {given.seeds}. Command: `python -m benchmarks.codecs --without-training`.",
+        )
+        return
     pairs = [(system, codec) for system in systems for codec in CODECS]
     cells([row_of(*pair) for pair in pairs], seeds, "domain", given.at_once)
     about = (

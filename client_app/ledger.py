@@ -24,7 +24,7 @@ def spend(folder: Path, client: str, job_id: str, epsilon: float, limit: float) 
     Raises:
         ConfigError: it would be more than the site allows.
     """
-    file = folder / f"{client}.epsilon.jsonl"
+    file = folder / f"{client}.epsilon"
     with FileLock(f"{file}.lock", mode=OWNER_ONLY):
         lines = file.read_text().splitlines() if file.is_file() else []
         total = sum(float(json.loads(line)["epsilon"]) for line in lines) + epsilon

@@ -1,6 +1,7 @@
 """benchmarks/codecs.py: bytes and accuracy of the codecs, side by side."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,26 @@ def test_the_table_has_bytes_and_paired_differences(
     assert rows[0]["to raw"] == ""
     assert rows[2]["to raw"] == "-9.0 [-21.7, +3.7]"
     assert (tables / "codecs.png").stat().st_size > 5_000
+
+
+def test_bytes_and_errors_need_no_training(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers from -1 to 1 in even steps: their mean square is 1/3. Half of int8's steps of 1/127
+    are off by 1/127/sqrt(12) or less, where a block's largest is below 1.
+    """
+    arguments = ["domain-vector", "--seeds", "0,1", "--without-training"]
+    monkeypatch.setattr("sys.argv", ["codecs", *arguments])
+    monkeypatch.setattr(codecs, "cells", None)
+    codecs.main()
+    rows = json.loads((tables / "codecs-bytes.json").read_text())["rows"]
+    sizes = [int(row["bytes a client"]) for row in rows]
+    assert [sizes[0] - size for size in sizes] == [0, 2048, 4096 - 1024 - 32, 4096 - 512 - 32]
+    decibels = [row["signal to error (dB)"] for row in rows]
+    assert decibels[0] == ""
+    worst = 10 * math.log10(1 / 3 / ((1 / 127) ** 2 / 12))
+    assert worst < float(decibels[2]) < worst + 6
+    # Four bits less: 20 log10 127 / 7 = 25.2 dB
+    assert float(decibels[2]) - float(decibels[3]) == pytest.approx(25.2, abs=1)
+    assert float(decibels[1]) > float(decibels[2]) + 15
 
 
 def test_an_unknown_system_is_named(

@@ -145,7 +145,7 @@ SENT["fedlmg"] = Classifier(("cat",), "resnet18", STATE)
 SENT["feddeo"] = Descriptions(("cat",), torch.ones(1, 2, 3))
 
 
-@pytest.mark.parametrize("method", sorted(SENT.keys() - {"fgl", "prompts-domain"}))
+@pytest.mark.parametrize("method", sorted(SENT.keys() - {"fgl", "prompts-domain", "votes"}))
 @pytest.mark.parametrize("factor", [1e6, 10.0, 0.01, 0.0])
 def test_one_of_six_that_is_scaled_is_named(method: str, factor: float) -> None:
     honest = varied(SENT[method], 6)

@@ -237,7 +237,7 @@ def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"epsilon-total = 1.5: with job 'three'"):
         spend(tmp_path, "a", "three", 0.1, 1.5)
     assert spend(tmp_path, "a", "three", 0.1, 2.0) == pytest.approx(1.6)
-    file = tmp_path / "a.epsilon.jsonl"
+    file = tmp_path / "a.epsilon"
     assert [json.loads(line)["job"] for line in file.read_text().splitlines()] == [
         *("one", "two", "three")
     ]
@@ -261,7 +261,7 @@ def test_a_payload_that_is_asked_for_again_is_the_same_one(
 
     first = sent()
     assert sent() == first
-    (ledger,) = Path(os.environ["OSFL_CACHE"]).rglob("client-0.epsilon.jsonl")
+    (ledger,) = Path(os.environ["OSFL_CACHE"]).rglob("client-0.epsilon")
     assert len(ledger.read_text().splitlines()) == 1
     config["seed"] = 5
     assert sent() != first

@@ -2,6 +2,8 @@
 
 Prompts and guidance are as in prompts-domain; the domain's name is the winner among the run's
 `votes.candidates`, by its number.
+
+Differences: those of the client half.
 """
 
 from collections.abc import Mapping, Sequence
