@@ -7,7 +7,8 @@ python -m benchmarks.main_table --at-once 12             # so many cells side by
 python -m benchmarks.main_table --partition label        # clients of two to four classes each
 python -m benchmarks.main_table --partition dirichlet    # alpha 0.1: clients of unlike classes
 
-By another partition than by domain the table is main-label or main-dirichlet.
+By another partition than by domain the table is main-label or main-dirichlet; with --seeds 0,3 it
+is main-seeds-0-3.
 
 Every row and seed has payloads, noise and training of its own, on the same real images. Clients and
 server do what they do in `osfl run`, but in one process, without the network between them, and on a
@@ -268,6 +269,16 @@ def line(row: str, seeds: Sequence[int], partition: str) -> dict[str, str]:
     return made
 
 
+def name_of(partition: str, seeds: Sequence[int]) -> str:
+    """Of a table. Other seeds make another one, for its figures are no pairs of the first one's."""
+    parts = ["main"]
+    if partition != "domain":
+        parts.append(partition)
+    if tuple(seeds) != SEEDS:
+        parts.append(f"seeds-{'-'.join(map(str, seeds))}")
+    return "-".join(parts)
+
+
 def main() -> None:
     """Make the table, and keep it."""
     parser = argparse.ArgumentParser(
@@ -298,7 +309,7 @@ def main() -> None:
         "seed, with a 95 % interval by Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.main_table{cut} --seeds {given.seeds}`."
     )
-    table = TABLES / ("main" if given.partition == "domain" else f"main-{given.partition}")
+    table = TABLES / name_of(given.partition, seeds)
     lines = [line(row, seeds, given.partition) for row in rows]
     lines = with_others(lines, table.with_suffix(".json"), about, every)
     write_table(table, lines, f"{about} Written on")

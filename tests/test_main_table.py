@@ -256,11 +256,18 @@ def test_the_table_has_its_own_cells_and_keeps_its_other_rows(
     for row in ("OSCAR", "FedDEO"):
         monkeypatch.setattr("sys.argv", ["main_table", row, "--seeds", "0,1"])
         main_table.main()
-    table = json.loads((tmp_path / "tables" / "main.json").read_text())
+    table = json.loads((tmp_path / "tables" / "main-seeds-0-1.json").read_text())
     # In the order of ROWS
     assert [row[""] for row in table["rows"]] == ["FedDEO", "OSCAR"]
     assert [row["made on"] for row in table["rows"]] == ["machine of FedDEO", "machine of OSCAR"]
     assert "--seeds 0,1`. Written on" in table["about"]
+
+
+def test_other_seeds_and_partitions_have_tables_of_their_own() -> None:
+    assert main_table.name_of("domain", main_table.SEEDS) == "main"
+    assert main_table.name_of("domain", (0, 3)) == "main-seeds-0-3"
+    assert main_table.name_of("label", main_table.SEEDS) == "main-label"
+    assert main_table.name_of("label", (0,)) == "main-label-seeds-0"
 
 
 def test_an_unknown_row_is_named(
