@@ -3,12 +3,18 @@
 Each module is a command: `python -m benchmarks.NAME`.
 """
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from osfl.cli.compare import machine
+from osfl.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLES = Path(__file__).resolve().parent / "tables"
 
@@ -25,3 +31,11 @@ def write_table(out: Path, rows: Sequence[Mapping[str, object]], about: str) -> 
     out.with_suffix(".md").write_text(page)
     out.with_suffix(".json").write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
     print(page)
+
+
+def write_figure(file: Path, figure: "Figure") -> None:
+    """A plot as PNG."""
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_atomically(file, picture.getvalue())

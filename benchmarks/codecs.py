@@ -10,7 +10,6 @@ in three ways; noise and training have their seed. Interrupted, the same command
 """
 
 import argparse
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ from statistics import mean
 import torch
 from scipy import stats
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, write_figure, write_table
 from benchmarks.guidance import with_others
 from benchmarks.left_out import against
 from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, sent, settings_of
-from osfl.files import private_folder, write_atomically
+from osfl.files import private_folder
 from osfl.wire import encode
 
 CODECS = ("raw", "int8", "int4")
@@ -103,10 +102,7 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
     panel.set(xlabel="bytes a client", ylabel="top-1 accuracy (%)", xscale="log")
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_atomically(file, picture.getvalue())
+    write_figure(file, figure)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ Interrupted, the same command goes on.
 """
 
 import argparse
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +19,10 @@ from time import process_time
 
 import torch
 
-from benchmarks import TABLES, guidance, left_out, write_table
+from benchmarks import TABLES, guidance, left_out, write_figure, write_table
 from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
 from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of, folder_name
-from osfl.files import write_atomically
 from osfl.methods import server_half
 from osfl.payloads import Payload
 from osfl.run_folder.layout import RunFolder, open_run_folder
@@ -180,10 +178,7 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
     panels[0, 0].set_ylabel("top-1 accuracy (%), validation")
     panels[1, 0].set(ylabel="core-seconds, drawing and training", yscale="log")
     panels[0, 0].legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_atomically(file, picture.getvalue())
+    write_figure(file, figure)
 
 
 def main() -> None:

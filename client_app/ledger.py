@@ -5,13 +5,12 @@ with epsilon 3 (basic composition; Dwork et al., 2006).
 """
 
 import json
-import os
 from pathlib import Path
 
 from filelock import FileLock
 
 from osfl.config import ConfigError
-from osfl.files import OWNER_ONLY, open_private
+from osfl.files import OWNER_ONLY, write_atomically
 
 
 def spend(folder: Path, client: str, job_id: str, epsilon: float, limit: float) -> float:
@@ -34,8 +33,7 @@ def spend(folder: Path, client: str, job_id: str, epsilon: float, limit: float) 
                 "have given away more; its site may raise the total, or begin a new one with other "
                 "images"
             )
-        with open_private(file, "a") as ledger:
-            ledger.write(json.dumps({"job": job_id, "epsilon": epsilon}) + "\n")
-            ledger.flush()
-            os.fsync(ledger.fileno())
+        lines.append(json.dumps({"job": job_id, "epsilon": epsilon}))
+        # Whole or not at all: a torn line could not be added up
+        write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
     return total

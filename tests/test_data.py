@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,7 +246,7 @@ def pictures(count: int) -> list[Image.Image]:
     return [Image.new("RGB", (16, 16), (grey, grey, grey)) for grey in range(10, 10 + count)]
 
 
-def test_a_site_leaves_small_classes_out_of_training(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_site_leaves_small_classes_out_of_training(tmp_path: Path) -> None:
     """Of two cats and three dogs, at least three: the dogs alone. Tests are as they were."""
     node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
     (tmp_path / "test").symlink_to(tmp_path / "train")
@@ -262,7 +263,7 @@ def test_a_site_leaves_small_classes_out_of_training(tmp_path) -> None:  # type:
     check_images(FOLDER, strict, 0)
 
 
-def test_a_site_without_a_class_that_is_large_enough_is_told(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_site_without_a_class_that_is_large_enough_is_told(tmp_path: Path) -> None:
     """When it joins; of the digits, when it trains."""
     node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
     (tmp_path / "test").symlink_to(tmp_path / "train")

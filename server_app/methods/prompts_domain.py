@@ -6,10 +6,11 @@ methods keep the domain from the server.
 Differences: none known; the wording is `prompts-domain.prompt`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from osfl.config import PromptsDomainConfig, VotesConfig
 from osfl.payloads import Domain
 from osfl.prompts import fill
 from server_app.driver import Models, synthesise_and_train
@@ -30,14 +31,25 @@ def run(job: ServerJob, payloads: Mapping[str, Domain]) -> Models:
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Domain]) -> Sample:
     """Each image by a prompt that names its class and its client's domain."""
-    kit = load_engine(job.kit, device, job.config.synthesis)
+    word = job.config.data.word
     settings = job.config.prompts_domain
+    return by_name(job, device, settings, lambda image: word(payloads[image.client].name))
+
+
+def by_name(
+    job: ServerJob,
+    device: torch.device,
+    settings: PromptsDomainConfig | VotesConfig,
+    domain_of: Callable[[ImageJob], str],
+) -> Sample:
+    """Each image by a prompt that names its class and a domain."""
+    kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
     word = job.config.data.word
 
     def prompt(image: ImageJob) -> str:
-        domain = word(payloads[image.client].name)
-        return fill(settings.prompt, {"domain": domain, "class": word(job.classes[image.label])})
+        names = {"domain": domain_of(image), "class": word(job.classes[image.label])}
+        return fill(settings.prompt, names)
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
         c = kit.text([prompt(image) for image in jobs])
