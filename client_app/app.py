@@ -11,6 +11,7 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock
@@ -103,6 +104,11 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
             initial weights or the device.
     """
     check_images(config.data, node, config.seed)
+    if config.guaranteed_delta and find_spec("dp_accounting") is None:
+        raise ConfigError(
+            f"epsilon = {config.epsilon:g}: for method {config.method!r} this node needs the "
+            "package dp-accounting: pip install 'osfl[privacy]'"
+        )
     kit = _kit(config, node)
     _check_encoders(config)
     if METHODS[config.method].payload == "Classifier":
@@ -125,7 +131,7 @@ def train(message: Message, context: Context) -> Message:
     config, node, client = _settings(context)
     job_id = _job_id(message)
     kit = _kit(config, node)
-    folder = _cache(node, job_id) / f"{client}-{_cache_key(config, node, kit)}"
+    folder = _cache(node, job_id) / f"{client}-{cache_key(config, node, kit)}"
     private_folder(folder)
     # A server that lost sight of this node asks again: the second waits, and finds the payload
     with FileLock(folder / "lock", mode=OWNER_ONLY):
@@ -189,7 +195,9 @@ def own_settings(
         )
     # The lower of both, of those that there are
     epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
-    return replace(config, classifier=classifier, epsilon=epsilon), node, client
+    delta = min(config.delta, node.delta)
+    own = replace(config, classifier=classifier, epsilon=epsilon, delta=delta)
+    return own, node, client
 
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:
@@ -266,7 +274,7 @@ def _cache(node: NodeConfig, job_id: str) -> Path:
     )
 
 
-def _cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
+def cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
     """Of everything that could shape a payload."""
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
     about = [shaping, asdict(node), kit_digest(kit, kit_parts(config, kit)) if kit else ""]

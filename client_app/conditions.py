@@ -4,7 +4,7 @@ What FedDEO calls descriptions and Espresso learns for every cluster.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -89,6 +89,30 @@ def learn_conditions(
             )
         learned.append(conditions)
     return torch.cat(learned)
+
+
+def learn_condition_of_each(
+    kit: Kit,
+    start: torch.Tensor,
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    settings: ConditionTraining,
+    job: ClientJob,
+) -> torch.Tensor:
+    """A condition of every image by itself, which no other image touches [N, L, d].
+
+    It sees its image as often as where many images share a condition, so it costs as much.
+
+    Args:
+        start: where the conditions begin, [N, L, d].
+        mean, logvar: posterior of every image's latents, [N, c, h, w].
+    """
+    count = len(start)
+    passes = -(-settings.steps * settings.batch_size // count) or settings.epochs
+    alone = replace(settings, epochs=passes, steps=0, batch_size=1)
+    rows_of = list(torch.arange(count).split(1))
+    names = [f"image {number}" for number in range(count)]
+    return learn_conditions(kit, start, mean, logvar, rows_of, names, alone, job)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ from osfl.config import ConfigError
 from osfl.files import OWNER_ONLY, write_atomically
 
 
-def spend(folder: Path, client: str, job_id: str, epsilon: float, limit: float) -> float:
-    """Write down what a message will give away, before it is made; returns the sum so far.
+def spend(
+    folder: Path, client: str, job_id: str, epsilon: float, delta: float, limit: float
+) -> float:
+    """Write down what a message will give away, before it is made; returns epsilon's sum so far.
 
     Args:
         folder: where the site's ledger is kept.
-        limit: of the sum; 0: none.
+        limit: of the sum of epsilon; 0: none.
 
     Raises:
         ConfigError: it would be more than the site allows.
@@ -33,7 +35,7 @@ def spend(folder: Path, client: str, job_id: str, epsilon: float, limit: float) 
                 "have given away more; its site may raise the total, or begin a new one with other "
                 "images"
             )
-        lines.append(json.dumps({"job": job_id, "epsilon": epsilon}))
+        lines.append(json.dumps({"job": job_id, "epsilon": epsilon, "delta": delta}))
         # Whole or not at all: a torn line could not be added up
         write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
     return total

@@ -57,7 +57,7 @@ def train(
     if METHODS[config.method].rounds:
         from client_app.local_training import train_round
 
-        return train_round(content, _job(config, node, client, kit, folder), folder)
+        return train_round(content, client_job(config, node, client, kit, folder), folder)
     return _payload(config, node, client, job_id, kit, folder)
 
 
@@ -92,9 +92,10 @@ def _payload(
     watch = Stopwatch()
     if config.epsilon and METHODS[config.method].private:
         cache = folder.parent.parent
-        total = spend(cache, client, job_id, config.epsilon, node.epsilon_total)
+        delta = config.guaranteed_delta
+        total = spend(cache, client, job_id, config.epsilon, delta, node.epsilon_total)
         log.info("%s: epsilon = %g, in all jobs so far %g", client, config.epsilon, total)
-    job = _job(config, node, client, kit, folder)
+    job = client_job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client, config.payload_codec)
     costs = {
@@ -104,6 +105,7 @@ def _payload(
         "images": float(count_images(config.data, node, "train", config.seed)),
         "resent": 0.0,
         "epsilon": config.epsilon,
+        "delta": config.guaranteed_delta,
     }
     write_atomically(folder / "costs.json", json.dumps(costs).encode())
     write_atomically(stored, blob)
@@ -112,7 +114,11 @@ def _payload(
     return pack_payload(_within_limit(blob, config), costs)
 
 
-def _job(config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Path) -> ClientJob:
+def client_job(
+    config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Path
+) -> ClientJob:
+    """What a client half works with; how far it is stands in `folder`."""
+
     def decode(fit: Fit) -> Images:
         return load_images(config.data, node, "train", config.seed, fit)
 

@@ -6,6 +6,7 @@ Modules are imported late, by name.
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Literal
 
 # Folders of a kit.
 DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
@@ -31,7 +32,8 @@ class Method:
         client_parts: what a client needs of the kit.
         rounds: whether it is one of those they compare with that send models to and fro.
         samples: whether the server needs the diffusion model.
-        private: whether clients can give a guarantee of differential privacy (`epsilon`).
+        private: the differential privacy that clients can give (`epsilon`): pure, approximate
+            (with a `delta`), or "" for none.
     """
 
     client: str | None
@@ -41,7 +43,7 @@ class Method:
     client_parts: tuple[str, ...] = ()
     rounds: bool = False
     samples: bool = True
-    private: bool = False
+    private: Literal["", "pure", "approximate"] = ""
 
     @property
     def features(self) -> bool:
@@ -68,6 +70,7 @@ METHODS: dict[str, Method] = {
         payload="Descriptions",
         sends="a learned description of every class",
         client_parts=DIFFUSION_PARTS,
+        private="approximate",
     ),
     "fedlmg": Method(client="classifier", server="fedlmg", payload="Classifier", sends=CLASSIFIER),
     "fedcado": Method(
@@ -79,6 +82,7 @@ METHODS: dict[str, Method] = {
         payload="Encodings",
         sends="the mean encoding of every class's captions",
         client_parts=CAPTION_PARTS,
+        private="approximate",
     ),
     "oscar-pooled": Method(
         client="oscar",
@@ -86,6 +90,7 @@ METHODS: dict[str, Method] = {
         payload="Encodings",
         sends="the mean pooled encoding of every class's captions",
         client_parts=CAPTION_PARTS,
+        private="approximate",
     ),
     "espresso": Method(
         client="espresso",
@@ -121,6 +126,7 @@ METHODS: dict[str, Method] = {
         payload="DomainVector",
         sends="a learned vector of its domain",
         client_parts=DIFFUSION_PARTS,
+        private="approximate",
     ),
     "votes": Method(
         client="votes",
@@ -128,7 +134,7 @@ METHODS: dict[str, Method] = {
         payload="Votes",
         sends="which of the run's candidates every class's images look like",
         client_parts=DIFFUSION_PARTS,
-        private=True,
+        private="pure",
     ),
     "fedcgs": Method(
         client="fedcgs",

@@ -193,7 +193,7 @@ def test_the_run_says_whether_clients_save_memory_and_the_node_goes_first(tmp_pa
     def saves(run: str, node: str = "") -> bool:
         config = parse_run_config(quick(checkpointing=run))
         given = parse_node_config({"device": "cpu", **({"checkpointing": node} if node else {})})
-        return work._job(config, given, "a", "", tmp_path).saves_memory
+        return work.client_job(config, given, "a", "", tmp_path).saves_memory
 
     assert [saves("auto"), saves("on"), saves("off")] == [False, True, False]
     assert [saves("on", "off"), saves("off", "on"), saves("on", "auto")] == [False, True, False]
@@ -207,7 +207,7 @@ def test_a_run_may_go_on_with_other_checkpointing(home: Path) -> None:
     for how in ("auto", "on"):
         config = parse_run_config(quick(checkpointing=how))
         open_run_folder(config, "job", 0)
-        assert client_app.app._cache_key(config, NodeConfig(), "") == client_app.app._cache_key(
+        assert client_app.app.cache_key(config, NodeConfig(), "") == client_app.app.cache_key(
             parse_run_config(quick()), NodeConfig(), ""
         )
 
@@ -295,7 +295,7 @@ def test_images_are_decoded_once_a_job(
     monkeypatch.setattr(work, "load_images", lambda *a: calls.append(a) or decode(*a))
 
     def load(size: int = 16) -> Images:
-        return work._job(config, node, "a", "", cache).load(size)
+        return work.client_job(config, node, "a", "", cache).load(size)
 
     first = load()
     again = load()

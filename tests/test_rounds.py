@@ -211,7 +211,7 @@ def test_feddyn_remembers_each_clients_gradient(
         home
         / "cache"
         / "job"
-        / f"client-0-{client_app._cache_key(*client_app._settings(context)[:2], '')}"
+        / f"client-0-{client_app.cache_key(*client_app._settings(context)[:2], '')}"
     )  # type: ignore[arg-type]
     folder.mkdir(parents=True)
     for number in (19, 20):

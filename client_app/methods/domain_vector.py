@@ -16,6 +16,9 @@ Differences from FedDEO:
 2. Theirs: d_y of every class is sent. Ours: v alone, and w_y with `domain-vector.class-lr` above 0.
 3. Theirs: constant learning rate. Ours: the last steps are small, so that the noise of single
    images and timesteps does not stay in v.
+4. Theirs: no guarantee. Ours: with `epsilon` every image learns a v by itself, at the constant
+   rate; they are clipped, averaged over the client and noised, as DPAgg-TI does with words
+   (Peetathawatchai et al., arXiv 2411.14639).
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers, however many classes there are.
 """
@@ -23,11 +26,22 @@ Payload for Stable Diffusion 1.5: 77 x 768 numbers, however many classes there a
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from client_app.conditions import learn_from_all, load_kit_to_learn, posteriors
+from client_app.conditions import (
+    learn_condition_of_each,
+    learn_from_all,
+    load_kit_to_learn,
+    posteriors,
+)
 from client_app.job import ClientJob
+from client_app.mechanisms import private_mean, spread
+from osfl.config import ConditionTraining
+from osfl.data.load import Images
 from osfl.minibatches import minibatches
+from osfl.models.diffusion import Kit
 from osfl.payloads import DomainVector
 from osfl.seeds import generator_of
+
+AT_ONCE = 16  # images that learn side by side, with epsilon
 
 
 def make_payload(job: ClientJob) -> DomainVector:
@@ -43,6 +57,8 @@ def make_payload(job: ClientJob) -> DomainVector:
     held = images.held()
     names = [job.classes[label] for label in held]
     mean, logvar = posteriors(kit, images, job)
+    if job.config.epsilon:
+        return DomainVector(tuple(names), _noised(kit, images, mean, logvar, job))
     owner = torch.tensor([held.index(label) for label in images.labels.tolist()])
     prompts = kit.text(job.config.prompts(names))
     domain = torch.zeros_like(prompts[0]).requires_grad_()
@@ -72,3 +88,21 @@ def make_payload(job: ClientJob) -> DomainVector:
     )
     offsets = classes.unsqueeze(1) if settings.class_lr else None
     return DomainVector(tuple(names), domain, offsets)
+
+
+def _noised(
+    kit: Kit, images: Images, mean: torch.Tensor, logvar: torch.Tensor, job: ClientJob
+) -> torch.Tensor:
+    """The noised mean of what every image learns by itself, [L, d]."""
+    config = job.config
+    settings = config.domain_vector
+    training = ConditionTraining(
+        settings.epochs, settings.steps, settings.batch_size, AT_ONCE, settings.lr
+    )
+    prompts = kit.text(config.prompts(job.classes))
+    start = prompts[images.labels]
+    conditions = learn_condition_of_each(kit, start, mean, logvar, training, job)
+    vectors = (conditions - start).cpu()
+    limit = config.clip_norm * spread(prompts.cpu())
+    nowhere = torch.zeros_like(vectors[0])
+    return private_mean(vectors, nowhere, limit, config.epsilon, config.delta)

@@ -14,12 +14,23 @@ Differences from the paper:
    the stored posterior (the same distribution at a fraction of the cost).
 4. Theirs: one class after the other. Ours: `feddeo.at-once` classes in one UNet batch; exact, as no
    term couples two classes and each class has its own stream of random numbers.
+5. Theirs: no guarantee. Ours: with `epsilon` every image learns a condition by itself, with as many
+   passes; the differences from the prompt's encoding are clipped, averaged and noised, as DPAgg-TI
+   does with words (Peetathawatchai et al., arXiv 2411.14639).
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes.
 """
 
-from client_app.conditions import learn_conditions, load_kit_to_learn, posteriors
+import torch
+
+from client_app.conditions import (
+    learn_condition_of_each,
+    learn_conditions,
+    load_kit_to_learn,
+    posteriors,
+)
 from client_app.job import ClientJob
+from client_app.mechanisms import private_mean_of_class
 from osfl.payloads import Descriptions
 
 
@@ -35,7 +46,16 @@ def make_payload(job: ClientJob) -> Descriptions:
     held = images.held()
     names = [job.classes[label] for label in held]
     mean, logvar = posteriors(kit, images, job)
-    start = kit.text(job.config.prompts(names))
     rows_of = [(images.labels == label).nonzero().flatten() for label in held]
+    if job.config.epsilon:
+        prompts = kit.text(job.config.prompts(job.classes))
+        start = prompts[images.labels]
+        each = learn_condition_of_each(kit, start, mean, logvar, job.config.feddeo, job).cpu()
+        noised = [
+            private_mean_of_class(each[rows], prompts.cpu(), label, job.config)
+            for label, rows in zip(held, rows_of, strict=True)
+        ]
+        return Descriptions(tuple(names), torch.stack(noised))
+    start = kit.text(job.config.prompts(names))
     learned = learn_conditions(kit, start, mean, logvar, rows_of, names, job.config.feddeo, job)
     return Descriptions(tuple(names), learned.float().cpu())

@@ -9,19 +9,22 @@ Differences from the paper:
 1. Theirs (text): 512 numbers a class; (code): the hidden states [77, 768], and no projection to 512
    exists. Ours: both. `oscar` sends the mean hidden states [L, d]; `oscar-pooled` sends the mean
    end-of-text state [d], from which the server builds a condition.
-2. Theirs: a captioner of BLIP's first kind, whose size is not said. Ours: the kit's `captioner/`,
+2. Theirs: the mean itself. Ours: that, or with `epsilon` a noised mean
+   (`client_app.mechanisms.private_mean`).
+3. Theirs: a captioner of BLIP's first kind, whose size is not said. Ours: the kit's `captioner/`,
    or any BLIP by `captioner`; greedy decoding, so that the same image gives the same caption.
 
 Payload for Stable Diffusion 1.5: 77 x 768 = 59,136 numbers a class, 5.322 M for 90 classes; pooled
 768 a class.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from client_app.job import ClientJob
+from client_app.mechanisms import private_mean_of_class
 from osfl.costs import FlopMeter
 from osfl.models.encoders import load_captioner, load_text_encoder
 from osfl.payloads import Encodings
@@ -40,6 +43,7 @@ def make_payload(job: ClientJob) -> Encodings:
     images = job.load(captioner.fit)
     encode = text.pooled if job.config.method == "oscar-pooled" else text
     held = images.held()
+    prompts = encode(job.config.prompts(job.classes)).float().cpu()
     means = []
     total = len(images)
     done = 0
@@ -51,7 +55,11 @@ def make_payload(job: ClientJob) -> Encodings:
             captions += captioner(pixels, job.meter)
             done += len(pixels)
             job.progress(done, total, "captioning image")
-        means.append(mean_encoding(encode, captions, job.meter))
+        if job.config.epsilon:
+            every = torch.cat(list(encodings(encode, captions, job.meter)))
+            means.append(private_mean_of_class(every, prompts, label, job.config))
+        else:
+            means.append(mean_encoding(encode, captions, job.meter))
     return Encodings(tuple(job.classes[label] for label in held), torch.stack(means))
 
 
@@ -65,8 +73,16 @@ def mean_encoding(
     batch.
     """
     total = torch.zeros(())
+    for batch in encodings(encode, captions, meter):
+        total = total + batch.sum(dim=0)
+    return (total / len(captions)).float()
+
+
+def encodings(
+    encode: Callable[[Sequence[str]], torch.Tensor], captions: Sequence[str], meter: FlopMeter
+) -> Iterator[torch.Tensor]:
+    """Of captions, batch by batch: [B, L, d] or [B, d] in float64 on the CPU."""
     for first in range(0, len(captions), BATCH):
         batch = captions[first : first + BATCH]
-        encodings = meter.run(("encode", len(batch)), partial(encode, batch))
-        total = total + encodings.cpu().double().sum(dim=0)
-    return (total / len(captions)).float()
+        found = meter.run(("encode", len(batch)), partial(encode, batch))
+        yield found.cpu().double()

@@ -151,6 +151,37 @@ def data_check(settings: Settings = None) -> None:
 
 
 @app.command()
+def audit(
+    settings: Settings = None,
+    node_config: Annotated[
+        str,
+        typer.Option(
+            help="A SuperNode's, as it takes it: 'data-dir=\"/data\"'. Empty: the clients of a "
+            "simulation."
+        ),
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Payloads made of each client's images.")] = 1,
+    work: Annotated[
+        Path, typer.Option(help="Where scores are kept; an interrupted audit goes on there.")
+    ] = Path("runs/audit"),
+    out: Annotated[Path | None, typer.Option(help="A JSON file for what was found.")] = None,
+) -> None:
+    """Attack a client's payload: can it be told which images made it?
+
+    It runs where the images are, on training and test images; only numbers leave. Exits with 1 if
+    more was found out than a guarantee (epsilon) allows.
+
+    Example: osfl audit configs/demo.toml method=oscar-pooled --repeats 3
+    """
+    from osfl.cli import display
+    from osfl.cli.audit import show_audit
+    from osfl.cli.launch import with_recommended
+
+    with display.named_errors():
+        show_audit(with_recommended(settings), node_config, repeats, work, out)
+
+
+@app.command()
 def show(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
 ) -> None:

@@ -18,7 +18,9 @@ def show_methods() -> None:
 def method_table() -> Table:
     """A row for every method."""
     defaults = parse_run_config(launch.default_config())
-    table = Table("method", "a client sends", "it needs of the kit", "server draws", "rounds")
+    table = Table(
+        "method", "a client sends", "it needs of the kit", "server draws", "rounds", "privacy"
+    )
     for name, method in METHODS.items():
         table.add_row(
             name,
@@ -26,6 +28,7 @@ def method_table() -> Table:
             needed_parts(replace(defaults, method=name)),
             "yes" if method.samples else "",
             "many" if method.rounds else "one",
+            {"pure": "ε", "approximate": "ε, δ"}.get(method.private, ""),
         )
     return table
 

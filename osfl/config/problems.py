@@ -39,6 +39,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"epsilon = {run.epsilon:g}: method {run.method!r} gives no guarantee; take 0, or a "
             f"method that does: {giving}"
         )
+    if run.epsilon and run.method == "domain-vector" and run.domain_vector.class_lr:
+        yield (
+            f"domain-vector.class-lr = {run.domain_vector.class_lr:g}: with epsilon the vector of "
+            "the domain alone is sent; take 0"
+        )
     coded = f"payload-codec = {run.payload_codec!r}"
     without = (None, "Captions", "Domain", "Votes")
     if run.payload_codec != "raw" and METHODS[run.method].payload in without:

@@ -609,7 +609,24 @@ class RunConfig:
         Range(0, 20),
         Doc(
             "Differential privacy of a client's payload, for one image replaced; 0: no guarantee. "
-            "Of the methods, `votes` gives one. docs/privacy.md says what it covers."
+            "docs/privacy.md has the methods that give one, and what it covers."
+        ),
+    ]
+    delta: Annotated[
+        float,
+        Range(1e-12, 0.01),
+        Doc(
+            "With `epsilon`: the chance that the guarantee does not hold; far below 1 / images. "
+            "`votes` has none."
+        ),
+    ]
+    clip_norm: Annotated[
+        float,
+        Range(1e-6, 1e6),
+        Doc(
+            "With `epsilon`: how far one image may move a mean before it is divided by their "
+            "number, times the mean distance of the class prompts' encodings from their mean. Less "
+            "means less noise, and more bias."
         ),
     ]
     payload_codec: Annotated[
@@ -724,6 +741,12 @@ class RunConfig:
         return [fill(self.synthesis.prompt, {"class": self.data.word(name)}) for name in names]
 
     @property
+    def guaranteed_delta(self) -> float:
+        """Of the guarantee; 0 where there is none, or where it has no delta."""
+        approximate = METHODS[self.method].private == "approximate"
+        return self.delta if self.epsilon and approximate else 0.0
+
+    @property
     def sampling_kit(self) -> str:
         """The diffusion model's kit; FedDISC has one of its own."""
         return (self.feddisc.kit if self.method == "feddisc" else "") or self.kit
@@ -793,6 +816,11 @@ class NodeConfig:
             "to it, and methods that give no guarantee are refused; 0: the run's."
         ),
     ] = 0.0
+    delta: Annotated[
+        float,
+        Range(1e-12, 0.01),
+        Doc("The largest `delta` of a payload of this site: the run's is lowered to it."),
+    ] = 1e-5
     epsilon_total: Annotated[
         float,
         Range(0, 1000),

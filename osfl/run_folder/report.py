@@ -91,6 +91,7 @@ def gather(
         "clients": dict(sorted(clients.items())),
         "sends": _sends(config["method"]),
         "epsilons": sorted({a["epsilon"] for a in clients.values() if "epsilon" in a}),
+        "delta": max((a.get("delta", 0.0) for a in clients.values()), default=0.0),
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
         "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),

@@ -1,0 +1,111 @@
+"""What the guesses of an audit show."""
+
+import math
+
+import numpy as np
+import torch
+from scipy import stats
+from sklearn.metrics import roc_auc_score
+
+from client_app.audit.game import Scores
+
+LOW = 0.001  # false positives at which true ones are counted
+SURE = 0.99  # of a measured epsilon
+RESAMPLES = 500
+
+
+def right_guesses(scores: Scores, generator: torch.Generator) -> torch.Tensor:
+    """Whether the member of each pair has the higher score, [P] bool; of equal ones a coin says."""
+    coin = torch.rand(len(scores.members), generator=generator) < 0.5
+    equal = scores.members == scores.others
+    return torch.where(equal, coin, scores.members > scores.others)
+
+
+def interval(count: int, total: int) -> tuple[float, float]:
+    """95 % of a share (Clopper & Pearson)."""
+    found = stats.binomtest(count, total).proportion_ci(0.95)
+    return float(found.low), float(found.high)
+
+
+def auc(scores: Scores) -> tuple[float, float, float]:
+    """The area under the ROC curve, and 95 % of it by resampled pairs."""
+    resampled = stats.bootstrap(
+        (scores.members.numpy(), scores.others.numpy()),
+        _auc,
+        n_resamples=RESAMPLES,
+        paired=True,
+        vectorized=False,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = resampled.confidence_interval
+    return _auc(scores.members.numpy(), scores.others.numpy()), float(low), float(high)
+
+
+def _auc(members: np.ndarray, others: np.ndarray) -> float:
+    truth = np.repeat([1, 0], [len(members), len(others)])
+    return float(roc_auc_score(truth, np.concatenate([members, others])))
+
+
+def true_positives(scores: Scores, false_positives: float = LOW) -> tuple[int, int] | None:
+    """How many members score above all but so large a share of the others, of how many; None: there
+    are too few to say.
+    """
+    allowed = int(len(scores.others) * false_positives)
+    if allowed == 0:
+        return None
+    # The first of the others that must not be taken for a member
+    threshold = scores.others.sort(descending=True).values[allowed]
+    return int((scores.members > threshold).sum()), len(scores.members)
+
+
+def measured_epsilon(scores: Scores, delta: float, generator: torch.Generator) -> float:
+    """The least epsilon that the guesses are compatible with, at 99 %; 0 where they show nothing.
+
+    All pairs are guessed, and the fifth with the largest differences of scores; each is asked for
+    at 99.5 %, and the higher one counts.
+    """
+    right = right_guesses(scores, generator)
+    surest = (scores.members - scores.others).abs().argsort(descending=True, stable=True)
+    fifth = right[surest[: max(1, len(right) // 5)]]
+    sure = 1 - (1 - SURE) / 2
+    return max(least_epsilon(int(g.sum()), len(g), len(right), delta, sure) for g in (right, fifth))
+
+
+def least_epsilon(right: int, guesses: int, coins: int, delta: float, sure: float) -> float:
+    """The largest epsilon that so many right guesses exclude.
+
+    Steinke, Nasr & Jagielski, theorem 5.2 and appendix D.
+
+    Args:
+        right: of the guesses.
+        guesses: how many of the coins were guessed.
+        coins: that were thrown.
+        sure: with which confidence.
+    """
+    low = 0.0
+    if p_value(right, guesses, coins, low, delta) > 1 - sure:
+        return low
+    high = 1.0
+    while p_value(right, guesses, coins, high, delta) < 1 - sure:
+        high *= 2
+    for _ in range(40):
+        middle = (low + high) / 2
+        if p_value(right, guesses, coins, middle, delta) < 1 - sure:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def p_value(right: int, guesses: int, coins: int, epsilon: float, delta: float) -> float:
+    """At most how likely so many right guesses are under (epsilon, delta)-differential privacy."""
+    chance = 1 / (1 + math.exp(-epsilon))
+    # P(Binomial(r, e^eps / (e^eps + 1)) >= v)
+    beta = float(stats.binom.sf(right - 1, guesses, chance))
+    if delta == 0:
+        return beta
+    # The largest of P(v > Binomial >= v - i) / i
+    below = stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance).cumsum()
+    alpha = float((below / np.arange(1, right + 1)).max(initial=0))
+    return min(1.0, beta + 2 * coins * delta * alpha)

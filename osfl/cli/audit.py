@@ -1,0 +1,297 @@
+"""`osfl audit`: what a payload gives away of whose images made it, measured on the client."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import typer
+from flwr.common.config import parse_config_args
+from rich.progress import Progress, TaskID
+
+from client_app.app import cache_key, check_node, own_settings
+from client_app.audit import statistics
+from client_app.audit.game import Scores, draw_pairs, play
+from client_app.job import ClientJob
+from client_app.job import Progress as JobProgress
+from client_app.work import client_job
+from osfl import wire
+from osfl.cli import display, launch
+from osfl.cli.display import Table
+from osfl.config import ConfigError, NodeConfig, RunConfig, parse_node_config
+from osfl.data.load import Fit, Images, image_labels, load_images
+from osfl.files import private_folder, read_json, write_atomically
+from osfl.methods import METHODS
+from osfl.payloads import Payload
+from osfl.seeds import generator_of
+from server_app.expected import expected_payload
+
+ALL = "all"  # the row of all clients together
+COLUMNS = (
+    "client",
+    "attacked",
+    "pairs",
+    "right",
+    "AUC",
+    "TPR at 0.1 % FPR",
+    "ε at least",
+    "promised",
+)
+AGAIN = "remove it, and the game is played anew"
+
+
+@dataclass(frozen=True)
+class Player:
+    """A client that is audited."""
+
+    config: RunConfig  # with its own classifier and epsilon
+    node: NodeConfig
+    name: str
+    kit: str  # its folder
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What a payload promises; an epsilon of 0: nothing."""
+
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one attack found out about one client, or about all of them.
+
+    Attributes:
+        client: "all" for all together.
+        attacked: what in the payload.
+        pairs: of a training image and another one.
+        right: pairs of which the right image was guessed.
+        auc: with its 95 % interval.
+        true_positives: members found with one false positive in a thousand, of how many; None: too
+            few pairs to say.
+        measured: the least epsilon that the guesses are compatible with, at 99 %.
+        promised: the guarantee; 0: none.
+    """
+
+    client: str
+    attacked: str
+    pairs: int
+    right: int
+    auc: tuple[float, float, float]
+    true_positives: tuple[int, int] | None
+    measured: float
+    promised: float
+
+    @property
+    def broken(self) -> bool:
+        """Whether more was found out than the guarantee allows."""
+        return 0 < self.promised < self.measured
+
+
+def show_audit(
+    settings: list[str], node_config: str, repeats: int, work: Path, out: Path | None
+) -> None:
+    """Audit this node's payload, or those of a simulation's clients; print what was found.
+
+    Args:
+        settings: TOML files and key=value.
+        node_config: a SuperNode's, as it takes it; empty: the clients of a simulation.
+        repeats: payloads that are made of each client's images, each by coins of its own.
+        work: where scores are kept, so that an interrupted audit goes on.
+        out: a JSON file for the findings.
+
+    Raises:
+        ConfigError, DataError, KitError: the settings, or what they ask for.
+        typer.Exit: a guarantee was broken.
+    """
+    config, _ = launch.resolve_config(settings)
+    players = list(find_players(config, node_config))
+    private_folder(work)
+    games: dict[str, dict[str, list[Scores]]] = {}
+    with display.counting_bar() as bar:
+        for player in players:
+            for repeat in range(repeats):
+                what = f"{player.name}, payload {repeat + 1} of {repeats}"
+                for attacked, scores in played(player, repeat, work, bar, what).items():
+                    games.setdefault(attacked, {}).setdefault(player.name, []).append(scores)
+    guarantees = {
+        player.name: Guarantee(player.config.epsilon, player.config.guaranteed_delta)
+        for player in players
+    }
+    found = findings(games, guarantees, config.seed)
+    _show(found)
+    if out is not None:
+        write_atomically(out, json.dumps([_as_numbers(one) for one in found], indent=1).encode())
+    if any(one.broken for one in found):
+        raise typer.Exit(1)
+
+
+def find_players(config: RunConfig, node_config: str) -> Iterator[Player]:
+    """This node, or every client of a simulation.
+
+    Raises:
+        ConfigError: the method sends no payload, or a setting is wrong.
+    """
+    if METHODS[config.method].payload is None:
+        raise ConfigError(
+            f"method = {config.method!r}: its clients send no payload, so there is none to audit"
+        )
+    nodes = [
+        NodeConfig(partition_id=part, num_partitions=config.num_clients)
+        for part in range(config.num_clients)
+    ]
+    if node_config:
+        nodes = [parse_node_config(parse_config_args([node_config]))]
+    for node in nodes:
+        own, node, name = own_settings(config, node)
+        yield Player(own, node, name, check_node(own, node))
+
+
+def played(player: Player, repeat: int, work: Path, bar: Progress, what: str) -> dict[str, Scores]:
+    """One payload's scores, which are on disk if they were found before."""
+    key = cache_key(player.config, player.node, player.kit)
+    about = hashlib.sha256(f"{key} {repeat}".encode()).hexdigest()[:12]
+    file = work / f"{player.name}-{about}.json"
+    if not file.is_file():
+        task = bar.add_task(what, total=None)
+        found = _play(player, repeat, work, partial(_advance, bar, task, what))
+        bar.remove_task(task)
+        kept = {
+            attacked: {"members": scores.members.tolist(), "others": scores.others.tolist()}
+            for attacked, scores in found.items()
+        }
+        write_atomically(file, json.dumps(kept).encode())
+    return {
+        attacked: Scores(
+            torch.tensor(numbers["members"], dtype=torch.float64),
+            torch.tensor(numbers["others"], dtype=torch.float64),
+        )
+        for attacked, numbers in read_json(file, cure=AGAIN).items()
+    }
+
+
+def _advance(
+    bar: Progress, task: TaskID, name: str, done: int, total: int, what: str = "step"
+) -> None:
+    bar.update(task, completed=done, total=total, description=f"{name}, {what}")
+
+
+def _play(player: Player, repeat: int, work: Path, progress: JobProgress) -> dict[str, Scores]:
+    config, node = player.config, player.node
+
+    def test(fit: Fit) -> Images:
+        return load_images(config.data, node, "test", config.seed, fit)
+
+    labels, others = (
+        torch.tensor(image_labels(config.data, node, split, config.seed))
+        for split in ("train", "test")
+    )
+    generator = generator_of(config.seed, "audit", player.name, repeat)
+    pairs = draw_pairs(labels, others, generator)
+    if len(pairs.ours) == 0:
+        raise ConfigError(
+            f"{player.name} has no test image of a class that it trains on; an audit holds test "
+            "images against training images"
+        )
+    job = client_job(config, node, player.name, player.kit, work)
+    return play(replace(job, progress=progress), test, pairs, partial(_received, job))
+
+
+def _received(job: ClientJob, payload: Payload) -> Payload:
+    """What the server has of it: after the run's codec."""
+    config = job.config
+    blob = wire.encode(payload, config.method, "audit", job.client, config.payload_codec)
+    return wire.decode(blob, expected_payload(config, "audit")(job.client))
+
+
+def findings(
+    games: dict[str, dict[str, list[Scores]]], guarantees: dict[str, Guarantee], seed: int
+) -> list[Finding]:
+    """Of each attack on each client, and on all together.
+
+    Args:
+        games: by what is attacked, and client.
+        seed: of the coins that say where scores are equal.
+    """
+    found = []
+    for attacked, by_client in games.items():
+        every: list[Scores] = []
+        for client, scores in by_client.items():
+            every += scores
+            found.append(_finding(client, attacked, scores, guarantees[client], seed))
+        if len(by_client) > 1:
+            found.append(_finding(ALL, attacked, every, _weakest(guarantees.values()), seed))
+    return found
+
+
+def _weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
+    """What holds for every client."""
+    every = list(guarantees)
+    if any(one.epsilon == 0 for one in every):
+        return Guarantee(0.0, 0.0)
+    return Guarantee(max(one.epsilon for one in every), max(one.delta for one in every))
+
+
+def _finding(
+    client: str, attacked: str, scores: list[Scores], guarantee: Guarantee, seed: int
+) -> Finding:
+    members = torch.cat([one.members for one in scores])
+    together = Scores(members, torch.cat([one.others for one in scores]))
+
+    def coins() -> torch.Generator:
+        return generator_of(seed, "audit", "ties", client)
+
+    return Finding(
+        client,
+        attacked,
+        len(members),
+        int(statistics.right_guesses(together, coins()).sum()),
+        statistics.auc(together),
+        statistics.true_positives(together),
+        statistics.measured_epsilon(together, guarantee.delta, coins()),
+        guarantee.epsilon,
+    )
+
+
+def _show(found: list[Finding]) -> None:
+    rows = [words_of(one) for one in found]
+    # A column that says nothing of anybody takes others' place
+    columns = [name for name in COLUMNS if any(row[name] for row in rows)]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
+    display.console.print(table)
+    if broken := [one.client for one in found if one.broken]:
+        display.console.print(
+            f"[bold red]the guarantee is broken[/]: {', '.join(broken)}", highlight=False
+        )
+
+
+def words_of(one: Finding) -> dict[str, str]:
+    """A finding, by `COLUMNS`, with 95 % intervals."""
+    low, high = statistics.interval(one.right, one.pairs)
+    area, area_low, area_high = one.auc
+    rate = ""
+    if one.true_positives is not None:
+        count, total = one.true_positives
+        least, most = statistics.interval(count, total)
+        rate = f"{count / total:.1%} [{least:.1%}, {most:.1%}]"
+    cells = (
+        one.client,
+        one.attacked,
+        f"{one.pairs:,}",
+        f"{one.right / one.pairs:.0%} [{low:.0%}, {high:.0%}]",
+        f"{area:.2f} [{area_low:.2f}, {area_high:.2f}]",
+        rate,
+        f"{one.measured:.2f}",
+        f"{one.promised:g}" if one.promised else "",
+    )
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
+def _as_numbers(one: Finding) -> dict[str, object]:
+    return {**vars(one), "broken": one.broken}
