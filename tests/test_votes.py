@@ -199,7 +199,7 @@ def test_the_lower_epsilon_holds(run: float, site: float, expected: float) -> No
     assert own_settings(config, node)[0].epsilon == expected
 
 
-@pytest.mark.parametrize("method", ["feddeo", "fedlmg", "prompts-domain", "fedavg"])
+@pytest.mark.parametrize("method", ["feddisc", "fedlmg", "prompts-domain", "fedavg"])
 def test_a_site_that_asks_for_privacy_sends_nothing_without_it(method: str, tiny_kit: Path) -> None:
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     config = parse_run_config(quick(method=method, kit=str(tiny_kit)))
@@ -211,8 +211,10 @@ def test_a_site_that_asks_for_privacy_sends_nothing_without_it(method: str, tiny
 
 
 def test_a_run_cannot_ask_for_what_its_method_does_not_give() -> None:
-    with pytest.raises(ConfigError, match=r"epsilon = 1: method 'oscar' gives no .* does: votes"):
-        parse_run_config(quick(method="oscar", epsilon=1.0))
+    with pytest.raises(
+        ConfigError, match=r"epsilon = 1: method 'fgl' gives no .* does: feddeo, oscar"
+    ):
+        parse_run_config(quick(method="fgl", epsilon=1.0))
 
 
 @pytest.mark.parametrize(
@@ -231,12 +233,12 @@ def test_candidates_are_names(settings: dict[str, str], problem: str) -> None:
 
 
 def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Path) -> None:
-    assert spend(tmp_path, "a", "one", 1.0, 0.0) == 1.0
-    assert spend(tmp_path, "a", "two", 0.5, 1.5) == 1.5
-    assert spend(tmp_path, "b", "one", 0.25, 1.0) == 0.25
+    assert spend(tmp_path, "a", "one", 1.0, 0.0, 0.0) == 1.0
+    assert spend(tmp_path, "a", "two", 0.5, 0.0, 1.5) == 1.5
+    assert spend(tmp_path, "b", "one", 0.25, 0.0, 1.0) == 0.25
     with pytest.raises(ConfigError, match=r"epsilon-total = 1.5: with job 'three'"):
-        spend(tmp_path, "a", "three", 0.1, 1.5)
-    assert spend(tmp_path, "a", "three", 0.1, 2.0) == pytest.approx(1.6)
+        spend(tmp_path, "a", "three", 0.1, 0.0, 1.5)
+    assert spend(tmp_path, "a", "three", 0.1, 0.0, 2.0) == pytest.approx(1.6)
     file = tmp_path / "a.epsilon"
     assert [json.loads(line)["job"] for line in file.read_text().splitlines()] == [
         *("one", "two", "three")

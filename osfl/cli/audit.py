@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,6 +111,22 @@ def show_audit(
     config, _ = launch.resolve_config(settings)
     players = list(find_players(config, node_config))
     private_folder(work)
+    found = audited(config, players, repeats, work)
+    _show(found)
+    if out is not None:
+        write_atomically(out, json.dumps([_as_numbers(one) for one in found], indent=1).encode())
+    if any(one.broken for one in found):
+        raise typer.Exit(1)
+
+
+def audited(
+    config: RunConfig, players: Sequence[Player], repeats: int, work: Path
+) -> list[Finding]:
+    """Make the payloads, attack them, and say what was found; what is in `work` is there already.
+
+    Raises:
+        ConfigError, DataError, KitError: a client lacks something.
+    """
     games: dict[str, dict[str, list[Scores]]] = {}
     with display.counting_bar() as bar:
         for player in players:
@@ -122,12 +138,7 @@ def show_audit(
         player.name: Guarantee(player.config.epsilon, player.config.guaranteed_delta)
         for player in players
     }
-    found = findings(games, guarantees, config.seed)
-    _show(found)
-    if out is not None:
-        write_atomically(out, json.dumps([_as_numbers(one) for one in found], indent=1).encode())
-    if any(one.broken for one in found):
-        raise typer.Exit(1)
+    return findings(games, guarantees, config.seed)
 
 
 def find_players(config: RunConfig, node_config: str) -> Iterator[Player]:

@@ -1,0 +1,100 @@
+"""What every kind of payload gives away of whose images made it; to
+benchmarks/tables/audit.{md,json}.
+
+python -m benchmarks.audit                  # every row
+python -m benchmarks.audit FedCGS FedPFT    # some; the table keeps its other rows
+
+As `osfl audit` on the digits' six clients, of ten images a class, with each method's defaults, and
+the same test images for all. Interrupted, the same command goes on.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import TABLES, write_table
+from benchmarks.guidance import with_others
+from benchmarks.left_out import Settings
+from osfl.cli import display
+from osfl.cli.audit import ALL, Finding, audited, find_players, words_of
+from osfl.cli.launch import default_config
+from osfl.config import parse_run_config
+from osfl.files import private_folder
+
+WORK = Path(__file__).resolve().parent.parent / "runs" / "audit"
+ROWS: dict[str, Settings] = {
+    "prompts-domain": {"method": "prompts-domain"},
+    "votes": {"method": "votes"},
+    "votes, epsilon 1": {"method": "votes", "epsilon": 1.0},
+    "domain-vector": {"method": "domain-vector"},
+    "domain-vector, epsilon 8": {"method": "domain-vector", "epsilon": 8.0},
+    "domain-vector, epsilon 1": {"method": "domain-vector", "epsilon": 1.0},
+    "FedDEO": {"method": "feddeo"},
+    "FedDEO, epsilon 8": {"method": "feddeo", "epsilon": 8.0},
+    "OSCAR": {"method": "oscar"},
+    "OSCAR-pooled": {"method": "oscar-pooled"},
+    "FGL": {"method": "fgl"},
+    "FedDISC": {"method": "feddisc"},
+    "Espresso": {"method": "espresso"},
+    "FedBiP": {"method": "fedbip"},
+    "FedLMG, FedCADO, Local": {"method": "fedlmg"},
+    "FedCGS": {"method": "fedcgs"},
+    "FedPFT": {"method": "fedpft"},
+}
+
+
+def found_of(row: str, repeats: int) -> list[Finding]:
+    """Of a row's clients, and of all together."""
+    config = parse_run_config({**default_config(), **ROWS[row], "num-clients": 6})
+    return audited(config, list(find_players(config, "")), repeats, WORK)
+
+
+def lines_of(row: str, found: Sequence[Finding]) -> list[dict[str, str]]:
+    """What all clients together show of each thing attacked, and the worst single one's AUC."""
+    lines = []
+    for one in found:
+        if one.client != ALL:
+            continue
+        areas = {
+            other.client: other.auc[0]
+            for other in found
+            if other.attacked == one.attacked and other.client != ALL
+        }
+        worst = max(areas, key=lambda client: areas[client])
+        cells = words_of(one)
+        del cells["client"]
+        lines.append({"": f"{row}: {one.attacked}", **cells, "worst client's AUC": ""})
+        lines[-1]["worst client's AUC"] = f"{areas[worst]:.2f} ({worst})"
+        del lines[-1]["attacked"]
+    return lines
+
+
+def main() -> None:
+    """Make the table, and keep it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    parser.add_argument("--repeats", type=int, default=2, help="payloads of each client")
+    given = parser.parse_args()
+    if unknown := set(given.rows) - set(ROWS):
+        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(ROWS)}")
+    private_folder(WORK)
+    lines = []
+    for row in given.rows or ROWS:
+        display.console.print(row)
+        lines += lines_of(row, found_of(row, given.repeats))
+    about = (
+        "Of a training image and a test image of the same class and client one is in the payload; "
+        f"an attack guesses which. Six clients of the digits with 100 images, {given.repeats} "
+        "payloads of each, 95 % intervals. TPR: members found with one false alarm in a thousand. "
+        "ε at least: what the guesses show at 99 %, of all pairs or the surest fifth. 50 % and 0.5 "
+        f"are chance. Command: `python -m benchmarks.audit --repeats {given.repeats}`."
+    )
+    table = TABLES / "audit"
+    known = [*dict.fromkeys(line[""] for line in lines)]
+    write_table(table, with_others(lines, table.with_suffix(".json"), about, known), f"{about}")
+
+
+if __name__ == "__main__":
+    main()

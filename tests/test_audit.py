@@ -1,0 +1,473 @@
+"""The audit: its game, its attacks, and what guesses show."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import analytic
+import numpy as np
+import pytest
+import torch
+from analytic import CLASSES, analytic_kit, numbers
+from scipy import stats
+from sklearn.mixture import GaussianMixture
+from system_tools import quick_arguments
+from test_analytic_conditions import SHAPE, generator, images, job_of
+from typer.testing import CliRunner
+
+from client_app.audit import attacks, game, statistics
+from client_app.audit.attacks import ATTACKS, attack, denoising_errors, leverage
+from client_app.audit.game import Pairs, Scores, draw_pairs, play
+from client_app.audit.statistics import least_epsilon, measured_epsilon, p_value
+from client_app.mechanisms import private_mean
+from osfl.cli import audit as command
+from osfl.cli.main import app as cli
+from osfl.data.load import Images
+from osfl.models.diffusion import Kit
+from osfl.payloads import KINDS, Classifier, DomainVector, FeatureStatistics
+from osfl.pixels import LazyPixels
+
+COIN = torch.Generator().manual_seed(0)
+
+
+def scores(members: list[float], others: list[float]) -> Scores:
+    return Scores(torch.tensor(members).double(), torch.tensor(others).double())
+
+
+# ---- What guesses show ----
+
+
+@pytest.mark.parametrize("right", [5, 20, 100])
+def test_all_guesses_right_exclude_an_epsilon(right: int) -> None:
+    """(e^eps / (1 + e^eps))^v = 0.01: the odds of the v-th root."""
+    chance = 0.01 ** (1 / right)
+    expected = max(0.0, math.log(chance / (1 - chance)))
+    assert least_epsilon(right, right, right, 0.0, 0.99) == pytest.approx(expected, abs=1e-6)
+
+
+def test_half_of_the_guesses_right_exclude_nothing() -> None:
+    assert least_epsilon(50, 100, 100, 0.0, 0.99) == 0
+    # 62 of 100 by chance alone: 1.05 %; 63: 0.6 %
+    assert least_epsilon(62, 100, 100, 0.0, 0.99) == 0
+    assert least_epsilon(63, 100, 100, 0.0, 0.99) > 0
+
+
+@pytest.mark.parametrize(("right", "guesses", "coins"), [(8, 10, 10), (3, 4, 12), (0, 5, 5)])
+def test_a_p_value_is_the_theorems(right: int, guesses: int, coins: int) -> None:
+    """Steinke et al., theorem 5.2, by sums over all outcomes."""
+    epsilon = 0.7
+    delta = 1e-3
+    chance = math.exp(epsilon) / (1 + math.exp(epsilon))
+
+    def probability(count: int) -> float:
+        ways = math.comb(guesses, count)
+        return ways * chance**count * (1 - chance) ** (guesses - count)
+
+    beta = sum(probability(count) for count in range(right, guesses + 1))
+    shares = []
+    for i in range(1, coins + 1):
+        below = sum(probability(count) for count in range(max(0, right - i), right))
+        shares.append(2 / i * below)
+    expected = min(1.0, beta + max(shares) * coins * delta)
+    assert p_value(right, guesses, coins, epsilon, delta) == pytest.approx(expected, rel=1e-9)
+    assert p_value(right, guesses, coins, epsilon, 0.0) == pytest.approx(beta, rel=1e-9)
+
+
+def test_a_bound_holds_as_often_as_it_says() -> None:
+    """Randomised response with epsilon 1 tells the truth with e / (1 + e): the tightest there is.
+    Of 1,000 audits at 99 % some 10 may claim more.
+    """
+    draw = np.random.default_rng(1)
+    truths = draw.binomial(200, math.e / (1 + math.e), 1000)
+    claims = [least_epsilon(int(right), 200, 200, 0.0, 0.99) for right in truths]
+    assert 0 < sum(claim > 1 for claim in claims) < 25
+    assert np.mean(claims) > 0.5
+
+
+def test_the_surest_guesses_count_too() -> None:
+    """Of 500 pairs the 100 with the largest differences are right, the others are a coin's."""
+    difference = np.concatenate([np.full(100, 5.0), np.resize([1.0, -1.0], 400)])
+    found = Scores(torch.from_numpy(difference), torch.zeros(500).double())
+    expected = least_epsilon(100, 100, 500, 0.0, 0.995)
+    assert measured_epsilon(found, 0.0, COIN) == pytest.approx(expected)
+    assert expected > 2.5
+    # And all of them, where the surest say nothing
+    flat = Scores(torch.cat([torch.full((450,), 1.0), -torch.ones(50)]).double(), found.others)
+    flat.members[:50] = torch.tensor([5.0, -5.0] * 25)
+    right = int((flat.members > 0).sum())
+    assert right == 425
+    assert measured_epsilon(flat, 0.0, COIN) == pytest.approx(
+        least_epsilon(right, 500, 500, 0.0, 0.995)
+    )
+
+
+def test_a_mean_of_one_is_found_out_and_a_noised_one_passes() -> None:
+    """600 pairs of 20 numbers: the mean of one image is that image; with epsilon 1 it is none."""
+    source = torch.Generator().manual_seed(3)
+    members = torch.randn(600, 20, generator=source)
+    others = torch.randn(600, 20, generator=source)
+
+    def guessed(sent: torch.Tensor) -> Scores:
+        near, far = (-(rows - sent).square().sum(dim=1) for rows in (members, others))
+        return Scores(near.double(), far.double())
+
+    assert measured_epsilon(guessed(members), 0.0, COIN) > 3
+    centre = torch.zeros(20)
+    noised = [private_mean(row[None], centre, 4.0, 1.0, 1e-5) for row in members]
+    assert measured_epsilon(guessed(torch.stack(noised)), 1e-5, COIN) < 1
+
+
+def test_equal_scores_are_guessed_by_a_coin() -> None:
+    found = statistics.right_guesses(scores([1, 2, 0] + [0] * 1000, [0, 3, 0] + [0] * 1000), COIN)
+    assert found[:2].tolist() == [True, False]
+    assert 400 < int(found.sum()) < 600
+
+
+def test_the_area_under_the_curve() -> None:
+    """Members 3, 1 and others 2, 1: of four pairs two are above, one is level: 2.5 / 4."""
+    area, low, high = statistics.auc(scores([3, 1], [2, 1]))
+    assert area == pytest.approx(0.625)
+    assert low <= area <= high
+    many = scores(np.linspace(0, 2, 300).tolist(), np.linspace(0, 1, 300).tolist())
+    area, low, high = statistics.auc(many)
+    assert area == pytest.approx(0.75, abs=0.01)
+    assert low < area - 0.01
+    assert high > area + 0.01
+
+
+def test_true_positives_at_one_false_one_in_a_thousand() -> None:
+    """The second highest of 1,000 others is 998; above it are 999.5 and 2,000, beside one false."""
+    others = list(map(float, range(1000)))
+    members = [0.0] * 997 + [998.0, 999.5, 2000.0]
+    assert statistics.true_positives(scores(members, others)) == (2, 1000)
+    assert statistics.true_positives(scores(members[:999], others[:999])) is None
+
+
+def test_an_interval_is_clopper_and_pearsons() -> None:
+    low, high = statistics.interval(7, 20)
+    assert stats.binom.sf(6, 20, low) == pytest.approx(0.025)
+    assert stats.binom.cdf(7, 20, high) == pytest.approx(0.025)
+
+
+# ---- The game ----
+
+
+def test_pairs_are_of_one_class_and_every_image_is_in_one_at_most() -> None:
+    train = torch.tensor([0, 1, 0, 1, 1, 2, 0])
+    test = torch.tensor([1, 0, 1, 0, 0, 0, 3])
+    coins = []
+    for seed in range(40):
+        pairs = draw_pairs(train, test, torch.Generator().manual_seed(seed))
+        assert torch.equal(train[pairs.ours], test[pairs.others])
+        assert torch.bincount(train[pairs.ours]).tolist() == [3, 2]
+        assert len(set(pairs.ours.tolist())) == len(set(pairs.others.tolist())) == 5
+        coins += pairs.swapped.tolist()
+    assert 70 < sum(coins) < 130
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_coins_say_who_is_in_the_payload(monkeypatch: pytest.MonkeyPatch, lazy: bool) -> None:
+    """Five training images; the second and the fourth are paired, the fourth is swapped."""
+    train = images(0, 1, 0, 1, 0)
+    test = images(1, 0, 1)
+    if lazy:
+        kept = train.pixels
+        train = Images(LazyPixels(lambda row: kept[row], 5), train.labels)
+    pairs = Pairs(torch.tensor([1, 3]), torch.tensor([2, 0]), torch.tensor([False, True]))
+    seen: dict[str, Images] = {}
+
+    def make_payload(job: Any) -> str:
+        seen["members"] = job.load(8)
+        return "payload"
+
+    def scored(job: Any, payload: str) -> dict[str, torch.Tensor]:
+        assert payload == "received payload"
+        seen["asked"] = job.load(8)
+        return {"it": torch.tensor([1.0, 2, 3, 4])}
+
+    monkeypatch.setattr(game, "client_half", lambda _: SimpleNamespace(make_payload=make_payload))
+    monkeypatch.setattr(game, "attack", scored)
+    job = replace(job_of(train), load=lambda fit: train)
+    found = play(job, lambda fit: test, pairs, lambda payload: f"received {payload}")
+
+    def all_of(some: Images) -> torch.Tensor:
+        return torch.cat(list(some.pixels.split(2)))
+
+    both = torch.cat([all_of(train), all_of(test)])
+    assert torch.equal(all_of(seen["members"]), both[[0, 1, 2, 5 + 0, 4]])
+    assert torch.equal(seen["members"].labels, train.labels)
+    assert torch.equal(all_of(seen["asked"]), both[[1, 3, 5 + 2, 5 + 0]])
+    # Of the first pair ours is in, 1 against 3; of the second the other one, 4 against 2
+    assert found["it"].members.tolist() == [1, 4]
+    assert found["it"].others.tolist() == [3, 2]
+
+
+# ---- The attacks ----
+
+
+def test_every_kind_of_payload_is_attacked() -> None:
+    assert set(ATTACKS) == set(KINDS.values())
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
+    made = analytic_kit()
+    monkeypatch.setattr(attacks, "load_kit", lambda *_: made)
+    return made
+
+
+def errors_by_hand(job: Any, latents: np.ndarray, conditions: np.ndarray) -> np.ndarray:
+    """Ten timesteps, 50, 150, ... 950, and one noise at each for all."""
+    source = generator(job.config.seed, "audit", "noise")
+    a = analytic.alphas_cumprod()
+    total = np.zeros(len(latents))
+    for t in range(50, 1000, 100):
+        noise = numbers(torch.randn(SHAPE, generator=source))
+        z = np.sqrt(a[t]) * latents + np.sqrt(1 - a[t]) * noise
+        e = analytic.eps(z, a[t], analytic.mu(conditions))
+        total += ((noise - e) ** 2).mean(axis=(1, 2, 3)) / 10
+    return total
+
+
+def test_a_condition_is_held_against_the_prompt(kit: Kit) -> None:
+    """The error under the prompt less that under what was sent, of each image's class."""
+    data = images(2, 0, 2)
+    job = job_of(data, method="domain-vector")
+    draw = np.random.default_rng(0)
+    prompts = numbers(kit.text([f"an image of {name}" for name in CLASSES]))[[2, 0, 2]]
+    vector = draw.normal(size=prompts.shape[1:])
+    offsets = draw.normal(size=(2, 1, *vector.shape))
+    sent = DomainVector(("zero", "two"), torch.tensor(vector), torch.tensor(offsets))
+    latents = numbers(attacks.posteriors(kit, data, job)[0])
+    conditions = prompts + vector + offsets[[1, 0, 1], 0]
+    expected = errors_by_hand(job, latents, prompts) - errors_by_hand(job, latents, conditions)
+    found = attack(job, sent)
+    np.testing.assert_allclose(found["vector"], expected, rtol=1e-3, atol=1e-5)
+    plain = replace(sent, offsets=None)
+    expected = errors_by_hand(job, latents, prompts)
+    expected -= errors_by_hand(job, latents, prompts + vector)
+    np.testing.assert_allclose(attack(job, plain)["vector"], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_errors_are_the_same_in_any_company(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = images(2, 0, 2)
+    job = job_of(data)
+    latents, _ = attacks.posteriors(kit, data, job)
+    conditions = kit.text(["an image of two", "an image of zero", "an image of two"])
+    together = denoising_errors(kit, latents, conditions, job)
+    monkeypatch.setattr(attacks, "BATCH", 2)
+    torch.testing.assert_close(denoising_errors(kit, latents, conditions, job), together)
+    alone = denoising_errors(kit, latents[1:2], conditions[1:2], job)
+    torch.testing.assert_close(alone[0], together[1])
+
+
+def test_a_mixtures_likelihood_is_scikit_learns() -> None:
+    draw = np.random.default_rng(0)
+    rows = draw.normal(size=(30, 3))
+    fitted = GaussianMixture(2, covariance_type="diag", random_state=0).fit(rows)
+    parts = (fitted.weights_, fitted.means_, fitted.covariances_)
+    # A third component with weight 0, where EM would have left zeros
+    extra = (np.zeros(1), np.zeros((1, 3)), np.zeros((1, 3)))
+    made = [
+        torch.tensor(np.concatenate(both)).expand(30, *np.concatenate(both).shape)
+        for both in zip(parts, extra, strict=True)
+    ]
+    found = attacks.mixture_log_likelihood(torch.tensor(rows), *made)
+    np.testing.assert_allclose(found, fitted.score_samples(rows), rtol=1e-6)
+
+
+def test_moments_of_few_features_contain_them() -> None:
+    """Ten features of 50 numbers: f^T B^-1 f sums up to the rank, each at most 1."""
+    source = torch.Generator().manual_seed(0)
+    members = torch.randn(10, 50, generator=source).double()
+    others = torch.randn(10, 50, generator=source).double()
+    moments = (members.T @ members).float().double()
+    inside = leverage(members, moments)
+    assert float(inside.sum()) == pytest.approx(10, abs=0.1)
+    assert float(inside.max()) <= 1
+    assert float(leverage(others, moments).min()) > 100
+
+
+def test_features_are_held_against_their_classes_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = torch.tensor([[1.0, 0], [0, 2], [3, 3]]).double()
+    monkeypatch.setattr(attacks, "_features", lambda job: (features, torch.tensor([0, 1, 0])))
+    counts = torch.tensor([2, 4])
+    sums = torch.tensor([[2.0, 2], [4, 4]])
+    sent = FeatureStatistics(("zero", "one"), counts, sums, torch.eye(2))
+    found = attack(job_of(images(0, 1, 0)), sent)
+    # Of the means (1, 1) and (1, 1): 1, 1 + 1 and 4 + 4
+    assert found["means"].tolist() == [-1, -2, -8]
+
+
+def test_confidence_is_liras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probabilities 0.7, 0.2, 0.1 and label 0: log(0.7 / 0.3); label 2: log(0.1 / 0.9)."""
+    logits = torch.tensor([[0.7, 0.2, 0.1, 1e-9]]).log().repeat(2, 1)
+    monkeypatch.setattr(attacks, "logits_of", lambda *_: logits)
+    monkeypatch.setattr(attacks, "rebuild", lambda *_: None)
+    found = attack(job_of(images(0, 2)), Classifier(CLASSES, "x", {}))
+    expected = [math.log(7 / 3), math.log(1 / 9)]
+    np.testing.assert_allclose(found["confidence"], expected, rtol=1e-5)
+
+
+# ---- The command ----
+
+
+def audited(kit: Path, *more: str, **settings: object) -> Any:
+    return CliRunner().invoke(cli, ["audit", *quick_arguments(kit, **settings), *more])
+
+
+EXPECTED = {
+    "feddeo": ["descriptions"],
+    "domain-vector": ["vector"],
+    "espresso": ["conditions", "latents"],
+    "fedbip": ["words", "latents"],
+    "oscar": ["means"],
+    "oscar-pooled": ["means"],
+    "fgl": ["captions"],
+    "votes": ["winners"],
+    "prompts-domain": ["name"],
+    "fedcgs": ["means", "moments"],
+    "fedpft": ["mixture"],
+    "local": ["confidence"],
+}
+
+
+@pytest.mark.parametrize("method", EXPECTED)
+def test_payloads_of_every_method_are_audited(
+    method: str, home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    result = audited(tiny_kit, "--out", "found.json", method=method)
+    assert result.exit_code == 0, result.output
+    found = json.loads((home / "found.json").read_text())
+    rows = [(one["client"], one["attacked"]) for one in found]
+    names = ("client-0", "client-1", "all")
+    assert rows == [(name, attacked) for attacked in EXPECTED[method] for name in names]
+    for one in found:
+        # Three training images of each class, two test images
+        assert one["pairs"] == (40 if one["client"] == "all" else 20)
+        assert (one["promised"], one["broken"]) == (0, False)
+    # What decodes to each image, and what spans them
+    if method in ("fedbip", "fedcgs"):
+        assert [one["right"] for one in found[3:]] == [20, 20, 40]
+        assert found[-1]["auc"][0] == 1
+
+
+def test_feddiscs_centres_are_audited(
+    home: Path, tiny_kit: Path, tiny_unclip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One image a cluster, without noise: each is its own centre."""
+    monkeypatch.chdir(home)
+    settings = {"feddisc__kit": str(tiny_unclip), "feddisc__noise_level": 0}
+    result = audited(
+        tiny_kit, "--out", "found.json", method="feddisc", feddisc__clusters=3, **settings
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((home / "found.json").read_text())
+    assert {one["attacked"] for one in found} == {"centres"}
+    assert found[-1]["right"] >= 38
+
+
+def test_an_audit_goes_on_where_it_was(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another payload of the same images has other coins."""
+    monkeypatch.chdir(home)
+    made: list[str] = []
+    real = command._play
+
+    def counted(player: Any, repeat: int, *rest: Any) -> Any:
+        made.append(f"{player.name} {repeat}")
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return real(player, repeat, *rest)
+
+    monkeypatch.setattr(command, "_play", counted)
+    assert audited(tiny_kit, "--repeats", "2", method="prompts-domain").exit_code == 130
+    assert audited(tiny_kit, "--repeats", "2", method="prompts-domain").exit_code == 0
+    expected = ["client-0 0", "client-0 1", "client-0 1", "client-1 0", "client-1 1"]
+    assert made == expected
+    again = audited(tiny_kit, "--repeats", "2", method="prompts-domain")
+    assert made == expected
+    assert "client-0" in again.output
+    assert audited(tiny_kit, method="prompts-domain", seed=8).exit_code == 0
+    assert len(made) == 7
+
+
+def test_a_node_is_audited_by_its_own_config(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    node = 'partition-id=1 num-partitions=2 client-id="ward-7" epsilon=0.5'
+    result = audited(tiny_kit, "--node-config", node, "--out", "found.json", method="votes")
+    assert result.exit_code == 0, result.output
+    (one,) = json.loads((home / "found.json").read_text())
+    assert (one["client"], one["promised"]) == ("ward-7", 0.5)
+
+
+@pytest.mark.parametrize(("epsilon", "code"), [(1.0, 1), (0.0, 0)])
+def test_a_broken_guarantee_fails_the_audit(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, epsilon: float, code: int
+) -> None:
+    """A mechanism that sends what it should not: every guess is right."""
+
+    def all_right(*_: Any) -> dict[str, Scores]:
+        return {"winners": Scores(torch.ones(20).double(), torch.zeros(20).double())}
+
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(command, "play", all_right)
+    result = audited(tiny_kit, "--out", "found.json", method="votes", epsilon=epsilon)
+    assert result.exit_code == code, result.output
+    assert ("the guarantee is broken: client-0, client-1, all" in result.output) == bool(code)
+    found = json.loads((home / "found.json").read_text())
+    assert [one["broken"] for one in found] == [bool(code)] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "ceiling"}, "method = 'ceiling': its clients send no payload"),
+        ({"method": "fedavg"}, "method = 'fedavg': its clients send no payload"),
+        ({"method": "feddeo", "kit": "/nowhere"}, "no such folder"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(
+    settings: dict[str, str], message: str, home: Path, tiny_kit: Path
+) -> None:
+    kit = Path(settings.pop("kit", str(tiny_kit)))
+    result = audited(kit, **settings)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_what_holds_for_all_is_the_weakest_guarantee() -> None:
+    def of(*epsilons: float) -> tuple[float, float]:
+        games: dict[str, dict[str, list[Scores]]] = {"it": {}}
+        guarantees = {}
+        for number, epsilon in enumerate(epsilons):
+            games["it"][f"c{number}"] = [scores([1, 0], [0, 1])]
+            guarantees[f"c{number}"] = command.Guarantee(epsilon, 0.0)
+        return command.findings(games, guarantees, 0)[-1].promised
+
+    assert of(0.5, 2.0) == 2.0
+    assert of(0.5, 0.0) == 0.0
+
+
+def test_codes_are_attacked_as_they_arrive(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four bits, when the run sends four bits."""
+    seen: list[DomainVector] = []
+    pick: Callable[..., Any] = attacks.ATTACKS[DomainVector]
+
+    def kept(job: Any, payload: Any) -> Any:
+        seen.append(payload)
+        return pick(job, payload)
+
+    monkeypatch.setitem(ATTACKS, DomainVector, kept)
+    result = audited(tiny_kit, method="domain-vector", payload_codec="int4")
+    assert result.exit_code == 0, result.output
+    levels = {len(sent.domain.flatten()[:64].unique()) for sent in seen}
+    assert max(levels) <= 16

@@ -1,0 +1,314 @@
+"""Noise with a guarantee: the mechanism, the methods that use it, and what a site asks for."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from analytic import CLASSES, analytic_kit, numbers
+from conftest import LoopGrid, quick
+from scipy import optimize, stats
+from test_analytic_conditions import generator, images, job_of, learned_alone
+from test_round import metrics, nodes
+from test_systems import images as digits_like
+from test_systems import job_of as kit_job_of
+
+from client_app import app as client
+from client_app import conditions, mechanisms
+from client_app.app import app, check_node, own_settings
+from client_app.mechanisms import clipped, private_mean, spread, standard_normal
+from client_app.methods import domain_vector, feddeo, oscar
+from osfl.config import ConfigError, NodeConfig, parse_run_config
+from osfl.models.diffusion import Kit
+from server_app.app import run_job
+
+APPROXIMATE = ("feddeo", "oscar", "oscar-pooled", "domain-vector")
+
+
+def least_sigma(epsilon: float, delta: float) -> float:
+    """Balle & Wang, theorem 8, for a sensitivity of 1; by plain bisection."""
+
+    def exceeds(sigma: float) -> float:
+        near = stats.norm.cdf(1 / (2 * sigma) - epsilon * sigma)
+        far = stats.norm.cdf(-1 / (2 * sigma) - epsilon * sigma)
+        return float(near - math.exp(epsilon) * far - delta)
+
+    return float(optimize.bisect(exceeds, 0.05, 100))
+
+
+def no_noise(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Takes the noise away; the shapes of what would have been drawn."""
+    asked: list[torch.Size] = []
+
+    def nothing(shape: torch.Size, chance: object = None) -> torch.Tensor:
+        asked.append(shape)
+        return torch.zeros(shape, dtype=torch.float64)
+
+    monkeypatch.setattr(mechanisms, "standard_normal", nothing)
+    return asked
+
+
+# ---- The mechanism ----
+
+
+def test_draws_are_normal() -> None:
+    draws = standard_normal(torch.Size((200, 500)))
+    assert draws.dtype == torch.float64
+    assert stats.kstest(draws.flatten().numpy(), "norm").pvalue > 1e-5
+    # And independent of their neighbours
+    assert abs(float((draws[:, 1:] * draws[:, :-1]).mean())) < 0.02
+    assert not torch.equal(standard_normal(draws.shape), draws)
+
+
+def test_a_draw_is_the_quantile_of_its_bytes() -> None:
+    """53 bits, in the middle of their part: 2^62 of 2^64 is a quarter; 0 is half a part."""
+    words = np.array([2**62, 2**63, 3 * 2**62, 0], dtype=np.uint64)
+
+    def chance(count: int) -> bytes:
+        assert count == 32
+        return words.tobytes()
+
+    drawn = standard_normal(torch.Size((2, 2)), chance)
+    quarter = stats.norm.ppf(0.25)
+    lowest = stats.norm.ppf(0.5 / 2**53)
+    np.testing.assert_allclose(drawn, [[quarter, 0], [-quarter, lowest]], rtol=1e-9, atol=1e-12)
+
+
+def test_chance_comes_from_the_operating_system() -> None:
+    """And not from a seed, which the server knows."""
+    rows = torch.ones(3, 4)
+
+    def drawn() -> torch.Tensor:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        return private_mean(rows, torch.zeros(4), 1.0, 1.0, 1e-5)
+
+    assert not torch.equal(drawn(), drawn())
+
+
+def test_differences_are_cut_to_the_limit() -> None:
+    """Norms 5, 1 and 0, and two that are no numbers; cut to 2."""
+    rows = torch.tensor([[3.0, 4.0], [0.6, 0.8], [0, 0], [math.nan, 1], [math.inf, 0]])
+    cut = clipped(rows.double().view(5, 1, 2), 2.0)
+    expected = [[1.2, 1.6], [0.6, 0.8], [0, 0], [0, 0], [0, 0]]
+    np.testing.assert_allclose(cut.view(5, 2), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(1.0, 1e-5), (0.5, 1e-3), (8.0, 1e-6)])
+def test_the_mean_is_noised_as_balle_and_wang_say(epsilon: float, delta: float) -> None:
+    """centre + mean of (1.2, 1.6), (0.6, 0.8) + sigma 2 C / n z, with C = 2 and n = 2."""
+    centre = torch.tensor([10.0, -20.0])
+    rows = centre + torch.tensor([[3.0, 4.0], [0.6, 0.8]])
+    words = np.array([2**62, 3 * 2**62], dtype=np.uint64)
+    found = private_mean(rows, centre, 2.0, epsilon, delta, lambda _: words.tobytes())
+    noise = least_sigma(epsilon, delta) * (2 * 2 / 2) * stats.norm.ppf([0.25, 0.75])
+    np.testing.assert_allclose(found, np.array([10.9, -18.8]) + noise, rtol=1e-5)
+    assert found.dtype == torch.float32
+
+
+def test_one_row_moves_the_mean_by_at_most_what_the_noise_is_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_noise(monkeypatch)
+    source = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for trial in range(50):
+        rows = torch.randn(5, 3, 4, generator=source) * 10 ** (trial % 5 - 2)
+        other = rows.clone()
+        # The worst that can be: as far on the other side
+        other[2] = -rows[2] * 10 ** (trial % 3)
+        here, there = (private_mean(r, rows[0], 1.5, 1.0, 1e-5) for r in (rows, other))
+        largest = max(largest, float((here - there).norm()))
+    assert 0.9 * 2 * 1.5 / 5 < largest <= 2 * 1.5 / 5 + 1e-6
+
+
+def test_the_spread_of_prompts() -> None:
+    """Of (0, 0), (6, 0), (0, 6), (6, 6) around (3, 3): the root of 18."""
+    corners = torch.tensor([[0.0, 0], [6, 0], [0, 6], [6, 6]])
+    assert spread(corners.view(4, 1, 2)) == pytest.approx(18**0.5)
+    assert spread(torch.tensor([[3.0, 4.0]])) == pytest.approx(5)
+
+
+# ---- The methods ----
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
+    made = analytic_kit()
+    for half in (feddeo, domain_vector):
+        monkeypatch.setattr(half, "load_kit_to_learn", lambda job: made)
+    return made
+
+
+def learned_by_each(kit: Kit, data: Any, method: str, passes: int, lr: float) -> np.ndarray:
+    """What each image learns by itself, less the encoding of its class's prompt [N, L, d]."""
+    prompts = numbers(kit.text([f"an image of {name}" for name in CLASSES]))
+    mean, logvar = conditions.posteriors(kit, data, job_of(data))
+    found = []
+    for row, label in enumerate(data.labels.tolist()):
+        start = prompts[label]
+        source = generator(0, method, "client-0", f"image {row}")
+        own = slice(row, row + 1)
+        deviation = np.exp(0.5 * numbers(logvar[own]))
+        end = learned_alone(start, numbers(mean[own]), deviation, passes, 1, lr, source)
+        found.append(end - start)
+    return np.stack(found)
+
+
+def cut(rows: np.ndarray, limit: float) -> np.ndarray:
+    norms = np.sqrt((rows**2).sum(axis=(1, 2), keepdims=True))
+    return rows * np.minimum(1, limit / norms)
+
+
+def prompts_and_spread(kit: Kit) -> tuple[np.ndarray, float]:
+    prompts = numbers(kit.text([f"an image of {name}" for name in CLASSES]))
+    around = prompts - prompts.mean(axis=0)
+    return prompts, float(np.sqrt((around**2).sum(axis=(1, 2))).mean())
+
+
+@pytest.mark.parametrize("clip", [0.02, 1e3])
+def test_a_private_description_is_the_mean_of_what_each_image_learns(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, clip: float
+) -> None:
+    """Three passes over each; of two classes, whose limits are the same."""
+    asked = no_noise(monkeypatch)
+    data = images(2, 0, 2, 0, 2)
+    settings = {"feddeo__epochs": 3, "feddeo__lr": 0.05, "clip_norm": clip, "epsilon": 1.0}
+    payload = feddeo.make_payload(job_of(data, method="feddeo", **settings))
+    each = learned_by_each(kit, data, "feddeo", 3, 0.05)
+    prompts, unit = prompts_and_spread(kit)
+    norms = np.sqrt((each**2).sum(axis=(1, 2)))
+    assert (norms > clip * unit).all() == (clip < 1)
+    kept = cut(each, clip * unit)
+    expected = np.stack([prompts[0] + kept[[1, 3]].mean(0), prompts[2] + kept[[0, 2, 4]].mean(0)])
+    assert payload.classes == ("zero", "two")
+    np.testing.assert_allclose(payload.vectors, expected, rtol=1e-4, atol=1e-5)
+    assert asked == [payload.vectors.shape[1:]] * 2
+
+
+@pytest.mark.parametrize(("steps", "passes"), [(0, 2), (7, 3)])
+def test_a_private_vector_is_the_mean_over_all_classes(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, steps: int, passes: int
+) -> None:
+    """Seven steps of two images are three passes over five images, rounded up: 14 / 5."""
+    no_noise(monkeypatch)
+    data = images(2, 0, 2, 0, 2)
+    settings = {
+        "method": "domain-vector",
+        "domain_vector__epochs": 2,
+        "domain_vector__steps": steps,
+        "domain_vector__batch_size": 2,
+        "domain_vector__lr": 0.05,
+        "clip_norm": 0.05,
+        "epsilon": 1.0,
+    }
+    payload = domain_vector.make_payload(job_of(data, **settings))
+    each = learned_by_each(kit, data, "domain-vector", passes, 0.05)
+    _, unit = prompts_and_spread(kit)
+    expected = cut(each, 0.05 * unit).mean(axis=0)
+    np.testing.assert_allclose(payload.domain, expected, rtol=1e-4, atol=1e-6)
+    assert payload.offsets is None
+
+
+@pytest.mark.parametrize("method", ["oscar", "oscar-pooled"])
+def test_a_private_mean_of_captions_is_cut_around_the_prompts(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    no_noise(monkeypatch)
+    data = digits_like(3, 3, 3, 8)
+
+    def sent(**settings: object) -> torch.Tensor:
+        return oscar.make_payload(kit_job_of(tiny_kit, data, method=method, **settings)).vectors
+
+    plain = sent()
+    torch.testing.assert_close(sent(epsilon=1.0, clip_norm=1e6), plain, rtol=1e-4, atol=1e-5)
+    text = oscar.load_text_encoder(str(tiny_kit), torch.device("cpu"), torch.float32)
+    encode = text.pooled if method == "oscar-pooled" else text
+    names = kit_job_of(tiny_kit, data).classes
+    prompts = encode([f"an image of {name}" for name in names])
+    near = sent(epsilon=1.0, clip_norm=0.01)
+    moved = (near - prompts[[3, 8]]).flatten(1).norm(dim=1)
+    # One class has three captions that are cut to as much, the other one
+    limit = 0.01 * spread(prompts)
+    assert (moved <= limit * 1.001).all()
+    assert float(moved[1]) == pytest.approx(limit, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", APPROXIMATE)
+def test_a_private_payload_is_another_one_each_time(
+    tiny_kit: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = digits_like(3, 3, 8)
+    half = {"feddeo": feddeo, "domain-vector": domain_vector}.get(method, oscar)
+    asked: list[tuple[float, float]] = []
+    real = mechanisms.private_mean
+
+    def kept(rows: Any, centre: Any, limit: float, epsilon: float, delta: float) -> Any:
+        asked.append((epsilon, delta))
+        return real(rows, centre, limit, epsilon, delta)
+
+    for place in (mechanisms, domain_vector):
+        monkeypatch.setattr(place, "private_mean", kept)
+    job = kit_job_of(tiny_kit, data, method=method, epsilon=2.0, delta=1e-4)
+
+    def numbers_of(payload: Any) -> torch.Tensor:
+        return payload.domain if method == "domain-vector" else payload.vectors
+
+    first, second = (numbers_of(half.make_payload(job)) for _ in range(2))
+    assert (first != second).all()
+    # One release of a client, or one of each of its two classes
+    assert asked == [(2.0, 1e-4)] * (2 if method == "domain-vector" else 4)
+
+
+# ---- What a site asks for ----
+
+
+@pytest.mark.parametrize(("run", "site", "expected"), [(1e-5, 1e-6, 1e-6), (1e-7, 1e-5, 1e-7)])
+def test_the_lower_delta_holds(run: float, site: float, expected: float) -> None:
+    config = parse_run_config(quick(method="oscar", epsilon=1.0, delta=run))
+    node = NodeConfig(partition_id=0, num_partitions=2, delta=site)
+    assert own_settings(config, node)[0].delta == expected
+
+
+def test_a_site_takes_no_larger_delta_than_it_said() -> None:
+    config = parse_run_config(quick(method="oscar", epsilon=1.0, delta=0.01))
+    own, _, _ = own_settings(config, NodeConfig(partition_id=0, num_partitions=2))
+    assert own.delta == 1e-5
+
+
+@pytest.mark.parametrize("method", APPROXIMATE)
+def test_a_delta_is_said_where_there_is_one(method: str, tiny_kit: Path) -> None:
+    config = parse_run_config(quick(method=method, epsilon=1.0))
+    assert config.guaranteed_delta == 1e-5
+    assert replace(config, epsilon=0.0).guaranteed_delta == 0
+    assert parse_run_config(quick(method="votes", epsilon=1.0)).guaranteed_delta == 0
+
+
+def test_classes_add_nothing_to_a_private_vector() -> None:
+    settings = {"method": "domain-vector", "domain_vector__class_lr": 0.1}
+    parse_run_config(quick(**settings))
+    with pytest.raises(ConfigError, match=r"class-lr = 0.1: with epsilon .* take 0"):
+        parse_run_config(quick(**settings, epsilon=1.0))
+
+
+def test_a_node_without_the_accountant_says_what_to_install(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = NodeConfig(partition_id=0, num_partitions=2)
+    monkeypatch.setattr(client, "find_spec", lambda name: None)
+    for settings in ({"method": "oscar"}, {"method": "votes", "epsilon": 1.0}):
+        check_node(parse_run_config(quick(kit=str(tiny_kit), **settings)), node)
+    with pytest.raises(ConfigError, match=r"'oscar' this node needs .* 'osfl\[privacy\]'"):
+        check_node(parse_run_config(quick(kit=str(tiny_kit), method="oscar", epsilon=1.0)), node)
+
+
+def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="oscar-pooled", kit=str(tiny_kit), epsilon=2.0, delta=1e-6)
+    run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")
+    found = metrics(home)
+    assert [about["delta"] for about in found["clients"].values()] == [1e-6] * 2
+    page = (home / "runs" / "job" / "report.html").read_text()
+    assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page
