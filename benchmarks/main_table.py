@@ -113,6 +113,13 @@ ROWS: dict[str, Settings] = {
         # Of 3,600 images, five epochs
         "global-model.steps": 565,
     },
+    "domain-vector, one for all tokens": {**VECTOR, "domain-vector.tokens": "all"},
+    "domain-vector, one for all tokens, epsilon 1": {
+        **VECTOR,
+        "domain-vector.tokens": "all",
+        "epsilon": 1.0,
+    },
+    "domain-vector, epsilon 8": {**VECTOR, "epsilon": 8.0},
     "votes, epsilon 1": {**SYSTEMS["votes"], "epsilon": 1.0},
     "votes of all classes together, epsilon 0.1": {
         **SYSTEMS["votes"],

@@ -95,7 +95,7 @@ class DomainVector:
     """domain-vector: what the client's domain adds to the encoding of any class's prompt."""
 
     classes: tuple[str, ...]
-    domain: Annotated[torch.Tensor, Shape("L", "d")]
+    domain: Annotated[torch.Tensor, Shape("p", "d")]
     # What each class adds beside; None: nothing
     offsets: Annotated[torch.Tensor | None, Shape("classes", "o", "L", "d")] = None
 

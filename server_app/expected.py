@@ -83,6 +83,7 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
         "J": config.espresso.clusters,
         "M": config.espresso.components,
         "K + 1": config.feddisc.clusters + 1,
+        "p": length if config.domain_vector.tokens == "each" else 1,
         "o": 1,
     }
     if config.domain_vector.class_lr == 0:

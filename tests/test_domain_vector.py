@@ -1,5 +1,6 @@
 """domain-vector: what a client learns, step by step against NumPy, and what is drawn of it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from osfl.cli.estimate import Client, planned_images
 from osfl.config import parse_run_config
 from osfl.models.diffusion import Kit
 from osfl.payloads import DomainVector
+from server_app.expected import run_dimensions
 from server_app.methods import domain_vector
 
 __all__ = ["composed"]  # a fixture
+EACH = parse_run_config(quick()).domain_vector
 
 
 @pytest.fixture
@@ -29,9 +32,11 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
     return made
 
 
-@pytest.mark.parametrize("class_lr", [0.0, 0.02])
-def test_the_vector_is_adams_whole_way_along_half_a_cosine(kit: Kit, class_lr: float) -> None:
-    """v by every image's gradient, w_y by those of its class.
+@pytest.mark.parametrize(("class_lr", "tokens"), [(0.0, "each"), (0.02, "each"), (0.02, "all")])
+def test_the_vector_is_adams_whole_way_along_half_a_cosine(
+    kit: Kit, class_lr: float, tokens: str
+) -> None:
+    """v by every image's gradient, w_y by those of its class; one v for all tokens by their sum.
 
     Fifteen steps: five passes of batches of three, three and one of seven images.
     """
@@ -43,6 +48,7 @@ def test_the_vector_is_adams_whole_way_along_half_a_cosine(kit: Kit, class_lr: f
         domain_vector__batch_size=3,
         domain_vector__lr=0.05,
         domain_vector__class_lr=class_lr,
+        domain_vector__tokens=tokens,
     )
     payload = client_half.make_payload(job)
     assert payload.classes == ("zero", "one", "three")
@@ -53,7 +59,7 @@ def test_the_vector_is_adams_whole_way_along_half_a_cosine(kit: Kit, class_lr: f
     source = generator(job.config.seed, "domain-vector", "client-0")
     order = [torch.randperm(7, generator=source).split(3) for _ in range(5)]
     schedule = [batch.numpy() for batches in order for batch in batches]
-    domain = Adam(np.zeros_like(prompts[0]), 0.05)
+    domain = Adam(np.zeros_like(prompts[0][:1] if tokens == "all" else prompts[0]), 0.05)
     offsets = Adam(np.zeros_like(prompts), class_lr)
     for step, batch in enumerate(schedule):
         cosine = (1 + np.cos(np.pi * step / 15)) / 2
@@ -68,7 +74,8 @@ def test_the_vector_is_adams_whole_way_along_half_a_cosine(kit: Kit, class_lr: f
         gradients = analytic.mu_backward(back, len(prompts[0]))
         of_class = np.zeros_like(prompts)
         np.add.at(of_class, classes, gradients)
-        domain.step(gradients.sum(axis=0))
+        of_all = gradients.sum(axis=0)
+        domain.step(of_all.sum(axis=0, keepdims=True) if tokens == "all" else of_all)
         offsets.step(of_class)
     assert np.abs(domain.value).max() > 0.05
     np.testing.assert_allclose(numbers(payload.domain), domain.value, atol=2e-5)
@@ -119,6 +126,18 @@ def test_the_condition_is_the_prompts_encoding_moved(
     torch.testing.assert_close(only.c, prompts + moved.view(-1, 1, 1))
     assert torch.equal(c0, prompts_of(tiny_kit, ""))
     assert only.scale == 4.5
+
+
+def test_every_token_gets_a_vector_that_is_one_for_all(tiny_kit: Path, composed: Any) -> None:
+    config = config_of(tiny_kit, method="domain-vector", domain_vector__tokens="all")
+    assert run_dimensions(config)["p"] == 1
+    assert run_dimensions(replace(config, domain_vector=EACH))["p"] == 8
+    v = torch.linspace(-1, 1, 32).view(1, 32)
+    payloads = {client: DomainVector(NAMES[client], v) for client in HELD}
+    domain_vector.sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
+    _, (only,) = composed[0]
+    prompts = prompts_of(tiny_kit, *(f"an image of {name}" for name in ("three", "eight", "eight")))
+    torch.testing.assert_close(only.c, prompts + v)
 
 
 def test_all_classes_can_be_drawn_in_every_domain(

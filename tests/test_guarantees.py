@@ -189,11 +189,14 @@ def test_a_private_description_is_the_mean_of_what_each_image_learns(
     assert asked == [payload.vectors.shape[1:]] * 2
 
 
+@pytest.mark.parametrize("tokens", ["each", "all"])
 @pytest.mark.parametrize(("steps", "passes"), [(0, 2), (7, 3)])
 def test_a_private_vector_is_the_mean_over_all_classes(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch, steps: int, passes: int
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, steps: int, passes: int, tokens: str
 ) -> None:
-    """Seven steps of two images are three passes over five images, rounded up: 14 / 5."""
+    """Seven steps of two images are three passes over five images, rounded up: 14 / 5. One vector
+    for all tokens is the mean over them, and counts once for each.
+    """
     no_noise(monkeypatch)
     data = images(2, 0, 2, 0, 2)
     settings = {
@@ -202,13 +205,18 @@ def test_a_private_vector_is_the_mean_over_all_classes(
         "domain_vector__steps": steps,
         "domain_vector__batch_size": 2,
         "domain_vector__lr": 0.05,
+        "domain_vector__tokens": tokens,
         "clip_norm": 0.05,
         "epsilon": 1.0,
     }
     payload = domain_vector.make_payload(job_of(data, **settings))
     each = learned_by_each(kit, data, "domain-vector", passes, 0.05)
     _, unit = prompts_and_spread(kit)
-    expected = cut(each, 0.05 * unit).mean(axis=0)
+    if tokens == "all":
+        alike = np.broadcast_to(each.mean(axis=1, keepdims=True), each.shape)
+        expected = cut(alike, 0.05 * unit).mean(axis=0)[:1]
+    else:
+        expected = cut(each, 0.05 * unit).mean(axis=0)
     np.testing.assert_allclose(payload.domain, expected, rtol=1e-4, atol=1e-6)
     assert payload.offsets is None
 

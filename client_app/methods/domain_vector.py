@@ -1,10 +1,10 @@
 """domain-vector's client half: what its domain looks like, learned over the images of all classes.
 
 Ours, after FedDEO (Yang et al., arXiv 2407.19953), which learns a description d_y of every class
-by itself. Here d_y = tau(prompt of y) + v + w_y: v [L, d] is one for the domain, and every image
-teaches it; w_y [L, d] is what a class adds, and is left out by default. FedDEO's eq. 4 is minimised
-over both together, everything else frozen, by Adam with a learning rate that falls to 0 along half
-a cosine.
+by itself. Here d_y = tau(prompt of y) + v + w_y: v is one for the domain, and every image teaches
+it; it is [L, d], or [1, d] that every token gets (`domain-vector.tokens`). w_y [L, d] is what a
+class adds, and is left out by default. FedDEO's eq. 4 is minimised over both together, everything
+else frozen, by Adam with a learning rate that falls to 0 along half a cosine.
 
 FedBiP (arXiv 2410.04810) learns one word for a domain, beside one a class; v has a vector for every
 token of the prompt.
@@ -20,7 +20,7 @@ Differences from FedDEO:
    rate; they are clipped, averaged over the client and noised, as DPAgg-TI does with words
    (Peetathawatchai et al., arXiv 2411.14639).
 
-Payload for Stable Diffusion 1.5: 77 x 768 numbers, however many classes there are.
+Payload for Stable Diffusion 1.5: 77 x 768 numbers, or 768, however many classes there are.
 """
 
 import torch
@@ -45,7 +45,7 @@ AT_ONCE = 16  # images that learn side by side, with epsilon
 
 
 def make_payload(job: ClientJob) -> DomainVector:
-    """Learn v [L, d], and w_y [L, d] of every class where the run asks for them.
+    """Learn v [L, d] or [1, d], and w_y [L, d] of every class where the run asks for them.
 
     Raises:
         KitError: the kit is missing or damaged.
@@ -61,7 +61,8 @@ def make_payload(job: ClientJob) -> DomainVector:
         return DomainVector(tuple(names), _noised(kit, images, mean, logvar, job))
     owner = torch.tensor([held.index(label) for label in images.labels.tolist()])
     prompts = kit.text(job.config.prompts(names))
-    domain = torch.zeros_like(prompts[0]).requires_grad_()
+    alike = settings.tokens == "all"
+    domain = torch.zeros_like(prompts[0][:1] if alike else prompts[0]).requires_grad_()
     classes = torch.zeros_like(prompts).requires_grad_()
     optimiser = torch.optim.Adam([domain], lr=settings.lr)
     optimiser.add_param_group({"params": [classes], "lr": settings.class_lr})
@@ -93,7 +94,7 @@ def make_payload(job: ClientJob) -> DomainVector:
 def _noised(
     kit: Kit, images: Images, mean: torch.Tensor, logvar: torch.Tensor, job: ClientJob
 ) -> torch.Tensor:
-    """The noised mean of what every image learns by itself, [L, d]."""
+    """The noised mean of what every image learns by itself, [L, d] or [1, d]."""
     config = job.config
     settings = config.domain_vector
     training = ConditionTraining(
@@ -104,5 +105,9 @@ def _noised(
     conditions = learn_condition_of_each(kit, start, mean, logvar, training, job)
     vectors = (conditions - start).cpu()
     limit = config.clip_norm * spread(prompts.cpu())
+    if settings.tokens == "all":
+        # What the tokens have in common; as long where each of them gets it
+        limit = limit / vectors.shape[1] ** 0.5
+        vectors = vectors.mean(dim=1, keepdim=True)
     nowhere = torch.zeros_like(vectors[0])
     return private_mean(vectors, nowhere, limit, config.epsilon, config.delta)

@@ -474,6 +474,11 @@ class DomainVectorConfig:
         Weight,
         Doc("The same for a vector that every class adds; 0: classes add none, and send none."),
     ]
+    tokens: Annotated[
+        str,
+        OneOf("each", "all"),
+        Doc("Whether each token of a condition has a vector of its own, or all have the same one."),
+    ]
     guidance: Annotated[Scale, Doc("Guidance scale.")]
     classes: Annotated[
         str,
