@@ -165,6 +165,13 @@ def audit(
         Path, typer.Option(help="Where scores are kept; an interrupted audit goes on there.")
     ] = Path("runs/audit"),
     out: Annotated[Path | None, typer.Option(help="A JSON file for what was found.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="A run's folder: are its synthetic images nearer to a client's training images "
+            "than to its test images? Settings are then the run's."
+        ),
+    ] = None,
 ) -> None:
     """Attack a client's payload: can it be told which images made it?
 
@@ -175,9 +182,16 @@ def audit(
     """
     from osfl.cli import display
     from osfl.cli.audit import show_audit
+    from osfl.cli.copies import show_copies
     from osfl.cli.launch import with_recommended
+    from osfl.config import ConfigError
 
     with display.named_errors():
+        if run is not None and settings:
+            raise ConfigError(f"{settings[0]}: with --run the settings are the run's")
+        if run is not None:
+            show_copies(run, node_config, out)
+            return
         show_audit(with_recommended(settings), node_config, repeats, work, out)
 
 

@@ -125,6 +125,15 @@ class RunFolder:
 
     # ---- What a job comes from ----
 
+    def stored_config(self) -> dict[str, Any] | None:
+        """The resolved run-config, flat; None: nobody has begun the run.
+
+        Raises:
+            DamageError: it is not as it was written.
+        """
+        config: dict[str, Any] | None = self.read_json("config.json", {})
+        return config
+
     def kit_digests(self) -> dict[str, dict[str, str]]:
         """SHA-256 of the kit's files by step of the job; empty before the first step.
 
@@ -428,7 +437,7 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
 def _bind(folder: RunFolder, now: dict[str, Any]) -> None:
     """The folder is of this configuration and of no other from here on."""
     job_id = folder.path.name
-    earlier = folder.read_json("config.json", {})
+    earlier = folder.stored_config()
     if earlier is None and (found := _results(folder.path)):
         raise ConfigError(
             f"job-id = {job_id!r}: {folder.path / 'config.json'} is missing, so nobody knows what "
