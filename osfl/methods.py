@@ -29,6 +29,7 @@ class Method:
         payload: class in `osfl.payloads` that clients send once; None: they send none.
         sends: what leaves a client, in words; of a method with rounds it is no payload, and is sent
             in every round.
+        reveals: what somebody could learn from that of a client's images, in words.
         client_parts: what a client needs of the kit.
         rounds: whether it is one of those they compare with that send models to and fro.
         samples: whether the server needs the diffusion model.
@@ -40,6 +41,7 @@ class Method:
     server: str
     payload: str | None
     sends: str
+    reveals: str = ""
     client_parts: tuple[str, ...] = ()
     rounds: bool = False
     samples: bool = True
@@ -52,6 +54,10 @@ class Method:
 
 
 NOTHING = "nothing"
+FROM_CLASSIFIER = (
+    "what the images of a class have in common, their BatchNorm statistics, and of many an image "
+    "whether it was trained on"
+)
 CLASSIFIER = "its classifier, trained on its own images"
 CAPTION_PARTS = ("captioner", *TEXT_PARTS)
 MODEL_EVERY_ROUND = "its model, in every round"
@@ -63,24 +69,37 @@ METHODS: dict[str, Method] = {
         server="prompts_domain",
         payload="Domain",
         sends="the name of its domain",
+        reveals="that name",
     ),
     "feddeo": Method(
         client="feddeo",
         server="feddeo",
         payload="Descriptions",
         sends="a learned description of every class",
+        reveals="what the images of a class look like, as far as the diffusion model can draw it",
         client_parts=DIFFUSION_PARTS,
         private="approximate",
     ),
-    "fedlmg": Method(client="classifier", server="fedlmg", payload="Classifier", sends=CLASSIFIER),
+    "fedlmg": Method(
+        client="classifier",
+        server="fedlmg",
+        payload="Classifier",
+        sends=CLASSIFIER,
+        reveals=FROM_CLASSIFIER,
+    ),
     "fedcado": Method(
-        client="classifier", server="fedcado", payload="Classifier", sends=CLASSIFIER
+        client="classifier",
+        server="fedcado",
+        payload="Classifier",
+        sends=CLASSIFIER,
+        reveals=FROM_CLASSIFIER,
     ),
     "oscar": Method(
         client="oscar",
         server="oscar",
         payload="Encodings",
         sends="the mean encoding of every class's captions",
+        reveals="what the captions of a class have in common; of a single image, its caption",
         client_parts=CAPTION_PARTS,
         private="approximate",
     ),
@@ -89,6 +108,7 @@ METHODS: dict[str, Method] = {
         server="oscar",
         payload="Encodings",
         sends="the mean pooled encoding of every class's captions",
+        reveals="what the captions of a class have in common; of a single image, its caption",
         client_parts=CAPTION_PARTS,
         private="approximate",
     ),
@@ -97,6 +117,7 @@ METHODS: dict[str, Method] = {
         server="espresso",
         payload="Mixtures",
         sends="conditions of every class's clusters, and a mixture of its noised latents",
+        reveals="what groups of a few images look like, and blurred means of them",
         client_parts=(*DIFFUSION_PARTS, *IMAGE_ENCODER_PARTS),
     ),
     "fgl": Method(
@@ -104,6 +125,7 @@ METHODS: dict[str, Method] = {
         server="fgl",
         payload="Captions",
         sends="a caption of every image",
+        reveals="these words, which anybody can read",
         client_parts=("captioner",),
     ),
     "feddisc": Method(
@@ -111,6 +133,8 @@ METHODS: dict[str, Method] = {
         server="feddisc",
         payload="Embeddings",
         sends="cluster centres and the mean of every class's noised image embeddings",
+        reveals="what groups of a few images are about; of a single image, its embedding with "
+        "noise",
         client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
     ),
     "fedbip": Method(
@@ -118,6 +142,7 @@ METHODS: dict[str, Method] = {
         server="fedbip",
         payload="Concepts",
         sends="learned words for domain and classes, and the latent of every image",
+        reveals="every image: its latent decodes to a close likeness",
         client_parts=DIFFUSION_PARTS,
     ),
     "domain-vector": Method(
@@ -125,6 +150,7 @@ METHODS: dict[str, Method] = {
         server="domain_vector",
         payload="DomainVector",
         sends="a learned vector of its domain",
+        reveals="what the images of a client have in common",
         client_parts=DIFFUSION_PARTS,
         private="approximate",
     ),
@@ -133,6 +159,7 @@ METHODS: dict[str, Method] = {
         server="votes",
         payload="Votes",
         sends="which of the run's candidates every class's images look like",
+        reveals="which of these words fits a class best",
         client_parts=DIFFUSION_PARTS,
         private="pure",
     ),
@@ -141,6 +168,8 @@ METHODS: dict[str, Method] = {
         server="fedcgs",
         payload="FeatureStatistics",
         sends="how many images of every class, and sums of their features",
+        reveals="what an average image of a class is about; and of every image, if there are "
+        "fewer than features, whether it is there",
         samples=False,
     ),
     "fedpft": Method(
@@ -148,6 +177,8 @@ METHODS: dict[str, Method] = {
         server="fedpft",
         payload="FeatureMixtures",
         sends="how many images of every class, and a Gaussian mixture of their features",
+        reveals="what groups of images are about; with few images, of many an image whether it "
+        "is there",
         samples=False,
     ),
     "fedavg": Method(
@@ -155,6 +186,7 @@ METHODS: dict[str, Method] = {
         server="fedavg",
         payload=None,
         sends=MODEL_EVERY_ROUND,
+        reveals=FROM_CLASSIFIER,
         rounds=True,
         samples=False,
     ),
@@ -163,6 +195,7 @@ METHODS: dict[str, Method] = {
         server="fedprox",
         payload=None,
         sends=MODEL_EVERY_ROUND,
+        reveals=FROM_CLASSIFIER,
         rounds=True,
         samples=False,
     ),
@@ -171,6 +204,7 @@ METHODS: dict[str, Method] = {
         server="feddyn",
         payload=None,
         sends=MODEL_EVERY_ROUND,
+        reveals=FROM_CLASSIFIER,
         rounds=True,
         samples=False,
     ),
@@ -179,6 +213,7 @@ METHODS: dict[str, Method] = {
         server="feddf",
         payload=None,
         sends=MODEL_EVERY_ROUND,
+        reveals=FROM_CLASSIFIER,
         rounds=True,
         samples=False,
     ),
@@ -187,6 +222,7 @@ METHODS: dict[str, Method] = {
         server="local",
         payload="Classifier",
         sends=CLASSIFIER,
+        reveals=FROM_CLASSIFIER,
         samples=False,
     ),
     "ceiling": Method(

@@ -139,10 +139,23 @@ def test_the_area_under_the_curve() -> None:
     assert high > area + 0.01
 
 
+def test_an_interval_knows_that_pairs_are_alike() -> None:
+    """Each member is a little above its partner: less is left to chance than among strangers."""
+    others = torch.randn(200, generator=torch.Generator().manual_seed(1)).double()
+    near = Scores(others + 0.2, others)
+    strange = Scores(others.flip(0) + 0.2, others)
+    widths = []
+    for found in (near, strange):
+        area, low, high = statistics.auc(found)
+        assert area == statistics.auc(near)[0]
+        widths.append(high - low)
+    assert widths[0] < widths[1] / 3
+
+
 def test_true_positives_at_one_false_one_in_a_thousand() -> None:
-    """The second highest of 1,000 others is 998; above it are 999.5 and 2,000, beside one false."""
+    """The second highest of 1,000 others is 998; above it are 998.5 and 2,000, beside one false."""
     others = list(map(float, range(1000)))
-    members = [0.0] * 997 + [998.0, 999.5, 2000.0]
+    members = [0.0] * 997 + [998.0, 998.5, 2000.0]
     assert statistics.true_positives(scores(members, others)) == (2, 1000)
     assert statistics.true_positives(scores(members[:999], others[:999])) is None
 
@@ -436,8 +449,13 @@ def test_a_broken_guarantee_fails_the_audit(
     ],
 )
 def test_what_cannot_be_audited_is_refused(
-    settings: dict[str, str], message: str, home: Path, tiny_kit: Path
+    settings: dict[str, str],
+    message: str,
+    home: Path,
+    tiny_kit: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(home)
     kit = Path(settings.pop("kit", str(tiny_kit)))
     result = audited(kit, **settings)
     assert result.exit_code == 1
@@ -457,8 +475,11 @@ def test_what_holds_for_all_is_the_weakest_guarantee() -> None:
     assert of(0.5, 0.0) == 0.0
 
 
-def test_codes_are_attacked_as_they_arrive(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_attacked_as_they_arrive(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of four bits, when the run sends four bits."""
+    monkeypatch.chdir(home)
     seen: list[DomainVector] = []
     pick: Callable[..., Any] = attacks.ATTACKS[DomainVector]
 

@@ -22,6 +22,7 @@ from client_app.app import app, check_node, own_settings
 from client_app.mechanisms import clipped, private_mean, spread, standard_normal
 from client_app.methods import domain_vector, feddeo, oscar
 from osfl.config import ConfigError, NodeConfig, parse_run_config
+from osfl.methods import METHODS
 from osfl.models.diffusion import Kit
 from server_app.app import run_job
 
@@ -313,10 +314,17 @@ def test_a_node_without_the_accountant_says_what_to_install(
         check_node(parse_run_config(quick(kit=str(tiny_kit), method="oscar", epsilon=1.0)), node)
 
 
+def test_every_method_says_what_could_be_learned() -> None:
+    for name, method in METHODS.items():
+        assert bool(method.reveals) == bool(method.payload or method.rounds), name
+
+
 def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     config = quick(method="oscar-pooled", kit=str(tiny_kit), epsilon=2.0, delta=1e-6)
     run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")
     found = metrics(home)
     assert [about["delta"] for about in found["clients"].values()] == [1e-6] * 2
     page = (home / "runs" / "job" / "report.html").read_text()
+    learned = "From it somebody could learn what the captions of a class have in common"
+    assert f"Each client sent {METHODS['oscar-pooled'].sends}. {learned}" in page
     assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page

@@ -90,6 +90,7 @@ def gather(
         "confusion": tests,
         "clients": dict(sorted(clients.items())),
         "sends": _sends(config["method"]),
+        "reveals": METHODS[config["method"]].reveals,
         "epsilons": sorted({a["epsilon"] for a in clients.values() if "epsilon" in a}),
         "delta": max((a.get("delta", 0.0) for a in clients.values()), default=0.0),
         "kit_not_counted": any(size is None for size in fetched.values()),
