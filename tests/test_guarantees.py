@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -326,5 +327,5 @@ def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     assert [about["delta"] for about in found["clients"].values()] == [1e-6] * 2
     page = (home / "runs" / "job" / "report.html").read_text()
     learned = "From it somebody could learn what the captions of a class have in common"
-    assert f"Each client sent {METHODS['oscar-pooled'].sends}. {learned}" in page
+    assert f"Each client sent {METHODS['oscar-pooled'].sends}. {learned}" in unescape(page)
     assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page
