@@ -64,7 +64,17 @@ def some_run(rng: random.Random) -> Run:
     method = rng.choice([name for name, row in METHODS.items() if row.payload])
     kind = str(METHODS[method].payload)
     sizes = dict(zip(("L", "d", "c", "h", "w"), (*text, *latent), strict=True))
-    sizes |= {"2e": 2 * text[1], "f": text[1], "J": 2, "M": 2, "o": 1, "K": 3, "v": 1, "K + 1": 6}
+    sizes |= {
+        "2e": 2 * text[1],
+        "f": text[1],
+        "J": 2,
+        "M": 2,
+        "o": 1,
+        "p": 1,
+        "K": 3,
+        "v": 1,
+        "K + 1": 6,
+    }
     tensors = tensors_of(kind_of(kind), sizes)
     images = rng.choice((5, 300))
     states = {}

@@ -28,7 +28,15 @@ from osfl.cli import audit as command
 from osfl.cli.main import app as cli
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit
-from osfl.payloads import KINDS, Classifier, DomainVector, FeatureStatistics
+from osfl.payloads import (
+    KINDS,
+    Captions,
+    Classifier,
+    DomainVector,
+    Encodings,
+    FeatureStatistics,
+    Votes,
+)
 from osfl.pixels import LazyPixels
 
 COIN = torch.Generator().manual_seed(0)
@@ -222,6 +230,16 @@ def test_the_coins_say_who_is_in_the_payload(monkeypatch: pytest.MonkeyPatch, la
 # ---- The attacks ----
 
 
+class Named(SimpleNamespace):
+    """A model that is a function."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function=function, fit=8)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+
 def test_every_kind_of_payload_is_attacked() -> None:
     assert set(ATTACKS) == set(KINDS.values())
 
@@ -314,6 +332,41 @@ def test_features_are_held_against_their_classes_mean(monkeypatch: pytest.Monkey
     found = attack(job_of(images(0, 1, 0)), sent)
     # Of the means (1, 1) and (1, 1): 1, 1 + 1 and 4 + 4
     assert found["means"].tolist() == [-1, -2, -8]
+
+
+@pytest.mark.parametrize("method", ["oscar", "oscar-pooled"])
+def test_captions_are_held_against_their_classes_mean(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Encodings (k, 2 k) of images 0, 1, 2 and means (1, 2) and (0, 0): 0, 1 + 4 and 1 + 4."""
+    captioner = Named(lambda pixels, meter: [str(int(x)) for x in pixels[:, 0, 0, 0]])
+    states = Named(lambda texts: torch.tensor([[float(t), 2 * float(t)] for t in texts]))
+    text = Named(lambda texts: states(texts).unsqueeze(1))
+    text.pooled = states
+    monkeypatch.setattr(attacks, "load_captioner", lambda *_: captioner)
+    monkeypatch.setattr(attacks, "load_text_encoder", lambda *_: text)
+    pixels = torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, 8, 8)
+    data = Images(pixels[[1, 1, 2]], torch.tensor([0, 2, 0]))
+    means = torch.tensor([[1.0, 2], [0, 0]])
+    sent = Encodings(("zero", "two"), means if "pooled" in method else means.unsqueeze(1))
+    assert attack(job_of(data, method=method), sent)["means"].tolist() == [0, -5, -5]
+
+
+def test_a_vote_is_for_its_classes_winner_or_not(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of two, zero and two vote for 1, 1 and 0; zero elected 1, and two 0."""
+    errors = 1 - torch.nn.functional.one_hot(torch.tensor([1, 1, 0]), 2).float()
+    monkeypatch.setattr(attacks.votes, "errors", lambda *_: errors)
+    sent = Votes(("zero", "two"), torch.tensor([1, 0], dtype=torch.uint8))
+    job = job_of(images(2, 0, 2), method="votes")
+    assert attack(job, sent)["winners"].tolist() == [0, 1, 1]
+
+
+def test_a_caption_is_among_its_classes_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    captioner = Named(lambda pixels, meter: ["a dog", "a dog", "a cat"][: len(pixels)])
+    monkeypatch.setattr(attacks, "load_captioner", lambda *_: captioner)
+    sent = Captions(("zero", "two"), (("a cat",), ("a fox", "a dog")))
+    job = job_of(images(2, 0, 0), method="fgl")
+    assert attack(job, sent)["captions"].tolist() == [1, 0, 1]
 
 
 def test_confidence_is_liras(monkeypatch: pytest.MonkeyPatch) -> None:
