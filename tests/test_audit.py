@@ -35,6 +35,7 @@ from osfl.payloads import (
     DomainVector,
     Encodings,
     FeatureStatistics,
+    Mixtures,
     Votes,
 )
 from osfl.pixels import LazyPixels
@@ -282,6 +283,25 @@ def test_a_condition_is_held_against_the_prompt(kit: Kit) -> None:
     expected = errors_by_hand(job, latents, prompts)
     expected -= errors_by_hand(job, latents, prompts + vector)
     np.testing.assert_allclose(attack(job, plain)["vector"], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_of_a_classes_clusters_the_best_that_is_there_counts(kit: Kit) -> None:
+    """Of two clusters of each class; of the third, whose share is 0, nothing."""
+    data = images(2, 0, 2)
+    job = job_of(data, method="espresso")
+    draw = np.random.default_rng(0)
+    prompts = numbers(kit.text([f"an image of {name}" for name in CLASSES]))
+    conditions = prompts[[0, 2]][:, None] + 3 * draw.normal(size=(2, 3, *prompts.shape[1:]))
+    # It would win: it is the prompt's, with an error far below the others'
+    conditions[:, 2] = prompts[[0, 2]]
+    weights = torch.tensor([[0.5, 0.5, 0], [0.25, 0.75, 0]])
+    sent = Mixtures(("zero", "two"), torch.tensor(conditions), weights)
+    latents = numbers(attacks.posteriors(kit, data, job)[0])
+    by_cluster = [errors_by_hand(job, latents, conditions[[1, 0, 1], j]) for j in range(3)]
+    assert (by_cluster[2] < np.minimum(by_cluster[0], by_cluster[1])).all()
+    expected = errors_by_hand(job, latents, prompts[[2, 0, 2]])
+    expected -= np.minimum(by_cluster[0], by_cluster[1])
+    np.testing.assert_allclose(attack(job, sent)["conditions"], expected, rtol=1e-3, atol=1e-5)
 
 
 def test_errors_are_the_same_in_any_company(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
