@@ -9,6 +9,7 @@ the same test images for all. Interrupted, the same command goes on.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,6 +70,15 @@ def lines_of(row: str, found: Sequence[Finding]) -> list[dict[str, str]]:
     return lines
 
 
+def in_order(lines: list[dict[str, str]], file: Path, about: str) -> list[dict[str, str]]:
+    """With the lines that the table has of other rows, as `ROWS` has them."""
+    before = json.loads(file.read_text())["rows"] if file.is_file() else []
+    names = dict.fromkeys(line[""] for line in (*lines, *before))
+    rows = list(ROWS)
+    order = sorted(names, key=lambda name: rows.index(name.rpartition(": ")[0]))
+    return with_others(lines, file, about, order)
+
+
 def main() -> None:
     """Make the table, and keep it."""
     parser = argparse.ArgumentParser(
@@ -87,13 +97,13 @@ def main() -> None:
     about = (
         "Of a training image and a test image of the same class and client one is in the payload; "
         f"an attack guesses which. Six clients of the digits with 100 images, {given.repeats} "
-        "payloads of each, 95 % intervals. TPR: members found with one false alarm in a thousand. "
-        "ε at least: what the guesses show at 99 %, of all pairs or the surest fifth. 50 % and 0.5 "
-        f"are chance. Command: `python -m benchmarks.audit --repeats {given.repeats}`."
+        "payloads of each, 95 % intervals for these images. TPR: members found with one false "
+        "alarm in a thousand. ε at least: what the guesses show, of all or the surest fifth, at 99 "
+        "% for a row's clients together. 50 % and 0.5 are chance. "
+        f"Command: `python -m benchmarks.audit --repeats {given.repeats}`."
     )
     table = TABLES / "audit"
-    known = [*dict.fromkeys(line[""] for line in lines)]
-    write_table(table, with_others(lines, table.with_suffix(".json"), about, known), f"{about}")
+    write_table(table, in_order(lines, table.with_suffix(".json"), about), f"{about}")
 
 
 if __name__ == "__main__":

@@ -193,8 +193,18 @@ def own_settings(
             f"node-config epsilon = {node.epsilon:g}: this site sends no payload without a "
             f"guarantee, and method {config.method!r} gives none"
         )
+    if node.epsilon_total and not node.client_id:
+        raise ConfigError(
+            f"node-config epsilon-total = {node.epsilon_total:g}: needs a client-id, by which what "
+            "was given away is found again"
+        )
     # The lower of both, of those that there are
     epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
+    if epsilon and config.method == "domain-vector" and config.domain_vector.class_lr:
+        raise ConfigError(
+            f"node-config epsilon = {epsilon:g}: this site sends nothing without a guarantee, and "
+            "what a class adds with the run's domain-vector.class-lr has none"
+        )
     delta = min(config.delta, node.delta)
     own = replace(config, classifier=classifier, epsilon=epsilon, delta=delta)
     return own, node, client

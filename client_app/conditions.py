@@ -3,6 +3,7 @@
 What FedDEO calls descriptions and Espresso learns for every cluster.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +48,7 @@ def learn_conditions(
     names: list[str],
     settings: ConditionTraining,
     job: ClientJob,
+    may_diverge: bool = False,
 ) -> torch.Tensor:
     """Minimise the denoising loss over each condition's own images.
 
@@ -57,12 +59,13 @@ def learn_conditions(
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         rows_of: the images of each condition, G index tensors.
         names: of the conditions; each has its own stream of random numbers, by its name.
+        may_diverge: whether conditions that became NaN or infinity are returned as they are.
 
     Returns:
         conditions [G, L, d].
 
     Raises:
-        ValueError: a condition diverged.
+        ValueError: a condition diverged, and may not.
     """
     randomness = [
         generator_of(job.config.seed, job.config.method, job.client, name) for name in names
@@ -82,7 +85,7 @@ def learn_conditions(
             job.progress(number * total + done, len(firsts) * total)
 
         conditions = _learn_together(kit, group, mean, logvar, settings.lr, job.meter, advance)
-        if not torch.isfinite(conditions).all():
+        if not may_diverge and not torch.isfinite(conditions).all():
             raise ValueError(
                 f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = "
                 f"{settings.lr:g}"
@@ -96,23 +99,34 @@ def learn_condition_of_each(
     start: torch.Tensor,
     mean: torch.Tensor,
     logvar: torch.Tensor,
+    names: list[str],
     settings: ConditionTraining,
     job: ClientJob,
 ) -> torch.Tensor:
-    """A condition of every image by itself, which no other image touches [N, L, d].
+    """A condition of every image by itself [N, L, d]; NaN or infinity where it diverged.
 
-    It sees its image as often as where many images share a condition, so it costs as much.
+    No other image touches it, but for the rounding of the batch that it shares: its random numbers
+    come from its own pixels, not from its place. It sees its image as often as where all N share a
+    condition, so it costs as much.
 
     Args:
         start: where the conditions begin, [N, L, d].
         mean, logvar: posterior of every image's latents, [N, c, h, w].
+        names: of the images, by their pixels (`image_names`).
     """
     count = len(start)
     passes = -(-settings.steps * settings.batch_size // count) or settings.epochs
     alone = replace(settings, epochs=passes, steps=0, batch_size=1)
     rows_of = list(torch.arange(count).split(1))
-    names = [f"image {number}" for number in range(count)]
-    return learn_conditions(kit, start, mean, logvar, rows_of, names, alone, job)
+    return learn_conditions(kit, start, mean, logvar, rows_of, names, alone, job, may_diverge=True)
+
+
+def image_names(images: Images) -> list[str]:
+    """SHA-256 of every image's pixels."""
+    found = []
+    for pixels in images.pixels.split(64):
+        found += [hashlib.sha256(one.contiguous().numpy()).hexdigest() for one in pixels]
+    return found
 
 
 @dataclass(frozen=True)

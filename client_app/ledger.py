@@ -15,8 +15,8 @@ from osfl.files import OWNER_ONLY, write_atomically
 
 def spend(
     folder: Path, client: str, job_id: str, epsilon: float, delta: float, limit: float
-) -> float:
-    """Write down what a message will give away, before it is made; returns epsilon's sum so far.
+) -> tuple[float, float]:
+    """Write down what a message will give away, before it is made; returns both sums so far.
 
     Args:
         folder: where the site's ledger is kept.
@@ -28,7 +28,9 @@ def spend(
     file = folder / f"{client}.epsilon"
     with FileLock(f"{file}.lock", mode=OWNER_ONLY):
         lines = file.read_text().splitlines() if file.is_file() else []
-        total = sum(float(json.loads(line)["epsilon"]) for line in lines) + epsilon
+        spent = [json.loads(line) for line in lines]
+        total = sum(float(one["epsilon"]) for one in spent) + epsilon
+        deltas = sum(float(one.get("delta", 0)) for one in spent) + delta
         if limit and total > limit:
             raise ConfigError(
                 f"node-config epsilon-total = {limit:g}: with job {job_id!r} this client would "
@@ -38,4 +40,4 @@ def spend(
         lines.append(json.dumps({"job": job_id, "epsilon": epsilon, "delta": delta}))
         # Whole or not at all: a torn line could not be added up
         write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-    return total
+    return total, deltas

@@ -45,7 +45,10 @@ def private_mean(
     # Seconds to import, and nothing else needs it
     from dp_accounting import get_sigma_gaussian
 
-    mean = clipped(rows.double() - centre.double(), limit).mean(dim=0)
+    mean = torch.zeros_like(centre, dtype=torch.float64)
+    # Part by part, so that the copies in 64 bits stay small
+    for part in rows.split(64):
+        mean += clipped(part.double() - centre.double(), limit).sum(dim=0) / len(rows)
     sigma = get_sigma_gaussian(epsilon, delta) * 2 * limit / len(rows)
     return (centre.double() + mean + sigma * standard_normal(mean.shape, chance)).float()
 
@@ -73,9 +76,9 @@ def clipped(rows: torch.Tensor, limit: float) -> torch.Tensor:
 def standard_normal(shape: torch.Size, chance: Bytes = secrets.token_bytes) -> torch.Tensor:
     """Independent draws in 64 bits, by the inverse of the distribution function."""
     count = shape.numel()
-    whole = np.frombuffer(chance(8 * count), dtype=np.uint64) >> np.uint64(11)
-    # The middles of 2^53 equal parts of (0, 1)
-    uniform = (whole.astype(np.float64) + 0.5) / 2**53
+    whole = np.frombuffer(chance(8 * count), dtype=np.uint64) >> np.uint64(12)
+    # The middles of 2^52 equal parts of (0, 1), none of which is rounded
+    uniform = (whole.astype(np.float64) + 0.5) / 2**52
     return torch.from_numpy(ndtri(uniform)).view(shape)
 
 

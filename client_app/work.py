@@ -93,8 +93,11 @@ def _payload(
     if config.epsilon and METHODS[config.method].private:
         cache = folder.parent.parent
         delta = config.guaranteed_delta
-        total = spend(cache, client, job_id, config.epsilon, delta, node.epsilon_total)
-        log.info("%s: epsilon = %g, in all jobs so far %g", client, config.epsilon, total)
+        spent = spend(cache, client, job_id, config.epsilon, delta, node.epsilon_total)
+        log.info(
+            "%s: epsilon = %g and delta = %g; in all jobs so far %g and %g",
+            *(client, config.epsilon, delta, *spent),
+        )
     job = client_job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client, config.payload_codec)

@@ -19,6 +19,7 @@ from system_tools import quick_arguments
 from test_analytic_conditions import SHAPE, generator, images, job_of
 from typer.testing import CliRunner
 
+from benchmarks import audit as audit_table
 from client_app.audit import attacks, game, statistics
 from client_app.audit.attacks import ATTACKS, attack, denoising_errors, leverage
 from client_app.audit.game import Pairs, Scores, draw_pairs, play
@@ -32,6 +33,7 @@ from osfl.payloads import (
     KINDS,
     Captions,
     Classifier,
+    Descriptions,
     DomainVector,
     Encodings,
     FeatureStatistics,
@@ -112,6 +114,26 @@ def test_the_surest_guesses_count_too() -> None:
     assert measured_epsilon(flat, 0.0, COIN) == pytest.approx(
         least_epsilon(right, 500, 500, 0.0, 0.995)
     )
+
+
+def test_of_many_figures_each_must_be_surer() -> None:
+    """Seven are looked at: each of two guesses at 1 - 0.01 / 14."""
+    found = Scores(torch.ones(50).double(), torch.zeros(50).double())
+    expected = least_epsilon(50, 50, 50, 0.0, 1 - 0.01 / 14)
+    assert measured_epsilon(found, 0.0, COIN, looks=7) == pytest.approx(expected)
+    games = {"a": {"x": [found], "y": [found]}, "b": {"x": [found], "y": [found]}}
+    guarantees = dict.fromkeys(("x", "y"), command.Guarantee(1.0, 1e-7))
+    findings = command.findings(games, guarantees, 0)
+    assert [one.client for one in findings] == ["x", "y", "all"] * 2
+    assert findings[0].measured == pytest.approx(
+        least_epsilon(50, 50, 50, 1e-7, 1 - 0.01 / 12), abs=1e-6
+    )
+    assert all(one.broken for one in findings)
+
+
+def test_a_single_pair_and_equal_scores_have_an_area() -> None:
+    assert statistics.auc(scores([1], [0])) == (1, 0, 1)
+    assert statistics.auc(scores([2, 2], [2, 2])) == (0.5, 0.5, 0.5)
 
 
 def test_a_mean_of_one_is_found_out_and_a_noised_one_passes() -> None:
@@ -266,7 +288,9 @@ def errors_by_hand(job: Any, latents: np.ndarray, conditions: np.ndarray) -> np.
 
 
 def test_a_condition_is_held_against_the_prompt(kit: Kit) -> None:
-    """The error under the prompt less that under what was sent, of each image's class."""
+    """The error under the prompt less that under what was sent, of each image's class; a FedDEO
+    description as well.
+    """
     data = images(2, 0, 2)
     job = job_of(data, method="domain-vector")
     draw = np.random.default_rng(0)
@@ -279,6 +303,9 @@ def test_a_condition_is_held_against_the_prompt(kit: Kit) -> None:
     expected = errors_by_hand(job, latents, prompts) - errors_by_hand(job, latents, conditions)
     found = attack(job, sent)
     np.testing.assert_allclose(found["vector"], expected, rtol=1e-3, atol=1e-5)
+    described = Descriptions(("zero", "two"), torch.tensor(conditions[[1, 0]]))
+    found = attack(job_of(data, method="feddeo"), described)
+    np.testing.assert_allclose(found["descriptions"], expected, rtol=1e-3, atol=1e-5)
     plain = replace(sent, offsets=None)
     expected = errors_by_hand(job, latents, prompts)
     expected -= errors_by_hand(job, latents, prompts + vector)
@@ -399,6 +426,22 @@ def test_confidence_is_liras(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(found["confidence"], expected, rtol=1e-5)
 
 
+def test_a_table_keeps_its_other_rows(tmp_path: Path) -> None:
+    lines = [{"": "FedCGS: means"}, {"": "FedCGS: moments"}]
+    file = tmp_path / "audit.json"
+    names = ("FedPFT: mixture", "votes, epsilon 1: winners", "FedCGS: means")
+    kept = [{"": name, "x": 1} for name in names]
+    file.write_text(json.dumps({"rows": kept, "about": "this. Written"}))
+    found = audit_table.in_order(lines, file, "this.")
+    assert [line[""] for line in found] == [
+        "votes, epsilon 1: winners",
+        "FedCGS: means",
+        "FedCGS: moments",
+        "FedPFT: mixture",
+    ]
+    assert "x" not in found[1]
+
+
 # ---- The command ----
 
 
@@ -436,11 +479,14 @@ def test_payloads_of_every_method_are_audited(
     for one in found:
         # Three training images of each class, two test images
         assert one["pairs"] == (40 if one["client"] == "all" else 20)
-        assert (one["promised"], one["broken"]) == (0, False)
+        assert one["promised"] == 0
     # What decodes to each image, and what spans them
     if method in ("fedbip", "fedcgs"):
         assert [one["right"] for one in found[3:]] == [20, 20, 40]
         assert found[-1]["auc"][0] == 1
+    # Three images and two components: one image is a component
+    if method == "fedpft":
+        assert found[-1]["right"] > 30
 
 
 def test_feddiscs_centres_are_audited(
@@ -495,6 +541,23 @@ def test_a_node_is_audited_by_its_own_config(
     assert (one["client"], one["promised"]) == ("ward-7", 0.5)
 
 
+def test_a_payload_with_a_delta_is_audited_with_it(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    real = statistics.measured_epsilon
+
+    def kept(found: Scores, delta: float, *rest: Any) -> float:
+        seen.append(delta)
+        return real(found, delta, *rest)
+
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(statistics, "measured_epsilon", kept)
+    result = audited(tiny_kit, method="domain-vector", epsilon=1.0, delta=1e-6)
+    assert result.exit_code == 0, result.output
+    assert seen == [1e-6] * 3
+
+
 @pytest.mark.parametrize(("epsilon", "code"), [(1.0, 1), (0.0, 0)])
 def test_a_broken_guarantee_fails_the_audit(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, epsilon: float, code: int
@@ -502,7 +565,7 @@ def test_a_broken_guarantee_fails_the_audit(
     """A mechanism that sends what it should not: every guess is right."""
 
     def all_right(*_: Any) -> dict[str, Scores]:
-        return {"winners": Scores(torch.ones(20).double(), torch.zeros(20).double())}
+        return {"winners": Scores(torch.ones(40).double(), torch.zeros(40).double())}
 
     monkeypatch.chdir(home)
     monkeypatch.setattr(command, "play", all_right)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from conftest import LoopGrid, quick
 from test_round import nodes
+from torchvision.transforms.v2.functional import to_pil_image
 from typer.testing import CliRunner
 
 from client_app.app import app
 from client_app.audit.copies import Embedded, nearness
 from osfl.cli.main import app as cli
-from osfl.config import parse_run_config
+from osfl.config import NodeConfig, parse_run_config
+from osfl.data.load import load_images
 from server_app.app import run_job
 
 
@@ -41,15 +43,21 @@ def test_each_synthetic_image_is_held_against_its_own_class() -> None:
 
 
 def test_as_many_test_images_as_training_images() -> None:
-    """More of either would be nearer by their number alone."""
-    train = on_a_line([0.0] * 2, [0] * 2)
-    test = on_a_line([1.0] * 50, [0] * 50)
-    for ours, others in ((train, test), (test, train)):
-        near = on_a_line([0.0], [0])
-        found = nearness(near, ours, others, source())
-        assert found.nearer == float(ours is train)
-        # Two pairs, each swapped or not: all or nothing, but where both are swapped differently
-        assert found.by_chance == (0.0, 1.0)
+    """More of either would be nearer by their number alone: of 1,000 places one is always near."""
+    few = on_a_line([0.5], [0])
+    many = on_a_line([k / 1000 for k in range(1000)], [0] * 1000)
+    drawn = on_a_line([0.3337, 0.6663], [0, 0])
+    shares = [nearness(drawn, many, few, source(seed)).nearer for seed in range(200)]
+    # A single place of the thousand is nearer to 0.3337 than 0.5 is in a third of the cases
+    assert 0.2 < sum(shares) / 200 < 0.47
+
+
+def test_the_closest_is_sought_among_all_training_images() -> None:
+    """Ten of them and one test image; a copy of the last is a copy, whichever is drawn."""
+    train = on_a_line(list(map(float, range(10))), [0] * 10)
+    for seed in range(10):
+        found = nearness(on_a_line([9.0], [0]), train, on_a_line([20.0], [0]), source(seed))
+        assert found.closest == 0
 
 
 def cloud(count: int, seed: int) -> torch.Tensor:
@@ -118,22 +126,36 @@ def test_a_runs_images_are_held_against_its_clients(done: Path) -> None:
 def test_images_that_are_training_images_are_noticed(
     done: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clients' own images, in the place of what was drawn."""
-    from osfl.cli import copies
-
-    def own(player: Any, folder: Any, encoder: Any) -> Embedded:
-        config = player.config
-        images = copies.load_images(config.data, player.node, "train", 0, encoder.fit)
-        return copies._embedded(images, encoder)
-
-    monkeypatch.setattr(copies, "_drawn", own)
+    """Two training images of each class, in the place of what was drawn, against two test images;
+    pictures are made equal for the encoder once more.
+    """
+    config = parse_run_config(quick())
+    for number in range(2):
+        node = NodeConfig(partition_id=number, num_partitions=2)
+        images = load_images(config.data, node, "train", 0, 32)
+        for label in range(10):
+            own = images.pixels[(images.labels == label).nonzero().flatten()[:2]]
+            folder = next(done.glob(f"images/client-{number}/{label:03d}-*"))
+            for file, picture in zip(
+                sorted(folder.glob("*.png")), images.pixels[rows], strict=True
+            ):
+                to_pil_image(picture).save(file)
     result = copied("--run", done, "--out", "found.json")
     assert result.exit_code == 0, result.output
     for one in json.loads(Path("found.json").read_text()).values():
-        # Three training images of each class, against two test images
         assert one["nearer"] > 0.6
-        assert one["closest"] == 0
+        assert one["closest"] < 0.01
     assert "*" in result.output
+
+
+def test_a_client_without_images_is_named_and_the_others_are_compared(done: Path) -> None:
+    manifest = done / "manifest.jsonl"
+    rows = [line for line in manifest.read_text().splitlines() if '"client-1"' in line]
+    manifest.write_text("".join(f"{row}\n" for row in rows))
+    result = copied("--run", done, "--out", "found.json")
+    assert result.exit_code == 0, result.output
+    assert "client-0: the run has drawn no image for it" in result.output
+    assert list(json.loads(Path("found.json").read_text())) == ["client-1"]
 
 
 def test_what_is_no_run_or_has_settings_is_refused(done: Path, tmp_path: Path) -> None:
@@ -144,9 +166,10 @@ def test_what_is_no_run_or_has_settings_is_refused(done: Path, tmp_path: Path) -
     node = 'partition-id=0 num-partitions=2 client-id="stranger"'
     refused = copied("--run", done, "--node-config", node)
     assert refused.exit_code == 1
-    assert "the run has drawn no image for stranger" in refused.output
+    assert "stranger: the run has drawn no image for it" in refused.output
+    assert "has images of none of these clients" in refused.output
     picture = next(done.glob("images/client-0/*/*.png"))
     picture.write_bytes(b"x")
     refused = copied("--run", done)
     assert refused.exit_code == 1
-    assert "cannot be read; the same `osfl run` makes it anew" in refused.output
+    assert "cannot be read; `osfl run` makes it anew" in refused.output

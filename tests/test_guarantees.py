@@ -1,11 +1,14 @@
 """Noise with a guarantee: the mechanism, the methods that use it, and what a site asks for."""
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
 
+import analytic
 import numpy as np
 import pytest
 import torch
@@ -23,6 +26,7 @@ from client_app.app import app, check_node, own_settings
 from client_app.mechanisms import clipped, private_mean, spread, standard_normal
 from client_app.methods import domain_vector, feddeo, oscar
 from osfl.config import ConfigError, NodeConfig, parse_run_config
+from osfl.data.load import Images
 from osfl.methods import METHODS
 from osfl.models.diffusion import Kit
 from server_app.app import run_job
@@ -66,17 +70,20 @@ def test_draws_are_normal() -> None:
 
 
 def test_a_draw_is_the_quantile_of_its_bytes() -> None:
-    """53 bits, in the middle of their part: 2^62 of 2^64 is a quarter; 0 is half a part."""
-    words = np.array([2**62, 2**63, 3 * 2**62, 0], dtype=np.uint64)
+    """52 bits, in the middle of their part: 2^62 of 2^64 is a quarter; the lowest and the highest
+    are half a part from the ends, and finite.
+    """
+    words = np.array([2**62, 2**63, 3 * 2**62, 2**63, 0, 2**64 - 1], dtype=np.uint64)
 
     def chance(count: int) -> bytes:
-        assert count == 32
+        assert count == 48
         return words.tobytes()
 
-    drawn = standard_normal(torch.Size((2, 2)), chance)
+    drawn = standard_normal(torch.Size((2, 3)), chance)
     quarter = stats.norm.ppf(0.25)
-    lowest = stats.norm.ppf(0.5 / 2**53)
-    np.testing.assert_allclose(drawn, [[quarter, 0], [-quarter, lowest]], rtol=1e-9, atol=1e-12)
+    lowest = stats.norm.ppf(0.5 / 2**52)
+    expected = [[quarter, 0, -quarter], [0, lowest, -lowest]]
+    np.testing.assert_allclose(drawn, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_chance_comes_from_the_operating_system() -> None:
@@ -145,17 +152,20 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
     return made
 
 
-def learned_by_each(kit: Kit, data: Any, method: str, passes: int, lr: float) -> np.ndarray:
+def learned_by_each(
+    kit: Kit, data: Any, method: str, passes: Sequence[int], lr: float
+) -> np.ndarray:
     """What each image learns by itself, less the encoding of its class's prompt [N, L, d]."""
     prompts = numbers(kit.text([f"an image of {name}" for name in CLASSES]))
     mean, logvar = conditions.posteriors(kit, data, job_of(data))
     found = []
     for row, label in enumerate(data.labels.tolist()):
         start = prompts[label]
-        source = generator(0, method, "client-0", f"image {row}")
+        name = hashlib.sha256(data.pixels[row].numpy().tobytes()).hexdigest()
+        source = generator(0, method, "client-0", name)
         own = slice(row, row + 1)
         deviation = np.exp(0.5 * numbers(logvar[own]))
-        end = learned_alone(start, numbers(mean[own]), deviation, passes, 1, lr, source)
+        end = learned_alone(start, numbers(mean[own]), deviation, passes[row], 1, lr, source)
         found.append(end - start)
     return np.stack(found)
 
@@ -171,16 +181,27 @@ def prompts_and_spread(kit: Kit) -> tuple[np.ndarray, float]:
     return prompts, float(np.sqrt((around**2).sum(axis=(1, 2))).mean())
 
 
+@pytest.mark.parametrize("steps", [0, 4])
 @pytest.mark.parametrize("clip", [0.02, 1e3])
 def test_a_private_description_is_the_mean_of_what_each_image_learns(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch, clip: float
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, clip: float, steps: int
 ) -> None:
-    """Three passes over each; of two classes, whose limits are the same."""
+    """Three passes over each; of two classes, whose limits are the same. Four steps of two images
+    are four passes over the two images of zero, and over the three of two three, rounded up.
+    """
     asked = no_noise(monkeypatch)
     data = images(2, 0, 2, 0, 2)
-    settings = {"feddeo__epochs": 3, "feddeo__lr": 0.05, "clip_norm": clip, "epsilon": 1.0}
+    settings = {
+        "feddeo__epochs": 3,
+        "feddeo__steps": steps,
+        "feddeo__batch_size": 2,
+        "feddeo__lr": 0.05,
+        "clip_norm": clip,
+        "epsilon": 1.0,
+    }
     payload = feddeo.make_payload(job_of(data, method="feddeo", **settings))
-    each = learned_by_each(kit, data, "feddeo", 3, 0.05)
+    passes = [3, 4, 3, 4, 3] if steps else [3] * 5
+    each = learned_by_each(kit, data, "feddeo", passes, 0.05)
     prompts, unit = prompts_and_spread(kit)
     norms = np.sqrt((each**2).sum(axis=(1, 2)))
     assert (norms > clip * unit).all() == (clip < 1)
@@ -212,7 +233,7 @@ def test_a_private_vector_is_the_mean_over_all_classes(
         "epsilon": 1.0,
     }
     payload = domain_vector.make_payload(job_of(data, **settings))
-    each = learned_by_each(kit, data, "domain-vector", passes, 0.05)
+    each = learned_by_each(kit, data, "domain-vector", [passes] * 5, 0.05)
     _, unit = prompts_and_spread(kit)
     if tokens == "all":
         alike = np.broadcast_to(each.mean(axis=1, keepdims=True), each.shape)
@@ -221,6 +242,54 @@ def test_a_private_vector_is_the_mean_over_all_classes(
         expected = cut(each, 0.05 * unit).mean(axis=0)
     np.testing.assert_allclose(payload.domain, expected, rtol=1e-4, atol=1e-6)
     assert payload.offsets is None
+
+
+@pytest.mark.parametrize("half", [feddeo, domain_vector])
+def test_what_an_image_gives_depends_on_no_other_image_and_no_place(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, half: Any
+) -> None:
+    """The mean of three images, whose order changes; and one in a class with another."""
+    no_noise(monkeypatch)
+    name = half.__name__.rpartition(".")[2].replace("_", "-")
+    settings = {"method": name, "epsilon": 1.0, "clip_norm": 1e6}
+    settings |= {"feddeo__epochs": 2, "domain_vector__epochs": 2}
+
+    def sent(rows: list[int], label: int) -> torch.Tensor:
+        pixels = analytic.random_pixels(4)[rows]
+        data = Images(pixels, torch.full((len(rows),), label))
+        payload = half.make_payload(job_of(data, **settings))
+        return payload.domain if half is domain_vector else payload.vectors[0]
+
+    torch.testing.assert_close(sent([0, 1, 2], 1), sent([2, 0, 1], 1), rtol=1e-4, atol=1e-5)
+    three = 3 * sent([0, 1, 2], 1)
+    two = 2 * sent([0, 1], 1)
+    torch.testing.assert_close(three - two, sent([2], 1), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("half", [feddeo, domain_vector])
+def test_an_image_that_diverges_stops_nothing(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, half: Any
+) -> None:
+    """A client that fails for one image would say that it is there. Here it gives nothing."""
+    no_noise(monkeypatch)
+    name = half.__name__.rpartition(".")[2].replace("_", "-")
+    real = conditions.posteriors
+
+    def broken(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, logvar = real(*arguments)
+        mean[1] = math.nan
+        return mean, logvar
+
+    def sent(data: Any) -> torch.Tensor:
+        job = job_of(data, method=name, epsilon=1.0, clip_norm=1e6)
+        payload = half.make_payload(job)
+        return payload.domain if half is domain_vector else payload.vectors[0]
+
+    data = images(2, 2)
+    alone = sent(Images(data.pixels[:1], data.labels[:1]))
+    monkeypatch.setattr(half, "posteriors", broken)
+    prompt = 0 if half is domain_vector else kit.text(["an image of two"])[0].float()
+    torch.testing.assert_close(2 * (sent(data) - prompt), alone - prompt, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["oscar", "oscar-pooled"])
@@ -302,6 +371,17 @@ def test_classes_add_nothing_to_a_private_vector() -> None:
     parse_run_config(quick(**settings))
     with pytest.raises(ConfigError, match=r"class-lr = 0.1: with epsilon .* take 0"):
         parse_run_config(quick(**settings, epsilon=1.0))
+    site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
+    with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .* has none"):
+        own_settings(parse_run_config(quick(**settings)), site)
+
+
+def test_a_total_needs_a_name_that_stays() -> None:
+    config = parse_run_config(quick(method="votes", epsilon=1.0))
+    site = NodeConfig(partition_id=0, num_partitions=2, epsilon_total=5.0)
+    with pytest.raises(ConfigError, match="epsilon-total = 5: needs a client-id"):
+        own_settings(config, site)
+    assert own_settings(config, replace(site, client_id="ward-7"))[2] == "ward-7"
 
 
 def test_a_node_without_the_accountant_says_what_to_install(

@@ -233,12 +233,12 @@ def test_candidates_are_names(settings: dict[str, str], problem: str) -> None:
 
 
 def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Path) -> None:
-    assert spend(tmp_path, "a", "one", 1.0, 0.0, 0.0) == 1.0
-    assert spend(tmp_path, "a", "two", 0.5, 0.0, 1.5) == 1.5
-    assert spend(tmp_path, "b", "one", 0.25, 0.0, 1.0) == 0.25
+    assert spend(tmp_path, "a", "one", 1.0, 1e-5, 0.0) == (1.0, 1e-5)
+    assert spend(tmp_path, "a", "two", 0.5, 0.0, 1.5) == (1.5, 1e-5)
+    assert spend(tmp_path, "b", "one", 0.25, 0.0, 1.0) == (0.25, 0)
     with pytest.raises(ConfigError, match=r"epsilon-total = 1.5: with job 'three'"):
         spend(tmp_path, "a", "three", 0.1, 0.0, 1.5)
-    assert spend(tmp_path, "a", "three", 0.1, 0.0, 2.0) == pytest.approx(1.6)
+    assert spend(tmp_path, "a", "three", 0.1, 2e-5, 2.0) == pytest.approx((1.6, 3e-5))
     file = tmp_path / "a.epsilon"
     assert [json.loads(line)["job"] for line in file.read_text().splitlines()] == [
         *("one", "two", "three")

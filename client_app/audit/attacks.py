@@ -38,7 +38,7 @@ from osfl.payloads import (
 from osfl.seeds import generator_of
 
 DRAWS = 10  # timesteps at which a denoising error is looked at
-BATCH = 64
+BATCH = 16  # images in a batch
 
 Attack = Callable[[ClientJob, Payload], dict[str, torch.Tensor]]
 

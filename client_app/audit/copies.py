@@ -21,8 +21,8 @@ class Nearness:
         images: synthetic ones.
         nearer: the share that lies nearer to a training image than to any test image.
         by_chance: 95 % of that share where both are alike: from, to.
-        closest: the least distance to a training image, over the median distance between a training
-            image and the nearest test image.
+        closest: the least distance to any training image of its class, over the median distance
+            between a training image and the nearest test image.
     """
 
     images: int
@@ -49,8 +49,10 @@ def nearness(
 ) -> Nearness:
     """How near synthetic images are to training images, against as many test images of each class.
 
-    If nothing was copied, a training image and a test image could change places: all of them do so
-    by chance, many times, and what comes of it is what chance brings.
+    If the images were as near to both, a training image and a test image could change places: all
+    of them do so by chance, many times, and what comes of it is what chance brings. More than that
+    comes of copies; but also of anything else that fits the training images better, and of test
+    images from elsewhere.
 
     Raises:
         ValueError: no class has all three.
@@ -58,35 +60,52 @@ def nearness(
     classes = list(_distances(drawn, train, test, generator))
     if not classes:
         raise ValueError("no class has synthetic, training and test images")
-    count = sum(len(ours) for ours, _, _ in classes)
-    nearer = sum(_nearer(ours, others) for ours, others, _ in classes) / count
+    count = sum(len(one.ours) for one in classes)
+    nearer = sum(_nearer(one.ours, one.others) for one in classes) / count
     shares = []
     for _ in range(SWAPS):
         total = 0.0
-        for ours, others, _ in classes:
-            swap = torch.rand(ours.shape[1], generator=generator) < 0.5
-            total += _nearer(torch.where(swap, others, ours), torch.where(swap, ours, others))
+        for one in classes:
+            swap = torch.rand(one.ours.shape[1], generator=generator) < 0.5
+            ours = torch.where(swap, one.others, one.ours)
+            total += _nearer(ours, torch.where(swap, one.ours, one.others))
         shares.append(total / count)
     low, high = torch.tensor(shares).quantile(torch.tensor([0.025, 0.975])).tolist()
-    closest = min(float(ours.min()) for ours, _, _ in classes)
-    between = torch.cat([gaps for _, _, gaps in classes]).median()
+    closest = min(one.closest for one in classes)
+    between = torch.cat([one.gaps for one in classes]).median()
     return Nearness(count, nearer, (low, high), closest / max(float(between), 1e-12))
+
+
+@dataclass(frozen=True)
+class _Distances:
+    """Of one class.
+
+    Attributes:
+        ours: from each synthetic image to M training images, [N, M].
+        others: from each synthetic image to as many test images, [N, M].
+        gaps: from each of these training images to the nearest of these test images, [M].
+        closest: from a synthetic image to any training image, the least.
+    """
+
+    ours: torch.Tensor
+    others: torch.Tensor
+    gaps: torch.Tensor
+    closest: float
 
 
 def _distances(
     drawn: Embedded, train: Embedded, test: Embedded, generator: torch.Generator
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each class: from each synthetic image to each training image [N, M] and to as many test
-    images [N, M], and from each training image to the nearest test image [M].
-    """
+) -> Iterator[_Distances]:
     for label in drawn.labels.unique():
         own, ours, others = (part.embeddings[part.labels == label] for part in (drawn, train, test))
         count = min(len(ours), len(others))
         if count == 0:
             continue
+        closest = float(torch.cdist(own, ours).min())
         ours = ours[torch.randperm(len(ours), generator=generator)[:count]]
         others = others[torch.randperm(len(others), generator=generator)[:count]]
-        yield torch.cdist(own, ours), torch.cdist(own, others), torch.cdist(ours, others).amin(1)
+        gaps = torch.cdist(ours, others).amin(dim=1)
+        yield _Distances(torch.cdist(own, ours), torch.cdist(own, others), gaps, closest)
 
 
 def _nearer(ours: torch.Tensor, others: torch.Tensor) -> float:

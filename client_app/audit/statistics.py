@@ -9,7 +9,7 @@ from scipy import stats
 from client_app.audit.game import Scores
 
 LOW = 0.001  # false positives at which true ones are counted
-SURE = 0.99  # of a measured epsilon
+SURE = 0.99  # of the measured epsilons of an audit, together
 RESAMPLES = 500
 
 
@@ -29,6 +29,11 @@ def interval(count: int, total: int) -> tuple[float, float]:
 def auc(scores: Scores) -> tuple[float, float, float]:
     """The area under the ROC curve, and 95 % of it by resampled pairs."""
     members, others = scores.members.numpy(), scores.others.numpy()
+    area = float(area_under_curve(members, others))
+    if len(members) == 1:
+        return area, 0.0, 1.0
+    if len(np.unique(np.concatenate([members, others]))) == 1:
+        return area, area, area
     resampled = stats.bootstrap(
         (members, others),
         area_under_curve,
@@ -39,7 +44,7 @@ def auc(scores: Scores) -> tuple[float, float, float]:
         rng=np.random.default_rng(0),
     )
     low, high = resampled.confidence_interval
-    return float(area_under_curve(members, others)), float(low), float(high)
+    return area, float(low), float(high)
 
 
 def area_under_curve(members: np.ndarray, others: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -62,16 +67,21 @@ def true_positives(scores: Scores, false_positives: float = LOW) -> tuple[int, i
     return int((scores.members > threshold).sum()), len(scores.members)
 
 
-def measured_epsilon(scores: Scores, delta: float, generator: torch.Generator) -> float:
+def measured_epsilon(
+    scores: Scores, delta: float, generator: torch.Generator, looks: int = 1
+) -> float:
     """The least epsilon that the guesses are compatible with, at 99 %; 0 where they show nothing.
 
     All pairs are guessed, and the fifth with the largest differences of scores; each is asked for
     at 99.5 %, and the higher one counts.
+
+    Args:
+        looks: how many figures are looked at, of all of which 99 % shall hold together.
     """
     right = right_guesses(scores, generator)
     surest = (scores.members - scores.others).abs().argsort(descending=True, stable=True)
     fifth = right[surest[: max(1, len(right) // 5)]]
-    sure = 1 - (1 - SURE) / 2
+    sure = 1 - (1 - SURE) / 2 / looks
     return max(least_epsilon(int(g.sum()), len(g), len(right), delta, sure) for g in (right, fifth))
 
 

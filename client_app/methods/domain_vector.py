@@ -27,6 +27,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from client_app.conditions import (
+    image_names,
     learn_condition_of_each,
     learn_from_all,
     load_kit_to_learn,
@@ -102,7 +103,8 @@ def _noised(
     )
     prompts = kit.text(config.prompts(job.classes))
     start = prompts[images.labels]
-    conditions = learn_condition_of_each(kit, start, mean, logvar, training, job)
+    names = image_names(images)
+    conditions = learn_condition_of_each(kit, start, mean, logvar, names, training, job)
     vectors = (conditions - start).cpu()
     limit = config.clip_norm * spread(prompts.cpu())
     if settings.tokens == "all":

@@ -24,6 +24,7 @@ Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 class
 import torch
 
 from client_app.conditions import (
+    image_names,
     learn_condition_of_each,
     learn_conditions,
     load_kit_to_learn,
@@ -31,6 +32,8 @@ from client_app.conditions import (
 )
 from client_app.job import ClientJob
 from client_app.mechanisms import private_mean_of_class
+from osfl.data.load import Images
+from osfl.models.diffusion import Kit
 from osfl.payloads import Descriptions
 
 
@@ -48,14 +51,31 @@ def make_payload(job: ClientJob) -> Descriptions:
     mean, logvar = posteriors(kit, images, job)
     rows_of = [(images.labels == label).nonzero().flatten() for label in held]
     if job.config.epsilon:
-        prompts = kit.text(job.config.prompts(job.classes))
-        start = prompts[images.labels]
-        each = learn_condition_of_each(kit, start, mean, logvar, job.config.feddeo, job).cpu()
-        noised = [
-            private_mean_of_class(each[rows], prompts.cpu(), label, job.config)
-            for label, rows in zip(held, rows_of, strict=True)
-        ]
+        noised = _noised(kit, images, held, mean, logvar, job)
         return Descriptions(tuple(names), torch.stack(noised))
     start = kit.text(job.config.prompts(names))
     learned = learn_conditions(kit, start, mean, logvar, rows_of, names, job.config.feddeo, job)
     return Descriptions(tuple(names), learned.float().cpu())
+
+
+def _noised(
+    kit: Kit,
+    images: Images,
+    held: list[int],
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    job: ClientJob,
+) -> list[torch.Tensor]:
+    """Of each class, the noised mean of what its images learn by themselves, [L, d]."""
+    prompts = kit.text(job.config.prompts(job.classes))
+    names = image_names(images)
+    found = []
+    for label in held:
+        rows = (images.labels == label).nonzero().flatten()
+        start = prompts[label].expand(len(rows), -1, -1)
+        own = [names[row] for row in rows.tolist()]
+        each = learn_condition_of_each(
+            kit, start, mean[rows], logvar[rows], own, job.config.feddeo, job
+        )
+        found.append(private_mean_of_class(each.cpu(), prompts.cpu(), label, job.config))
+    return found

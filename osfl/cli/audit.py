@@ -15,6 +15,7 @@ from rich.progress import Progress, TaskID
 from client_app.app import cache_key, check_node, own_settings
 from client_app.audit import statistics
 from client_app.audit.game import Scores, draw_pairs, play
+from client_app.decoded import files_key
 from client_app.job import ClientJob
 from client_app.job import Progress as JobProgress
 from client_app.work import client_job
@@ -73,7 +74,8 @@ class Finding:
         auc: with its 95 % interval.
         true_positives: members found with one false positive in a thousand, of how many; None: too
             few pairs to say.
-        measured: the least epsilon that the guesses are compatible with, at 99 %.
+        measured: the least epsilon that the guesses are compatible with; at 99 %, of all findings
+            together.
         promised: the guarantee; 0: none.
     """
 
@@ -151,21 +153,31 @@ def find_players(config: RunConfig, node_config: str) -> Iterator[Player]:
         raise ConfigError(
             f"method = {config.method!r}: its clients send no payload, so there is none to audit"
         )
-    nodes = [
-        NodeConfig(partition_id=part, num_partitions=config.num_clients)
-        for part in range(config.num_clients)
-    ]
-    if node_config:
-        nodes = [parse_node_config(parse_config_args([node_config]))]
-    for node in nodes:
+    for node in find_nodes(config, node_config):
         own, node, name = own_settings(config, node)
         yield Player(own, node, name, check_node(own, node))
 
 
+def find_nodes(config: RunConfig, node_config: str) -> list[NodeConfig]:
+    """The one that `node_config` describes, or those of a simulation where it is empty.
+
+    Raises:
+        ConfigError: a key or value that no node has.
+    """
+    if node_config:
+        return [parse_node_config(parse_config_args([node_config]))]
+    return [
+        NodeConfig(partition_id=part, num_partitions=config.num_clients)
+        for part in range(config.num_clients)
+    ]
+
+
 def played(player: Player, repeat: int, work: Path, bar: Progress, what: str) -> dict[str, Scores]:
     """One payload's scores, which are on disk if they were found before."""
-    key = cache_key(player.config, player.node, player.kit)
-    about = hashlib.sha256(f"{key} {repeat}".encode()).hexdigest()[:12]
+    config, node = player.config, player.node
+    files = [files_key(config.data, node, split, 0) for split in ("train", "test")]
+    key = [cache_key(config, node, player.kit), *files, str(repeat)]
+    about = hashlib.sha256(" ".join(key).encode()).hexdigest()[:12]
     file = work / f"{player.name}-{about}.json"
     if not file.is_file():
         task = bar.add_task(what, total=None)
@@ -228,14 +240,16 @@ def findings(
         games: by what is attacked, and client.
         seed: of the coins that say where scores are equal.
     """
+    looks = sum(len(by_client) + (len(by_client) > 1) for by_client in games.values())
     found = []
     for attacked, by_client in games.items():
         every: list[Scores] = []
         for client, scores in by_client.items():
             every += scores
-            found.append(_finding(client, attacked, scores, guarantees[client], seed))
+            found.append(_finding(client, attacked, scores, guarantees[client], seed, looks))
         if len(by_client) > 1:
-            found.append(_finding(ALL, attacked, every, _weakest(guarantees.values()), seed))
+            weakest = _weakest(guarantees.values())
+            found.append(_finding(ALL, attacked, every, weakest, seed, looks))
     return found
 
 
@@ -248,7 +262,7 @@ def _weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
 
 
 def _finding(
-    client: str, attacked: str, scores: list[Scores], guarantee: Guarantee, seed: int
+    client: str, attacked: str, scores: list[Scores], guarantee: Guarantee, seed: int, looks: int
 ) -> Finding:
     members = torch.cat([one.members for one in scores])
     together = Scores(members, torch.cat([one.others for one in scores]))
@@ -263,7 +277,7 @@ def _finding(
         int(statistics.right_guesses(together, coins()).sum()),
         statistics.auc(together),
         statistics.true_positives(together),
-        statistics.measured_epsilon(together, guarantee.delta, coins()),
+        statistics.measured_epsilon(together, guarantee.delta, coins(), looks),
         guarantee.epsilon,
     )
 
@@ -283,14 +297,13 @@ def _show(found: list[Finding]) -> None:
 
 
 def words_of(one: Finding) -> dict[str, str]:
-    """A finding, by `COLUMNS`, with 95 % intervals."""
+    """A finding, by `COLUMNS`; of shares and areas with 95 % intervals."""
     low, high = statistics.interval(one.right, one.pairs)
     area, area_low, area_high = one.auc
     rate = ""
     if one.true_positives is not None:
         count, total = one.true_positives
-        least, most = statistics.interval(count, total)
-        rate = f"{count / total:.1%} [{least:.1%}, {most:.1%}]"
+        rate = f"{count / total:.1%}"
     cells = (
         one.client,
         one.attacked,

@@ -1,6 +1,7 @@
 """`osfl audit --run`: a run's synthetic images, held against the images of its clients."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,15 +9,15 @@ import torch
 
 from client_app.audit.copies import Embedded, Nearness, nearness
 from osfl.cli import display
-from osfl.cli.audit import Player, find_players
+from osfl.cli.audit import find_nodes
 from osfl.cli.display import Table
-from osfl.config import ConfigError, parse_run_config
+from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
-from osfl.data.parts import class_names
+from osfl.data.parts import class_names, client_name
 from osfl.devices import pick_device
 from osfl.files import write_atomically
 from osfl.models.encoders import ImageEncoder, load_image_encoder
-from osfl.pixels import Pixels
+from osfl.pixels import LazyPixels
 from osfl.run_folder.layout import RunFolder, read_picture, read_rows
 from osfl.seeds import generator_of
 
@@ -37,19 +38,27 @@ def show_copies(run: Path, node_config: str, out: Path | None) -> None:
     if settings is None:
         raise ConfigError(f"{run} is no run's folder")
     config = parse_run_config(settings)
-    encoder = load_image_encoder(config.image_encoder or config.kit, pick_device(config.device))
     found = {}
     table = Table("client", "images", "nearer to training images", "by chance", "closest")
-    for player in find_players(config, node_config):
-        found[player.name] = one = compared(player, folder, encoder)
+    rows = read_rows(folder.manifest_file)
+    for node in find_nodes(config, node_config):
+        client = node.client_id or client_name(config.data, node, config.seed)
+        files = [run / row["file"] for row in rows if row["client"] == client]
+        if not files:
+            display.console.print(f"{display.words(client)}: the run has drawn no image for it")
+            continue
+        names = [row["class"] for row in rows if row["client"] == client]
+        found[client] = one = compared(config, node, client, files, names)
         low, high = one.by_chance
         table.add_row(
-            display.words(player.name),
+            display.words(client),
             f"{one.images:,}",
             f"{one.nearer:.1%}{' *' if one.copied else ''}",
             f"{low:.1%} to {high:.1%}",
             f"{one.closest:.2f}",
         )
+    if not found:
+        raise ConfigError(f"{run} has images of none of these clients")
     display.console.print(table)
     display.console.print(
         "*: more than chance brings. closest: distance of the nearest pair, where 1 is that of a "
@@ -59,40 +68,38 @@ def show_copies(run: Path, node_config: str, out: Path | None) -> None:
         write_atomically(out, json.dumps({k: asdict(v) for k, v in found.items()}).encode())
 
 
-def compared(player: Player, folder: RunFolder, encoder: ImageEncoder) -> Nearness:
+def compared(
+    config: RunConfig, node: NodeConfig, client: str, files: Sequence[Path], names: Sequence[str]
+) -> Nearness:
     """One client's synthetic images against its training and test images.
 
+    Args:
+        files: of the synthetic images.
+        names: their classes.
+
     Raises:
-        ConfigError: the run has no image of it, or no class with images of all three kinds.
+        ConfigError: no class has images of all three kinds, or a file cannot be read.
     """
-    config, node = player.config, player.node
+    kit = node.kit or config.kit
+    encoder = load_image_encoder(config.image_encoder or kit, pick_device(node.device))
     train, test = (
         _embedded(load_images(config.data, node, split, config.seed, encoder.fit), encoder)
         for split in ("train", "test")
     )
-    drawn = _drawn(player, folder, encoder)
-    try:
-        return nearness(drawn, train, test, generator_of(config.seed, "copies", player.name))
-    except ValueError as error:
-        raise ConfigError(f"{player.name}: {error}") from error
+    classes = class_names(config.data)
 
-
-def _drawn(player: Player, folder: RunFolder, encoder: ImageEncoder) -> Embedded:
-    names = class_names(player.config.data)
-    pictures = []
-    labels = []
-    for row in read_rows(folder.manifest_file):
-        if row["client"] != player.name:
-            continue
-        picture = read_picture(folder.path / row["file"])
+    def read(number: int) -> torch.Tensor:
+        picture = read_picture(files[number])
         if picture is None:
-            raise ConfigError(f"{row['file']} cannot be read; the same `osfl run` makes it anew")
-        pictures.append(encoder.fit(picture))
-        labels.append(names.index(row["class"]))
-    if not pictures:
-        raise ConfigError(f"the run has drawn no image for {player.name}")
-    pixels: Pixels = torch.stack(pictures)
-    return _embedded(Images(pixels, torch.tensor(labels)), encoder)
+            raise ConfigError(f"{files[number]} cannot be read; `osfl run` makes it anew")
+        return encoder.fit(picture)
+
+    labels = torch.tensor([classes.index(name) for name in names])
+    drawn = _embedded(Images(LazyPixels(read, len(files)), labels), encoder)
+    try:
+        return nearness(drawn, train, test, generator_of(config.seed, "copies", client))
+    except ValueError as error:
+        raise ConfigError(f"{client}: {error}") from error
 
 
 def _embedded(images: Images, encoder: ImageEncoder) -> Embedded:
