@@ -136,9 +136,8 @@ def test_images_that_are_training_images_are_noticed(
         for label in range(10):
             own = images.pixels[(images.labels == label).nonzero().flatten()[:2]]
             folder = next(done.glob(f"images/client-{number}/{label:03d}-*"))
-            for file, picture in zip(
-                sorted(folder.glob("*.png")), images.pixels[rows], strict=True
-            ):
+            files = sorted(folder.glob("*.png"))
+            for file, picture in zip(files, own, strict=True):
                 to_pil_image(picture).save(file)
     result = copied("--run", done, "--out", "found.json")
     assert result.exit_code == 0, result.output

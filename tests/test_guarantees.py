@@ -406,6 +406,7 @@ def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     found = metrics(home)
     assert [about["delta"] for about in found["clients"].values()] == [1e-6] * 2
     page = (home / "runs" / "job" / "report.html").read_text()
-    learned = "From it somebody could learn what the captions of a class have in common"
-    assert f"Each client sent {METHODS['oscar-pooled'].sends}. {learned}" in unescape(page)
+    method = METHODS["oscar-pooled"]
+    learned = f"without what was done for privacy, somebody could learn {method.reveals}."
+    assert f"Each client sent {method.sends}. From it, {learned}" in unescape(page)
     assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page

@@ -824,14 +824,15 @@ class NodeConfig:
     delta: Annotated[
         float,
         Range(1e-12, 0.01),
-        Doc("The largest `delta` of a payload of this site: the run's is lowered to it."),
+        Doc("The largest `delta` of a payload of this site: a larger one of the run is lowered."),
     ] = 1e-5
     epsilon_total: Annotated[
         float,
         Range(0, 1000),
         Doc(
             "The most that all jobs together may give away of this site's images; then its client "
-            "refuses. What was spent is kept in `cache-dir`. 0: no limit."
+            "refuses. What was spent is kept in `cache-dir`, by `client-id`, which it needs. 0: no "
+            "limit."
         ),
     ] = 0.0
     min_class_images: Annotated[
