@@ -280,7 +280,7 @@ def test_costs_that_cannot_be_true_are_named(key: str, cost: float) -> None:
 def test_the_costs_of_real_work_are_taken() -> None:
     """Stable Diffusion's training by a node of many GPUs, for a year; and nothing at all."""
     large = {"seconds": 3e7, "flops": 1e23, "peak_memory_mb": 1e7, "images": 1e8, "resent": 1.0}
-    large["epsilon"] = 20.0
+    large |= {"epsilon": 20.0, "delta": 0.01}
     for costs in (large, dict.fromkeys(COST_KEYS, 0.0)):
         assert unpack_payload(pack_payload(b"x", costs), DESCRIPTIONS)[2] == costs
     with pytest.raises(wire.PayloadError, match="images = 0.5 is no number of images"):
