@@ -61,7 +61,7 @@ from server_app.job import ServerJob
 WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
 SEEDS = (0, 1, 2, 3, 4)
 Cell = dict[str, Any]
-REFERENCES = ("ceiling", "prompts-domain", "domain-vector")
+REFERENCES = ("ceiling", "prompts-domain", "domain-vector", "ceiling, as long")
 COMMON: Settings = {
     **{key: value for key, value in RECIPE.items() if key != "global-model.epochs"},
     # Of 1,800 images, eleven epochs

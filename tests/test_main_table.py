@@ -158,6 +158,7 @@ def test_the_figures_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         keep("ceiling", seed, [ceiling] * 6)
         keep("prompts-domain", seed, [row - 20.0] * 6)
         keep("domain-vector", seed, [row] * 6)
+        keep("ceiling, as long", seed, [ceiling + 1] * 6)
     found = main_table.line("FedDEO", (0, 1), "domain")
     assert found == {
         "": "FedDEO",
@@ -172,6 +173,7 @@ def test_the_figures_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "to ceiling": "-9.0 [-21.7, +3.7]",
         "to prompts-domain": "+20.0 [+20.0, +20.0] *",
         "to domain-vector": "+0.0 [+0.0, +0.0]",
+        "to ceiling, as long": "-10.0 [-22.7, +2.7]",
         "made on": "machine of FedDEO",
     }
     assert main_table.line("ceiling", (0, 1), "domain")["to ceiling"] == ""
