@@ -50,6 +50,8 @@ def test_as_many_test_images_as_training_images() -> None:
     shares = [nearness(drawn, many, few, source(seed)).nearer for seed in range(200)]
     # A single place of the thousand is nearer to 0.3337 than 0.5 is in a third of the cases
     assert 0.2 < sum(shares) / 200 < 0.47
+    shares = [nearness(drawn, few, many, source(seed)).nearer for seed in range(200)]
+    assert 0.53 < sum(shares) / 200 < 0.8
 
 
 def test_the_closest_is_sought_among_all_training_images() -> None:
