@@ -17,12 +17,14 @@ from benchmarks import TABLES, write_table
 from benchmarks.guidance import with_others
 from benchmarks.left_out import Settings
 from osfl.cli import display
-from osfl.cli.audit import ALL, Finding, audited, find_players, words_of
+from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
 from osfl.cli.launch import default_config
 from osfl.config import parse_run_config
 from osfl.files import private_folder
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "audit"
+# Of `osfl audit`'s columns, without who and what
+FIGURES = COLUMNS[2:]
 ROWS: dict[str, Settings] = {
     "prompts-domain": {"method": "prompts-domain"},
     "votes": {"method": "votes"},
@@ -62,11 +64,10 @@ def lines_of(row: str, found: Sequence[Finding]) -> list[dict[str, str]]:
             if other.attacked == one.attacked and other.client != ALL
         }
         worst = max(areas, key=lambda client: areas[client])
-        cells = words_of(one)
-        del cells["client"]
-        lines.append({"": f"{row}: {one.attacked}", **cells, "worst client's AUC": ""})
-        lines[-1]["worst client's AUC"] = f"{areas[worst]:.2f} ({worst})"
-        del lines[-1]["attacked"]
+        line = {"": f"{row}: {one.attacked}"}
+        line |= {name: text for name, text in words_of(one).items() if name in FIGURES}
+        line["worst client's AUC"] = f"{areas[worst]:.2f} ({worst})"
+        lines.append(line)
     return lines
 
 

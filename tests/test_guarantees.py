@@ -244,21 +244,25 @@ def test_a_private_vector_is_the_mean_over_all_classes(
     assert payload.offsets is None
 
 
+def hardly_cut(half: Any, data: Images) -> torch.Tensor:
+    """What a client of one class sends with an epsilon, after two passes."""
+    name = half.__name__.rpartition(".")[2].replace("_", "-")
+    settings = {"method": name, "epsilon": 1.0, "clip_norm": 1e6}
+    settings |= {"feddeo__epochs": 2, "domain_vector__epochs": 2}
+    payload = half.make_payload(job_of(data, **settings))
+    return payload.domain if half is domain_vector else payload.vectors[0]
+
+
 @pytest.mark.parametrize("half", [feddeo, domain_vector])
 def test_what_an_image_gives_depends_on_no_other_image_and_no_place(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, half: Any
 ) -> None:
     """The mean of three images, whose order changes; and one in a class with another."""
     no_noise(monkeypatch)
-    name = half.__name__.rpartition(".")[2].replace("_", "-")
-    settings = {"method": name, "epsilon": 1.0, "clip_norm": 1e6}
-    settings |= {"feddeo__epochs": 2, "domain_vector__epochs": 2}
 
     def sent(rows: list[int], label: int) -> torch.Tensor:
         pixels = analytic.random_pixels(4)[rows]
-        data = Images(pixels, torch.full((len(rows),), label))
-        payload = half.make_payload(job_of(data, **settings))
-        return payload.domain if half is domain_vector else payload.vectors[0]
+        return hardly_cut(half, Images(pixels, torch.full((len(rows),), label)))
 
     torch.testing.assert_close(sent([0, 1, 2], 1), sent([2, 0, 1], 1), rtol=1e-4, atol=1e-5)
     three = 3 * sent([0, 1, 2], 1)
@@ -272,7 +276,6 @@ def test_an_image_that_diverges_stops_nothing(
 ) -> None:
     """A client that fails for one image would say that it is there. Here it gives nothing."""
     no_noise(monkeypatch)
-    name = half.__name__.rpartition(".")[2].replace("_", "-")
     real = conditions.posteriors
 
     def broken(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,16 +283,13 @@ def test_an_image_that_diverges_stops_nothing(
         mean[1] = math.nan
         return mean, logvar
 
-    def sent(data: Any) -> torch.Tensor:
-        job = job_of(data, method=name, epsilon=1.0, clip_norm=1e6)
-        payload = half.make_payload(job)
-        return payload.domain if half is domain_vector else payload.vectors[0]
-
     data = images(2, 2)
-    alone = sent(Images(data.pixels[:1], data.labels[:1]))
+    alone = hardly_cut(half, Images(data.pixels[:1], data.labels[:1]))
     monkeypatch.setattr(half, "posteriors", broken)
     prompt = 0 if half is domain_vector else kit.text(["an image of two"])[0].float()
-    torch.testing.assert_close(2 * (sent(data) - prompt), alone - prompt, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        2 * (hardly_cut(half, data) - prompt), alone - prompt, rtol=1e-3, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("method", ["oscar", "oscar-pooled"])

@@ -51,7 +51,7 @@ def make_payload(job: ClientJob) -> Descriptions:
     mean, logvar = posteriors(kit, images, job)
     rows_of = [(images.labels == label).nonzero().flatten() for label in held]
     if job.config.epsilon:
-        noised = _noised(kit, images, held, mean, logvar, job)
+        noised = _noised(kit, images, rows_of, mean, logvar, job)
         return Descriptions(tuple(names), torch.stack(noised))
     start = kit.text(job.config.prompts(names))
     learned = learn_conditions(kit, start, mean, logvar, rows_of, names, job.config.feddeo, job)
@@ -61,7 +61,7 @@ def make_payload(job: ClientJob) -> Descriptions:
 def _noised(
     kit: Kit,
     images: Images,
-    held: list[int],
+    rows_of: list[torch.Tensor],
     mean: torch.Tensor,
     logvar: torch.Tensor,
     job: ClientJob,
@@ -70,8 +70,7 @@ def _noised(
     prompts = kit.text(job.config.prompts(job.classes))
     names = image_names(images)
     found = []
-    for label in held:
-        rows = (images.labels == label).nonzero().flatten()
+    for label, rows in zip(images.held(), rows_of, strict=True):
         start = prompts[label].expand(len(rows), -1, -1)
         own = [names[row] for row in rows.tolist()]
         each = learn_condition_of_each(
