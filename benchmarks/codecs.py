@@ -23,15 +23,29 @@ from benchmarks.guidance import with_others
 from benchmarks.left_out import against
 from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, sent, settings_of
 from osfl.files import private_folder
+from osfl.payloads import Payload
 from osfl.wire import encode
 
 CODECS = ("raw", "int8", "int4")
 PACKED = ("raw", "float16", "int8", "int4")
+# Whose bytes alone are looked at: a client's ResNet-18
+UNTRAINED = ("FedLMG",)
 
 
 def row_of(system: str, codec: str) -> str:
     """In the main table."""
     return system if codec == "raw" else f"{system}, {codec}"
+
+
+def tensors_of(payload: Payload) -> dict[str, torch.Tensor]:
+    """By name, a classifier's too."""
+    found = {}
+    for name, value in vars(payload).items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict):
+            found |= value
+    return found
 
 
 def bytes_and_error(system: str, codec: str, seeds: Sequence[int]) -> tuple[float, float]:
@@ -48,10 +62,10 @@ def bytes_and_error(system: str, codec: str, seeds: Sequence[int]) -> tuple[floa
         for client, payload in sent(settings).items():
             message = encode(exact[client], config.method, "job", client, codec)
             sizes.append(len(message))
-            for name, numbers in vars(exact[client]).items():
-                if isinstance(numbers, torch.Tensor):
-                    signal += numbers.square().sum().item()
-                    error += (numbers - getattr(payload, name)).square().sum().item()
+            found = tensors_of(payload)
+            for name, numbers in tensors_of(exact[client]).items():
+                signal += numbers.double().square().sum().item()
+                error += (numbers.double() - found[name].double()).square().sum().item()
     return mean(sizes), 10 * math.log10(signal / error) if error else math.inf
 
 
@@ -115,10 +129,11 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
     parser.add_argument("--without-training", action="store_true")
     given = parser.parse_args()
-    if unknown := set(given.systems) - set(CODED):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(CODED)}")
+    known = (*CODED, *UNTRAINED) if given.without_training else CODED
+    if unknown := set(given.systems) - set(known):
+        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(known)}")
     private_folder(WORK)
-    systems = given.systems or list(CODED)
+    systems = given.systems or list(known)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     if given.without_training:
         write_table(

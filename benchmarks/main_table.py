@@ -73,7 +73,15 @@ COMMON: Settings = {
 VECTOR = SYSTEMS["domain-vector"]
 LONG: Settings = {"global-model.steps": 2508, "global-model.precision": "bfloat16"}
 # Systems whose payloads are coded, too
-CODED = ("FedDEO description alone", "OSCAR", "domain-vector")
+CODED: dict[str, Settings] = {
+    "FedDEO description alone": SYSTEMS["FedDEO description alone"],
+    "FedDEO, one for all tokens": {
+        **SYSTEMS["FedDEO description alone"],
+        "feddeo.tokens": "all",
+    },
+    "OSCAR": SYSTEMS["OSCAR"],
+    "domain-vector": VECTOR,
+}
 ROWS: dict[str, Settings] = {
     "ceiling": {"method": "ceiling"},
     **SYSTEMS,
@@ -126,9 +134,10 @@ ROWS: dict[str, Settings] = {
         "votes.electorate": "client",
         "epsilon": 0.1,
     },
+    "FedDEO, one for all tokens": CODED["FedDEO, one for all tokens"],
     **{
-        f"{row}, {codec}": {**SYSTEMS[row], "payload-codec": codec}
-        for row in CODED
+        f"{row}, {codec}": {**settings, "payload-codec": codec}
+        for row, settings in CODED.items()
         for codec in ("int8", "int4")
     },
 }

@@ -49,20 +49,22 @@ def learn_conditions(
     settings: ConditionTraining,
     job: ClientJob,
     may_diverge: bool = False,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Minimise the denoising loss over each condition's own images.
 
     `settings.at_once` conditions share a UNet batch and nothing else.
 
     Args:
-        start: where the conditions begin, [G, L, d].
+        start: where what is learned begins, [G, L, d], or [G, 1, d] that every token gets.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         rows_of: the images of each condition, G index tensors.
         names: of the conditions; each has its own stream of random numbers, by its name.
         may_diverge: whether conditions that became NaN or infinity are returned as they are.
+        base: what each condition is beside what is learned, [G, L, d]; None: nothing.
 
     Returns:
-        conditions [G, L, d].
+        what is learned, as `start`.
 
     Raises:
         ValueError: a condition diverged, and may not.
@@ -79,7 +81,8 @@ def learn_conditions(
             schedules.append(
                 minibatches(rows, settings.epochs, settings.steps, settings.batch_size, generator)
             )
-        group = _Group(start[part], schedules, randomness[part])
+        beside = None if base is None else base[part]
+        group = _Group(start[part], schedules, randomness[part], beside)
 
         def advance(done: int, total: int, number: int = number) -> None:
             job.progress(number * total + done, len(firsts) * total)
@@ -134,14 +137,21 @@ class _Group:
     """Conditions that are learned side by side.
 
     Attributes:
-        start: [G, L, d].
+        start: [G, L, d], or [G, 1, d].
         schedules: each one's minibatches of rows.
         randomness: each one's own, so that who learns beside it changes nothing.
+        base: [G, L, d], which is added to each; None: nothing is.
     """
 
     start: torch.Tensor
     schedules: list[list[torch.Tensor]]
     randomness: list[torch.Generator]
+    base: torch.Tensor | None = None
+
+    def conditions(self, learned: list[torch.Tensor], owners: list[int]) -> torch.Tensor:
+        """Of some images, [B, L, d]."""
+        own = torch.stack([learned[number] for number in owners])
+        return own if self.base is None else self.base[owners] + own
 
 
 @dataclass(frozen=True)
@@ -173,10 +183,10 @@ def _learn_together(
     meter: FlopMeter,
     advance: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """A group's conditions [G, L, d]."""
+    """What a group learns, as its start."""
     # One tensor each: a condition that is done is left alone
-    conditions = [c.clone().requires_grad_() for c in group.start]
-    optimiser = torch.optim.Adam(conditions, lr=lr)
+    learned = [c.clone().requires_grad_() for c in group.start]
+    optimiser = torch.optim.Adam(learned, lr=lr)
     total = max(map(len, group.schedules))
     advance(0, total)
     for step in range(total):
@@ -184,10 +194,10 @@ def _learn_together(
         std = (0.5 * logvar[batch.rows]).exp()
         x0 = mean[batch.rows] + std * batch.posterior_noise
         z_t = forward_noise(x0, batch.eps, kit.alphas_cumprod[batch.t])
-        update = partial(_update, kit, conditions, optimiser, batch, z_t)
+        update = partial(_update, kit, group, learned, optimiser, batch, z_t)
         meter.run(("condition", len(batch.rows)), update)
         advance(step + 1, total)
-    return torch.stack([c.detach() for c in conditions])
+    return torch.stack([c.detach() for c in learned])
 
 
 def _draw(
@@ -222,12 +232,13 @@ def _draw(
 
 def _update(
     kit: Kit,
-    conditions: list[torch.Tensor],
+    group: _Group,
+    learned: list[torch.Tensor],
     optimiser: torch.optim.Optimizer,
     batch: _Batch,
     z_t: torch.Tensor,
 ) -> None:
-    guess = kit.eps(z_t, batch.t, torch.stack([conditions[number] for number in batch.owners]))
+    guess = kit.eps(z_t, batch.t, group.conditions(learned, batch.owners))
     errors = (batch.eps - guess).square().mean(dim=(1, 2, 3))
     # FedDEO, eq. 4; Espresso, eq. 8: of each condition the mean over its own images
     loss = (errors * batch.share).sum()

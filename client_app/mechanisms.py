@@ -54,15 +54,33 @@ def private_mean(
 
 
 def private_mean_of_class(
-    rows: torch.Tensor, prompts: torch.Tensor, label: int, config: RunConfig
+    rows: torch.Tensor,
+    prompts: torch.Tensor,
+    label: int,
+    config: RunConfig,
+    alike: bool = False,
 ) -> torch.Tensor:
     """Of encodings of one class's images [n, ...], as the run asks for it, around its prompt's.
 
     Args:
         prompts: of all classes of the run, [C, ...], by which `clip-norm` is measured.
+        alike: whether what their tokens have in common is taken, and as a difference from the
+            prompt: [1, d], of encodings [n, L, d].
     """
     limit = config.clip_norm * spread(prompts)
-    return private_mean(rows, prompts[label], limit, config.epsilon, config.delta)
+    centre = prompts[label]
+    if alike:
+        rows, limit = common_to_tokens(rows - centre, limit)
+        centre = torch.zeros_like(rows[0])
+    return private_mean(rows, centre, limit, config.epsilon, config.delta)
+
+
+def common_to_tokens(vectors: torch.Tensor, limit: float) -> tuple[torch.Tensor, float]:
+    """What the tokens of each vector [n, L, d] have in common, [n, 1, d], and its limit.
+
+    Where each of L tokens gets it, it is as long as the limit again.
+    """
+    return vectors.mean(dim=1, keepdim=True), limit / vectors.shape[1] ** 0.5
 
 
 def clipped(rows: torch.Tensor, limit: float) -> torch.Tensor:

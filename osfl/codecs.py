@@ -6,20 +6,25 @@
   magnitude of the block is 127, or 7. Blockwise absmax quantisation (Dettmers et al.,
   arXiv 2110.02861), there with a dynamic exponent, here with even steps. With the scales, in
   float16, a number takes 8.25 or 4.25 bits. A block whose numbers are all below some 4e-6, or 2e-7,
-  becomes 0.
+  becomes 0. The whole is deflated (RFC 1950) where that is shorter: most of four bits' values are
+  rare.
 """
 
 import math
+import zlib
 
 import numpy as np
 
 # Numbers that share a scale
 BLOCK = 64
 LARGEST = {"int8": 127, "int4": 7}
+DEFLATED = tuple(LARGEST)
+# Numbers that are unpacked together: whole blocks
+PART = 1024 * BLOCK
 
 
 def packed_size(count: int, codec: str) -> int:
-    """Bytes of so many numbers."""
+    """Bytes of so many numbers, at most; exactly, of `raw` and `float16`."""
     scales = 2 * math.ceil(count / BLOCK)
     sizes = {
         "raw": 4 * count,
@@ -30,16 +35,16 @@ def packed_size(count: int, codec: str) -> int:
     return sizes[codec]
 
 
-def packed(flat: np.ndarray, codec: str) -> np.ndarray:
-    """Of float32 numbers [n], the bytes [packed_size] as uint8.
+def packed(flat: np.ndarray, codec: str) -> memoryview:
+    """The bytes of float32 numbers [n], at most `packed_size`.
 
     Raises:
         ValueError: a number is too large for the codec, or not finite.
     """
     if codec == "raw":
-        return flat.view(np.uint8)
+        return flat.view(np.uint8).data
     if codec == "float16":
-        return _halves(flat, codec).view(np.uint8)
+        return _halves(flat, codec).view(np.uint8).data
     blocks = np.zeros((math.ceil(len(flat) / BLOCK), BLOCK), "<f4")
     blocks.reshape(-1)[: len(flat)] = flat
     largest = LARGEST[codec]
@@ -49,11 +54,24 @@ def packed(flat: np.ndarray, codec: str) -> np.ndarray:
     whole = np.rint(whole).clip(-largest, largest).astype(np.int8).reshape(-1)[: len(flat)]
     if codec == "int4":
         whole = _in_pairs(whole)
-    return np.concatenate([scales.reshape(-1).view(np.uint8), whole.view(np.uint8)])
+    plain = np.concatenate([scales.reshape(-1).view(np.uint8), whole.view(np.uint8)]).data
+    deflated = memoryview(zlib.compress(plain, level=9))
+    return min(plain, deflated, key=len)
 
 
 def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
-    """`count` numbers [count] as float32, of `packed_size` bytes. They may be NaN or infinite."""
+    """`count` numbers [count] as float32, of what `packed` gave. They may be NaN or infinite.
+
+    Nothing larger than the numbers is made, whatever the bytes say.
+
+    Raises:
+        ValueError: the bytes are too many, too few, or damaged.
+    """
+    size = packed_size(count, codec)
+    if codec in DEFLATED and len(data) < size:
+        data = _inflated(data, size)
+    if len(data) != size:
+        raise ValueError(f"{len(data):,} bytes; its shape needs {size:,}")
     if codec == "raw":
         return np.frombuffer(data, "<f4")
     if codec == "float16":
@@ -61,13 +79,33 @@ def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
     blocks = math.ceil(count / BLOCK)
     scales = np.frombuffer(data, "<f2", blocks).astype("<f4")
     whole = np.frombuffer(data, np.int8, offset=2 * blocks)
-    if codec == "int4":
-        whole = _out_of_pairs(whole)[:count]
-    numbers = np.repeat(scales, BLOCK)[:count]
-    # An infinite scale of zeros is NaN
-    with np.errstate(invalid="ignore"):
-        numbers *= whole
+    numbers = np.empty(count, "<f4")
+    held = 2 if codec == "int4" else 1
+    # Part by part, so that beside the numbers little is made
+    for first in range(0, count, PART):
+        part = numbers[first : first + PART]
+        taken = whole[first // held : -(-(first + len(part)) // held)]
+        steps = _out_of_pairs(taken)[: len(part)] if codec == "int4" else taken
+        of_part = scales[first // BLOCK : -(-(first + len(part)) // BLOCK)]
+        # An infinite scale of zeros is NaN
+        with np.errstate(invalid="ignore"):
+            np.multiply(np.repeat(of_part, BLOCK)[: len(part)], steps, out=part)
     return numbers
+
+
+def _inflated(data: bytes, size: int) -> bytes:
+    """`size` bytes, of fewer; ValueError where they are not whole, or are more."""
+    inflater = zlib.decompressobj()
+    try:
+        # One byte more would show that there are more
+        found = inflater.decompress(data, size + 1)
+    except zlib.error as error:
+        raise ValueError(
+            f"{len(data):,} bytes are no deflated {size:,}, which its shape needs ({error})"
+        ) from None
+    if len(found) != size or not inflater.eof or inflater.unused_data:
+        raise ValueError(f"{len(data):,} bytes are no deflated {size:,}, which its shape needs")
+    return found
 
 
 def _halves(numbers: np.ndarray, codec: str) -> np.ndarray:

@@ -28,7 +28,7 @@ DIMENSIONS = {
     "K": "components of FedPFT's mixture",
     "v": "variances of such a component: one for all features, or one a feature",
     "J": "Espresso's clusters of a class",
-    "p": "vectors of a domain: one for every token of a condition, or one for all",
+    "p": "learned vectors: one for every token of a condition, or one for all",
     "o": "vectors that a class adds to its domain's: one; a run without them has no o",
     "M": "components of Espresso's mixture; a run without it has no M",
     "K + 1": "FedDISC's clusters of a class, and their mean",

@@ -15,11 +15,14 @@ from osfl.payload_fields import Shape, Values, fields_of
 
 @dataclass(frozen=True)
 class Descriptions:
-    """FedDEO: one learned description d_y a class, in the text encoder's output space."""
+    """FedDEO: one learned description d_y a class, in the text encoder's output space.
+
+    Or u_y, one vector that every token of its prompt's encoding gets.
+    """
 
     # Those the client holds, in the run's order
     classes: tuple[str, ...]
-    vectors: Annotated[torch.Tensor, Shape("classes", "L", "d")]
+    vectors: Annotated[torch.Tensor, Shape("classes", "p", "d")]
 
 
 @dataclass(frozen=True)

@@ -166,8 +166,8 @@ def check_size(size: int, expected: Expected) -> None:
 def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Payload:
     """Parse and validate a payload.
 
-    In memory, at most four times its size and 6 MB, and its numbers in float32 where the run has a
-    codec.
+    In memory, at most four times its size and 6 MB; where the run has a codec also one and a half
+    times its numbers in float32.
 
     Args:
         blob: the serialised message.
@@ -383,7 +383,7 @@ def _most_bytes(expected: Expected) -> int:
 
 
 def number_bytes(tensors: Tensors, size: Mapping[str, int], expected: Expected) -> int:
-    """Bytes of the tensors' numbers, with so many classes and images."""
+    """Bytes of the tensors' numbers at most, with so many classes and images."""
     declared = _declared(expected)
     state = next((one for one in declared.values() if one.form is Form.STATE), None)
     total = 0
@@ -421,7 +421,7 @@ def _tensor(number: int, name: str, value: torch.Tensor, codec: str) -> list[Byt
         name=name, shape=value.shape, dtype=code, codec=_CODECS[codec]
     ).SerializeToString()
     flat = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy).reshape(-1)
-    data = packed(flat, codec).data if value.is_floating_point() else flat.view(np.uint8).data
+    data = packed(flat, codec) if value.is_floating_point() else flat.view(np.uint8).data
     return _field(number, about, *(_field(pb.Tensor.DATA_FIELD_NUMBER, data) if len(data) else []))
 
 
@@ -454,13 +454,15 @@ def _read(
             wanted_codec = pb.Codec.Name(_CODECS[chosen])
             raise refuse(name, f"codec {tensor.codec}; expected {wanted_codec}")
         count = math.prod(shape)
-        floats = dtype == torch.float32
-        length = packed_size(count, chosen) if floats else count * dtype.itemsize
-        if len(tensor.data) != length:
-            raise refuse(name, f"{len(tensor.data):,} bytes; its shape needs {length:,}")
-        numbers = (
-            unpacked(tensor.data, count, chosen) if floats else np.frombuffer(tensor.data, numpy)
-        )
+        if dtype == torch.float32:
+            try:
+                numbers = unpacked(tensor.data, count, chosen)
+            except ValueError as error:
+                raise refuse(name, str(error)) from None
+        else:
+            if len(tensor.data) != (length := count * dtype.itemsize):
+                raise refuse(name, f"{len(tensor.data):,} bytes; its shape needs {length:,}")
+            numbers = np.frombuffer(tensor.data, numpy)
         array = numbers.reshape(shape)
         if dtype.is_floating_point and array.size:
             # Both NaN if one number is; nothing of the array's size is made.

@@ -73,6 +73,8 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
     length, width = text
     channels, height, latent_width = latent
+    method = config.feddeo if config.method == "feddeo" else config.domain_vector
+    tokens = method.tokens
     sizes = {
         "L": length,
         "d": width,
@@ -83,7 +85,7 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
         "J": config.espresso.clusters,
         "M": config.espresso.components,
         "K + 1": config.feddisc.clusters + 1,
-        "p": length if config.domain_vector.tokens == "each" else 1,
+        "p": 1 if tokens == "all" else length,
         "o": 1,
     }
     if config.domain_vector.class_lr == 0:

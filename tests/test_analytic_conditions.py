@@ -83,22 +83,25 @@ def learned_alone(
     size: int,
     lr: float,
     source: torch.Generator,
+    alike: bool = False,
 ) -> np.ndarray:
     """One condition [L, d] over its own images: all orders first; then for each batch t, the
-    posterior's noise and eps.
+    posterior's noise and eps. Or what it has beside its start [1, d], which all tokens get.
     """
     rows = torch.arange(len(mean))
     batches = []
     for _ in range(epochs):
         batches += list(rows[torch.randperm(len(rows), generator=source)].split(size))
-    adam = Adam(start, lr)
+    adam = Adam(np.zeros_like(start[:1]) if alike else start, lr)
     for batch in batches:
         t = torch.randint(TIMESTEPS, (len(batch),), generator=source).numpy()
         x0 = mean[batch] + deviation[batch] * normal(len(batch), source)
         noise = normal(len(batch), source)
-        current = np.repeat(adam.value[None], len(batch), axis=0)
+        condition = start + adam.value if alike else adam.value
+        current = np.repeat(condition[None], len(batch), axis=0)
         back = gradient_for_the_mean(x0, noise, t, analytic.mu(current))
-        adam.step(analytic.mu_backward(back, len(start)).sum(axis=0))
+        gradient = analytic.mu_backward(back, len(start)).sum(axis=0)
+        adam.step(gradient.sum(axis=0, keepdims=True) if alike else gradient)
     return adam.value
 
 
@@ -127,9 +130,12 @@ def test_posteriors_are_the_scaled_latents_mean_and_log_variance(kit: Kit) -> No
 # ---- Descriptions ----
 
 
-@pytest.mark.parametrize("at_once", [1, 16])
-def test_feddeos_descriptions_are_adams_whole_way(kit: Kit, at_once: int) -> None:
-    """Classes with 5, 2 and 1 images in batches of 2: 12, 4 and 4 steps, some of one image."""
+@pytest.mark.parametrize("tokens", ["each", "all"])
+@pytest.mark.parametrize("at_once", [1, 2, 16])
+def test_feddeos_descriptions_are_adams_whole_way(kit: Kit, at_once: int, tokens: str) -> None:
+    """Classes with 5, 2 and 1 images in batches of 2: 12, 4 and 4 steps, some of one image. One
+    vector for all tokens goes by the sum of their gradients.
+    """
     data = images(2, 0, 2, 2, 3, 0, 2, 2)
     job = job_of(
         data,
@@ -138,6 +144,7 @@ def test_feddeos_descriptions_are_adams_whole_way(kit: Kit, at_once: int) -> Non
         feddeo__batch_size=2,
         feddeo__lr=0.05,
         feddeo__at_once=at_once,
+        feddeo__tokens=tokens,
     )
     payload = feddeo_half.make_payload(job)
     assert payload.classes == ("zero", "two", "three")
@@ -146,8 +153,11 @@ def test_feddeos_descriptions_are_adams_whole_way(kit: Kit, at_once: int) -> Non
     for vector, label in zip(payload.vectors, (0, 2, 3), strict=True):
         rows = data.labels.numpy() == label
         source = generator(job.config.seed, "feddeo", "client-0", CLASSES[label])
-        expected = learned_alone(start[label], mean[rows], deviation[rows], 4, 2, 0.05, source)
-        assert np.abs(expected - start[label]).max() > 0.05  # it went somewhere
+        alike = tokens == "all"
+        own = (start[label], mean[rows], deviation[rows])
+        expected = learned_alone(*own, 4, 2, 0.05, source, alike)
+        moved = expected if alike else expected - start[label]
+        assert np.abs(moved).max() > 0.05  # it went somewhere
         np.testing.assert_allclose(numbers(vector), expected, atol=2e-5)
 
 

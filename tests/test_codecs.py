@@ -1,5 +1,7 @@
 """Numbers in fewer bytes: what each codec gives back, and what is refused."""
 
+import tracemalloc
+import zlib
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -13,7 +15,7 @@ from hypothesis.extra import numpy as npst
 from test_wire import CLASSES, CLASSIFIER, KINDS, STATE, expected_of
 
 from osfl import wire
-from osfl.codecs import BLOCK, LARGEST, packed, packed_size, unpacked
+from osfl.codecs import BLOCK, LARGEST, PART, packed, packed_size, unpacked
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.config.markers import OneOf, marks_of
 from osfl.payloads import Classifier, Descriptions, Payload
@@ -75,14 +77,17 @@ def test_a_block_has_a_scale_of_its_own() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_sizes_are_what_they_are_said_to_be(codec: str) -> None:
+    """Evenly spread numbers, each value as often as any other: deflating saves next to nothing."""
+    numbers = np.random.default_rng(0).uniform(-1, 1, 3 * PART).astype("<f4")
     bits = {"raw": 32, "float16": 16, "int8": 8, "int4": 4}[codec]
-    for count in (0, 1, 2, 63, 64, 65, 127, 128, 129, 1001):
+    for count in (0, 1, 2, 63, 64, 65, 127, 128, 129, PART - 1, PART, PART + 1, 2 * PART + 67):
         scales = 0 if codec in ("raw", "float16") else 2 * -(-count // 64)
-        data = packed(np.ones(count, "<f4"), codec)
-        assert len(data) == packed_size(count, codec) == scales + -(-count * bits // 8)
-        assert unpacked(data.tobytes(), count, codec).tolist() == pytest.approx(
-            [1.0] * count, rel=1e-3
-        )
+        data = packed(numbers[:count], codec)
+        assert packed_size(count, codec) == scales + -(-count * bits // 8)
+        # Nothing, or a hundredth of many
+        assert 0 <= packed_size(count, codec) - len(data) <= count // 50
+        found = unpacked(data.tobytes(), count, codec)
+        assert found == pytest.approx(numbers[:count], abs=0.08)
 
 
 @given(
@@ -97,6 +102,30 @@ def test_a_number_is_off_by_half_a_step_at_most(numbers: np.ndarray, codec: str)
         largest = float(np.abs(block).max())
         bound = largest * (0.5 / LARGEST[codec] + 1e-3) + 1e-6 * LARGEST[codec]
         assert np.abs(back[first : first + BLOCK] - block).max() <= bound
+
+
+@pytest.mark.parametrize("codec", sorted(LARGEST))
+def test_what_repeats_is_deflated(codec: str) -> None:
+    """1,024 equal numbers: 16 scales and 1,024 equal values are 18 to 24 bytes."""
+    numbers = np.full(1024, 7.0, "<f4")
+    data = packed(numbers, codec)
+    assert len(data) < 30
+    assert zlib.decompress(data) == (
+        np.full(16, 7 / LARGEST[codec], "<f2").tobytes()
+        + (b"\x7f" * 1024 if codec == "int8" else b"\x77" * 512)
+    )
+    assert unpacked(data.tobytes(), 1024, codec) == pytest.approx(numbers, rel=1e-3)
+
+
+def test_a_bomb_is_not_inflated() -> None:
+    """A gigabyte of zeros in a megabyte of bytes, where 2 MB of numbers are asked for."""
+    bomb = zlib.compress(bytes(10**9), level=1)
+    assert len(bomb) > 10**6
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"are no deflated 8,250,000, which its shape needs"):
+        unpacked(bomb, 8 * 10**6, "int8")
+    assert tracemalloc.get_traced_memory()[1] < 30e6
+    tracemalloc.stop()
 
 
 @given(npst.arrays("float32", 70, elements=st.floats(-1e5, 1e5, width=32)))
@@ -204,7 +233,13 @@ def with_tensor(codec: str, changes: dict[str, Any]) -> tuple[bytes, wire.Expect
         ("int8", {"codec": pb.CODEC_RAW}, "codec 1; expected CODEC_INT8"),
         ("raw", {"codec": pb.CODEC_INT8}, "codec 3; expected CODEC_RAW"),
         ("int4", {"codec": 77}, "codec 77; expected CODEC_INT4"),
-        ("int4", {"data": bytes(53)}, "53 bytes; its shape needs 54"),
+        ("int4", {"data": bytes(53)}, "53 bytes are no deflated 54, which its shape needs"),
+        ("float16", {"data": bytes(199)}, "199 bytes; its shape needs 200"),
+        ("int8", {"data": zlib.compress(bytes(105))}, "are no deflated 104, which its shape"),
+        ("int8", {"data": zlib.compress(bytes(10**7))[:90]}, "are no deflated 104, which its"),
+        ("int8", {"data": zlib.compress(bytes(103))}, "are no deflated 104, which its shape"),
+        ("int8", {"data": zlib.compress(bytes(104))[:-1]}, "are no deflated 104, which its"),
+        ("int8", {"data": zlib.compress(bytes(104)) + b"!"}, "are no deflated 104, which its"),
         ("int8", {"data": bytes(400)}, "400 bytes; its shape needs 104"),
         ("float16", {"data": b"\x00\x7e" * 100}, "contains NaN or infinity"),
         ("int8", {"data": b"\x00\x7c" * 2 + b"\x01" * 100}, "contains NaN or infinity"),
@@ -213,7 +248,9 @@ def with_tensor(codec: str, changes: dict[str, Any]) -> tuple[bytes, wire.Expect
     ],
 )
 def test_a_hostile_tensor_is_refused(codec: str, changes: dict[str, Any], problem: str) -> None:
-    """65,504 is float16's largest; times 127 it is beyond what a trained number can be."""
+    """65,504 is float16's largest; times 127 it is beyond what a trained number can be. Deflated
+    bytes are of exactly the size that the shape has, whole, and nothing comes after them.
+    """
     blob, expected = with_tensor(codec, changes)
     with pytest.raises(wire.PayloadError, match=problem.replace("+", r"\+")):
         wire.decode(blob, expected)

@@ -37,7 +37,9 @@ def test_what_is_estimated_is_what_is_sent_and_drawn(
     metrics = json.loads((home / "runs" / "job" / "metrics.json").read_text())
     assert set(estimated.uploads) == set(metrics["clients"])
     for client, about in metrics["clients"].items():
-        assert estimated.uploads[client] == pytest.approx(about["upload_bytes"], rel=0.05)
+        sent = about["upload_bytes"]
+        # Deflating takes up to a third of these
+        assert sent * 0.95 <= estimated.uploads[client] <= sent * (1.05 if codec == "raw" else 1.5)
     assert estimated.images == metrics["server"]["synthetic_images"]
     # FedDEO is the default
     assert estimated.changed.get("method", "feddeo") == method
@@ -88,7 +90,8 @@ def test_a_dry_run_shows_and_leaves_nothing(
     result = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", seed=7))
     assert result.exit_code == 0, result.output
     assert "seed" in result.output
-    assert "a client sends" in result.output
+    assert "a client sends " in result.output
+    assert "at most" not in result.output.splitlines()[-3]
     assert "the server draws 20 images" in result.output
     assert not (home / "runs").exists()
 

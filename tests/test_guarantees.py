@@ -183,11 +183,13 @@ def prompts_and_spread(kit: Kit) -> tuple[np.ndarray, float]:
 
 @pytest.mark.parametrize("steps", [0, 4])
 @pytest.mark.parametrize("clip", [0.02, 1e3])
+@pytest.mark.parametrize("tokens", ["each", "all"])
 def test_a_private_description_is_the_mean_of_what_each_image_learns(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch, clip: float, steps: int
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, tokens: str, clip: float, steps: int
 ) -> None:
     """Three passes over each; of two classes, whose limits are the same. Four steps of two images
-    are four passes over the two images of zero, and over the three of two three, rounded up.
+    are four passes over the two images of zero, and over the three of two three, rounded up. One
+    vector for all tokens is the mean over them, without the prompt, and counts once for each.
     """
     asked = no_noise(monkeypatch)
     data = images(2, 0, 2, 0, 2)
@@ -196,6 +198,7 @@ def test_a_private_description_is_the_mean_of_what_each_image_learns(
         "feddeo__steps": steps,
         "feddeo__batch_size": 2,
         "feddeo__lr": 0.05,
+        "feddeo__tokens": tokens,
         "clip_norm": clip,
         "epsilon": 1.0,
     }
@@ -203,10 +206,13 @@ def test_a_private_description_is_the_mean_of_what_each_image_learns(
     passes = [3, 4, 3, 4, 3] if steps else [3] * 5
     each = learned_by_each(kit, data, "feddeo", passes, 0.05)
     prompts, unit = prompts_and_spread(kit)
+    if tokens == "all":
+        each = np.broadcast_to(each.mean(axis=1, keepdims=True), each.shape)
     norms = np.sqrt((each**2).sum(axis=(1, 2)))
     assert (norms > clip * unit).all() == (clip < 1)
     kept = cut(each, clip * unit)
-    expected = np.stack([prompts[0] + kept[[1, 3]].mean(0), prompts[2] + kept[[0, 2, 4]].mean(0)])
+    expected = np.stack([kept[[1, 3]].mean(0), kept[[0, 2, 4]].mean(0)])
+    expected = expected[:, :1] if tokens == "all" else expected + prompts[[0, 2]]
     assert payload.classes == ("zero", "two")
     np.testing.assert_allclose(payload.vectors, expected, rtol=1e-4, atol=1e-5)
     assert asked == [payload.vectors.shape[1:]] * 2

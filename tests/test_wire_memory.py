@@ -100,19 +100,26 @@ def test_no_input_of_the_fuzz_costs_more_than_four_times_its_size() -> None:
 
 @linux
 @pytest.mark.parametrize(("codec", "megabytes"), [("float16", 16), ("int8", 8.25), ("int4", 4.25)])
-def test_a_coded_payload_costs_its_numbers_beside(codec: str, megabytes: float) -> None:
-    """Eight million numbers, 32 MB as float32: four times the message, 6 MB, and once these."""
+@pytest.mark.parametrize("numbers", [torch.rand, torch.ones])
+def test_a_coded_payload_costs_its_numbers_beside(
+    codec: str, megabytes: float, numbers: Callable[..., torch.Tensor]
+) -> None:
+    """Eight million numbers, 32 MB as float32: four times the message, 6 MB, and one and a half
+    times these. Equal numbers are deflated to nearly nothing, and inflated beside the others.
+    """
     tensors = {"vectors": (("classes", 1000, 8000), torch.float32)}
     expected = replace(DESCRIPTIONS, max_bytes=10**9, tensors=tensors, codec=codec)
-    payload = Descriptions(("cat",), torch.ones(1, 1000, 8000))
+    payload = Descriptions(("cat",), numbers(1, 1000, 8000) - 0.5)
     data = wire.encode(payload, "feddeo", "job-1", "client-0", codec)
-    assert len(data) == pytest.approx(megabytes * MB, rel=1e-3)
+    # Of int4's sixteen values one is not taken, and the two ends come half as often
+    deflated = numbers is torch.ones and codec != "float16"
+    assert deflated or len(data) == pytest.approx(megabytes * MB, rel=0.06)
 
     def decode() -> None:
         wire.decode(data, expected)
 
     decode()
-    assert peak_of(decode) < 4 * len(data) + 6 * MB + 32 * MB
+    assert peak_of(decode) < 4 * len(data) + 6 * MB + 1.5 * 32 * MB
 
 
 @linux
@@ -131,7 +138,8 @@ def test_texts_at_the_bound_are_held_no_more_than_four_times() -> None:
                 assert refused
                 assert "U+FFFF" in str(error)
 
-        assert peak_of(decode) < 3 * len(data) + 2 * MB  # beside the message
+        # Beside the message, which is the fourth
+        assert peak_of(decode) < 3 * len(data) + 6 * MB
 
 
 # ---- The scan ----

@@ -4,6 +4,7 @@ Every image is made from its own client's and its own class's part of a payload,
 own scales.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from osfl.payloads import (
     Mixtures,
 )
 from server_app import driver
+from server_app.expected import run_dimensions
 from server_app.methods import (
     espresso,
     fedbip,
@@ -139,6 +141,18 @@ def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
     assert torch.equal(text.c, prompts_of(tiny_kit, *CLASS_PROMPTS))
     assert description.c[:, 3, 3].tolist() == OWN
     assert (text.scale, description.scale) == (1.5, 2.5)
+
+
+def test_feddeos_vectors_for_all_tokens_move_the_prompts(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
+    config = config_of(tiny_kit, feddeo__tokens="all")
+    assert run_dimensions(config)["p"] == 1
+    # Nor does the one's key change the other's
+    assert run_dimensions(replace(config, method="domain-vector"))["p"] == 8
+    payloads = {client: Descriptions(NAMES[client], rows(client, 1, 32)) for client in HELD}
+    feddeo.sampler(server(tiny_kit, config), CPU, payloads)(PLAN)
+    (description,) = composed[0][1]
+    moved = torch.tensor(OWN).view(-1, 1, 1)
+    torch.testing.assert_close(description.c, prompts_of(tiny_kit, *CLASS_PROMPTS) + moved)
 
 
 @pytest.mark.parametrize("method", ["oscar", "oscar-pooled"])

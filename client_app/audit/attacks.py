@@ -109,7 +109,8 @@ def _descriptions(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     vectors = cast(Descriptions, payload).vectors
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        return [vectors[_rows(job, payload, labels)]]
+        own = vectors[_rows(job, payload, labels)].to(kit.device)
+        return [own + prompts if job.config.feddeo.tokens == "all" else own]
 
     return {"descriptions": _gain(job, conditions)}
 

@@ -34,7 +34,7 @@ from client_app.conditions import (
     posteriors,
 )
 from client_app.job import ClientJob
-from client_app.mechanisms import private_mean, spread
+from client_app.mechanisms import common_to_tokens, private_mean, spread
 from osfl.config import ConditionTraining
 from osfl.data.load import Images
 from osfl.minibatches import minibatches
@@ -108,8 +108,6 @@ def _noised(
     vectors = (conditions - start).cpu()
     limit = config.clip_norm * spread(prompts.cpu())
     if settings.tokens == "all":
-        # What the tokens have in common; as long where each of them gets it
-        limit = limit / vectors.shape[1] ** 0.5
-        vectors = vectors.mean(dim=1, keepdim=True)
+        vectors, limit = common_to_tokens(vectors, limit)
     nowhere = torch.zeros_like(vectors[0])
     return private_mean(vectors, nowhere, limit, config.epsilon, config.delta)

@@ -18,7 +18,10 @@ Differences from the paper:
    passes; the differences from the prompt's encoding are clipped, averaged and noised, as DPAgg-TI
    does with words (Peetathawatchai et al., arXiv 2411.14639).
 
-Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes.
+6. Theirs: every token of d_y is free. Ours: that, or with `feddeo.tokens = "all"` the prompt's
+   encoding and one vector that every token gets, d_y = tau(prompt of y) + u_y; u_y is sent.
+
+Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes; u_y has 768.
 """
 
 import torch
@@ -38,7 +41,7 @@ from osfl.payloads import Descriptions
 
 
 def make_payload(job: ClientJob) -> Descriptions:
-    """Learn d_y [L, d] for every class the client holds.
+    """Learn d_y [L, d], or u_y [1, d], for every class the client holds.
 
     Raises:
         KitError: the kit is missing or damaged.
@@ -54,7 +57,14 @@ def make_payload(job: ClientJob) -> Descriptions:
         noised = _noised(kit, images, rows_of, mean, logvar, job)
         return Descriptions(tuple(names), torch.stack(noised))
     start = kit.text(job.config.prompts(names))
-    learned = learn_conditions(kit, start, mean, logvar, rows_of, names, job.config.feddeo, job)
+    base = None
+    if job.config.feddeo.tokens == "all":
+        # d_y = tau(prompt of y) + u_y
+        base = start
+        start = torch.zeros_like(base[:, :1])
+    learned = learn_conditions(
+        kit, start, mean, logvar, rows_of, names, job.config.feddeo, job, base=base
+    )
     return Descriptions(tuple(names), learned.float().cpu())
 
 
@@ -66,7 +76,7 @@ def _noised(
     logvar: torch.Tensor,
     job: ClientJob,
 ) -> list[torch.Tensor]:
-    """Of each class, the noised mean of what its images learn by themselves, [L, d]."""
+    """Of each class, the noised mean of what its images learn by themselves, [L, d] or [1, d]."""
     prompts = kit.text(job.config.prompts(job.classes))
     names = image_names(images)
     found = []
@@ -76,5 +86,6 @@ def _noised(
         each = learn_condition_of_each(
             kit, start, mean[rows], logvar[rows], own, job.config.feddeo, job
         )
-        found.append(private_mean_of_class(each.cpu(), prompts.cpu(), label, job.config))
+        alike = job.config.feddeo.tokens == "all"
+        found.append(private_mean_of_class(each.cpu(), prompts.cpu(), label, job.config, alike))
     return found

@@ -15,6 +15,7 @@ from client_app.app import check_node, own_settings
 from osfl import payloads, wire
 from osfl.cli import display, launch
 from osfl.cli.run import runs_folder
+from osfl.codecs import DEFLATED
 from osfl.config import ConfigError, NodeConfig, RunConfig, Scalar, flatten, split_names
 from osfl.data.load import domain_name, image_labels
 from osfl.data.parts import DataError, class_names
@@ -69,7 +70,7 @@ class Estimate:
 
     Attributes:
         changed: the keys that are not at their defaults.
-        uploads: bytes that each client sends, in all rounds together.
+        uploads: bytes that each client sends, in all rounds together; what is deflated is less.
         images: that the server draws.
         disk_bytes: of the run's folder, at most.
         sampling: None for a method that draws nothing.
@@ -104,11 +105,12 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
         changed.add_row(key, display.words(value))
     if estimate.changed:
         display.console.print(changed)
-    sender = "a client sends" if simulated else "a client that has an image of every class sends"
+    sender = "a client" if simulated else "a client that has an image of every class"
+    sends = "sends at most" if config.payload_codec in DEFLATED else "sends"
     sizes = sorted(estimate.uploads.items())
-    lines = [f"{client} sends {human_bytes(size)}" for client, size in sizes[:SHOWN_CLIENTS]]
+    lines = [f"{client} {sends} {human_bytes(size)}" for client, size in sizes[:SHOWN_CLIENTS]]
     if not simulated or len(set(estimate.uploads.values())) == 1:
-        lines = [f"{sender} {human_bytes(sizes[0][1])}"]
+        lines = [f"{sender} {sends} {human_bytes(sizes[0][1])}"]
     elif len(sizes) > SHOWN_CLIENTS:
         lines.append(f"and {len(sizes) - SHOWN_CLIENTS} more clients")
     lines.append(f"all {len(sizes)} together: {human_bytes(sum(estimate.uploads.values()))}")
@@ -201,7 +203,7 @@ def unseen_clients(config: RunConfig) -> dict[str, Client]:
 
 
 def upload_bytes(name: str, client: Client) -> int:
-    """What a client sends in a round.
+    """What a client sends in a round, at most.
 
     Of a message, its names and numbers, by the tensors' shapes.
     """

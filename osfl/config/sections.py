@@ -350,6 +350,14 @@ class ConditionTraining:
 class FedDEOConfig(ConditionTraining):
     """FedDEO: descriptions, a learned condition of every class."""
 
+    tokens: Annotated[
+        str,
+        OneOf("each", "all"),
+        Doc(
+            "Whether a description is free in every token, or its prompt's encoding and one vector "
+            "that all tokens get: a 77th of the bytes with Stable Diffusion."
+        ),
+    ]
     guidance_text: Annotated[Scale, Doc("Guidance scale of the prompt; 0: without it.")]
     guidance_description: Annotated[Scale, Doc("Guidance scale of the description.")]
 
@@ -639,8 +647,8 @@ class RunConfig:
         OneOf("raw", "float16", "int8", "int4"),
         Doc(
             "How the numbers of a payload are sent: raw (float32), float16, or int8 and int4 in "
-            "blocks of 64 with a scale each. Variances go in float16 at least; shares, counts and "
-            "what has one dimension as they are."
+            "blocks of 64 with a scale each, deflated. Variances go in float16 at least; shares, "
+            "counts and what has one dimension as they are."
         ),
     ]
     label_check: Annotated[

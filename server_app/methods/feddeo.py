@@ -39,6 +39,9 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descrip
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
     learned = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
+    if job.config.feddeo.tokens == "all":
+        # d_y = tau(prompt of y) + u_y
+        learned = {key: prompts[key[1]] + vector for key, vector in learned.items()}
     scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
     return lambda jobs: sample(kit, jobs, prompts, learned, scales, job.config.synthesis.steps)
 
