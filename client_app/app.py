@@ -30,6 +30,7 @@ from osfl.config import (
     parse_node_config,
     parse_run_config,
     split_names,
+    without_guarantee,
 )
 from osfl.data.parts import check_images, client_name
 from osfl.files import OWNER_ONLY, private_folder
@@ -200,10 +201,10 @@ def own_settings(
         )
     # The lower of both, of those that there are
     epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
-    if epsilon and config.method == "domain-vector" and config.domain_vector.class_lr:
+    if epsilon and (problem := without_guarantee(config)):
         raise ConfigError(
-            f"node-config epsilon = {epsilon:g}: this site sends nothing without a guarantee, and "
-            "what a class adds with the run's domain-vector.class-lr has none"
+            f"node-config epsilon = {epsilon:g}: this site sends nothing without a guarantee. The "
+            f"run has {problem}"
         )
     delta = min(config.delta, node.delta)
     own = replace(config, classifier=classifier, epsilon=epsilon, delta=delta)

@@ -7,6 +7,7 @@ out noise that came from it.
 import secrets
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import torch
@@ -108,6 +109,29 @@ def spread(encodings: torch.Tensor) -> float:
     rows = encodings.double().flatten(1)
     around = rows - rows.mean(dim=0) if len(rows) > 1 else rows
     return float(around.norm(dim=1).mean())
+
+
+@cache
+def noise_multiplier(rate: float, steps: int, epsilon: float, delta: float) -> float:
+    """The deviation of DP-SGD's noise, in units of what an image's gradient is cut to.
+
+    The least, to a thousandth, with which `steps` sums of images that are each taken with the
+    probability `rate` are (epsilon, delta)-differentially private for one image replaced.
+    """
+    # Seconds to import, and nothing else needs it
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    def training(multiplier: float) -> dp_accounting.DpEvent:
+        noised = dp_accounting.GaussianDpEvent(multiplier)
+        step = dp_accounting.PoissonSampledDpEvent(rate, noised)
+        return dp_accounting.SelfComposedDpEvent(step, steps)
+
+    replaced = dp_accounting.NeighboringRelation.REPLACE_ONE
+    found: float = dp_accounting.calibrate_dp_mechanism(
+        lambda: PLDAccountant(replaced), training, epsilon, delta, tol=1e-3
+    )
+    return found
 
 
 def permute_and_flip(

@@ -86,6 +86,7 @@ METHODS: dict[str, Method] = {
         payload="Classifier",
         sends=CLASSIFIER,
         reveals=FROM_CLASSIFIER,
+        private="approximate",
     ),
     "fedcado": Method(
         client="classifier",
@@ -93,6 +94,7 @@ METHODS: dict[str, Method] = {
         payload="Classifier",
         sends=CLASSIFIER,
         reveals=FROM_CLASSIFIER,
+        private="approximate",
     ),
     "oscar": Method(
         client="oscar",
@@ -224,6 +226,7 @@ METHODS: dict[str, Method] = {
         sends=CLASSIFIER,
         reveals=FROM_CLASSIFIER,
         samples=False,
+        private="approximate",
     ),
     "ceiling": Method(
         client=None,

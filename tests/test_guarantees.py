@@ -378,7 +378,7 @@ def test_classes_add_nothing_to_a_private_vector() -> None:
     with pytest.raises(ConfigError, match=r"class-lr = 0.1: with epsilon .* take 0"):
         parse_run_config(quick(**settings, epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
-    with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .* has none"):
+    with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .* class-lr = 0.1"):
         own_settings(parse_run_config(quick(**settings)), site)
 
 

@@ -13,7 +13,9 @@ Differences from the paper:
 3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): 100 images make 4
    steps an epoch at 32, and the classifiers stay half trained; 32 is in
    configs/methods/fedlmg.toml.
-4. Order and dropout are seeded by the run's seed alone: clients with equally many images take them
+4. Theirs: no guarantee. Ours: with `epsilon` DP-SGD (client_app/private_training.py), and the
+   initialisation's BatchNorm statistics.
+5. Order and dropout are seeded by the run's seed alone: clients with equally many images take them
    in the same order of places.
 
 Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parameters, and 9,620
@@ -21,6 +23,7 @@ BatchNorm statistics.
 """
 
 from client_app.job import ClientJob
+from client_app.private_training import fit_private
 from osfl.models import classifiers
 from osfl.models.training import fit
 from osfl.payloads import Classifier
@@ -38,15 +41,20 @@ def make_payload(job: ClientJob) -> Classifier:
     model = classifiers.new_classifier(
         settings, len(job.classes), job.kit, job.config.seed, "classifier.init"
     )
-    fit(
-        model,
-        images.pixels,
-        images.labels,
-        settings,
-        job.config.seed,
-        job.device,
-        meter=job.meter,
-        progress=job.progress,
-    )
+    if job.config.epsilon:
+        fit_private(
+            model, images.pixels, images.labels, job.config, job.device, job.meter, job.progress
+        )
+    else:
+        fit(
+            model,
+            images.pixels,
+            images.labels,
+            settings,
+            job.config.seed,
+            job.device,
+            meter=job.meter,
+            progress=job.progress,
+        )
     held = tuple(job.classes[label] for label in images.held())
     return Classifier(held, settings.architecture, model.state_dict())

@@ -19,6 +19,7 @@ from osfl.config.parse import (
     parse_run_config,
     schema,
 )
+from osfl.config.problems import without_guarantee
 from osfl.config.sections import (
     ClassifierConfig,
     ConditionTraining,
@@ -78,4 +79,5 @@ __all__ = [
     "parse_run_config",
     "schema",
     "split_names",
+    "without_guarantee",
 ]

@@ -30,6 +30,21 @@ def problems(run: RunConfig) -> Iterator[str]:
     yield from _of_rounds(run)
 
 
+def without_guarantee(run: RunConfig) -> str:
+    """What of a run's settings does not go with an epsilon, and the cure; "": nothing."""
+    if run.method == "domain-vector" and run.domain_vector.class_lr:
+        return (
+            f"domain-vector.class-lr = {run.domain_vector.class_lr:g}: with epsilon the vector of "
+            "the domain alone is sent; take 0"
+        )
+    if METHODS[run.method].payload == "Classifier" and run.classifier.mixing != "none":
+        return (
+            f"classifier.mixing = {run.classifier.mixing!r}: with epsilon the gradient of each "
+            "image is cut by itself; take none"
+        )
+    return ""
+
+
 def _of_the_run(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
         yield f"job-id = {run.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'"
@@ -39,11 +54,8 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"epsilon = {run.epsilon:g}: method {run.method!r} gives no guarantee; take 0, or a "
             f"method that does: {giving}"
         )
-    if run.epsilon and run.method == "domain-vector" and run.domain_vector.class_lr:
-        yield (
-            f"domain-vector.class-lr = {run.domain_vector.class_lr:g}: with epsilon the vector of "
-            "the domain alone is sent; take 0"
-        )
+    if run.epsilon and (problem := without_guarantee(run)):
+        yield problem
     coded = f"payload-codec = {run.payload_codec!r}"
     without = (None, "Captions", "Domain", "Votes")
     if run.payload_codec != "raw" and METHODS[run.method].payload in without:

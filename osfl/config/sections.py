@@ -642,6 +642,14 @@ class RunConfig:
             "means less noise, and more bias."
         ),
     ]
+    clip_gradient: Annotated[
+        float,
+        Range(1e-6, 1e6),
+        Doc(
+            "With `epsilon`, of classifiers: the norm that the gradient of each image is cut to "
+            "(DP-SGD). Less means less noise, and more bias."
+        ),
+    ]
     payload_codec: Annotated[
         str,
         OneOf("raw", "float16", "int8", "int4"),
