@@ -138,6 +138,7 @@ METHODS: dict[str, Method] = {
         reveals="what groups of a few images are about; of a single image, its embedding with "
         "noise",
         client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
+        private="approximate",
     ),
     "fedbip": Method(
         client="fedbip",
@@ -182,6 +183,7 @@ METHODS: dict[str, Method] = {
         reveals="what groups of images are about; with few images, of many an image whether it "
         "is there",
         samples=False,
+        private="approximate",
     ),
     "fedavg": Method(
         client=None,

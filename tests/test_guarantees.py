@@ -24,14 +24,15 @@ from client_app import app as client
 from client_app import conditions, mechanisms
 from client_app.app import app, check_node, own_settings
 from client_app.mechanisms import clipped, private_mean, spread, standard_normal
-from client_app.methods import domain_vector, feddeo, oscar
+from client_app.methods import domain_vector, feddeo, feddisc, fedpft, oscar
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import Images
 from osfl.methods import METHODS
-from osfl.models.diffusion import Kit
+from osfl.models.diffusion import Kit, load_embedding_noise
+from osfl.models.encoders import load_image_encoder
 from server_app.app import run_job
 
-APPROXIMATE = ("feddeo", "oscar", "oscar-pooled", "domain-vector")
+APPROXIMATE = tuple(name for name, method in METHODS.items() if method.private == "approximate")
 
 
 def least_sigma(epsilon: float, delta: float) -> float:
@@ -372,13 +373,120 @@ def test_a_delta_is_said_where_there_is_one(method: str, tiny_kit: Path) -> None
     assert parse_run_config(quick(method="votes", epsilon=1.0)).guaranteed_delta == 0
 
 
+@pytest.mark.parametrize("clip", [0.7, 1e3])
+def test_feddiscs_private_centres_are_the_mean_at_its_level(
+    tiny_unclip: Path, monkeypatch: pytest.MonkeyPatch, clip: float
+) -> None:
+    """Embeddings are scaled, cut to clip sqrt(e), averaged, and scaled back; the level leaves
+    sqrt(a) of what is scaled. No noise of the run's seed is in it.
+    """
+    asked = no_noise(monkeypatch)
+    data = digits_like(3, 3, 3, 8)
+    settings = {"feddisc__kit": str(tiny_unclip), "feddisc__noise_level": 400}
+    job = kit_job_of(tiny_unclip, data, method="feddisc", **settings, clip_norm=clip, epsilon=1.0)
+    payload = feddisc.make_payload(job)
+    encoder = load_image_encoder(str(tiny_unclip), torch.device("cpu"))
+    add_noise = load_embedding_noise(str(tiny_unclip))
+    seen = encoder(job.load(encoder.fit).pixels).double().numpy()
+    mean = add_noise.normalizer.mean.double().numpy()
+    std = add_noise.normalizer.std.double().numpy()
+    scaled = (seen - mean) / std
+    norms = np.sqrt((scaled**2).sum(axis=1, keepdims=True))
+    limit = clip * scaled.shape[1] ** 0.5
+    assert (norms > limit).any() == (clip < 1)
+    cut_rows = scaled * np.minimum(1, limit / norms)
+    kept = float(add_noise.scheduler.alphas_cumprod[400]) ** 0.5
+    assert payload.classes == ("three", "eight")
+    for row, own in enumerate((cut_rows[:3].mean(axis=0), cut_rows[3])):
+        wanted = kept * own * std[0] + mean[0]
+        for vector in payload.vectors[row]:
+            np.testing.assert_allclose(vector[: len(wanted)], wanted, rtol=1e-3, atol=1e-4)
+    assert payload.vectors.shape[1] == job.config.feddisc.clusters + 1
+    # The level's encoding is as without
+    plain = feddisc.make_payload(kit_job_of(tiny_unclip, data, method="feddisc", **settings))
+    width = scaled.shape[1]
+    torch.testing.assert_close(payload.vectors[..., width:], plain.vectors[..., width:])
+    assert asked == [torch.Size([width])] * 2
+
+
+@pytest.mark.parametrize("covariance", ["spherical", "diag"])
+@pytest.mark.parametrize("clip", [0.02, 50.0])
+def test_fedpfts_private_gaussian_has_the_cut_features_moments(
+    tiny_kit: Path, monkeypatch: pytest.MonkeyPatch, clip: float, covariance: str
+) -> None:
+    """E x and E x^2 - (E x)^2 of each class, in the first of three places."""
+    no_noise(monkeypatch)
+    data = digits_like(3, 3, 3, 8)
+    settings = {"fedpft__covariance": covariance, "fedpft__components": 3, "clip_norm": clip}
+    job = kit_job_of(tiny_kit, data, method="fedpft", **settings, epsilon=1.0)
+    # This network's features are small
+    monkeypatch.setattr(fedpft, "width_and_features", wide_features)
+    payload = fedpft.make_payload(job)
+    features = wide_features(job, data)[1][0][1].numpy()
+    width = features.shape[1]
+    norms = np.sqrt((features**2).sum(axis=1, keepdims=True))
+    limit = clip * width**0.5
+    assert (norms > limit).all() == (clip < 1)
+    kept = features * np.minimum(1, limit / norms)
+    assert payload.counts.tolist() == [3, 1]
+    assert payload.weights.tolist() == [[1, 0, 0]] * 2
+    for row, own in enumerate((kept[:3], kept[3:])):
+        np.testing.assert_allclose(payload.means[row, 0], own.mean(axis=0), rtol=1e-4)
+        variance = own.var(axis=0)
+        if covariance == "spherical":
+            variance = variance.mean(keepdims=True)
+        scale = float((own**2).max())
+        np.testing.assert_allclose(payload.variances[row, 0], variance, atol=1e-5 * scale)
+    assert payload.means[:, 1:].abs().sum() == 0
+
+
+def wide_features(job: Any, images: Any) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(16, one batch of all rows), of numbers about 2."""
+    rows = torch.arange(len(images))
+    source = torch.Generator().manual_seed(0)
+    return 16, [(rows, 2 + torch.randn(len(rows), 16, generator=source, dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("covariance", ["spherical", "diag"])
+def test_one_image_moves_fedpfts_numbers_by_at_most_what_the_noise_is_for(
+    monkeypatch: pytest.MonkeyPatch, covariance: str
+) -> None:
+    """What goes into the noised mean has the limit's norm at most, and nearly so for the worst."""
+    asked = []
+
+    def kept(rows: torch.Tensor, centre: torch.Tensor, limit: float, *more: float) -> torch.Tensor:
+        assert not centre.any()
+        asked.append((rows.norm(dim=1) / limit).max().item())
+        return rows.mean(dim=0).float()
+
+    monkeypatch.setattr(fedpft, "private_mean", kept)
+    config = parse_run_config(
+        quick(method="fedpft", fedpft__covariance=covariance, epsilon=1.0, clip_norm=0.5)
+    )
+    one_large = torch.zeros(4, 16, dtype=torch.float64)
+    one_large[:, 3] = torch.tensor([1e3, 0.1, -5, 1])
+    fedpft.private_gaussian(one_large, config)
+    fedpft.private_gaussian(torch.randn(200, 16, dtype=torch.float64) * 3, config)
+    assert asked[0] == pytest.approx(1)
+    assert max(asked) <= 1 + 1e-9
+
+
+def test_a_variance_that_noise_takes_below_zero_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        fedpft, "private_mean", lambda rows, *more: torch.full_like(rows[0], -1.0).float()
+    )
+    config = parse_run_config(quick(method="fedpft", epsilon=1.0))
+    _, _, variances = fedpft.private_gaussian(torch.ones(3, 16, dtype=torch.float64), config)
+    assert not variances.any()
+
+
 def test_classes_add_nothing_to_a_private_vector() -> None:
     settings = {"method": "domain-vector", "domain_vector__class_lr": 0.1}
     parse_run_config(quick(**settings))
     with pytest.raises(ConfigError, match=r"class-lr = 0.1: with epsilon .* take 0"):
         parse_run_config(quick(**settings, epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
-    with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .* class-lr = 0.1"):
+    with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .*class-lr = 0.1"):
         own_settings(parse_run_config(quick(**settings)), site)
 
 

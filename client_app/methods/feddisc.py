@@ -11,6 +11,8 @@ Differences from the paper:
    class says.
 3. The order: ours noises every image's embedding once at `feddisc.noise-level`, then clusters; a
    class with fewer than K images sends some centres twice.
+4. Theirs: no guarantee. Ours: with `epsilon` every centre is the class's noised mean, of embeddings
+   that the kit's normaliser has given about the mean 0 and the deviation 1.
 
 Payload for Stable unCLIP 2.1 (embeddings of 1024 and their level's encoding): (5 + 1) x 2048 =
 12,288 numbers a class.
@@ -22,7 +24,9 @@ import torch
 from sklearn.cluster import KMeans
 
 from client_app.job import ClientJob
-from osfl.models.diffusion import load_embedding_noise
+from client_app.mechanisms import private_mean
+from osfl.config import RunConfig
+from osfl.models.diffusion import EmbeddingNoise, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
 from osfl.payloads import Embeddings
 from osfl.seeds import generator_of, seed_of
@@ -44,11 +48,16 @@ def make_payload(job: ClientJob) -> Embeddings:
         parts.append(job.meter.run(("embed", len(pixels)), partial(encoder, pixels)))
         job.progress(sum(map(len, parts)), len(images), "embedding image")
     embeddings = torch.cat(parts)
+    held = images.held()
+    names = tuple(job.classes[label] for label in held)
+    if job.config.epsilon:
+        own = [embeddings[images.labels == label] for label in held]
+        noised_means = [private_vectors(rows, add_noise, job.config) for rows in own]
+        return Embeddings(names, torch.stack(noised_means))
     noise = torch.randn(
         embeddings.shape, generator=generator_of(job.config.seed, "feddisc", job.client)
     )
     noised = add_noise(embeddings, torch.full((len(embeddings),), settings.noise_level), noise)
-    held = images.held()
     vectors = [
         class_vectors(
             noised[images.labels == label],
@@ -57,7 +66,7 @@ def make_payload(job: ClientJob) -> Embeddings:
         )
         for label in held
     ]
-    return Embeddings(tuple(job.classes[label] for label in held), torch.stack(vectors))
+    return Embeddings(names, torch.stack(vectors))
 
 
 def class_vectors(noised: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
@@ -68,3 +77,18 @@ def class_vectors(noised: torch.Tensor, clusters: int, seed: int) -> torch.Tenso
     )
     rows = torch.from_numpy(centres).float()[[index % count for index in range(clusters)]]
     return torch.cat([rows, noised.mean(dim=0, keepdim=True)])
+
+
+def private_vectors(
+    embeddings: torch.Tensor, add_noise: EmbeddingNoise, config: RunConfig
+) -> torch.Tensor:
+    """[K + 1, 2e] of a class's embeddings [N, e]: their noised mean, at the noise level."""
+    scaled = add_noise.normalizer.scale(embeddings)
+    centre = torch.zeros_like(scaled[0])
+    # Numbers of deviation 1 have this norm
+    limit = config.clip_norm * scaled.shape[1] ** 0.5
+    mean = private_mean(scaled, centre, limit, config.epsilon, config.delta).unsqueeze(0)
+    level = torch.tensor([config.feddisc.noise_level])
+    # What the level leaves of it; its own noise has the mean 0
+    vector = add_noise(add_noise.normalizer.unscale(mean), level, torch.zeros_like(mean))
+    return vector.repeat(config.feddisc.clusters + 1, 1)

@@ -12,7 +12,9 @@ Differences from the paper:
 3. Theirs: numbers of 16 bits. Ours: of 32.
 4. Their code leaves out a class with no more images than components. Ours has fewer components, in
    as many places, of which those left over have weight 0.
-5. Theirs has a variant with differential privacy. Not ours.
+5. Theirs has a variant with differential privacy, of one Gaussian a class. Ours with `epsilon`: one
+   whose mean and mean squares are noised together, of features cut to `clip-norm` times the root of
+   their number.
 
 What it gives away: the mean features of each class, or of groups in it, which its owner could
 search a public collection with, and how many images there are. With as many components as images,
@@ -23,7 +25,9 @@ import torch
 
 from client_app.features import width_and_features
 from client_app.job import ClientJob
+from client_app.mechanisms import clipped, private_mean
 from client_app.mixtures import padded_mixture
+from osfl.config import RunConfig
 from osfl.payloads import FeatureMixtures
 from osfl.seeds import seed_of
 
@@ -40,11 +44,14 @@ def make_payload(job: ClientJob) -> FeatureMixtures:
     width, batches = width_and_features(job, images)
     features = torch.cat([batch for _, batch in batches])
     # scikit-learn adds a millionth to each variance, whatever the network's numbers are like
-    scale = features.std().clamp_min(1e-30)
+    scale = torch.ones(()) if job.config.epsilon else features.std().clamp_min(1e-30)
     held = images.held()
     names = tuple(job.classes[label] for label in held)
     mixtures = []
     for label, name in zip(held, names, strict=True):
+        if job.config.epsilon:
+            mixtures.append(private_gaussian(features[images.labels == label], job.config))
+            continue
         seed = seed_of(job.config.seed, "fedpft mixture", job.client, name)
         rows = features[images.labels == label] / scale
         # FedPFT, section 4.1: EM for the class-conditional features
@@ -54,3 +61,37 @@ def make_payload(job: ClientJob) -> FeatureMixtures:
     shape = (len(held), settings.components, 1 if settings.covariance == "spherical" else width)
     spreads = (variances * scale.square()).view(shape)
     return FeatureMixtures(names, counts[held], weights, means * scale, spreads)
+
+
+def private_gaussian(
+    features: torch.Tensor, config: RunConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One Gaussian of a class's features [N, D], as the run asks for it.
+
+    Returns:
+        weights [K], of which one is 1; means [K, D]; variances [K, 1] or [K, D].
+    """
+    settings = config.fedpft
+    width = features.shape[1]
+    limit = config.clip_norm * width**0.5
+    kept = clipped(features, limit)
+    squares = kept.square()
+    if settings.covariance == "spherical":
+        squares = squares.sum(dim=1, keepdim=True)
+    # |x| <= C and |x^2| <= |x|^2 <= C^2, so that both together have the norm C sqrt(2) at most
+    both = torch.cat([kept, squares / limit], dim=1)
+    noised = private_mean(
+        both, torch.zeros_like(both[0]), limit * 2**0.5, config.epsilon, config.delta
+    )
+    mean = noised[:width]
+    of_mean = mean.square().sum() if settings.covariance == "spherical" else mean.square()
+    numbers = width if settings.covariance == "spherical" else 1
+    # E x^2 - (E x)^2, which noise may take below 0
+    variance = ((limit * noised[width:] - of_mean) / numbers).clamp_min(0)
+    weights = torch.zeros(settings.components)
+    weights[0] = 1
+    means = torch.zeros(settings.components, width)
+    means[0] = mean
+    variances = torch.zeros(settings.components, len(variance))
+    variances[0] = variance
+    return weights, means, variances

@@ -638,8 +638,9 @@ class RunConfig:
         Range(1e-6, 1e6),
         Doc(
             "With `epsilon`: how far one image may move a mean before it is divided by their "
-            "number, times the mean distance of the class prompts' encodings from their mean. Less "
-            "means less noise, and more bias."
+            "number, times the mean distance of the class prompts' encodings from their mean; of "
+            "FedDISC's and FedPFT's vectors, times the root of their length. Less means less "
+            "noise, and more bias."
         ),
     ]
     clip_gradient: Annotated[
