@@ -103,6 +103,10 @@ def main() -> None:
         "% for a row's clients together. 50 % and 0.5 are chance. "
         f"Command: `python -m benchmarks.audit --repeats {given.repeats}`."
     )
+    about += (
+        " Likeness: PSNR of the most like of the decoded latents to an image that is in the "
+        "payload, and to one that is not, medians."
+    )
     table = TABLES / "audit"
     write_table(table, in_order(lines, table.with_suffix(".json"), about), f"{about}")
 

@@ -33,6 +33,7 @@ from osfl.payloads import (
     KINDS,
     Captions,
     Classifier,
+    Concepts,
     Descriptions,
     DomainVector,
     Encodings,
@@ -346,6 +347,86 @@ def test_errors_are_the_same_in_any_company(kit: Kit, monkeypatch: pytest.Monkey
     torch.testing.assert_close(alone[0], together[1])
 
 
+def likeness_by_hand(data: Images, latents: np.ndarray, labels: list[int]) -> list[float]:
+    """PSNR in dB of each image to the most like of its class's decoded latents."""
+    seen = data.pixels.numpy() / 255
+    drawn = np.clip(analytic.decode(latents), -1, 1) / 2 + 0.5
+    found = []
+    for x, label in zip(seen, data.labels.tolist(), strict=True):
+        own = [((drawn[m] - x) ** 2).mean() for m, owner in enumerate(labels) if owner == label]
+        found.append(-10 * math.log10(min(own)))
+    return found
+
+
+def test_pictures_are_decoded_from_fedbips_latents(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of class two, one of class zero; each of an image with a little noise, or of none."""
+    data = images(2, 0, 2)
+    job = job_of(data, method="fedbip")
+    monkeypatch.setattr(attacks, "_gain", lambda *_: torch.zeros(3))
+    latents = numbers(attacks.posteriors(kit, data, job)[0])
+    draw = np.random.default_rng(0)
+    sent = np.stack([latents[0], latents[2], draw.normal(size=latents[0].shape), latents[1]])
+    sent = sent + 0.1 * draw.normal(size=sent.shape)
+    labels = [2, 2, 2, 0]
+    means = torch.tensor(sent).float()
+    width = kit.text(["x"]).shape[-1]
+    payload = Concepts(
+        ("zero", "two"),
+        torch.zeros(width),
+        torch.zeros(2, width),
+        torch.tensor(labels),
+        means,
+        torch.ones_like(means),
+    )
+    found = attack(job, payload)["pictures"]
+    expected = likeness_by_hand(data, sent, labels)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    # The whole of the other class's are no candidates
+    swapped = replace(payload, labels=torch.tensor([0, 0, 0, 2]))
+    others = likeness_by_hand(data, sent, [0, 0, 0, 2])
+    np.testing.assert_allclose(attack(job, swapped)["pictures"], others, rtol=1e-3)
+
+
+def test_pictures_are_decoded_from_espressos_components(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their means are of latents that the first timestep has scaled down by sqrt(a)."""
+    data = images(2, 0, 2)
+    job = job_of(data, method="espresso", synthesis__steps=4)
+    monkeypatch.setattr(attacks, "_gain", lambda *_: torch.zeros(3))
+    latents = numbers(attacks.posteriors(kit, data, job)[0])
+    draw = np.random.default_rng(0)
+    # Two components of each class; of zero the second is not there, which would be the best
+    clean = np.stack([latents[1] + 0.2, latents[1], latents[0], latents[2]])
+    clean[0::2] += 0.1 * draw.normal(size=clean[0::2].shape)
+    a = analytic.alphas_cumprod()[analytic.step_down(4)[0][0]]
+    means = torch.tensor(np.sqrt(a) * clean).float()
+    payload = Mixtures(
+        ("zero", "two"),
+        torch.zeros(2, 1, *kit.text(["x"]).shape[1:]),
+        torch.ones(2, 1),
+        torch.tensor([[1.0, 0], [0.5, 0.5]]),
+        means.view(2, 2, *means.shape[1:]),
+        torch.ones_like(means).view(2, 2, *means.shape[1:]),
+    )
+    found = attack(job, payload)["pictures"]
+    there = clean[[0, 2, 3]]
+    np.testing.assert_allclose(found, likeness_by_hand(data, there, [0, 2, 2]), rtol=2e-2)
+
+
+def test_a_finding_says_how_like_the_pictures_are() -> None:
+    """Medians of members and others; of no other attack."""
+    scores = Scores(torch.tensor([30.0, 20, 25]).double(), torch.tensor([10.0, 12, 11]).double())
+    games = {"pictures": {"a": [scores]}, "latents": {"a": [scores]}}
+    pictures, latents = command.findings(games, {"a": command.Guarantee(0.0, 0.0)}, 0)
+    assert pictures.likeness == (25.0, 11.0)
+    assert latents.likeness is None
+    assert command.words_of(pictures)["likeness"] == "25.0 dB, others 11.0"
+    assert command.words_of(latents)["likeness"] == ""
+
+
 def test_a_mixtures_likelihood_is_scikit_learns() -> None:
     draw = np.random.default_rng(0)
     rows = draw.normal(size=(30, 3))
@@ -455,8 +536,8 @@ def audited(kit: Path, *more: str, **settings: object) -> Any:
 EXPECTED = {
     "feddeo": ["descriptions"],
     "domain-vector": ["vector"],
-    "espresso": ["conditions", "latents"],
-    "fedbip": ["words", "latents"],
+    "espresso": ["conditions", "latents", "pictures"],
+    "fedbip": ["words", "latents", "pictures"],
     "oscar": ["means"],
     "oscar-pooled": ["means"],
     "fgl": ["captions"],
@@ -485,8 +566,8 @@ def test_payloads_of_every_method_are_audited(
         assert one["promised"] == 0
     # What decodes to each image, and what spans them
     if method in ("fedbip", "fedcgs"):
-        assert [one["right"] for one in found[3:]] == [20, 20, 40]
-        assert found[-1]["auc"][0] == 1
+        assert [one["right"] for one in found[3:6]] == [20, 20, 40]
+        assert found[5]["auc"][0] == 1
     # Three images and two components: one image is a component
     if method == "fedpft":
         assert found[-1]["right"] > 30

@@ -16,6 +16,7 @@ from client_app.conditions import posteriors
 from client_app.features import width_and_features
 from client_app.job import ClientJob
 from client_app.methods import votes
+from osfl.data.load import Images
 from osfl.models.classifiers import logits_of, rebuild
 from osfl.models.concepts import concept_prompt
 from osfl.models.diffusion import Kit, forward_noise, load_embedding_noise, load_kit
@@ -39,6 +40,7 @@ from osfl.seeds import generator_of
 
 DRAWS = 10  # timesteps at which a denoising error is looked at
 BATCH = 16  # images in a batch
+PICTURES = "pictures"  # decoded latents
 
 Attack = Callable[[ClientJob, Payload], dict[str, torch.Tensor]]
 
@@ -142,16 +144,22 @@ def _mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
 
     scores = {"conditions": _gain(job, conditions)}
     if sent.component_weights is not None:
-        scores["latents"] = _latent_likelihood(job, sent)
+        kit = load_kit(job.kit, job.device)
+        images = job.load(kit.image_size)
+        kit.scheduler.set_timesteps(job.config.synthesis.steps)
+        a_first = kit.alphas_cumprod[int(kit.scheduler.timesteps[0])].cpu()
+        scores["latents"] = _latent_likelihood(job, sent, kit, images, a_first)
+        there = sent.component_weights > 0
+        # They are of sqrt(a) x_0
+        means = cast(torch.Tensor, sent.component_means)[there] / a_first.sqrt()
+        scores[PICTURES] = _likeness(kit, images, means, there.nonzero()[:, 0], job, sent)
     return scores
 
 
-def _latent_likelihood(job: ClientJob, sent: Mixtures) -> torch.Tensor:
-    kit = load_kit(job.kit, job.device)
-    images = job.load(kit.image_size)
+def _latent_likelihood(
+    job: ClientJob, sent: Mixtures, kit: Kit, images: Images, a_first: torch.Tensor
+) -> torch.Tensor:
     latents, _ = posteriors(kit, images, job)
-    kit.scheduler.set_timesteps(job.config.synthesis.steps)
-    a_first = kit.alphas_cumprod[int(kit.scheduler.timesteps[0])].cpu()
     x = a_first.sqrt() * latents.float().cpu()
     rows = _rows(job, sent, images.labels)
     weights = cast(torch.Tensor, sent.component_weights)[rows]
@@ -189,7 +197,42 @@ def _concepts(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     images = job.load(kit.image_size)
     latents, _ = posteriors(kit, images, job)
     distances = torch.cdist(latents.float().cpu().flatten(1), sent.means.flatten(1))
-    return {"words": _gain(job, conditions), "latents": -distances.amin(dim=1)}
+    held = [job.classes.index(name) for name in sent.classes]
+    owners = torch.tensor([held.index(label) for label in sent.labels.tolist()])
+    return {
+        "words": _gain(job, conditions),
+        "latents": -distances.amin(dim=1),
+        PICTURES: _likeness(kit, images, sent.means, owners, job, sent),
+    }
+
+
+@torch.no_grad()
+def _likeness(
+    kit: Kit,
+    images: Images,
+    latents: torch.Tensor,
+    owners: torch.Tensor,
+    job: ClientJob,
+    payload: Payload,
+) -> torch.Tensor:
+    """How like each image the most like of its class's decoded latents is: PSNR in dB [N].
+
+    Args:
+        latents: [M, c, h, w].
+        owners: of each, its class's row in the payload [M].
+    """
+    decoded = []
+    for part in latents.split(BATCH):
+        z = part.to(kit.device)
+        pictures = job.meter.run(("decode", len(z)), partial(kit.decode, z))
+        decoded.append(pictures.clamp(-1, 1).float().cpu())
+    drawn = torch.cat(decoded).flatten(1)
+    found = []
+    for x, row in zip(images.batches(1), _rows(job, payload, images.labels), strict=True):
+        errors = (drawn[owners == row] - x.flatten(1)).square().mean(dim=1)
+        # Of numbers in [-1, 1]: 10 log10(2^2 / MSE)
+        found.append(10 * (4 / errors.amin().clamp_min(1e-12)).log10())
+    return torch.stack(found)
 
 
 # ---- Means, clusters and mixtures: they lie nearer to what is in them ----

@@ -14,6 +14,7 @@ from rich.progress import Progress, TaskID
 
 from client_app.app import cache_key, check_node, own_settings
 from client_app.audit import statistics
+from client_app.audit.attacks import PICTURES
 from client_app.audit.game import Scores, draw_pairs, play
 from client_app.decoded import files_key
 from client_app.job import ClientJob
@@ -40,6 +41,7 @@ COLUMNS = (
     "TPR at 0.1 % FPR",
     "ε at least",
     "promised",
+    "likeness",
 )
 AGAIN = "remove it, and the game is played anew"
 
@@ -77,6 +79,8 @@ class Finding:
         measured: the least epsilon that the guesses are compatible with; at 99 %, of all findings
             together.
         promised: the guarantee; 0: none.
+        likeness: where pictures were decoded, how like a member the most like of them is, and how
+            like a stranger: the medians of PSNR in dB.
     """
 
     client: str
@@ -87,6 +91,7 @@ class Finding:
     true_positives: tuple[int, int] | None
     measured: float
     promised: float
+    likeness: tuple[float, float] | None = None
 
     @property
     def broken(self) -> bool:
@@ -264,6 +269,7 @@ def _weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
 def _finding(
     client: str, attacked: str, scores: list[Scores], guarantee: Guarantee, seed: int, looks: int
 ) -> Finding:
+    pictures = attacked == PICTURES
     members = torch.cat([one.members for one in scores])
     together = Scores(members, torch.cat([one.others for one in scores]))
 
@@ -279,6 +285,7 @@ def _finding(
         statistics.true_positives(together),
         statistics.measured_epsilon(together, guarantee.delta, coins(), looks),
         guarantee.epsilon,
+        (float(members.median()), float(together.others.median())) if pictures else None,
     )
 
 
@@ -313,6 +320,7 @@ def words_of(one: Finding) -> dict[str, str]:
         rate,
         f"{one.measured:.2f}",
         f"{one.promised:g}" if one.promised else "",
+        "{:.1f} dB, others {:.1f}".format(*one.likeness) if one.likeness else "",
     )
     return dict(zip(COLUMNS, cells, strict=True))
 
