@@ -35,7 +35,7 @@ from client_app.conditions import (
 )
 from client_app.job import ClientJob
 from client_app.mechanisms import common_to_tokens, private_mean, spread
-from osfl.config import ConditionTraining
+from osfl.config import ConditionTraining, RunConfig
 from osfl.data.load import Images
 from osfl.minibatches import minibatches
 from osfl.models.diffusion import Kit
@@ -59,7 +59,9 @@ def make_payload(job: ClientJob) -> DomainVector:
     names = [job.classes[label] for label in held]
     mean, logvar = posteriors(kit, images, job)
     if job.config.epsilon:
-        return DomainVector(tuple(names), _noised(kit, images, mean, logvar, job))
+        vectors = vector_of_each(kit, images, mean, logvar, job)
+        every_prompt = kit.text(job.config.prompts(job.classes)).cpu()
+        return DomainVector(tuple(names), noised_mean(vectors, every_prompt, job.config))
     owner = torch.tensor([held.index(label) for label in images.labels.tolist()])
     prompts = kit.text(job.config.prompts(names))
     alike = settings.tokens == "all"
@@ -92,22 +94,28 @@ def make_payload(job: ClientJob) -> DomainVector:
     return DomainVector(tuple(names), domain, offsets)
 
 
-def _noised(
+def vector_of_each(
     kit: Kit, images: Images, mean: torch.Tensor, logvar: torch.Tensor, job: ClientJob
 ) -> torch.Tensor:
-    """The noised mean of what every image learns by itself, [L, d] or [1, d]."""
-    config = job.config
-    settings = config.domain_vector
+    """What every image learns by itself [N, L, d], on the CPU."""
+    settings = job.config.domain_vector
     training = ConditionTraining(
         settings.epochs, settings.steps, settings.batch_size, AT_ONCE, settings.lr
     )
-    prompts = kit.text(config.prompts(job.classes))
-    start = prompts[images.labels]
+    start = kit.text(job.config.prompts(job.classes))[images.labels]
     names = image_names(images)
     conditions = learn_condition_of_each(kit, start, mean, logvar, names, training, job)
-    vectors = (conditions - start).cpu()
-    limit = config.clip_norm * spread(prompts.cpu())
-    if settings.tokens == "all":
+    return (conditions - start).cpu()
+
+
+def noised_mean(vectors: torch.Tensor, prompts: torch.Tensor, config: RunConfig) -> torch.Tensor:
+    """[L, d] or [1, d] of vectors [N, L, d], as the run asks for it.
+
+    Args:
+        prompts: encodings of all classes' prompts [C, L, d], by which `clip-norm` is measured.
+    """
+    limit = config.clip_norm * spread(prompts)
+    if config.domain_vector.tokens == "all":
         vectors, limit = common_to_tokens(vectors, limit)
     nowhere = torch.zeros_like(vectors[0])
     return private_mean(vectors, nowhere, limit, config.epsilon, config.delta)

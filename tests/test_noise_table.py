@@ -1,0 +1,85 @@
+"""benchmarks/noise.py: what a guarantee's noise leaves of a domain's vector."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import noise
+from benchmarks.noise import Point
+from osfl.data.load import Images
+
+
+@pytest.fixture
+def style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of 300 images; errors are the squared distance from a vector of (1, 0), and 2 more."""
+    monkeypatch.setattr(noise, "WORK", tmp_path)
+    config = noise.config_of(noise.settings_of(noise.ROW, 0))
+    monkeypatch.setattr(
+        noise,
+        "error_under",
+        lambda style, moved: 2 + float((moved.mean(dim=0) - torch.tensor([1.0, 0])).square().sum()),
+    )
+    images = Images(torch.zeros(300, 3, 8, 8, dtype=torch.uint8), torch.arange(300) % 10)
+    prompts = torch.tensor([[[0.0, 0]], [[0, 2]]])
+    return SimpleNamespace(
+        number=0, job=SimpleNamespace(config=config), images=images, prompts=prompts
+    )
+
+
+def test_the_share_is_of_the_gain_over_the_prompt(
+    style: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is 1 away, the clean mean of (0.8, 0) 0.04: a gain of 0.96. One at (0.6, 0) gains
+    0.84 of it, and (-0.2, 0) loses.
+    """
+    torch.save(torch.tensor([[[0.9, 0.0]], [[0.7, 0.0]]]), noise.WORK / "vectors-0-2.pt")
+    asked: list[tuple[str, float, float]] = []
+    draws = iter([0.6, -0.2, 0.8])
+
+    def noised(vectors: torch.Tensor, prompts: torch.Tensor, config: Any) -> torch.Tensor:
+        asked.append((config.domain_vector.tokens, config.epsilon, config.clip_norm))
+        return torch.tensor([[next(draws), 0.0]])
+
+    monkeypatch.setattr(noise, "noised_mean", noised)
+    found = noise.kept(style, Point("each", 2, 4.0, 0.5))
+    assert found == pytest.approx([100 * 0.84 / 0.96, 100 * -0.44 / 0.96, 100], abs=1e-3)
+    assert asked == [("each", 4.0, 0.5)] * 3
+
+
+def test_what_is_measured_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noise, "WORK", tmp_path)
+    monkeypatch.setattr(noise, "style_of", lambda number: number)
+    points = [Point("all", 100, 1.0, 0.5), Point("each", 100, 1.0, 0.5)]
+    monkeypatch.setattr(noise, "kept", lambda style, point: [style, style + 2.0])
+    first = noise.measured(points)
+    assert first[points[0]] == [[k, k + 2.0] for k in range(6)]
+    monkeypatch.setattr(noise, "kept", None)
+    assert noise.measured(points) == first
+
+
+def test_the_table_has_the_worst_style_and_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Means of the styles are 80, 50 and 30; the worst draw -20."""
+    monkeypatch.setattr(noise, "WORK", tmp_path)
+    monkeypatch.setattr(noise, "TABLES", tmp_path)
+    shares = [[90.0, 70.0], [50.0, 50.0], [80.0, -20.0]]
+    found = dict.fromkeys(noise.POINTS, shares)
+    monkeypatch.setattr(noise, "measured", lambda points: found)
+    monkeypatch.setattr("sys.argv", ["noise"])
+    noise.main()
+    rows = json.loads((tmp_path / "noise.json").read_text())["rows"]
+    assert len(rows) == len(set(noise.POINTS))
+    assert rows[0]["gain kept (%)"] == "53"
+    assert (rows[0]["worst style"], rows[0]["worst draw"]) == ("30", "-20")
+    assert (tmp_path / "noise.png").stat().st_size > 5_000
+
+
+def test_other_images_are_looked_at_than_those_that_were_learned_from() -> None:
+    assert max(noise.COUNTS) + noise.LOOKED_AT <= 300
