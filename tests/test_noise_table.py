@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import noise
-from benchmarks.noise import Point
+from benchmarks.noise import Point, Style
 from osfl.data.load import Images
 
 
@@ -25,9 +25,9 @@ def style(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     images = Images(torch.zeros(300, 3, 8, 8, dtype=torch.uint8), torch.arange(300) % 10)
     prompts = torch.tensor([[[0.0, 0]], [[0, 2]]])
-    return SimpleNamespace(
-        number=0, job=SimpleNamespace(config=config), images=images, prompts=prompts
-    )
+    kit: Any = SimpleNamespace(text=lambda texts: prompts)
+    job: Any = SimpleNamespace(config=config, classes=("zero", "one"))
+    return Style(0, kit, job, images)
 
 
 def test_the_share_is_of_the_gain_over_the_prompt(
