@@ -6,7 +6,7 @@ for key in "$1"/*.pub; do
   name=$(basename "$key" .pub)
   answer=/data/registered/$name.json
   if [ ! -s "$answer" ] || ! cmp -s "$key" "/data/registered/$name.pub"; then
-    flwr supernode register "$key" federation --format json >"$answer.new"
+    flwr supernode register "$key" federation --name "$name" --format json >"$answer.new"
     cat "$answer.new"
     grep -qe '"node-id"' -e 'already in use' "$answer.new" # the latter: this was broken off before
     cp "$key" "/data/registered/$name.pub"

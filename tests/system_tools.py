@@ -212,7 +212,9 @@ class Federation:
         """A key pair for a node, and its public key registered; returns the node id."""
         key = certs.make_node(self.keys, name)
         answer = json.loads(
-            self.flwr("supernode", "register", f"{key}.pub", "test", "--format", "json")
+            self.flwr(
+                *("supernode", "register", f"{key}.pub", "test", "--name", name, "--format", "json")
+            )
         )
         return str(answer["node-id"])
 

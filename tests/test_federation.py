@@ -66,13 +66,17 @@ class NodesGrid:
         self.sent: list[tuple[int, str]] = []
         self.looks = 0
         self.came = "then"  # when the nodes came online
+        self.names: dict[int, str] = {}  # of their keys
         self.uploads: dict[int, threading.Event] = {}  # by node; until it is set, a pull lasts
         self._ids = itertools.count(1)
         self._asked = {}
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         self.looks += 1
-        return [NodeInfo(node_id=n, last_activated_at=self.came) for n in sorted(self.online)]
+        return [
+            NodeInfo(node_id=n, last_activated_at=self.came, name=self.names.get(n))
+            for n in sorted(self.online)
+        ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         (message,) = messages
@@ -529,6 +533,44 @@ def test_a_client_id_is_taken_once(tmp_path: Path) -> None:
     assert list(members.nodes) == ["a", "b"]
     with pytest.raises(RoundError, match="2 of 3 .*\n.*client id 'a' is already taken by another"):
         joined(grid, settings(num_clients=3), tmp_path)
+
+
+def test_a_client_is_who_its_key_says(tmp_path: Path) -> None:
+    """Of three keys two have names: b's calls itself a, and the third is nobody and calls itself b.
+    A key without a name may be whom no key names.
+    """
+    grid = NodesGrid({0: fit("a"), 1: fit("a"), 2: fit("b"), 3: fit("c")})
+    grid.names = {0: "a", 1: "b"}
+    members = joined(grid, settings(num_clients=2), tmp_path)
+    assert members.nodes == {"a": 0, "c": 3}
+    assert "key is registered as 'b', and its client id is 'a'; set client-id" in members.failed[1]
+    assert "client id 'b' is the name of another node's key" in members.failed[2]
+
+
+def test_a_key_whose_name_is_no_client_id_lets_nobody_in(tmp_path: Path) -> None:
+    grid = NodesGrid({0: fit("a")})
+    grid.names = {0: "Ward 7\x1b[31m"}
+    with pytest.raises(
+        RoundError, match=r"its key is registered as 'Ward 7.*client id is 'a'"
+    ) as e:
+        joined(grid, settings(num_clients=1), tmp_path)
+    assert "\x1b" not in str(e.value)
+
+
+def test_a_name_that_comes_later_holds(tmp_path: Path) -> None:
+    """The key's owner comes online while the run waits; until then its name is not known."""
+    grid = NodesGrid({0: fit("a"), 1: fit("b"), 2: fit("b")})
+    grid.names = {2: "b"}
+    grid.online = {0}
+
+    def arrive(message: Message) -> RecordDict | Error | None:
+        grid.online = {0, 1, 2}
+        return fit("a")(message)
+
+    grid.answers[0] = arrive
+    members = joined(grid, settings(num_clients=2), tmp_path)
+    assert members.nodes == {"a": 0, "b": 2}
+    assert "b' is the name of another node's key" in members.failed[1]
 
 
 def test_a_spare_takes_over_within_a_round(tmp_path: Path) -> None:

@@ -55,6 +55,19 @@ class UnfitError(ValueError):
 
 
 @dataclass(frozen=True)
+class Online:
+    """A node that is online.
+
+    Attributes:
+        since: when it came, as the SuperLink says.
+        name: that its key was registered with; "": none.
+    """
+
+    since: str
+    name: str
+
+
+@dataclass(frozen=True)
 class _Request:
     node: int
     message_type: str
@@ -73,26 +86,29 @@ class Exchange:
         ttl: seconds that Flower keeps a message and its reply.
         patience: seconds of silence after which a node is asked once more.
         largest: bytes of the largest reply to expect.
+        names: of the keys of all nodes that were seen; of those that have one.
     """
 
     grid: Grid
     ttl: float
     patience: float | None = None  # else PATIENCE_SECONDS
     largest: float = 0
+    names: dict[int, str] = field(default_factory=dict)
     _open: dict[str, _Request] = field(default_factory=dict)  # by message id
     # To be pushed again, not before.
     _later: list[tuple[float, _Request]] = field(default_factory=list)
     _heard: float = field(default_factory=time.monotonic)  # when something last came
-    _online: dict[int, str] | None = None
+    _online: dict[int, Online] | None = None
     _looked: float = 0.0  # when, by time.monotonic()
     _absent: dict[int, float] = field(default_factory=dict)  # since which look, by node
 
     def __post_init__(self) -> None:
         self._pulls = Pulls(self.grid, self.largest)
 
-    def look_around(self) -> dict[int, str]:
-        """The nodes that are online, and when each came: a request to the SuperLink."""
+    def look_around(self) -> dict[int, Online]:
+        """The nodes that are online: a request to the SuperLink."""
         self._online = online_nodes(self.grid)
+        self.names |= {node: one.name for node, one in self._online.items() if one.name}
         self._looked = time.monotonic()
         # Where the SuperLink names nobody, it may be the one that is away
         missing = set(self.waiting()) - self._online.keys() if self._online else set()
@@ -114,9 +130,8 @@ class Exchange:
         patience = patience or self.patience or PATIENCE_SECONDS
         online = self.look_around() if self._online is None else self._online
         again_at = time.monotonic() + patience
-        request = _Request(
-            node, message_type, content, attempt, online.get(node, ""), patience, again_at
-        )
+        since = online[node].since if node in online else ""
+        request = _Request(node, message_type, content, attempt, since, patience, again_at)
         try:
             (message_id,) = self.grid.push_messages([message])
         except httpx.HTTPError as error:
@@ -207,10 +222,10 @@ class Exchange:
         self._put_off(replace(request, attempt=request.attempt + (not offline)))
         return None
 
-    def _ask_again(self, online: Mapping[int, str]) -> None:
+    def _ask_again(self, online: Mapping[int, Online]) -> None:
         """Those who were away, those who are silent, and those whose time to be asked has come."""
         for message_id, request in list(self._open.items()):
-            came = online.get(request.node, "")
+            came = online[request.node].since if request.node in online else ""
             node = request.node
             # A reply that is half here goes on when its node is back, or ends as an error
             if message_id not in self._open or self._pulls.under_way(message_id):
@@ -292,10 +307,10 @@ def listed(reasons: Mapping[Any, str]) -> str:
     return "".join(lines[:MOST_REASONS]) + (f"\n  and {more} more" if more > 0 else "")
 
 
-def online_nodes(grid: Grid) -> dict[int, str]:
-    """The nodes that are online, and when each came; none when the SuperLink cannot say."""
+def online_nodes(grid: Grid) -> dict[int, Online]:
+    """The nodes that are online; none when the SuperLink cannot say."""
     try:
-        return {node.node_id: node.last_activated_at for node in grid.get_nodes()}
+        return {n.node_id: Online(n.last_activated_at, n.name) for n in grid.get_nodes()}
     except httpx.HTTPError as error:
         _bear(error)
         return {}

@@ -126,6 +126,7 @@ class Members:
             raise UnfitError(
                 f"its client id {plain(client, 80)!r} is not 1 to 64 letters, digits, '-' or '_'"
             )
+        self._check_key(node, client)
         if version != osfl.__version__:
             raise UnfitError(
                 f"{client} has osfl {plain(version, 40)} installed, the run is of "
@@ -138,6 +139,25 @@ class Members:
                 f"{', '.join(self._allowed)}"
             )
         return client, architecture
+
+    def _check_key(self, node: int, client: str) -> None:
+        """Whether a client is who its key says. A key without a name says nothing.
+
+        Raises:
+            UnfitError: it is not.
+        """
+        names = self._exchange.names
+        name = names.get(node, "")
+        if name and name != client:
+            raise UnfitError(
+                f"its key is registered as {plain(name, 80)!r}, and its client id is {client!r}; "
+                "set client-id to the key's name"
+            )
+        if not name and client in names.values():
+            raise UnfitError(
+                f"its client id {client!r} is the name of another node's key, and its own key has "
+                "no name"
+            )
 
     def _keep(self, node: int, joined: tuple[str, str]) -> None:
         client, architecture = joined

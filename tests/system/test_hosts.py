@@ -245,7 +245,10 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     key = str(server.folder / "etc" / "site-a.pub")
     node = str(
         json.loads(
-            server.call("flwr", "supernode", "register", key, "hospitals", "--format", "json")
+            server.call(
+                *("flwr", "supernode", "register", key, "hospitals"),
+                *("--name", "site-a", "--format", "json"),
+            )
         )["node-id"]
     )
     site.begin_unit("osfl-client")
