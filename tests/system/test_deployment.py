@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from system_tools import Federation, wait_for
+from system_tools import TWO_CLASSES, Federation, make_images, quick_arguments, wait_for
 
 from osfl.cli import certs
 
@@ -86,3 +86,25 @@ def test_an_expired_server_is_refused(
     federation.begin_node("late", *federation.trusting("late"), isolation="process")
     assert federation.processes["late"].wait(timeout=60) != 0
     assert "CERTIFICATE_VERIFY_FAILED" in federation.log("late")
+
+
+@pytest.mark.timeout(300)
+def test_a_key_lets_in_the_client_that_it_names(
+    federation: Federation, tmp_path: Path, tiny_kit: Path
+) -> None:
+    """A site with a key of its own that takes another's name is refused, and the other is not."""
+    federation.begin_superlink()
+    make_images(tmp_path / "images")
+    for name, client in (("site-a", "site-a"), ("site-b", "site-a")):
+        federation.register(name)
+        config = f"client-id='{client}' data-dir='{tmp_path / 'images'}'"
+        config += f" cache-dir='{tmp_path / name}' domain='photo'"
+        federation.begin_node(name, *federation.trusting(name), config=config)
+    settings = {**TWO_CLASSES, "num_clients": 2, "min_clients": 1, "join_timeout": 60.0}
+    arguments = quick_arguments(tiny_kit, method="prompts-domain", job_id="named", **settings)
+    run = federation.begin_run(*arguments)
+    assert run.wait(timeout=240) == 0, federation.log("run")[-3000:]
+    refused = "its key is registered as 'site-b', and its client id is 'site-a'"
+    assert refused in federation.log("run")
+    payloads = (tmp_path / "server" / "named" / "payloads").glob("*.pb")
+    assert [file.name for file in payloads] == ["site-a.pb"]
