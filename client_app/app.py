@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 import osfl
+from client_app.keys import sealing_key
 from osfl.config import (
     NOT_IDENTITY,
     ConfigError,
@@ -83,6 +84,8 @@ app = ClientApp(mods=[plain_errors])
 def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
+    if METHODS[config.method].client or METHODS[config.method].rounds:
+        sealing_key(message.content, node)
     _same_kit(message, config, check_node(config, node))
     record = ConfigRecord(
         {

@@ -12,6 +12,7 @@ from flwr.app import MetricRecord, RecordDict
 
 from client_app.decoded import files_key, load_once
 from client_app.job import ClientJob
+from client_app.keys import sealing_key
 from client_app.ledger import spend
 from osfl import wire
 from osfl.config import ConfigError, NodeConfig, RunConfig
@@ -29,6 +30,7 @@ from osfl.devices import pick_device, saves_memory
 from osfl.files import open_private, read_json, write_atomically
 from osfl.methods import METHODS, client_half
 from osfl.protocol import pack_payload, unpack_model
+from osfl.sealing import seal
 
 log = logging.getLogger("flwr")
 
@@ -54,11 +56,16 @@ def train(
             node.min_class_images,
             ", ".join(names[label] for label in left_out),
         )
+    seal_to = sealing_key(content, node)
     if METHODS[config.method].rounds:
         from client_app.local_training import train_round
 
         return train_round(content, client_job(config, node, client, kit, folder), folder)
-    return _payload(config, node, client, job_id, kit, folder)
+    blob, costs = _payload(config, node, client, job_id, kit, folder)
+    if seal_to is not None:
+        # What costs.json and the disk have is open: they are this client's own
+        blob = seal(blob, seal_to, job_id, client)
+    return pack_payload(blob, costs)
 
 
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig) -> RecordDict:
@@ -84,11 +91,12 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig) -> Record
 
 def _payload(
     config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path
-) -> RecordDict:
+) -> tuple[bytes, dict[str, float]]:
+    """(serialised payload, what it cost), made here unless it is in `folder`."""
     stored = folder / "payload.pb"
     if stored.exists():  # the server lost our answer; training again would only cost time
         costs = read_json(folder / "costs.json", cure="remove its folder, and it is made anew")
-        return pack_payload(_within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0})
+        return _within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0}
     watch = Stopwatch()
     if config.epsilon and METHODS[config.method].private:
         cache = folder.parent.parent
@@ -114,7 +122,7 @@ def _payload(
     write_atomically(stored, blob)
     del payload, job
     release_memory()  # sending takes the payload's size twice
-    return pack_payload(_within_limit(blob, config), costs)
+    return _within_limit(blob, config), costs
 
 
 def client_job(

@@ -59,11 +59,14 @@ def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
 
 
 def unpack_payload(
-    content: RecordDict, expected: wire.Expected
+    content: RecordDict, expected: wire.Expected, overhead: int = 0
 ) -> tuple[bytes, str, dict[str, float]]:
     """(payload, sha256 of the header, costs); the payload is not decoded yet.
 
     It is taken out of `content`: a large one is held once.
+
+    Args:
+        overhead: bytes that it has beyond a payload, where it is sealed.
 
     Raises:
         wire.PayloadError: a part is missing or of the wrong type, or the payload is too large
@@ -72,7 +75,7 @@ def unpack_payload(
     client = expected.client
     try:
         arrays = content.array_records
-        wire.check_size(size_of(arrays["payload"]), expected)
+        wire.check_size(size_of(arrays["payload"]) - overhead, expected)
         blob = unpack_bytes(arrays["payload"])
         sha256 = content.config_records["header"]["sha256"]
         costs = {key: float(content.metric_records["costs"][key]) for key in COST_KEYS}  # type: ignore[arg-type]

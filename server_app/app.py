@@ -19,6 +19,7 @@ from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.run_folder.report import write_report
 from osfl.run_folder.status import Status
 from osfl.run_folder.verify import seal
+from osfl.sealing import fingerprint, load_key, public_bytes
 from osfl.wire import PayloadError
 from server_app.averaging.run import run_rounds
 from server_app.expected import expected_payload, expected_tensors
@@ -65,6 +66,9 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         fetch_kits(config, status)
         check_sampling_kit(config)
         bind_to_kit(config, folder, status)
+        key = load_key(config.sealing_key) if config.sealing_key else None
+        if key is not None:
+            log.info("payloads are sealed to %s", fingerprint(public_bytes(key)))
         stored = folder.stored_clients() if method.client else []
         members = join(
             grid,
@@ -73,11 +77,19 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
             stored,
             meanwhile=lambda: check_server(config),
             kit=kit_of_clients(config),
+            sealing=None if key is None else public_bytes(key),
         )
         payloads: dict[str, Payload] = {}
         if method.client:
             payloads = collect(
-                grid, config, job_id, members, folder, status, expected_payload(config, job_id)
+                grid,
+                config,
+                job_id,
+                members,
+                folder,
+                status,
+                expected_payload(config, job_id),
+                key,
             )
             status.warn([str(outlier) for outlier in find_outliers(payloads)])
         if not method.rounds:

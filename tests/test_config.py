@@ -28,6 +28,7 @@ def test_what_may_change_between_a_run_and_its_resumption() -> None:
         "max-payload-mb",
         "min-clients",
         "runs-dir",
+        "sealing-key",
         "test-timeout",
     }
     assert settings | {

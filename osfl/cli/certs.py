@@ -7,6 +7,7 @@ A folder holds
     ca.key       signs server certificates; stays where it is
     ca.crt       goes to every node; during a rotation the new and the old CA's
     server.key, server.pem    the SuperLink's
+    sealing.key  opens what clients seal to it; goes to the server's ServerApp alone
     nodes/<name>, nodes/<name>.pub    a SuperNode's: the private key goes to that node alone, the
     public one is registered
 
@@ -26,6 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from osfl.config import ConfigError, is_identifier
 from osfl.files import PUBLIC, write_atomically
+from osfl.sealing import fingerprint, load_key, new_key, public_bytes
 from osfl.words import plain
 
 # Names of every server certificate: the server's own processes dial these
@@ -163,6 +165,22 @@ def make_node(folder: Path, name: str) -> Path:
     write_atomically(file.with_name(f"{name}.pub"), public + f" {name}\n".encode(), PUBLIC)
     write_atomically(file, private)
     return file
+
+
+def make_sealing_key(folder: Path) -> tuple[Path, str]:
+    """The key that payloads are sealed to; returns its file and its fingerprint.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    file = folder / "sealing.key"
+    if file.exists():
+        raise ConfigError(
+            f"{file} exists. For a new key, move it away; runs whose payloads are on their way "
+            "still need it"
+        )
+    write_atomically(file, new_key())
+    return file, fingerprint(public_bytes(load_key(str(file))))
 
 
 def describe(folder: Path) -> list[tuple[str, str, datetime]]:

@@ -383,6 +383,20 @@ def certs_node(
             display.console.print(f"for {name} alone: {file}", highlight=False, soft_wrap=True)
 
 
+@certs_app.command("sealing")
+def certs_sealing(folder: CertsFolder) -> None:
+    """Make the key that payloads are sealed to, so that the SuperLink holds ciphertext alone.
+
+    Name it in the run's sealing-key; nodes that ask for it name its fingerprint in seal-to.
+    """
+    from osfl.cli import certs, display
+
+    with display.named_errors():
+        file, digest = certs.make_sealing_key(folder)
+        display.console.print(f"for the ServerApp alone: {file}", highlight=False, soft_wrap=True)
+        display.console.print(f"seal-to: {digest}", highlight=False, soft_wrap=True)
+
+
 @certs_app.command("show")
 def certs_show(folder: CertsFolder) -> None:
     """List the certificates, whom they are for, and until when they are valid.

@@ -56,6 +56,13 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         )
     if run.epsilon and (problem := without_guarantee(run)):
         yield problem
+    if run.sealing_key and not _is_absolute(run.sealing_key):
+        yield _not_absolute("sealing-key", run.sealing_key)
+    if run.sealing_key and METHODS[run.method].rounds:
+        yield (
+            f"sealing-key = {run.sealing_key!r}: method {run.method!r} sends models in rounds, "
+            "which are not sealed; take an empty one"
+        )
     coded = f"payload-codec = {run.payload_codec!r}"
     without = (None, "Captions", "Domain", "Votes")
     if run.payload_codec != "raw" and METHODS[run.method].payload in without:

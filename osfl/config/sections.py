@@ -660,6 +660,14 @@ class RunConfig:
             "counts and what has one dimension as they are."
         ),
     ]
+    sealing_key: Annotated[
+        str,
+        Doc(
+            "Absolute path on the server of the private key that payloads are sealed to (`osfl "
+            "certs sealing`): the SuperLink then holds ciphertext alone. Empty: they are not."
+        ),
+        NotIdentity(),
+    ]
     label_check: Annotated[
         str,
         OneOf("none", "filter", "soft"),
@@ -852,6 +860,13 @@ class NodeConfig:
             "limit."
         ),
     ] = 0.0
+    seal_to: Annotated[
+        str,
+        Doc(
+            "Fingerprint of the server's sealing key, 64 hex digits: this site sends no payload "
+            "that is not sealed to that key. Empty: it takes the run's key, or none."
+        ),
+    ] = ""
     min_class_images: Annotated[
         int,
         Range(1, 1_000_000),

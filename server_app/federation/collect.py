@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
@@ -14,6 +15,7 @@ from osfl.payloads import Payload
 from osfl.protocol import ACKNOWLEDGE, unpack_payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
+from osfl.sealing import OVERHEAD, SealError, open_sealed, pack_public_key, public_bytes
 from osfl.words import plain
 from server_app.expected import ExpectedOf, probe
 from server_app.federation import exchange as under_way
@@ -40,6 +42,7 @@ class Collection:
         folder: RunFolder,
         status: Status,
         expected: ExpectedOf,
+        key: X25519PrivateKey | None = None,
     ):
         self.config = config
         self.members = members
@@ -54,7 +57,10 @@ class Collection:
             grid, config.deadline, under_way.WORK_PATIENCE_SECONDS, largest=largest
         )
         self._thanks = Exchange(grid, config.join_timeout)
-        self._job = RecordDict({"job": ConfigRecord({"job": job_id})})
+        self._job_id = job_id
+        self._key = key
+        public = None if key is None else public_bytes(key)
+        self._job = RecordDict({"job": ConfigRecord({"job": job_id}), **pack_public_key(public)})
         self._asked: dict[int, str] = {}  # the client of each node
 
     def look(self) -> bool:
@@ -124,7 +130,20 @@ class Collection:
         return asked and time.monotonic() < self.members.until
 
     def _read(self, node: int, content: RecordDict) -> _Upload:
-        return _Upload(*unpack_payload(content, self.expected(self._asked[node])))
+        client = self._asked[node]
+        expected = self.expected(client)
+        if self._key is None:
+            return _Upload(*unpack_payload(content, expected))
+        sealed, sha256, costs = unpack_payload(content, expected, OVERHEAD)
+        if wire.digest(sealed) != sha256:
+            raise wire.PayloadError(
+                client, "sha256", "the bytes do not match the digest in the header"
+            )
+        try:
+            blob = open_sealed(sealed, self._key, self._job_id, client)
+        except SealError as error:
+            raise wire.PayloadError(client, "payload", str(error)) from None
+        return _Upload(blob, wire.digest(blob), costs)
 
     def _keep(self, node: int, upload: _Upload) -> None:
         client = self._asked[node]
@@ -177,17 +196,21 @@ def collect(
     folder: RunFolder,
     status: Status,
     expected: ExpectedOf,
+    key: X25519PrivateKey | None = None,
 ) -> dict[str, Payload]:
     """Every client's payload: from the store if it came before, else by asking for it.
 
     A spare is asked in the place of a client that failed for good or sent what cannot be used;
     `members.nodes` then has the spare.
 
+    Args:
+        key: that payloads are sealed to; None: they are open.
+
     Raises:
         RoundError: fewer than `min-clients` valid payloads at the end or at the `deadline`.
     """
     status.phase("waiting for payloads", len(members.nodes))
-    collection = Collection(grid, config, job_id, members, folder, status, expected)
+    collection = Collection(grid, config, job_id, members, folder, status, expected, key)
     for client in folder.stored_clients():
         collection.from_store(client)
     for client, node in members.nodes.items():

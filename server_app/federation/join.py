@@ -12,6 +12,7 @@ from osfl.log import log
 from osfl.methods import METHODS
 from osfl.protocol import JOIN
 from osfl.run_folder.status import Status
+from osfl.sealing import pack_public_key
 from osfl.words import plain
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, listed
 
@@ -33,7 +34,12 @@ class Members:
     """
 
     def __init__(
-        self, grid: Grid, config: RunConfig, status: Status, kit: Mapping[str, str] | None = None
+        self,
+        grid: Grid,
+        config: RunConfig,
+        status: Status,
+        kit: Mapping[str, str] | None = None,
+        sealing: bytes | None = None,
     ):
         self._exchange = Exchange(grid, config.join_timeout)
         self._wanted = config.num_clients
@@ -42,7 +48,9 @@ class Members:
         self._rounds = METHODS[config.method].rounds
         self._allowed = split_names(config.classifier.architecture)
         self._status = status
-        self._question = RecordDict({"kit": ConfigRecord(dict(kit or {}))})
+        self._question = RecordDict(
+            {"kit": ConfigRecord(dict(kit or {})), **pack_public_key(sealing)}
+        )
         self._asked: set[int] = set()
         self._left: set[str] = set()  # in whose place a spare was asked
         self.joined: dict[str, int] = {}
@@ -182,6 +190,7 @@ def join(
     stored: list[str],
     meanwhile: Callable[[], None] = lambda: None,
     kit: Mapping[str, str] | None = None,
+    sealing: bytes | None = None,
 ) -> Members:
     """Wait until the clients are there.
 
@@ -191,6 +200,7 @@ def join(
     Args:
         stored: clients whose payload came before; they count as joined, and keep their places.
         kit: digests of the kit's weights here, which a client's must equal (`weights_digests`).
+        sealing: the public key that payloads are sealed to.
         meanwhile: called once, after the nodes that are there already were asked: they and the
             server get ready side by side.
 
@@ -198,7 +208,7 @@ def join(
         RoundError: fewer than `min-clients` after `join-timeout`, or because others refused.
     """
     status.phase("joining", config.num_clients)
-    members = Members(grid, config, status, kit)
+    members = Members(grid, config, status, kit, sealing)
     members.ask()
     meanwhile()
     members.until = time.monotonic() + config.join_timeout

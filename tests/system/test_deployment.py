@@ -10,6 +10,8 @@ from osfl.cli import certs
 
 pytestmark = pytest.mark.system
 ONLINE = "online"
+# A domain's name, which is all of a payload
+SECRET = "ward of nobody else"
 
 
 def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
@@ -108,3 +110,32 @@ def test_a_key_lets_in_the_client_that_it_names(
     assert refused in federation.log("run")
     payloads = (tmp_path / "server" / "named" / "payloads").glob("*.pb")
     assert [file.name for file in payloads] == ["site-a.pb"]
+
+
+@pytest.mark.timeout(300)
+def test_the_superlinks_database_holds_no_sealed_payload(
+    federation: Federation, tmp_path: Path, tiny_kit: Path
+) -> None:
+    """What was in it is found in its files for a while, deleted or not: an open payload, too."""
+    file, pin = certs.make_sealing_key(tmp_path / "sealing")
+    federation.begin_superlink()
+    make_images(tmp_path / "images")
+    federation.register("site-a")
+    config = f"client-id='site-a' data-dir='{tmp_path / 'images'}' domain='{SECRET}'"
+    config += f" cache-dir='{tmp_path / 'cache'}'"
+    federation.begin_node("site-a", *federation.trusting("site-a"), config=config)
+    settings = {**TWO_CLASSES, "num_clients": 1, "join_timeout": 60.0}
+    for job, key in (("sealed", str(file)), ("open", "")):
+        arguments = quick_arguments(
+            tiny_kit, method="prompts-domain", job_id=job, sealing_key=key, **settings
+        )
+        run = federation.begin_run(*arguments)
+        found = False
+        while run.poll() is None:
+            held = b"".join(file.read_bytes() for file in tmp_path.glob("state.db*"))
+            found = found or SECRET.encode() in held
+        assert run.returncode == 0, federation.log("run")[-3000:]
+        assert found == (job == "open")
+        stored = tmp_path / "server" / job / "payloads" / "site-a.pb"
+        assert SECRET.encode() in stored.read_bytes()
+    assert f"payloads are sealed to {pin}" in federation.log("run")

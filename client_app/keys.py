@@ -1,0 +1,29 @@
+"""Which of the server's keys this site seals its payload to."""
+
+from flwr.app import RecordDict
+
+from osfl.config import ConfigError, NodeConfig
+from osfl.sealing import fingerprint, unpack_public_key
+
+
+def sealing_key(content: RecordDict, node: NodeConfig) -> bytes | None:
+    """The server's public key, 32 bytes, from its question; None: payloads go open.
+
+    Raises:
+        ConfigError: the site seals to another key, or to one and the run has none.
+        ValueError: what came is no key.
+    """
+    public = unpack_public_key(content)
+    if not node.seal_to:
+        return public
+    if public is None:
+        raise ConfigError(
+            f"node-config seal-to = {node.seal_to!r}: this site sends no open payload, and the run "
+            "has no sealing-key"
+        )
+    if fingerprint(public) != node.seal_to.lower():
+        raise ConfigError(
+            f"node-config seal-to = {node.seal_to!r}: the run's sealing-key has the fingerprint "
+            f"{fingerprint(public)}"
+        )
+    return public

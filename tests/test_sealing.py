@@ -1,0 +1,267 @@
+"""Payloads that the server alone can read: HPKE by hand, keys, and a round of sealed payloads."""
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import LoopGrid, quick
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from flwr.app import ConfigRecord, Message, RecordDict
+from test_round import metrics, nodes
+from typer.testing import CliRunner
+
+from client_app.app import app
+from client_app.keys import sealing_key
+from osfl import wire
+from osfl.cli.main import app as cli
+from osfl.config import ConfigError, NodeConfig, parse_run_config
+from osfl.protocol import pack_bytes, unpack_bytes
+from osfl.sealing import (
+    OVERHEAD,
+    SealError,
+    fingerprint,
+    load_key,
+    open_sealed,
+    pack_public_key,
+    public_bytes,
+    seal,
+    unpack_public_key,
+)
+from server_app.app import run_job
+from server_app.federation.exchange import RoundError
+
+BLOB = b"what nobody else may read " * 40
+
+
+def extract(salt: bytes, key: bytes) -> bytes:
+    return hmac.digest(salt or bytes(32), key, "sha256")
+
+
+def expand(key: bytes, info: bytes, length: int) -> bytes:
+    found = b""
+    block = b""
+    while len(found) < length:
+        block = hmac.digest(key, block + info + bytes([len(found) // 32 + 1]), "sha256")
+        found += block
+    return found[:length]
+
+
+def opened_by_hand(sealed: bytes, key: X25519PrivateKey, info: bytes) -> bytes:
+    """RFC 9180 in base mode: X25519 with HKDF-SHA256 (0x0020), HKDF-SHA256 (1), AES-256-GCM (2)."""
+    own, rest = sealed[:32], sealed[32:]
+    kem = b"KEM" + (0x20).to_bytes(2)
+
+    def labeled_extract(suite: bytes, salt: bytes, label: bytes, ikm: bytes) -> bytes:
+        return extract(salt, b"HPKE-v1" + suite + label + ikm)
+
+    def labeled_expand(suite: bytes, prk: bytes, label: bytes, info: bytes, length: int) -> bytes:
+        return expand(prk, length.to_bytes(2) + b"HPKE-v1" + suite + label + info, length)
+
+    shared = key.exchange(X25519PublicKey.from_public_bytes(own))
+    prk = labeled_extract(kem, b"", b"eae_prk", shared)
+    secret = labeled_expand(kem, prk, b"shared_secret", own + public_bytes(key), 32)
+    suite = b"HPKE" + (0x20).to_bytes(2) + (1).to_bytes(2) + (2).to_bytes(2)
+    context = (
+        b"\0"
+        + labeled_extract(suite, b"", b"psk_id_hash", b"")
+        + labeled_extract(suite, b"", b"info_hash", info)
+    )
+    prk = labeled_extract(suite, secret, b"secret", b"")
+    aes = labeled_expand(suite, prk, b"key", context, 32)
+    nonce = labeled_expand(suite, prk, b"base_nonce", context, 12)
+    return AESGCM(aes).decrypt(nonce, rest, b"")
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    done = CliRunner().invoke(cli, ["certs", "sealing", str(tmp_path / "keys")])
+    assert done.exit_code == 0, done.output
+    file = tmp_path / "keys" / "sealing.key"
+    assert f"seal-to: {fingerprint(public_bytes(load_key(str(file))))}" in done.output
+    return file
+
+
+def test_a_sealed_payload_is_hpkes(key_file: Path) -> None:
+    key = load_key(str(key_file))
+    sealed = seal(BLOB, public_bytes(key), "job-1", "ward-7")
+    assert len(sealed) == len(BLOB) + OVERHEAD
+    assert BLOB[:26] not in sealed
+    assert opened_by_hand(sealed, key, b"osfl payload 1\njob-1\nward-7") == BLOB
+    assert open_sealed(sealed, key, "job-1", "ward-7") == BLOB
+    assert seal(BLOB, public_bytes(key), "job-1", "ward-7") != sealed
+    assert open_sealed(seal(b"", public_bytes(key), "j", "c"), key, "j", "c") == b""
+
+
+def test_what_is_not_for_this_key_job_and_client_stays_shut(key_file: Path) -> None:
+    key = load_key(str(key_file))
+    sealed = seal(BLOB, public_bytes(key), "job-1", "ward-7")
+    other = X25519PrivateKey.generate()
+    flipped = bytearray(sealed)
+    flipped[100] ^= 1
+    for blob, with_key, job, client in (
+        (sealed, other, "job-1", "ward-7"),
+        (sealed, key, "job-2", "ward-7"),
+        (sealed, key, "job-1", "ward-8"),
+        (bytes(flipped), key, "job-1", "ward-7"),
+        (sealed[:-1], key, "job-1", "ward-7"),
+        (sealed[:20], key, "job-1", "ward-7"),
+        (b"", key, "job-1", "ward-7"),
+        (bytes(32) + sealed[32:], key, "job-1", "ward-7"),
+        (BLOB, key, "job-1", "ward-7"),
+    ):
+        with pytest.raises(SealError, match="cannot be opened"):
+            open_sealed(blob, with_key, job, client)
+
+
+def test_a_key_is_its_owners_and_is_not_overwritten(key_file: Path) -> None:
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    before = key_file.read_bytes()
+    again = CliRunner().invoke(cli, ["certs", "sealing", str(key_file.parent)])
+    assert again.exit_code == 1
+    assert "exists" in again.output
+    assert key_file.read_bytes() == before
+
+
+def test_a_fingerprint_is_sha256_of_the_public_key(key_file: Path) -> None:
+    public = public_bytes(load_key(str(key_file)))
+    assert len(public) == 32
+    assert fingerprint(public) == hashlib.sha256(public).hexdigest()
+
+
+def test_a_file_that_is_no_such_key_is_named(tmp_path: Path) -> None:
+    wrong = tmp_path / "other.key"
+    wrong.write_bytes(
+        ec.generate_private_key(ec.SECP384R1()).private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+        )
+    )
+    with pytest.raises(ConfigError, match=r"sealing-key = .*is a key of another kind"):
+        load_key(str(wrong))
+    wrong.write_bytes(b"no key")
+    for file in (wrong, tmp_path / "none.key"):
+        with pytest.raises(ConfigError, match=r"sealing-key = .* must be the file that `osfl cer"):
+            load_key(str(file))
+
+
+# ---- What a site asks for ----
+
+
+def question(public: object) -> RecordDict:
+    return RecordDict({"sealing": ConfigRecord({"public-key": public})})  # type: ignore[dict-item]
+
+
+def test_a_site_seals_to_the_key_that_it_knows() -> None:
+    public = bytes(range(32))
+    site = NodeConfig(seal_to=fingerprint(public))
+    assert sealing_key(RecordDict(pack_public_key(public)), site) == public
+    assert sealing_key(RecordDict(pack_public_key(public)), NodeConfig()) == public
+    assert sealing_key(RecordDict(pack_public_key(None)), NodeConfig()) is None
+    capitals = NodeConfig(seal_to=fingerprint(public).upper())
+    assert sealing_key(question(public), capitals) == public
+    with pytest.raises(ConfigError, match=r"seal-to = .* sends no open payload, and the run"):
+        sealing_key(RecordDict(), site)
+    with pytest.raises(ConfigError, match=r"seal-to = .* has the fingerprint [0-9a-f]{64}"):
+        sealing_key(question(bytes(32)), site)
+
+
+@pytest.mark.parametrize("bad", [b"short", bytes(33), "text" * 8, 7])
+def test_what_is_no_key_is_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match="sealing key is not 32 bytes"):
+        unpack_public_key(question(bad))
+
+
+def test_rounds_are_not_sealed() -> None:
+    with pytest.raises(ConfigError, match=r"sealing-key = '/k': method 'fedavg' sends models in"):
+        parse_run_config(quick(method="fedavg", sealing_key="/k"))
+    with pytest.raises(ConfigError, match="sealing-key = 'k': must be an absolute path"):
+        parse_run_config(quick(method="feddeo", sealing_key="k"))
+
+
+# ---- A round ----
+
+
+Tamper = Callable[[int, str, Message], Message]
+
+
+def run_sealed(kit: Path, key_file: Path, node: dict[str, Any], tamper: Tamper) -> LoopGrid:
+    settings = {"method": "prompts-domain", "job_id": "job", "sealing_key": str(key_file)}
+    config = quick(kit=str(kit), **settings)
+    grid = LoopGrid(app, config, [{**one, **node} for one in nodes(2)], tamper)
+    run_job(grid, parse_run_config(config), "job")
+    return grid
+
+
+def test_what_passes_through_is_ciphertext_alone(
+    home: Path, tiny_kit: Path, key_file: Path
+) -> None:
+    """The name of a client's domain is in its payload, and in no reply; the server has it open."""
+    seen: list[bytes] = []
+
+    def watch(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train":
+            seen.append(unpack_bytes(reply.content.array_records["payload"]))
+        return reply
+
+    pin = {"seal-to": fingerprint(public_bytes(load_key(str(key_file))))}
+    run_sealed(tiny_kit, key_file, pin, watch)
+    assert len(seen) == 2
+    for client, sealed in zip(("client-0", "client-1"), seen, strict=True):
+        stored = (home / "runs" / "job" / "payloads" / f"{client}.pb").read_bytes()
+        assert client.encode() in stored
+        assert client.encode() not in sealed
+        assert len(sealed) == len(stored) + OVERHEAD
+        assert open_sealed(sealed, load_key(str(key_file)), "job", client) == stored
+    assert metrics(home)["clients"].keys() == {"client-0", "client-1"}
+
+
+def test_an_open_payload_is_refused_where_sealed_ones_are_asked_for(
+    home: Path, tiny_kit: Path, key_file: Path
+) -> None:
+    def unseal(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 0:
+            key = load_key(str(key_file))
+            blob = open_sealed(
+                unpack_bytes(reply.content.array_records["payload"]), key, "job", "client-0"
+            )
+            header = ConfigRecord({"version": wire.VERSION, "sha256": wire.digest(blob)})
+            reply.content.array_records["payload"] = pack_bytes(blob, "osfl.payload.v1")
+            reply.content.config_records["header"] = header
+        return reply
+
+    with pytest.raises(RoundError, match=r"client-0: .*cannot be opened: it is not sealed to"):
+        run_sealed(tiny_kit, key_file, {}, unseal)
+
+
+def test_sealed_bytes_that_changed_on_the_way_are_told_from_a_wrong_key(
+    home: Path, tiny_kit: Path, key_file: Path
+) -> None:
+    def change(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 1:
+            sealed = bytearray(unpack_bytes(reply.content.array_records["payload"]))
+            sealed[50] ^= 1
+            reply.content.array_records["payload"] = pack_bytes(bytes(sealed), "osfl.payload.v1")
+        return reply
+
+    with pytest.raises(RoundError, match="client-1: .*bytes do not match the digest"):
+        run_sealed(tiny_kit, key_file, {}, change)
+
+
+def test_a_site_that_knows_another_key_does_not_join(
+    home: Path, tiny_kit: Path, key_file: Path
+) -> None:
+    with pytest.raises(RoundError, match="seal-to = .*the run's sealing-key has the fingerprint"):
+        run_sealed(tiny_kit, key_file, {"seal-to": "0" * 64}, lambda index, kind, reply: reply)
+
+
+def test_a_run_without_its_key_ends_before_anybody_works(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="prompts-domain", kit=str(tiny_kit), sealing_key="/nowhere/sealing.key")
+    grid = LoopGrid(app, config, nodes(2))
+    with pytest.raises(ConfigError, match="sealing-key = '/nowhere/sealing.key'"):
+        run_job(grid, parse_run_config(config), "job")
+    assert grid.sent == []
