@@ -43,15 +43,20 @@ def private_mean(
         epsilon, delta: above 0.
         chance: where chance comes from.
     """
-    # Seconds to import, and nothing else needs it
-    from dp_accounting import get_sigma_gaussian
-
     mean = torch.zeros_like(centre, dtype=torch.float64)
     # Part by part, so that the copies in 64 bits stay small
     for part in rows.split(64):
         mean += clipped(part.double() - centre.double(), limit).sum(dim=0) / len(rows)
-    sigma = get_sigma_gaussian(epsilon, delta) * 2 * limit / len(rows)
+    sigma = deviation_of_mean(limit, len(rows), epsilon, delta)
     return (centre.double() + mean + sigma * standard_normal(mean.shape, chance)).float()
+
+
+def deviation_of_mean(limit: float, count: int, epsilon: float, delta: float) -> float:
+    """Of the noise in each number of `private_mean`."""
+    # Seconds to import, and nothing else needs it
+    from dp_accounting import get_sigma_gaussian
+
+    return float(get_sigma_gaussian(epsilon, delta)) * 2 * limit / count
 
 
 def private_mean_of_class(

@@ -7,8 +7,7 @@ Differences from the paper:
 
 1. Theirs: the moments accountant, for one image added or removed. Ours: dp-accounting's privacy
    loss distributions (Koskela et al., arXiv 1906.03049), for one image replaced.
-2. Theirs: the sum divided by L. Ours too: by the number of images that a step takes on average.
-3. BatchNorm mixes the images of a batch, and its statistics are of them all. Theirs has none of it.
+2. BatchNorm mixes the images of a batch, and its statistics are of them all. Theirs has none of it.
    Ours leaves it as it is in the initial weights, which are public: it moves and scales.
 """
 
@@ -27,9 +26,14 @@ from client_app.mechanisms import Bytes, noise_multiplier, standard_normal
 from osfl.config import RunConfig
 from osfl.costs import FlopMeter
 from osfl.models.classifiers import ClassifierError, normalise
-from osfl.models.training import new_augmentation, new_average, new_schedule, trained_part
+from osfl.models.training import (
+    Augmentation,
+    new_augmentation,
+    new_average,
+    new_schedule,
+    trained_part,
+)
 from osfl.pixels import Pixels, to_float
-from osfl.seeds import seed_of
 
 AT_ONCE = 8  # images whose gradients are held side by side
 
@@ -47,7 +51,8 @@ def fit_private(
     """Train in place on cross-entropy, (epsilon, delta)-differentially private for one image, and
     its label, replaced; how many images there are is taken to be known.
 
-    As many steps as `osfl.models.training.fit` takes, of as many images on average, in float32.
+    As many steps as `osfl.models.training.fit` takes, of as many images on average; always in
+    float32.
 
     Args:
         pixels: [N, 3, S, S] uint8.
@@ -62,6 +67,8 @@ def fit_private(
     count = len(labels)
     rate = min(1.0, settings.batch_size / count)
     steps = settings.steps or settings.epochs * math.ceil(count / settings.batch_size)
+    # To find the least noise may take half a minute
+    progress(0, steps, "training step")
     limit = config.clip_gradient
     sigma = limit * noise_multiplier(rate, steps, config.epsilon, config.delta)
     model = model.to(device)
@@ -73,41 +80,54 @@ def fit_private(
     scheduler = new_schedule(optimiser, settings, steps)
     average = new_average(model, settings)
     augment = new_augmentation(settings.augmentation, pixels[torch.tensor([0])].shape[-1])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(config.seed, "augmentation"))
-        progress(0, steps, "training step")
-        for done in range(1, steps + 1):
-            total = [torch.zeros_like(p) for p in learned]
-            for rows in sampled(count, rate, chance).split(AT_ONCE):
-                taken = pixels[rows]
-                if augment is not None:
-                    taken = torch.stack([augment(image) for image in taken])
-                images = normalise(to_float(taken.to(device)), model)
-                of_each = partial(
-                    gradients, model, images, labels[rows].to(device), settings.label_smoothing
-                )
-                # Algorithm 1: g <- g / max(1, |g| / C)
-                cut = clipped_sum(meter.run(("private", len(rows)), of_each), limit)
-                total = [one + more for one, more in zip(total, cut, strict=True)]
-            for p, gradient in zip(learned, total, strict=True):
-                noise = sigma * standard_normal(p.shape, chance)
-                # Algorithm 1: g <- (sum of g_i + N(0, sigma^2 C^2 I)) / L
-                p.grad = (gradient + noise.to(p)) / (rate * count)
-            optimiser.step()
-            if scheduler is not None:
-                scheduler.step()
-            if average is not None:
-                average.update_parameters(model)
-            progress(done, steps, "training step")
+
+    def gradients_of(rows: torch.Tensor) -> list[torch.Tensor]:
+        taken = pixels[rows]
+        if augment is not None:
+            taken = torch.stack([by_itself(augment, image, chance) for image in taken])
+        images = normalise(to_float(taken.to(device)), model)
+        return gradients(model, images, labels[rows].to(device), settings.label_smoothing)
+
+    # What all steps cost on average: the true cost would tell how many images each has taken
+    of_one = FlopMeter()
+    of_one.run("image", partial(gradients_of, torch.tensor([0])))
+    meter.total += round(rate * count * steps * of_one.total)
+    for done in range(1, steps + 1):
+        total = [torch.zeros_like(p) for p in learned]
+        rows = sampled(count, rate, chance)
+        for part in rows.split(AT_ONCE) if len(rows) else ():
+            # Algorithm 1: g <- g / max(1, |g| / C)
+            cut = clipped_sum(gradients_of(part), limit)
+            total = [one + more for one, more in zip(total, cut, strict=True)]
+        for p, gradient in zip(learned, total, strict=True):
+            noise = sigma * standard_normal(p.shape, chance)
+            # Algorithm 1: g <- (sum of g_i + N(0, sigma^2 C^2 I)) / L, L images on average
+            p.grad = (gradient + noise.to(p)) / (rate * count)
+        optimiser.step()
+        if scheduler is not None:
+            scheduler.step()
+        if average is not None:
+            average.update_parameters(model)
+        progress(done, steps, "training step")
     model.requires_grad_(True)
     if average is not None:
         model.load_state_dict(average.module.state_dict())
     if not all(torch.isfinite(p).all() for p in model.parameters()):
         raise ClassifierError(
-            f"training diverged; lower classifier.lr = {settings.lr:g}, which noise and "
-            "clip-gradient go with"
+            f"training diverged; lower classifier.lr = {settings.lr:g}, which also multiplies the "
+            "noise"
         )
     return model.eval()
+
+
+def by_itself(augment: Augmentation, image: torch.Tensor, chance: Bytes) -> torch.Tensor:
+    """An image augmented by chance that no other image shares.
+
+    Of one stream for all, an image that is taken would shift what those after it get.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(chance(8)) >> 1)
+        return augment(image)
 
 
 def sampled(count: int, rate: float, chance: Bytes = secrets.token_bytes) -> torch.Tensor:
@@ -140,8 +160,10 @@ def clipped_sum(of_each: list[torch.Tensor], limit: float) -> list[torch.Tensor]
     Args:
         of_each: tensors [B, ...].
     """
-    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in of_each])
-    norm = norms.double().norm(dim=0)
+    flat = [g.flatten(1) for g in of_each]
+    # In 64 bits: in 32 the norm of millions of numbers comes out too small
+    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in flat]
+    norm = torch.stack(norms).norm(dim=0)
     factor = torch.where(norm.isfinite(), (limit / norm.clamp_min(1e-300)).clamp(max=1), 0)
     found = []
     for g in of_each:

@@ -18,7 +18,6 @@ import numpy as np
 # Numbers that share a scale
 BLOCK = 64
 LARGEST = {"int8": 127, "int4": 7}
-DEFLATED = tuple(LARGEST)
 # Numbers that are unpacked together: whole blocks
 PART = 1024 * BLOCK
 
@@ -68,7 +67,7 @@ def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
         ValueError: the bytes are too many, too few, or damaged.
     """
     size = packed_size(count, codec)
-    if codec in DEFLATED and len(data) < size:
+    if codec in LARGEST and len(data) < size:
         data = _inflated(data, size)
     if len(data) != size:
         raise ValueError(f"{len(data):,} bytes; its shape needs {size:,}")

@@ -73,8 +73,7 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
     length, width = text
     channels, height, latent_width = latent
-    method = config.feddeo if config.method == "feddeo" else config.domain_vector
-    tokens = method.tokens
+    section = config.feddeo if config.method == "feddeo" else config.domain_vector
     sizes = {
         "L": length,
         "d": width,
@@ -85,7 +84,7 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
         "J": config.espresso.clusters,
         "M": config.espresso.components,
         "K + 1": config.feddisc.clusters + 1,
-        "p": 1 if tokens == "all" else length,
+        "p": 1 if section.tokens == "all" else length,
         "o": 1,
     }
     if config.domain_vector.class_lr == 0:

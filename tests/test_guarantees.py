@@ -21,15 +21,16 @@ from test_systems import images as digits_like
 from test_systems import job_of as kit_job_of
 
 from client_app import app as client
-from client_app import conditions, mechanisms
+from client_app import conditions, mechanisms, private_training
 from client_app.app import app, check_node, own_settings
 from client_app.mechanisms import clipped, private_mean, spread, standard_normal
-from client_app.methods import domain_vector, feddeo, feddisc, fedpft, oscar
+from client_app.methods import classifier, domain_vector, feddeo, feddisc, fedpft, oscar
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import Images
-from osfl.methods import METHODS
+from osfl.methods import METHODS, client_half
 from osfl.models.diffusion import Kit, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
+from osfl.payloads import Classifier, DomainVector, Embeddings, FeatureMixtures
 from server_app.app import run_job
 
 APPROXIMATE = tuple(name for name, method in METHODS.items() if method.private == "approximate")
@@ -325,28 +326,48 @@ def test_a_private_mean_of_captions_is_cut_around_the_prompts(
 
 @pytest.mark.parametrize("method", APPROXIMATE)
 def test_a_private_payload_is_another_one_each_time(
-    tiny_kit: Path, method: str, monkeypatch: pytest.MonkeyPatch
+    tiny_kit: Path, tiny_unclip: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each release has the run's epsilon and delta; of a client there is one, or one a class."""
     data = digits_like(3, 3, 8)
-    half = {"feddeo": feddeo, "domain-vector": domain_vector}.get(method, oscar)
-    asked: list[tuple[float, float]] = []
+    half = client_half(method)
+    asked: list[tuple[float, ...]] = []
     real = mechanisms.private_mean
+    real_multiplier = mechanisms.noise_multiplier
 
     def kept(rows: Any, centre: Any, limit: float, epsilon: float, delta: float) -> Any:
         asked.append((epsilon, delta))
         return real(rows, centre, limit, epsilon, delta)
 
-    for place in (mechanisms, domain_vector):
+    def multiplier(rate: float, steps: int, epsilon: float, delta: float) -> float:
+        asked.append((epsilon, delta))
+        return real_multiplier(rate, steps, epsilon, delta)
+
+    for place in (mechanisms, domain_vector, feddisc, fedpft):
         monkeypatch.setattr(place, "private_mean", kept)
-    job = kit_job_of(tiny_kit, data, method=method, epsilon=2.0, delta=1e-4)
-
-    def numbers_of(payload: Any) -> torch.Tensor:
-        return payload.domain if method == "domain-vector" else payload.vectors
-
-    first, second = (numbers_of(half.make_payload(job)) for _ in range(2))
+    monkeypatch.setattr(private_training, "noise_multiplier", multiplier)
+    kit = tiny_unclip if method == "feddisc" else tiny_kit
+    settings = {"feddisc__kit": str(tiny_unclip), "classifier__steps": 1}
+    job = kit_job_of(kit, data, method=method, **settings, epsilon=2.0, delta=1e-4)
+    first, second = (noised_numbers(half.make_payload(job)) for _ in range(2))
     assert (first != second).all()
-    # One release of a client, or one of each of its two classes
-    assert asked == [(2.0, 1e-4)] * (2 if method == "domain-vector" else 4)
+    once = 1 if half in (domain_vector, classifier) else 2
+    assert asked == [(2.0, 1e-4)] * (2 * once)
+
+
+def noised_numbers(payload: Any) -> torch.Tensor:
+    match payload:
+        case DomainVector():
+            return payload.domain
+        case FeatureMixtures():
+            return payload.means[:, 0]
+        case Classifier():
+            return payload.state["fc.weight"]
+        case Embeddings():
+            # The other half says the noise level
+            return payload.vectors[..., : payload.vectors.shape[-1] // 2]
+    numbers: torch.Tensor = payload.vectors
+    return numbers
 
 
 # ---- What a site asks for ----
@@ -419,6 +440,7 @@ def test_fedpfts_private_gaussian_has_the_cut_features_moments(
     data = digits_like(3, 3, 3, 8)
     settings = {"fedpft__covariance": covariance, "fedpft__components": 3, "clip_norm": clip}
     job = kit_job_of(tiny_kit, data, method="fedpft", **settings, epsilon=1.0)
+    monkeypatch.setattr(fedpft, "deviation_of_mean", lambda *_: 0.0)
     # This network's features are small
     monkeypatch.setattr(fedpft, "width_and_features", wide_features)
     payload = fedpft.make_payload(job)
@@ -456,6 +478,9 @@ def test_one_image_moves_fedpfts_numbers_by_at_most_what_the_noise_is_for(
 
     def kept(rows: torch.Tensor, centre: torch.Tensor, limit: float, *more: float) -> torch.Tensor:
         assert not centre.any()
+        # clip-norm sqrt(D), and the mean squares beside
+        assert limit == pytest.approx(0.5 * 4 * math.sqrt(2))
+        assert more == (1.0, 1e-5)
         asked.append((rows.norm(dim=1) / limit).max().item())
         return rows.mean(dim=0).float()
 
@@ -471,13 +496,39 @@ def test_one_image_moves_fedpfts_numbers_by_at_most_what_the_noise_is_for(
     assert max(asked) <= 1 + 1e-9
 
 
-def test_a_variance_that_noise_takes_below_zero_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        fedpft, "private_mean", lambda rows, *more: torch.full_like(rows[0], -1.0).float()
+@pytest.mark.parametrize("covariance", ["spherical", "diag"])
+def test_the_noise_of_the_mean_is_not_taken_for_variance(covariance: str) -> None:
+    """Features of variance 1, by forty draws; the noise of a mean has the variance 0.46."""
+    config = parse_run_config(
+        quick(method="fedpft", fedpft__covariance=covariance, epsilon=2.0, clip_norm=1.5)
     )
-    config = parse_run_config(quick(method="fedpft", epsilon=1.0))
-    _, _, variances = fedpft.private_gaussian(torch.ones(3, 16, dtype=torch.float64), config)
-    assert not variances.any()
+    source = torch.Generator().manual_seed(0)
+    features = torch.randn(100, 64, generator=source, dtype=torch.float64)
+    noise = (least_sigma(2.0, 1e-5) * 2 * 1.5 * 8 * 2**0.5 / 100) ** 2
+    assert noise > 0.4
+    found = []
+    for _ in range(40):
+        _, _, variances = fedpft.private_gaussian(features, config)
+        found.append(float(variances[0].mean()))
+    truth = float(features.var(dim=0).mean())
+    if covariance == "spherical":
+        assert np.mean(found) == pytest.approx(truth, abs=0.1)
+    # Each feature's own mean square has a noise of 8, of which half is cut off at 0
+    else:
+        assert np.mean(found) > truth
+
+
+def test_a_variance_is_within_what_cut_features_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_run_config(quick(method="fedpft", epsilon=1.0, clip_norm=1.5))
+    monkeypatch.setattr(fedpft, "deviation_of_mean", lambda *_: 0.0)
+    for value, wanted in ((-1e6, 0.0), (1e6, (1.5 * 4) ** 2)):
+        monkeypatch.setattr(
+            fedpft,
+            "private_mean",
+            lambda rows, *more, value=value: torch.tensor([*[0.0] * 16, value]),
+        )
+        _, _, variances = fedpft.private_gaussian(torch.ones(3, 16, dtype=torch.float64), config)
+        assert float(variances[0]) == wanted
 
 
 def test_classes_add_nothing_to_a_private_vector() -> None:

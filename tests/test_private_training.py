@@ -1,6 +1,7 @@
 """DP-SGD of classifiers: step by step against NumPy, and the least noise against the definition."""
 
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from client_app.private_training import clipped_sum, fit_private, gradients, sam
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.models.classifiers import MEAN, STD, ClassifierError, new_classifier
+from osfl.pixels import LazyPixels
 
 CPU = torch.device("cpu")
 SIDE = 3
@@ -294,10 +296,77 @@ def test_the_learning_rate_has_its_course(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends[1] < 0.9 * ends[0]
 
 
-def test_images_are_augmented() -> None:
-    plain = fit_private(linear(), *data(), settings(), CPU, FlopMeter(), lambda *_: None, Words())
-    moved = settings(classifier__augmentation="affine-color")
-    other = fit_private(linear(), *data(), moved, CPU, FlopMeter(), lambda *_: None, Words())
-    again = fit_private(linear(), *data(), moved, CPU, FlopMeter(), lambda *_: None, Words())
-    assert not torch.equal(plain[1].weight, other[1].weight)
-    assert torch.equal(again[1].weight, other[1].weight)
+def test_each_image_is_augmented_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one stream for all, whether the first image is taken would show in the second's."""
+    seen: list[torch.Tensor] = []
+    real = private_training.gradients
+
+    def kept(model: nn.Module, images: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+        seen.append(images)
+        return real(model, images, *more)
+
+    def white(augment: Any, image: torch.Tensor, chance: Any) -> torch.Tensor:
+        assert chance is secrets.token_bytes
+        return torch.full_like(image, 255)
+
+    monkeypatch.setattr(private_training, "gradients", kept)
+    monkeypatch.setattr(private_training, "by_itself", white)
+    config = settings(classifier__augmentation="affine-color")
+    fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
+    every = torch.cat(seen)
+    assert len(every) > 5
+    # White in ImageNet's mean and deviation
+    assert torch.allclose(every[:, 0], torch.tensor((1 - MEAN[0]) / STD[0]))
+
+
+def test_an_image_is_augmented_by_chance_of_its_own() -> None:
+    """By as many bytes, and whatever the state of torch's own chance, which stays as it was."""
+    image = torch.arange(27).view(3, 3, 3).float()
+    words = np.array([10, 10, 20], dtype=">u8").tobytes()
+    asked = iter([words[:8], words[8:16], words[16:]])
+
+    def noise(image: torch.Tensor) -> torch.Tensor:
+        return image + torch.rand(())
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    found = [
+        private_training.by_itself(noise, image, lambda count: next(asked)[:count])
+        for _ in range(3)
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    one, two = (private_training.by_itself(noise, image, secrets.token_bytes) for _ in range(2))
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("augmentation", ["none", "affine-color"])
+def test_a_step_may_take_no_image(monkeypatch: pytest.MonkeyPatch, augmentation: str) -> None:
+    """Then there is noise alone. Images that are decoded when asked for know no empty part."""
+    none = torch.empty(0, dtype=torch.int64)
+    monkeypatch.setattr(private_training, "sampled", lambda *_: none)
+    pixels, labels = data()
+    config = settings(classifier__augmentation=augmentation)
+    for some in (pixels, LazyPixels(lambda row: pixels[row], COUNT)):
+        model = fit_private(linear(), some, labels, config, CPU, FlopMeter(), lambda *_: None)
+        assert not torch.equal(model[1].weight, linear()[1].weight)
+
+
+def test_flops_do_not_tell_how_many_images_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = set()
+    for rows in ([0], [0, 1, 2, 3, 4, 5]):
+        monkeypatch.setattr(private_training, "sampled", lambda *_, rows=rows: torch.tensor(rows))
+        meter = FlopMeter()
+        fit_private(linear(), *data(), settings(), CPU, meter, lambda *_: None)
+        totals.add(meter.total)
+    (total,) = totals
+    # Of one image: forward and the weight's gradient are 2 x 27 x 4 each, and four steps of four
+    assert total == 4 * 4 * 2 * (2 * SIZE * 4)
+
+
+def test_the_norm_of_many_numbers_is_not_too_small() -> None:
+    """Three million equal numbers, whose sum of squares in 32 bits comes out too small."""
+    many = torch.full((1, 3_000_000), 0.1)
+    (cut,) = clipped_sum([many], 1.0)
+    assert float(cut.double().norm()) <= 1 + 1e-6

@@ -18,8 +18,8 @@ Differences from the paper:
    passes; the differences from the prompt's encoding are clipped, averaged and noised, as DPAgg-TI
    does with words (Peetathawatchai et al., arXiv 2411.14639).
 
-6. Theirs: every token of d_y is free. Ours: that, or with `feddeo.tokens = "all"` the prompt's
-   encoding and one vector that every token gets, d_y = tau(prompt of y) + u_y; u_y is sent.
+With `feddeo.tokens = "all"` d_y is the prompt's encoding and one vector that every token gets,
+d_y = tau(prompt of y) + u_y, and u_y is sent.
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes; u_y has 768.
 """

@@ -25,7 +25,7 @@ import torch
 
 from client_app.features import width_and_features
 from client_app.job import ClientJob
-from client_app.mechanisms import clipped, private_mean
+from client_app.mechanisms import clipped, deviation_of_mean, private_mean
 from client_app.mixtures import padded_mixture
 from osfl.config import RunConfig
 from osfl.payloads import FeatureMixtures
@@ -80,14 +80,18 @@ def private_gaussian(
         squares = squares.sum(dim=1, keepdim=True)
     # |x| <= C and |x^2| <= |x|^2 <= C^2, so that both together have the norm C sqrt(2) at most
     both = torch.cat([kept, squares / limit], dim=1)
-    noised = private_mean(
-        both, torch.zeros_like(both[0]), limit * 2**0.5, config.epsilon, config.delta
-    )
+    whole = limit * 2**0.5
+    noised = private_mean(both, torch.zeros_like(both[0]), whole, config.epsilon, config.delta)
     mean = noised[:width]
-    of_mean = mean.square().sum() if settings.covariance == "spherical" else mean.square()
-    numbers = width if settings.covariance == "spherical" else 1
-    # E x^2 - (E x)^2, which noise may take below 0
-    variance = ((limit * noised[width:] - of_mean) / numbers).clamp_min(0)
+    # The square of a noised number is larger by the noise's variance, on average
+    sigma = deviation_of_mean(whole, len(features), config.epsilon, config.delta)
+    of_mean = mean.square() - sigma**2
+    numbers = 1
+    if settings.covariance == "spherical":
+        of_mean = of_mean.sum()
+        numbers = width
+    # E x^2 - (E x)^2, which noise may take below 0, and above what cut features can have
+    variance = ((limit * noised[width:] - of_mean) / numbers).clamp(0, limit**2)
     weights = torch.zeros(settings.components)
     weights[0] = 1
     means = torch.zeros(settings.components, width)

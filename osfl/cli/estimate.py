@@ -15,7 +15,7 @@ from client_app.app import check_node, own_settings
 from osfl import payloads, wire
 from osfl.cli import display, launch
 from osfl.cli.run import runs_folder
-from osfl.codecs import DEFLATED
+from osfl.codecs import LARGEST
 from osfl.config import ConfigError, NodeConfig, RunConfig, Scalar, flatten, split_names
 from osfl.data.load import domain_name, image_labels
 from osfl.data.parts import DataError, class_names
@@ -106,7 +106,7 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
     if estimate.changed:
         display.console.print(changed)
     sender = "a client" if simulated else "a client that has an image of every class"
-    sends = "sends at most" if config.payload_codec in DEFLATED else "sends"
+    sends = "sends at most" if config.payload_codec in LARGEST else "sends"
     sizes = sorted(estimate.uploads.items())
     lines = [f"{client} {sends} {human_bytes(size)}" for client, size in sizes[:SHOWN_CLIENTS]]
     if not simulated or len(set(estimate.uploads.values())) == 1:

@@ -354,8 +354,8 @@ class FedDEOConfig(ConditionTraining):
         str,
         OneOf("each", "all"),
         Doc(
-            "Whether a description is free in every token, or its prompt's encoding and one vector "
-            "that all tokens get: a 77th of the bytes with Stable Diffusion."
+            "each: a description is free in every token; all: it is its prompt's encoding and one "
+            "vector that all tokens get, a 77th of the bytes with Stable Diffusion."
         ),
     ]
     guidance_text: Annotated[Scale, Doc("Guidance scale of the prompt; 0: without it.")]

@@ -169,8 +169,13 @@ class Members:
 
     def _keep(self, node: int, joined: tuple[str, str]) -> None:
         client, architecture = joined
-        if client in self.joined:
-            return self._fail(node, f"its client id {client!r} is already taken by another node")
+        if (holder := self.joined.get(client)) is not None:
+            names = self._exchange.names
+            # A key that the client id belongs to goes before one without a name
+            if node not in names or holder in names or client in self.nodes:
+                taken = f"its client id {client!r} is already taken by another node"
+                return self._fail(node, taken)
+            self._fail(holder, f"its client id {client!r} is the name of another node's key")
         self.joined[client] = node
         if self._rounds:
             self.architectures[client] = architecture
