@@ -3,7 +3,8 @@ benchmarks/tables/codecs.{md,json,png}.
 
 python -m benchmarks.codecs                    # every system
 python -m benchmarks.codecs domain-vector      # some; the table keeps its other rows
-python -m benchmarks.codecs --without-training # bytes and errors alone; to codecs-bytes.{md,json}
+python -m benchmarks.codecs --without-training # bytes and errors alone; to codecs-bytes.{md,json},
+                                               # or with --seeds 0 to codecs-bytes-seeds-0
 
 The cells are benchmarks.main_table's. The payloads of a system and seed are the same ones, coded
 in three ways; noise and training have their seed. Interrupted, the same command goes on.
@@ -136,12 +137,14 @@ def main() -> None:
     systems = given.systems or list(known)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     if given.without_training:
+        cut = "" if tuple(seeds) == SEEDS else f"-seeds-{'-'.join(map(str, seeds))}"
         write_table(
-            TABLES / "codecs-bytes",
+            TABLES / f"codecs-bytes{cut}",
             [line_of_bytes(system, codec, seeds) for system in systems for codec in PACKED],
             "What a client sends by every payload-codec, for the digits' ten classes, and how far "
             "its numbers are above their errors; the payloads of benchmarks.main_table, mean of "
-            f"the seeds {given.seeds}. Command: `python -m benchmarks.codecs --without-training`.",
+            f"the seeds {given.seeds}. Command: `python -m benchmarks.codecs --without-training "
+            f"--seeds {given.seeds}`.",
         )
         return
     pairs = [(system, codec) for system in systems for codec in CODECS]

@@ -557,20 +557,37 @@ def test_a_key_whose_name_is_no_client_id_lets_nobody_in(tmp_path: Path) -> None
     assert "\x1b" not in str(e.value)
 
 
-def test_a_name_that_comes_later_holds(tmp_path: Path) -> None:
-    """The key's owner comes online while the run waits; until then its name is not known."""
-    grid = NodesGrid({0: fit("a"), 1: fit("b"), 2: fit("b")})
-    grid.names = {2: "b"}
+def test_a_keys_owner_goes_before_who_took_its_name(tmp_path: Path) -> None:
+    """The owner comes online while the run waits, and who was taken for it before is out."""
+    grid = NodesGrid({0: fit("b"), 1: fit("b"), 2: fit("a")})
+    grid.names = {1: "b"}
     grid.online = {0}
+    config = settings(num_clients=2)
+    status = Status(tmp_path)
+    members = Members(grid, config, status)  # type: ignore[arg-type]
+    members.look(time.monotonic() + 1)
+    assert members.joined == {"b": 0}
+    grid.online = {0, 1, 2}
+    members.look(time.monotonic() + 1)
+    assert members.joined == {"b": 1, "a": 2}
+    assert "client id 'b' is the name of another node's key" in members.failed[0]
 
-    def arrive(message: Message) -> RecordDict | Error | None:
-        grid.online = {0, 1, 2}
-        return fit("a")(message)
 
-    grid.answers[0] = arrive
-    members = joined(grid, settings(num_clients=2), tmp_path)
-    assert members.nodes == {"a": 0, "b": 2}
-    assert "b' is the name of another node's key" in members.failed[1]
+def test_who_works_already_is_not_put_out(tmp_path: Path) -> None:
+    """Nor is a node with a name, by another of the same name."""
+    grid = NodesGrid({0: fit("b"), 1: fit("b")})
+    grid.names = {1: "b"}
+    grid.online = {0}
+    members = joined(grid, settings(num_clients=1), tmp_path)
+    assert members.nodes == {"b": 0}
+    grid.online = {0, 1}
+    members.look(time.monotonic() + 1)
+    assert members.joined == {"b": 0}
+    assert "client id 'b' is already taken by another node" in members.failed[1]
+    twice = NodesGrid({0: fit("b"), 1: fit("b"), 2: fit("a")})
+    twice.names = {0: "b", 1: "b"}
+    members = joined(twice, settings(num_clients=2), tmp_path)
+    assert members.nodes == {"a": 2, "b": 0}
 
 
 def test_a_spare_takes_over_within_a_round(tmp_path: Path) -> None:
