@@ -34,7 +34,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks import TABLES, write_table
-from osfl.cli.launch import end_process_tree
+from osfl.cli.guard import end_process_tree
 from osfl.kit_recipe.untrained import new_scheduler
 from osfl.models.kits import find_kit
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import TABLES, write_table
-from osfl.cli.launch import end_process_tree
+from osfl.cli.guard import end_process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "network"

@@ -22,7 +22,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from osfl.cli import certs
-from osfl.cli.launch import end_process_tree, flower_environment, free_ports
+from osfl.cli.guard import end_process_tree
+from osfl.cli.launch import flower_environment, free_ports
 
 BIN = Path(sys.executable).parent
 # Every client that is simulated at the same time is a process that imports torch: half of what a

@@ -18,13 +18,13 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 from flwr.common.config import flatten_dict
 
+from osfl.cli.guard import begin_guard, end_process_tree
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
 from osfl.data.named import chosen_classes, is_named
 from osfl.data.partition import DataError
@@ -324,11 +324,13 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         process = subprocess.Popen(
             command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True
         )
+        guard = begin_guard(process.pid, scratch)
         try:
             _wait_until_healthy(process, port, Path(log.name))
             yield environment
         finally:
             end_process_tree(process.pid)
+            guard.communicate()
             log.close()
 
 
@@ -352,26 +354,6 @@ def _wait_until_healthy(
         except OSError:
             time.sleep(0.2)
     raise LaunchError(f"the local SuperLink did not start:\n{_tail(log.read_bytes())}")
-
-
-def end_process_tree(pid: int) -> None:
-    """End a process and all its descendants: politely, and after five seconds for certain."""
-    try:
-        root = psutil.Process(pid)
-        processes = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        _signal(process.terminate)
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    for process in alive:
-        _signal(process.kill)
-    psutil.wait_procs(alive, timeout=5)
-
-
-def _signal(send: Callable[[], None]) -> None:
-    with suppress(psutil.NoSuchProcess):
-        send()
 
 
 def submit(

@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT
 from system_tools import BIN, TWO_CLASSES, make_images, quick_arguments, wait_for
 
-from osfl.cli.launch import end_process_tree
+from osfl.cli.guard import end_process_tree
 
 UNITS = ROOT / "deploy" / "systemd"
 ADDRESSES = {"server": "10.77.0.1", "site-a": "10.77.0.2"}

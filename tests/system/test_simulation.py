@@ -95,6 +95,38 @@ def test_a_killed_run_resumes_from_the_store_and_reports(
     assert what_stays(tmp_path) == []
 
 
+def test_a_run_that_is_killed_alone_leaves_nothing_running(tmp_path: Path, tiny_kit: Path) -> None:
+    """kill -9 of `osfl run`, while its SuperLink, its clients and its server work."""
+    folder = tmp_path / "runs" / "orphan"
+    process = begin(
+        tmp_path,
+        *quick_arguments(
+            tiny_kit,
+            method="feddeo",
+            job_id="orphan",
+            num_clients=2,
+            synthesis__images_per_class=50,
+            synthesis__steps=50,
+            synthesis__unit_size=6,
+        ),
+    )
+    end = time.monotonic() + 300
+    while not list((folder / "units").glob("*.jsonl")):
+        assert time.monotonic() < end, "synthesis did not begin"
+        assert process.poll() is None, "the run ended too early"
+        time.sleep(0.1)
+    # Of this run alone: its guard has its folder in its command
+    (guard,) = [one for one in process.children() if "osfl.cli.guard" in one.cmdline()]
+    scratch = Path(guard.cmdline()[-1])
+    assert scratch.is_dir()
+    assert len(leftovers(tmp_path)) > 2
+    process.kill()
+    process.wait()
+    guard.wait(30)
+    assert what_stays(tmp_path) == []
+    assert not scratch.exists()
+
+
 def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
     """The clients lack a folder of images.
 
