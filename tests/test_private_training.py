@@ -366,7 +366,7 @@ def test_flops_do_not_tell_how_many_images_were_taken(monkeypatch: pytest.Monkey
 
 
 def test_the_norm_of_many_numbers_is_not_too_small() -> None:
-    """Three million equal numbers, whose sum of squares in 32 bits comes out too small."""
-    many = torch.full((1, 3_000_000), 0.1)
+    """As many as a ResNet-18's largest tensor has; in 32 bits their norm is 4e-5 too small."""
+    many = torch.randn(1, 2_400_000, generator=torch.Generator().manual_seed(0))
     (cut,) = clipped_sum([many], 1.0)
-    assert float(cut.double().norm()) <= 1 + 1e-6
+    assert float(cut.double().norm()) <= 1 + 1e-5
