@@ -138,14 +138,16 @@ def main() -> None:
     seeds = [int(seed) for seed in given.seeds.split(",")]
     if given.without_training:
         cut = "" if tuple(seeds) == SEEDS else f"-seeds-{'-'.join(map(str, seeds))}"
-        write_table(
-            TABLES / f"codecs-bytes{cut}",
-            [line_of_bytes(system, codec, seeds) for system in systems for codec in PACKED],
+        table = TABLES / f"codecs-bytes{cut}"
+        about = (
             "What a client sends by every payload-codec, for the digits' ten classes, and how far "
             "its numbers are above their errors; the payloads of benchmarks.main_table, mean of "
             f"the seeds {given.seeds}. Command: `python -m benchmarks.codecs --without-training "
-            f"--seeds {given.seeds}`.",
+            f"--seeds {given.seeds}`."
         )
+        lines = [line_of_bytes(system, codec, seeds) for system in systems for codec in PACKED]
+        order = [row_of(system, codec) for system in known for codec in PACKED]
+        write_table(table, with_others(lines, table.with_suffix(".json"), about, order), about)
         return
     pairs = [(system, codec) for system in systems for codec in CODECS]
     cells([row_of(*pair) for pair in pairs], seeds, "domain", given.at_once)

@@ -10,6 +10,7 @@ at. Interrupted, the same command goes on.
 """
 
 import argparse
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,9 @@ def learned(style: Style, count: int) -> torch.Tensor:
     if not file.is_file():
         own = Images(style.images.pixels[:count], style.images.labels[:count])
         latents, logvar = posteriors(style.kit, own, style.job)
-        torch.save(vector_of_each(style.kit, own, latents, logvar, style.job), file)
+        whole = io.BytesIO()
+        torch.save(vector_of_each(style.kit, own, latents, logvar, style.job), whole)
+        write_atomically(file, whole.getvalue())
     return torch.load(file, weights_only=True)
 
 

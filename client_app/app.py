@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -197,6 +198,16 @@ def own_settings(
             f"node-config epsilon = {node.epsilon:g}: this site sends no payload without a "
             f"guarantee, and method {config.method!r} gives none"
         )
+    if node.seal_to and not re.fullmatch("[0-9a-fA-F]{64}", node.seal_to):
+        raise ConfigError(
+            f"node-config seal-to = {node.seal_to!r}: must be the 64 hex digits that `osfl certs "
+            "sealing` prints"
+        )
+    if node.seal_to and method.open_models:
+        raise ConfigError(
+            f"node-config seal-to = {node.seal_to!r}: this site sends no open payload, and with "
+            f"method {config.method!r} models go to and fro, which are not sealed"
+        )
     if node.epsilon_total and not node.client_id:
         raise ConfigError(
             f"node-config epsilon-total = {node.epsilon_total:g}: needs a client-id, by which what "
@@ -289,7 +300,8 @@ def _cache(node: NodeConfig, job_id: str) -> Path:
 
 
 def cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
-    """Of everything that could shape a payload."""
+    """Of everything that could shape a payload; to whom it is sealed does not."""
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
-    about = [shaping, asdict(node), kit_digest(kit, kit_parts(config, kit)) if kit else ""]
+    own = {key: value for key, value in asdict(node).items() if key != "seal_to"}
+    about = [shaping, own, kit_digest(kit, kit_parts(config, kit)) if kit else ""]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

@@ -1,5 +1,7 @@
 """Which of the server's keys this site seals its payload to."""
 
+from importlib.util import find_spec
+
 from flwr.app import RecordDict
 
 from osfl.config import ConfigError, NodeConfig
@@ -14,6 +16,11 @@ def sealing_key(content: RecordDict, node: NodeConfig) -> bytes | None:
         ValueError: what came is no key.
     """
     public = unpack_public_key(content)
+    if public is not None and find_spec("pyhpke") is None:
+        raise ConfigError(
+            "sealing-key: to seal a payload this node needs the package pyhpke; install what "
+            "osfl needs again"
+        )
     if not node.seal_to:
         return public
     if public is None:

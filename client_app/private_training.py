@@ -126,7 +126,7 @@ def by_itself(augment: Augmentation, image: torch.Tensor, chance: Bytes) -> torc
     Of one stream for all, an image that is taken would shift what those after it get.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(chance(8)) >> 1)
+        torch.default_generator.manual_seed(int.from_bytes(chance(8)) >> 1)
         return augment(image)
 
 

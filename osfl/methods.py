@@ -48,6 +48,11 @@ class Method:
     private: Literal["", "pure", "approximate"] = ""
 
     @property
+    def open_models(self) -> bool:
+        """Whether clients' models come to others as they are: in rounds, or to be tested."""
+        return self.rounds or self.server == "local"
+
+    @property
     def features(self) -> bool:
         """Whether clients send what a frozen classifier's features are like."""
         return self.payload in ("FeatureStatistics", "FeatureMixtures")

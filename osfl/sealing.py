@@ -1,22 +1,25 @@
 """Payloads that the server alone can read: HPKE (RFC 9180) to a key of the server's.
 
 TLS ends at the SuperLink. Its process, its database and their backups hold what passes through;
-of a sealed payload they hold ciphertext. Who a payload is from, HPKE's base mode does not say: the
-node's own key does.
+of a sealed payload they hold ciphertext. That is against whoever looks on. A SuperLink that is
+itself hostile hands out the app's code, and could hand out other code; and it could make a payload
+of its own, for HPKE's base mode does not say who one is from.
 """
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from flwr.app import ConfigRecord, RecordDict
-from pyhpke import AEADId, CipherSuite, KDFId, KEMId, KEMKey, PyHPKEError
 
 from osfl.config import ConfigError
 from osfl.words import plain
 
-SUITE = CipherSuite.new(KEMId.DHKEM_X25519_HKDF_SHA256, KDFId.HKDF_SHA256, AEADId.AES256_GCM)
+if TYPE_CHECKING:
+    from pyhpke import CipherSuite
+
 KEY_BYTES = 32  # of a public key, and of the one that a message brings
 # What a sealed payload has more than an open one: that key, and the tag
 OVERHEAD = KEY_BYTES + 16
@@ -92,8 +95,11 @@ def seal(blob: bytes, public: bytes, job: str, client: str) -> bytes:
     Raises:
         ValueError: it is no public key.
     """
+    # Only who seals needs it
+    from pyhpke import KEMKey
+
     to = KEMKey.from_pyca_cryptography_key(X25519PublicKey.from_public_bytes(public))
-    own, sender = SUITE.create_sender_context(to, info=_about(job, client))
+    own, sender = _suite().create_sender_context(to, info=_about(job, client))
     return own + sender.seal(blob)
 
 
@@ -103,17 +109,26 @@ def open_sealed(sealed: bytes, key: X25519PrivateKey, job: str, client: str) -> 
     Raises:
         SealError: it cannot be opened.
     """
+    from pyhpke import KEMKey, PyHPKEError
+
     own = sealed[:KEY_BYTES]
     try:
-        recipient = SUITE.create_recipient_context(
+        recipient = _suite().create_recipient_context(
             own, KEMKey.from_pyca_cryptography_key(key), info=_about(job, client)
         )
-        return recipient.open(sealed[KEY_BYTES:])
+        # A view, for a payload is large
+        return recipient.open(cast(bytes, memoryview(sealed)[KEY_BYTES:]))
     except (PyHPKEError, ValueError):
         raise SealError(
             "cannot be opened: it is not sealed to this server's key (sealing-key) for this job "
             "and client, or damaged"
         ) from None
+
+
+def _suite() -> "CipherSuite":
+    from pyhpke import AEADId, CipherSuite, KDFId, KEMId
+
+    return CipherSuite.new(KEMId.DHKEM_X25519_HKDF_SHA256, KDFId.HKDF_SHA256, AEADId.AES256_GCM)
 
 
 def _about(job: str, client: str) -> bytes:

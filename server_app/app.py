@@ -18,7 +18,7 @@ from osfl.payloads import Payload
 from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.run_folder.report import write_report
 from osfl.run_folder.status import Status
-from osfl.run_folder.verify import seal
+from osfl.run_folder.verify import seal as seal_folder
 from osfl.sealing import fingerprint, load_key, public_bytes
 from osfl.wire import PayloadError
 from server_app.averaging.run import run_rounds
@@ -63,12 +63,12 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
     status = Status(folder.path)
     try:
         method = METHODS[config.method]
-        fetch_kits(config, status)
-        check_sampling_kit(config)
-        bind_to_kit(config, folder, status)
         key = load_key(config.sealing_key) if config.sealing_key else None
         if key is not None:
             log.info("payloads are sealed to %s", fingerprint(public_bytes(key)))
+        fetch_kits(config, status)
+        check_sampling_kit(config)
+        bind_to_kit(config, folder, status)
         stored = folder.stored_clients() if method.client else []
         members = join(
             grid,
@@ -128,7 +128,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
                 name,
                 ", ".join(f"{client} {value:.1f}" for client, value in accuracy.items()),
             )
-        seal(folder.path)
+        seal_folder(folder.path)
         status.phase("finished")
         log.info("report: %s", folder.report_file)
     except BaseException as error:

@@ -573,6 +573,31 @@ def test_a_keys_owner_goes_before_who_took_its_name(tmp_path: Path) -> None:
     assert "client id 'b' is the name of another node's key" in members.failed[0]
 
 
+def test_a_tester_is_not_put_out_and_an_owner_gets_its_place(tmp_path: Path) -> None:
+    """t is to test; b failed under its name, and a spare took its place."""
+    config = settings(num_clients=2, left_out="t")
+    grid = NodesGrid({0: fit("t"), 1: fit("a"), 2: fit("t")})
+    grid.names = {2: "t"}
+    grid.online = {0, 1}
+    members = joined(grid, config, tmp_path)
+    assert members.testers == {"t": 0}
+    grid.online = {0, 1, 2}
+    members.look(time.monotonic() + 1)
+    assert members.joined["t"] == 0
+    assert "already taken" in members.failed[2]
+
+    grid = NodesGrid({0: fit("b"), 1: fit("c"), 2: fit("b")})
+    grid.names = {2: "b"}
+    grid.online = {0, 1}
+    members = joined(grid, settings(num_clients=1), tmp_path)
+    assert members.nodes == {"b": 0}
+    members.take_in("c", "b")
+    grid.online = {0, 1, 2}
+    members.look(time.monotonic() + 1)
+    assert members.joined["b"] == 2
+    assert members.spares() == ["b"]
+
+
 def test_who_works_already_is_not_put_out(tmp_path: Path) -> None:
     """Nor is a node with a name, by another of the same name."""
     grid = NodesGrid({0: fit("b"), 1: fit("b")})

@@ -518,17 +518,25 @@ def test_the_noise_of_the_mean_is_not_taken_for_variance(covariance: str) -> Non
         assert np.mean(found) > truth
 
 
-def test_a_variance_is_within_what_cut_features_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_run_config(quick(method="fedpft", epsilon=1.0, clip_norm=1.5))
+@pytest.mark.parametrize(("covariance", "most"), [("spherical", 1.5**2), ("diag", 16 * 1.5**2)])
+def test_a_variance_is_within_what_cut_features_can_have(
+    monkeypatch: pytest.MonkeyPatch, covariance: str, most: float
+) -> None:
+    """Sixteen numbers whose squares add up to (1.5 x 4)^2: one can have it all, their mean not."""
+    config = parse_run_config(
+        quick(method="fedpft", fedpft__covariance=covariance, epsilon=1.0, clip_norm=1.5)
+    )
     monkeypatch.setattr(fedpft, "deviation_of_mean", lambda *_: 0.0)
-    for value, wanted in ((-1e6, 0.0), (1e6, (1.5 * 4) ** 2)):
+    for value, wanted in ((-1e6, 0.0), (1e6, most)):
         monkeypatch.setattr(
             fedpft,
             "private_mean",
-            lambda rows, *more, value=value: torch.tensor([*[0.0] * 16, value]),
+            lambda rows, *more, value=value: torch.tensor(
+                [*[0.0] * 16, *[value] * (rows.shape[1] - 16)]
+            ),
         )
         _, _, variances = fedpft.private_gaussian(torch.ones(3, 16, dtype=torch.float64), config)
-        assert float(variances[0]) == wanted
+        assert (variances[0] == wanted).all()
 
 
 def test_classes_add_nothing_to_a_private_vector() -> None:

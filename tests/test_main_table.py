@@ -39,6 +39,7 @@ OWN = {
     "fedlmg.strategies",
     "payload-codec",
     "epsilon",
+    "clip-norm",
 }
 
 

@@ -16,7 +16,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from test_round import metrics, nodes
 from typer.testing import CliRunner
 
-from client_app.app import app
+from client_app import keys
+from client_app.app import app, cache_key, own_settings
 from client_app.keys import sealing_key
 from osfl import wire
 from osfl.cli.main import app as cli
@@ -176,11 +177,44 @@ def test_what_is_no_key_is_refused(bad: object) -> None:
         unpack_public_key(question(bad))
 
 
-def test_rounds_are_not_sealed() -> None:
-    with pytest.raises(ConfigError, match=r"sealing-key = '/k': method 'fedavg' sends models in"):
-        parse_run_config(quick(method="fedavg", sealing_key="/k"))
+@pytest.mark.parametrize("method", ["fedavg", "local"])
+def test_models_that_go_to_and_fro_are_not_sealed(method: str) -> None:
+    """Neither by the run, nor to a site that asks for it, whatever the run says."""
+    with pytest.raises(ConfigError, match=r"sealing-key = '/k': with method .* models go to and"):
+        parse_run_config(quick(method=method, sealing_key="/k"))
+    site = NodeConfig(partition_id=0, num_partitions=2, seal_to="0" * 64)
+    with pytest.raises(ConfigError, match="seal-to = '0+': this site sends no open payload, and w"):
+        own_settings(parse_run_config(quick(method=method)), site)
+    own_settings(parse_run_config(quick(method="feddeo")), site)
+
+
+def test_settings_that_cannot_be_are_named() -> None:
     with pytest.raises(ConfigError, match="sealing-key = 'k': must be an absolute path"):
         parse_run_config(quick(method="feddeo", sealing_key="k"))
+    with pytest.raises(ConfigError, match="max-payload-mb = 2148: a sealed payload has at most 21"):
+        parse_run_config(quick(method="feddeo", sealing_key="/k", max_payload_mb=2148.0))
+    parse_run_config(quick(method="feddeo", max_payload_mb=2148.0))
+    for text in ("abc", "0" * 63, "0" * 65, "g" * 64, ":".join(["00"] * 32)):
+        site = NodeConfig(partition_id=0, num_partitions=2, seal_to=text)
+        with pytest.raises(ConfigError, match="seal-to = .* must be the 64 hex digits"):
+            own_settings(parse_run_config(quick(method="feddeo")), site)
+
+
+def test_to_whom_it_is_sealed_makes_no_payload_anew() -> None:
+    """One with a guarantee would be another draw."""
+    config = parse_run_config(quick(method="feddeo"))
+    keys = {
+        cache_key(config, NodeConfig(partition_id=0, num_partitions=2, seal_to=to), "")
+        for to in ("", "0" * 64, "1" * 64)
+    }
+    assert len(keys) == 1
+
+
+def test_a_node_that_cannot_seal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package pyhpke"):
+        sealing_key(question(bytes(32)), NodeConfig())
+    assert sealing_key(RecordDict(), NodeConfig()) is None
 
 
 # ---- A round ----
@@ -257,6 +291,33 @@ def test_a_site_that_knows_another_key_does_not_join(
 ) -> None:
     with pytest.raises(RoundError, match="seal-to = .*the run's sealing-key has the fingerprint"):
         run_sealed(tiny_kit, key_file, {"seal-to": "0" * 64}, lambda index, kind, reply: reply)
+
+
+def test_a_pinned_site_takes_part_where_nothing_is_sent(home: Path, tiny_kit: Path) -> None:
+    config = quick(method="prompts-only", kit=str(tiny_kit), job_id="job")
+    grid = LoopGrid(app, config, [{**one, "seal-to": "0" * 64} for one in nodes(2)])
+    run_job(grid, parse_run_config(config), "job")
+    assert ("train") not in {kind for _, kind in grid.sent}
+
+
+def test_a_payload_that_is_asked_for_again_is_sealed_to_the_new_key(
+    home: Path, tiny_kit: Path, key_file: Path, tmp_path: Path
+) -> None:
+    """The server stops with the payloads under way; the job goes on with another key."""
+
+    def stop(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train" and index == 1:
+            raise KeyboardInterrupt
+        return reply
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sealed(tiny_kit, key_file, {}, stop)
+    CliRunner().invoke(cli, ["certs", "sealing", str(tmp_path / "new")])
+    new = tmp_path / "new" / "sealing.key"
+    pin = {"seal-to": fingerprint(public_bytes(load_key(str(new))))}
+    run_sealed(tiny_kit, new, pin, lambda index, kind, reply: reply)
+    resent = {name: about["resent"] for name, about in metrics(home)["clients"].items()}
+    assert resent["client-1"] == 1
 
 
 def test_a_run_without_its_key_ends_before_anybody_works(home: Path, tiny_kit: Path) -> None:

@@ -327,7 +327,7 @@ def test_the_local_superlink_listens_on_loopback_only(
         "Popen",
         lambda command, **_: seen.extend(command) or SimpleNamespace(pid=0),
     )
-    for name in ("_wait_until_healthy", "end_process_tree"):
+    for name in ("_wait_until_healthy", "end_process_tree", "begin_guard"):
         monkeypatch.setattr(launch, name, lambda *_: None)
     with launch.local_superlink(tmp_path, tmp_path):
         assert seen[seen.index("--host") + 1] == "127.0.0.1"

@@ -199,7 +199,7 @@ def test_the_lower_epsilon_holds(run: float, site: float, expected: float) -> No
     assert own_settings(config, node)[0].epsilon == expected
 
 
-@pytest.mark.parametrize("method", ["feddisc", "fedlmg", "prompts-domain", "fedavg"])
+@pytest.mark.parametrize("method", ["espresso", "fedcgs", "prompts-domain", "fedavg"])
 def test_a_site_that_asks_for_privacy_sends_nothing_without_it(method: str, tiny_kit: Path) -> None:
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     config = parse_run_config(quick(method=method, kit=str(tiny_kit)))
@@ -212,7 +212,7 @@ def test_a_site_that_asks_for_privacy_sends_nothing_without_it(method: str, tiny
 
 def test_a_run_cannot_ask_for_what_its_method_does_not_give() -> None:
     with pytest.raises(
-        ConfigError, match=r"epsilon = 1: method 'fgl' gives no .* does: feddeo, oscar"
+        ConfigError, match=r"epsilon = 1: method 'fgl' gives no .* does: feddeo, fedlmg, "
     ):
         parse_run_config(quick(method="fgl", epsilon=1.0))
 

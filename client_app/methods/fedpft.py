@@ -91,7 +91,7 @@ def private_gaussian(
         of_mean = of_mean.sum()
         numbers = width
     # E x^2 - (E x)^2, which noise may take below 0, and above what cut features can have
-    variance = ((limit * noised[width:] - of_mean) / numbers).clamp(0, limit**2)
+    variance = ((limit * noised[width:] - of_mean) / numbers).clamp(0, limit**2 / numbers)
     weights = torch.zeros(settings.components)
     weights[0] = 1
     means = torch.zeros(settings.components, width)

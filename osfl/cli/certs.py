@@ -176,8 +176,8 @@ def make_sealing_key(folder: Path) -> tuple[Path, str]:
     file = folder / "sealing.key"
     if file.exists():
         raise ConfigError(
-            f"{file} exists. For a new key, move it away; runs whose payloads are on their way "
-            "still need it"
+            f"{file} exists. For a new key, move it away; payloads that are on their way to the "
+            "old one are asked for again when their job is started again"
         )
     write_atomically(file, new_key())
     return file, fingerprint(public_bytes(load_key(str(file))))

@@ -1,6 +1,6 @@
 """Processes that must not outlive `osfl run`, whichever way it ends.
 
-`python -m osfl.cli.guard PID FOLDER` reads its input until that ends, as it does when the process
+`python guard.py PID FOLDER` reads its input until that ends, as it does when the process
 at its other end is gone, even by `kill -9`. Then it ends process PID, and all that this one
 started, and removes FOLDER.
 """
@@ -16,18 +16,26 @@ import psutil
 
 def begin_guard(pid: int, folder: str) -> subprocess.Popen:
     """A guard of a process that this one started; it ends when its input is closed."""
-    command = [sys.executable, "-m", "osfl.cli.guard", str(pid), folder]
-    # Ctrl-C goes to a terminal's whole group
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    # -P: what lies in the folder that somebody works in is no module of ours
+    command = [sys.executable, "-P", __file__, str(pid), folder]
+    # Ctrl-C goes to a terminal's whole group, and who reads our output waits for its last owner
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def end_process_tree(pid: int) -> None:
     """End a process and all its descendants: politely, and after five seconds for certain."""
-    try:
-        root = psutil.Process(pid)
-        processes = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
+    with suppress(psutil.NoSuchProcess):
+        _end(psutil.Process(pid))
+
+
+def _end(root: psutil.Process) -> None:
+    processes = [*root.children(recursive=True), root]
     for process in processes:
         _signal(process.terminate)
     _, alive = psutil.wait_procs(processes, timeout=5)
@@ -41,7 +49,15 @@ def _signal(send: Callable[[], None]) -> None:
         send()
 
 
+def main(pid: int, folder: str) -> None:
+    """Wait, end it, and remove the folder."""
+    with suppress(psutil.NoSuchProcess):
+        # Known from here on: when it is gone, another process may get its number
+        guarded = psutil.Process(pid)
+        sys.stdin.read()
+        _end(guarded)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    sys.stdin.read()
-    end_process_tree(int(sys.argv[1]))
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
+    main(int(sys.argv[1]), sys.argv[2])

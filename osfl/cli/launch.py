@@ -324,13 +324,15 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         process = subprocess.Popen(
             command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True
         )
-        guard = begin_guard(process.pid, scratch)
+        guard = None
         try:
+            guard = begin_guard(process.pid, scratch)
             _wait_until_healthy(process, port, Path(log.name))
             yield environment
         finally:
             end_process_tree(process.pid)
-            guard.communicate()
+            if guard is not None:
+                guard.communicate()
             log.close()
 
 

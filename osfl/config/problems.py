@@ -11,6 +11,8 @@ from osfl.prompts import in_words
 from osfl.words import name_problem, plain, safe_name
 
 DIGITS_KITS = ("digits", "digits-unclip")
+# AES-GCM's limit in the library that seals
+MOST_SEALED = 2**31 - 1000
 _HUB_DATA = re.compile(r"hf:[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -58,10 +60,15 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         yield problem
     if run.sealing_key and not _is_absolute(run.sealing_key):
         yield _not_absolute("sealing-key", run.sealing_key)
-    if run.sealing_key and METHODS[run.method].rounds:
+    if run.sealing_key and METHODS[run.method].open_models:
         yield (
-            f"sealing-key = {run.sealing_key!r}: method {run.method!r} sends models in rounds, "
-            "which are not sealed; take an empty one"
+            f"sealing-key = {run.sealing_key!r}: with method {run.method!r} models go to and fro, "
+            "and these are not sealed; take an empty one"
+        )
+    if run.sealing_key and run.max_payload_mb * 1e6 > MOST_SEALED:
+        yield (
+            f"max-payload-mb = {run.max_payload_mb:g}: a sealed payload has at most "
+            f"{MOST_SEALED / 1e6:.0f} MB; take that, or no sealing-key"
         )
     coded = f"payload-codec = {run.payload_codec!r}"
     without = (None, "Captions", "Domain", "Votes")

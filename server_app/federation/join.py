@@ -172,10 +172,12 @@ class Members:
         if (holder := self.joined.get(client)) is not None:
             names = self._exchange.names
             # A key that the client id belongs to goes before one without a name
-            if node not in names or holder in names or client in self.nodes:
+            at_work = self.nodes.keys() | self.testers.keys()
+            if node not in names or holder in names or client in at_work:
                 taken = f"its client id {client!r} is already taken by another node"
                 return self._fail(node, taken)
             self._fail(holder, f"its client id {client!r} is the name of another node's key")
+            self._left.discard(client)
         self.joined[client] = node
         if self._rounds:
             self.architectures[client] = architecture

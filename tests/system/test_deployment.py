@@ -1,5 +1,7 @@
 """Who gets into a federation of separate processes, with TLS and node keys."""
 
+import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -131,9 +133,14 @@ def test_the_superlinks_database_holds_no_sealed_payload(
         )
         run = federation.begin_run(*arguments)
         found = False
-        while run.poll() is None:
-            held = b"".join(file.read_bytes() for file in tmp_path.glob("state.db*"))
-            found = found or SECRET.encode() in held
+        ended = False
+        while not ended:
+            # One more look when it has ended
+            ended = run.poll() is not None
+            for held in tmp_path.glob("state.db*"):
+                with suppress(FileNotFoundError):
+                    found = found or SECRET.encode() in held.read_bytes()
+            time.sleep(0.05)
         assert run.returncode == 0, federation.log("run")[-3000:]
         assert found == (job == "open")
         stored = tmp_path / "server" / job / "payloads" / "site-a.pb"

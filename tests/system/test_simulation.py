@@ -116,7 +116,7 @@ def test_a_run_that_is_killed_alone_leaves_nothing_running(tmp_path: Path, tiny_
         assert process.poll() is None, "the run ended too early"
         time.sleep(0.1)
     # Of this run alone: its guard has its folder in its command
-    (guard,) = [one for one in process.children() if "osfl.cli.guard" in one.cmdline()]
+    (guard,) = [one for one in process.children() if "guard.py" in " ".join(one.cmdline())]
     scratch = Path(guard.cmdline()[-1])
     assert scratch.is_dir()
     assert len(leftovers(tmp_path)) > 2
