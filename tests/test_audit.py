@@ -383,6 +383,11 @@ def test_pictures_are_decoded_from_fedbips_latents(
     found = attack(job, payload)["pictures"]
     expected = likeness_by_hand(data, sent, labels)
     np.testing.assert_allclose(found, expected, rtol=1e-3)
+    # Beyond what a picture can have, as white or black as it can be
+    bright = replace(payload, means=20 * means)
+    np.testing.assert_allclose(
+        attack(job, bright)["pictures"], likeness_by_hand(data, 20 * sent, labels), rtol=1e-3
+    )
     # The whole of the other class's are no candidates
     swapped = replace(payload, labels=torch.tensor([0, 0, 0, 2]))
     others = likeness_by_hand(data, sent, [0, 0, 0, 2])

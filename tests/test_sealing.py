@@ -254,6 +254,24 @@ def test_what_passes_through_is_ciphertext_alone(
     assert metrics(home)["clients"].keys() == {"client-0", "client-1"}
 
 
+def test_a_payload_that_just_fits_still_does_when_it_is_sealed(
+    home: Path, tiny_kit: Path, key_file: Path
+) -> None:
+    """The limit is for the payload, not for the key and the tag beside it."""
+    settings = {"method": "feddeo", "kit": str(tiny_kit), "sealing_key": str(key_file)}
+    first = quick(**settings, job_id="one")
+    run_job(LoopGrid(app, first, nodes(2)), parse_run_config(first), "one")
+    stored = (home / "runs" / "one" / "payloads").glob("*.pb")
+    most = max(file.stat().st_size for file in stored)
+    # The job's name is in it
+    tight = quick(**settings, job_id="two", max_payload_mb=most / 1e6)
+    run_job(LoopGrid(app, tight, nodes(2)), parse_run_config(tight), "two")
+    assert metrics(home, "two")["clients"].keys() == {"client-0", "client-1"}
+    small = quick(**settings, job_id="six", max_payload_mb=(most - 1) / 1e6)
+    with pytest.raises(RoundError, match="payload"):
+        run_job(LoopGrid(app, small, nodes(2)), parse_run_config(small), "six")
+
+
 def test_an_open_payload_is_refused_where_sealed_ones_are_asked_for(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:
