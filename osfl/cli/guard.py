@@ -16,7 +16,8 @@ import psutil
 
 def begin_guard(pid: int, folder: str) -> subprocess.Popen:
     """A guard of a process that this one started; it ends when its input is closed."""
-    # -P: what lies in the folder that somebody works in is no module of ours
+    # Not as a module, and -P: nothing that lies where somebody works, or beside this file, is taken
+    # for a library
     command = [sys.executable, "-P", __file__, str(pid), folder]
     # Ctrl-C goes to a terminal's whole group, and who reads our output waits for its last owner
     return subprocess.Popen(
