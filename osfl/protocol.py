@@ -1,16 +1,14 @@
 """What server and clients say to each other: message types, headers, and the model on its way back.
 
-=====================  ==========================================
-================================================== message                server -> client
-client -> server =====================  ==========================================
-================================================== query.join             digests of the kit's
-weights                client id, installed version, architecture train                  job id
-payload (as bytes), header, costs
-query.acknowledge      job id: stored, forget your copy            nothing
-evaluate               global model, its architecture              confusion matrix, seconds
-train (with rounds)    model, its architecture, round, job id      trained model, number of images,
-costs =====================  ==========================================
-==================================================
+What a message asks with, and what its reply says:
+
+- `query.join`: digests of the kit's weights, and the key that payloads are sealed to; client id,
+  installed version, architecture.
+- `train`: job id, and that key; payload (as bytes), header, costs.
+- `query.acknowledge`: job id, for the payload is stored and its copy can go; nothing.
+- `evaluate`: global model, its architecture; confusion matrix, seconds.
+- `train`, of a method with rounds: model, its architecture, round, job id; trained model, number of
+  images, costs.
 
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
 """

@@ -143,7 +143,7 @@ def test_feddeo(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
     assert (text.scale, description.scale) == (1.5, 2.5)
 
 
-def test_feddeos_vectors_for_all_tokens_move_the_prompts(tiny_kit, composed) -> None:  # type: ignore[no-untyped-def]
+def test_feddeos_vectors_for_all_tokens_move_the_prompts(tiny_kit: Any, composed: Any) -> None:
     config = config_of(tiny_kit, feddeo__tokens="all")
     assert run_dimensions(config)["p"] == 1
     # Nor does the one's key change the other's

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 from flwr.app import Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from osfl.log import log
@@ -55,19 +56,6 @@ class UnfitError(ValueError):
 
 
 @dataclass(frozen=True)
-class Online:
-    """A node that is online.
-
-    Attributes:
-        since: when it came, as the SuperLink says.
-        name: that its key was registered with; "": none.
-    """
-
-    since: str
-    name: str
-
-
-@dataclass(frozen=True)
 class _Request:
     node: int
     message_type: str
@@ -98,14 +86,14 @@ class Exchange:
     # To be pushed again, not before.
     _later: list[tuple[float, _Request]] = field(default_factory=list)
     _heard: float = field(default_factory=time.monotonic)  # when something last came
-    _online: dict[int, Online] | None = None
+    _online: dict[int, NodeInfo] | None = None
     _looked: float = 0.0  # when, by time.monotonic()
     _absent: dict[int, float] = field(default_factory=dict)  # since which look, by node
 
     def __post_init__(self) -> None:
         self._pulls = Pulls(self.grid, self.largest)
 
-    def look_around(self) -> dict[int, Online]:
+    def look_around(self) -> dict[int, NodeInfo]:
         """The nodes that are online: a request to the SuperLink."""
         self._online = online_nodes(self.grid)
         self.names |= {node: one.name for node, one in self._online.items() if one.name}
@@ -130,7 +118,7 @@ class Exchange:
         patience = patience or self.patience or PATIENCE_SECONDS
         online = self.look_around() if self._online is None else self._online
         again_at = time.monotonic() + patience
-        since = online[node].since if node in online else ""
+        since = online[node].last_activated_at if node in online else ""
         request = _Request(node, message_type, content, attempt, since, patience, again_at)
         try:
             (message_id,) = self.grid.push_messages([message])
@@ -222,11 +210,11 @@ class Exchange:
         self._put_off(replace(request, attempt=request.attempt + (not offline)))
         return None
 
-    def _ask_again(self, online: Mapping[int, Online]) -> None:
+    def _ask_again(self, online: Mapping[int, NodeInfo]) -> None:
         """Those who were away, those who are silent, and those whose time to be asked has come."""
         for message_id, request in list(self._open.items()):
-            came = online[request.node].since if request.node in online else ""
             node = request.node
+            came = online[node].last_activated_at if node in online else ""
             # A reply that is half here goes on when its node is back, or ends as an error
             if message_id not in self._open or self._pulls.under_way(message_id):
                 continue
@@ -307,10 +295,10 @@ def listed(reasons: Mapping[Any, str]) -> str:
     return "".join(lines[:MOST_REASONS]) + (f"\n  and {more} more" if more > 0 else "")
 
 
-def online_nodes(grid: Grid) -> dict[int, Online]:
+def online_nodes(grid: Grid) -> dict[int, NodeInfo]:
     """The nodes that are online; none when the SuperLink cannot say."""
     try:
-        return {n.node_id: Online(n.last_activated_at, n.name) for n in grid.get_nodes()}
+        return {node.node_id: node for node in grid.get_nodes()}
     except httpx.HTTPError as error:
         _bear(error)
         return {}
