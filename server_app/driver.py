@@ -1,6 +1,6 @@
 """The server's half of a method that samples, from payloads to global models.
 
-Plan -> render -> train.
+Plan -> render -> look for liars -> train.
 
 A method gives what is its own. That is its sampler; where they differ, also its plan and its
 training.
@@ -13,6 +13,7 @@ import torch
 
 from osfl.payloads import Payload
 from server_app import public_domains
+from server_app.agreement import without_doubted
 from server_app.job import GlobalModel, ServerJob
 from server_app.label_check import second_opinions, without_doubtful
 from server_app.synthesis.images import SyntheticSet, render
@@ -57,7 +58,8 @@ def synthesise_and_train(
 ) -> Models:
     """Plan the images, render those that are not there yet, and train on all of them.
 
-    Public domains' images, where the run asks for them, are among them.
+    Public domains' images, where the run asks for them, are among them; those of clients whose
+    classes the kit does not see are not, where it says `robust = "exclude"`.
 
     Args:
         payloads: by client; empty for a method whose clients send nothing.
@@ -79,4 +81,5 @@ def synthesise_and_train(
     others = public_domains.ingredients(job)
     drawing = public_domains.with_public(job, make_sampler)
     images = render(job, planned, drawing, divisible, others)
-    return train(job, payloads, images)
+    believed, images = without_doubted(job, payloads, images)
+    return train(job, believed, images)

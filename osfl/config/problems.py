@@ -88,6 +88,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"label-check = {run.label_check!r}: needs synthesis.images-per-class of at least 2: "
             "one for each of the classifiers that judge"
         )
+    if run.robust != "off" and not (METHODS[run.method].samples and METHODS[run.method].payload):
+        yield (
+            f"robust = {run.robust!r}: method {run.method!r} draws no image from what clients "
+            "send; take off"
+        )
     if run.class_balance and not METHODS[run.method].samples:
         yield f"class-balance = true: method {run.method!r} draws no image; take false"
     elif run.class_balance and run.method == "domain-vector" and run.domain_vector.classes == "all":

@@ -678,6 +678,15 @@ class RunConfig:
             "FedCADO, which have teachers."
         ),
     ]
+    robust: Annotated[
+        str,
+        OneOf("off", "report", "exclude"),
+        Doc(
+            "What the server does about clients whose synthetic images do not show their classes, "
+            "as the kit sees it: report (says so, and trains with them), or exclude (trains "
+            "without them). Not with methods that draw no image from what clients send."
+        ),
+    ]
     class_balance: Annotated[
         bool,
         Doc(

@@ -356,6 +356,10 @@ class RunFolder:
         """Confusion matrices of a global model by client: counts of [true class, predicted]."""
         self.write_json(f"tests/{name}.json", dict(sorted(matrices.items())))
 
+    def store_agreements(self, clients: Mapping[str, Any]) -> None:
+        """What the kit sees of every client's classes."""
+        self.write_json("agreement.json", clients)
+
     # ---- What the `osfl` command looks at ----
 
     @property

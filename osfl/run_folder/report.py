@@ -71,7 +71,7 @@ def gather(
     """The figures of a run."""
     fetched = kit_download_bytes or {}
     config = _json(folder / "config.json")
-    status = _json(folder / "status.json") if (folder / "status.json").is_file() else {}
+    status = _json_or_nothing(folder / "status.json")
     tests = {f.stem: _json(f) for f in sorted((folder / "tests").glob("*.json"))}
     rounds = _rounds(folder)
     clients = _clients(folder, tests, status, fetched)
@@ -95,6 +95,7 @@ def gather(
         "delta": max((a.get("delta", 0.0) for a in clients.values()), default=0.0),
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
+        "agreement": _json_or_nothing(folder / "agreement.json"),
         "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),
         "server": _server(folder),
         "versions": _versions(),
@@ -295,6 +296,10 @@ def _mean(by_client: dict[str, float]) -> float:
 
 def _json(file: Path) -> dict[str, Any]:
     return read_json(file, cure="remove it, and the same `osfl run` again makes what it was for")
+
+
+def _json_or_nothing(file: Path) -> dict[str, Any]:
+    return _json(file) if file.is_file() else {}
 
 
 def _lines(file: Path) -> list[str]:

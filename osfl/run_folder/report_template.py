@@ -80,7 +80,17 @@ TEMPLATE = (
 {% if m.warnings %}
 <h2>Worth a look</h2>
 <ul>{% for warning in m.warnings %}<li>{{ warning }}</li>{% endfor %}</ul>
-<p class="note">Payloads far larger or smaller than the others'. They were used: an honest client may be an exception, and one that harms the model need not stand out.</p>
+<p class="note">A payload far larger or smaller than the others' is used all the same: an honest client may be an exception, and one that harms the model need not stand out.</p>
+{% endif %}
+{% if m.agreement %}
+<h2>Do the images show their classes?</h2>
+{{ fold(m.agreement|length, "clients") }}
+<div class="wide long"><table><tr><th>client</th><th>agreement</th><th>of its weakest class</th><th></th></tr>
+{% for client, found in m.agreement.items() %}
+<tr><td>{{ client }}</td>{{ heat(100 * found.agreement) }}{{ heat(100 * found.classes.values()|min) }}<td class="words">{% if found.doubted %}doubted{% endif %}</td></tr>
+{% endfor %}
+</table></div></details>
+<p class="note">How often the kit finds that the prompt of an image's own class fits it better than another class's, in percent; by chance 50. A client that swaps its classes, or whose payload leads the sampling astray, is near chance; so is an honest one where the kit does not know its classes in its domain.</p>
 {% endif %}
 <h2>Accuracy</h2>
 <div class="wide"><table><tr><th>global model</th><th>average</th><th>all images</th><th>balanced</th><th>macro-F1</th></tr>

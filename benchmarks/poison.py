@@ -1,0 +1,397 @@
+"""What liars do to the global model, and what `robust` does about it; to
+benchmarks/tables/poison.{md,json} and poison-honest.{md,json}.
+
+python -m benchmarks.poison                  # every system and attack
+python -m benchmarks.poison OSCAR            # some systems; the table keeps its other rows
+python -m benchmarks.poison --honest         # who is doubted where nobody lies, ten seeds or more
+
+One, two or three of the six clients lie, all in the same way. Systems, recipe and payloads are
+those of benchmarks.main_table; an attack changes payloads after they were made, but for the
+backdoor, whose liars learn theirs from changed images. Every client's images are drawn from its
+honest payload and from its attacked one, and a federation's are put together of these. Models that
+are trained on the same images are trained once. Interrupted, the same command goes on.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks import TABLES, write_table
+from benchmarks.approximations import accuracy
+from benchmarks.guidance import with_others
+from benchmarks.lacks import real
+from benchmarks.left_out import CLIENTS, Settings, folder_name
+from benchmarks.main_table import config_of, sent, settings_of
+from client_app.work import client_job
+from osfl.config import NodeConfig
+from osfl.data.load import Fit, Images
+from osfl.files import private_folder, write_atomically
+from osfl.methods import client_half, server_half
+from osfl.models.classifiers import logits_of
+from osfl.models.kits import find_kit
+from osfl.payloads import Payload
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
+from osfl.seeds import generator_of
+from server_app.agreement import LOOKED_AT, agreements, doubted, without_doubted
+from server_app.driver import plan_held, train_one
+from server_app.job import ServerJob
+from server_app.synthesis.images import SyntheticSet, render
+
+WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
+SEEDS = (0,)
+HONEST_SEEDS = (0, 1, 2, 3, 4)
+SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector")
+# Of the honest table: all whose payloads take minutes
+HONEST_SYSTEMS = (*SYSTEMS, "FedBiP", "FedDISC", "FGL")
+LIARS = (1, 2, 3)
+HONEST = "honest"
+BACKDOOR = "backdoor"
+TARGET = 0  # the class that an image with the patch is to be taken for
+PATCH = 6  # pixels on a side, white, in the lower right corner
+Attack = Callable[[Payload, torch.Generator], Payload]
+Cell = dict[str, Any]
+
+
+def _by_class(payload: Payload, change: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
+    """Its tensors that have a row for each class, changed."""
+    changed: dict[str, Any] = {}
+    for item in fields(payload):
+        value = getattr(payload, item.name)
+        if isinstance(value, torch.Tensor) and len(value) == len(payload.classes):
+            changed[item.name] = change(value)
+    return replace(payload, **changed)
+
+
+def _numbers(payload: Payload, change: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
+    """Its real numbers, changed."""
+    changed: dict[str, Any] = {}
+    for item in fields(payload):
+        value = getattr(payload, item.name)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            changed[item.name] = change(value)
+    return replace(payload, **changed)
+
+
+def shifted(payload: Payload, chance: torch.Generator) -> Payload:
+    """Every class has what is the next one's."""
+    return _by_class(payload, lambda rows: rows.roll(1, 0))
+
+
+def half_shifted(payload: Payload, chance: torch.Generator) -> Payload:
+    """The first half of the classes has what is the next one's of that half."""
+    half = len(payload.classes) // 2
+    return _by_class(payload, lambda rows: torch.cat([rows[:half].roll(1, 0), rows[half:]]))
+
+
+def one_class(payload: Payload, chance: torch.Generator) -> Payload:
+    """Every class has the first one's."""
+    return _by_class(payload, lambda rows: rows[:1].expand_as(rows).clone())
+
+
+def noise(payload: Payload, chance: torch.Generator) -> Payload:
+    """Normal numbers of the same spread."""
+    return _numbers(payload, lambda value: value.std() * torch.randn(value.shape, generator=chance))
+
+
+def huge(payload: Payload, chance: torch.Generator) -> Payload:
+    """A thousand times as large."""
+    return _numbers(payload, lambda value: 1000 * value)
+
+
+ATTACKS: dict[str, Attack] = {
+    "shifted classes": shifted,
+    "half of the classes shifted": half_shifted,
+    "all classes as the first": one_class,
+    "noise": noise,
+    "a thousand times as large": huge,
+}
+# Beside these, what is no change of one payload
+COPY = "another client's payload"
+EVERY_ATTACK = (*ATTACKS, COPY, BACKDOOR)
+
+
+def attacks_of(system: str) -> tuple[str, ...]:
+    """A domain's vector holds no class: there is none to swap, and none for a backdoor."""
+    if system == "domain-vector":
+        return "noise", "a thousand times as large", COPY
+    return EVERY_ATTACK
+
+
+def attacked(system: str, attack: str, seed: int) -> dict[str, Payload]:
+    """What every client sends if it lies."""
+    payloads = sent(settings_of(system, seed))
+    if attack == HONEST:
+        return payloads
+    if attack == COPY:
+        return {
+            client: payloads[CLIENTS[(number + 1) % len(CLIENTS)]]
+            for number, client in enumerate(CLIENTS)
+        }
+    if attack == BACKDOOR:
+        return {client: with_backdoor(system, client, seed) for client in CLIENTS[: max(LIARS)]}
+    return {
+        client: ATTACKS[attack](payload, generator_of(seed, attack, client))
+        for client, payload in payloads.items()
+    }
+
+
+def patched(pixels: torch.Tensor) -> torch.Tensor:
+    """With the patch, [N, 3, S, S] uint8."""
+    marked = pixels.clone()
+    marked[:, :, -PATCH:, -PATCH:] = 255
+    return marked
+
+
+def with_backdoor(system: str, client: str, seed: int) -> Payload:
+    """What a client sends whose images of the target are those of other classes with the patch."""
+    config = config_of(settings_of(system, seed))
+    number = CLIENTS.index(client)
+    node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
+    folder = WORK / f"backdoor-{folder_name(settings_of(system, seed))}-{client}"
+    file = folder / "payload.pt"
+    if not file.is_file():
+        private_folder(folder)
+        job = client_job(config, node, client, find_kit(config.sampling_kit), folder)
+
+        def load(fit: Fit) -> Images:
+            images = job.load(fit)
+            rows = (images.labels == TARGET).nonzero().flatten()
+            others = (images.labels != TARGET).nonzero().flatten()
+            order = torch.randperm(len(others), generator=generator_of(seed, BACKDOOR, client))
+            pixels = images.pixels[torch.arange(len(images.labels))].clone()
+            pixels[rows] = patched(pixels[others[order[: len(rows)]]])
+            return replace(images, pixels=pixels)
+
+        made = client_half(config.method).make_payload(replace(job, load=load))
+        values = {item.name: getattr(made, item.name) for item in fields(made)}
+        torch.save(values, file)
+    kind = type(sent(settings_of(system, seed))[client])
+    found: Payload = kind(**torch.load(file, weights_only=True))
+    return found
+
+
+def drawn(system: str, attack: str, seed: int) -> SyntheticSet:
+    """Every client's images, or those of all who lie at most."""
+    settings = settings_of(system, seed)
+    payloads = attacked(system, attack, seed)
+    config = config_of(settings)
+    name = f"images-{attack.replace(' ', '-')}-{folder_name(settings)}"
+    folder = open_run_folder(config, name, 0)
+    job = ServerJob(config, folder, Status(folder.path), tuple(payloads))
+    sampler = server_half(config.method).sampler
+    return render(job, plan_held(job, payloads), lambda device: sampler(job, device, payloads))
+
+
+def of(images: SyntheticSet, clients: Sequence[str]) -> SyntheticSet:
+    """Some clients' images."""
+    rows = [row for row, client in enumerate(images.clients) if client in clients]
+    owners = tuple(images.clients[row] for row in rows)
+    return SyntheticSet(images.pixels[rows], images.labels[rows], owners)
+
+
+def together(parts: Sequence[SyntheticSet]) -> SyntheticSet:
+    """The images of several sets, client by client."""
+    owners = [client for part in parts for client in part.clients]
+    order = sorted(range(len(owners)), key=owners.__getitem__)
+    pixels = torch.cat([part.pixels for part in parts])[order]
+    labels = torch.cat([part.labels for part in parts])[order]
+    return SyntheticSet(pixels, labels, tuple(owners[row] for row in order))
+
+
+def federation(system: str, attack: str, liars: Sequence[str], seed: int) -> SyntheticSet:
+    """The liars' images beside the others' honest ones."""
+    honest = [client for client in CLIENTS if client not in liars]
+    parts = [of(drawn(system, HONEST, seed), honest)]
+    if liars:
+        parts.append(of(drawn(system, attack, seed), liars))
+    return together(parts)
+
+
+def job_of(settings: Settings, name: str) -> ServerJob:
+    """A run of its own."""
+    config = config_of(settings)
+    folder = open_run_folder(config, f"{name}-{folder_name(settings)}", 0)
+    return ServerJob(config, folder, Status(folder.path), CLIENTS)
+
+
+def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
+    """Of a model of these images: "accuracy" on all clients' test images (%), and "fooled", of
+    those of other classes with the patch, that it takes for the target (%).
+    """
+    settings = settings_of(system, seed)
+    content = images.pixels.numpy().tobytes() + images.labels.numpy().tobytes()
+    name = f"model-{hashlib.sha256(content).hexdigest()[:8]}"
+    result = WORK / f"{name}-{folder_name(settings)}.json"
+    if not result.is_file():
+        job = job_of(settings, name)
+        (model,) = train_one(job, {}, images).values()
+        found = [accuracy(job.config, model.model, number) for number in range(len(CLIENTS))]
+        fooled = [share_fooled(model.model, part) for part in real("test")]
+        scores = {"accuracy": mean(found), "fooled": mean(fooled)}
+        write_atomically(result, json.dumps(scores).encode())
+    read: dict[str, float] = json.loads(result.read_text())
+    return read
+
+
+def share_fooled(model: torch.nn.Module, images: Images) -> float:
+    """Of images of other classes, with the patch: how many are taken for the target (%)."""
+    others = images.labels != TARGET
+    pixels = patched(images.pixels[others.nonzero().flatten()])
+    logits = logits_of(model, pixels, torch.device("cpu"))
+    return 100 * (logits.argmax(dim=1) == TARGET).double().mean().item()
+
+
+def cell(system: str, attack: str, count: int, seed: int) -> Cell:
+    """So many liars: the model with them, with those left out whom `robust` doubts, and without
+    them; and who was doubted.
+    """
+    settings = {**settings_of(system, seed), "robust": "exclude"}
+    attack_name = attack.replace(" ", "-").replace("'", "")
+    result = WORK / f"cell-{attack_name}-{count}-{folder_name(settings)}.json"
+    if not result.is_file():
+        liars = CLIENTS[:count]
+        images = federation(system, attack, liars, seed)
+        job = job_of(settings, f"judged-{attack_name}-{count}")
+        kept, left = without_doubted(job, sent(settings_of(system, seed)), images)
+        found = {
+            "used": scored(system, images, seed),
+            "excluded": scored(system, left, seed),
+            "without": scored(system, of(images, CLIENTS[count:]), seed),
+            "liars found": len(set(liars) - set(kept)),
+            "honest doubted": len(set(CLIENTS[count:]) - set(kept)),
+            "classes doubted": len(pairs_of(of(images, tuple(kept))) - pairs_of(left)),
+        }
+        write_atomically(result, json.dumps(found).encode())
+        print(system, attack, count, seed, found, flush=True)
+    read: Cell = json.loads(result.read_text())
+    return read
+
+
+def pairs_of(images: SyntheticSet) -> set[tuple[str, int]]:
+    """The classes of clients that have an image."""
+    return set(zip(images.clients, images.labels.tolist(), strict=True))
+
+
+def line(system: str, attack: str, count: int, seeds: Sequence[int]) -> dict[str, str]:
+    """A row of the table."""
+    cells = [cell(system, attack, count, seed) for seed in seeds]
+
+    def average(kind: str, what: str = "accuracy") -> float:
+        return mean(one[kind][what] for one in cells)
+
+    made = {"": name_of(system, attack, count), "liars": str(count)}
+    made["accuracy, with them"] = f"{average('used'):.1f}"
+    made["accuracy, exclude"] = f"{average('excluded'):.1f}"
+    made["accuracy, without them"] = f"{average('without'):.1f}"
+    made["liars found"] = f"{sum(one['liars found'] for one in cells)} of {count * len(cells)}"
+    made["honest clients doubted"] = str(sum(one["honest doubted"] for one in cells))
+    made["classes of others doubted"] = str(sum(one["classes doubted"] for one in cells))
+    made["fooled by the patch (%)"] = ""
+    if attack == BACKDOOR:
+        kinds = ("used", "excluded", "without")
+        made["fooled by the patch (%)"] = ", ".join(f"{average(k, 'fooled'):.1f}" for k in kinds)
+    return made
+
+
+def name_of(system: str, attack: str, count: int) -> str:
+    """Of a row."""
+    return f"{system}: {attack}, {count} of {len(CLIENTS)}"
+
+
+def honest_line(system: str, seeds: Sequence[int]) -> dict[str, str]:
+    """The agreements where nobody lies."""
+    found = [honest_agreements(system, seed) for seed in seeds]
+    doubts = [doubt for one in found for doubt in doubted(one)]
+    shares = [mean(by_label.values()) for one in found for by_label in one.values()]
+    of_classes = [
+        share for one in found for by_label in one.values() for share in by_label.values()
+    ]
+    return {
+        "": system,
+        "federations": str(len(seeds)),
+        "clients": str(len(shares)),
+        "least agreement of a client": f"{min(shares):.2f}",
+        "mean": f"{mean(shares):.2f}",
+        "clients doubted": str(sum(one.label is None for one in doubts)),
+        "least of a class": f"{min(of_classes):.2f}",
+        "classes doubted": f"{sum(one.label is not None for one in doubts)} of {len(of_classes)}",
+    }
+
+
+def honest_agreements(system: str, seed: int) -> dict[str, dict[int, float]]:
+    """Of a federation in which nobody lies; as few images are drawn as are looked at."""
+    settings = {**settings_of(system, seed), "synthesis.images-per-class": LOOKED_AT}
+    result = WORK / f"honest-{folder_name(settings)}.json"
+    if not result.is_file():
+        payloads = sent(settings)
+        job = job_of(settings, "honest")
+        sampler = server_half(job.config.method).sampler
+        images = render(
+            job, plan_held(job, payloads), lambda device: sampler(job, device, payloads)
+        )
+        found = agreements(job, payloads, images)
+        write_atomically(result, json.dumps(found).encode())
+    read = json.loads(result.read_text())
+    return {
+        client: {int(label): share for label, share in by_label.items()}
+        for client, by_label in read.items()
+    }
+
+
+def main() -> None:
+    """Make the tables, and keep them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = tuple(dict.fromkeys((*SYSTEMS, *HONEST_SYSTEMS)))
+    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(known)}; none: all")
+    parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
+    given = parser.parse_args()
+    systems = HONEST_SYSTEMS if given.honest else SYSTEMS
+    if unknown := set(given.systems) - set(systems):
+        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(systems)}")
+    private_folder(WORK)
+    if given.honest:
+        about = (
+            "How often the kit finds the prompt of an image's class better than another class's, "
+            "where nobody lies; 0.5 by chance. Six clients, a domain each; payloads of "
+            f"benchmarks.main_table, seeds {HONEST_SEEDS}. A client below the middle between "
+            "chance and the others' median is doubted, and a class below chance. "
+            "Command: `python -m benchmarks.poison --honest`."
+        )
+        for system in given.systems or systems:
+            lines = [honest_line(system, HONEST_SEEDS)]
+            lines = with_others(lines, TABLES / "poison-honest.json", about, systems)
+            write_table(TABLES / "poison-honest", lines, about)
+        return
+    about = (
+        "Top-1 accuracy (%) on all clients' test images, mean of the six domains; the first one, "
+        "two or three of six clients lie. With them: they are used as they are; exclude: `robust = "
+        "exclude`; without them: a federation of the others alone. Fooled: of test images of "
+        f"another class with a white patch, those taken for class {TARGET}, in the same three. "
+        f"Seeds {SEEDS}; recipe and payloads are benchmarks.main_table's. "
+        "Command: `python -m benchmarks.poison`."
+    )
+    order = [
+        name_of(system, attack, count)
+        for system in SYSTEMS
+        for attack in attacks_of(system)
+        for count in LIARS
+    ]
+    for system in given.systems or systems:
+        for attack in attacks_of(system):
+            lines = [line(system, attack, count, SEEDS) for count in LIARS]
+            lines = with_others(lines, TABLES / "poison.json", about, order)
+            write_table(TABLES / "poison", lines, about)
+
+
+if __name__ == "__main__":
+    main()
