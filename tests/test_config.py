@@ -29,6 +29,7 @@ def test_what_may_change_between_a_run_and_its_resumption() -> None:
         "min-clients",
         "runs-dir",
         "sealing-key",
+        "sealed-store",
         "test-timeout",
     }
     assert settings | {

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,15 @@ def test_a_node_that_cannot_seal_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 Tamper = Callable[[int, str, Message], Message]
 
 
-def run_sealed(kit: Path, key_file: Path, node: dict[str, Any], tamper: Tamper) -> LoopGrid:
+def same(index: int, kind: str, reply: Message) -> Message:
+    return reply
+
+
+def run_sealed(
+    kit: Path, key_file: Path | str, node: dict[str, Any], tamper: Tamper = same, **more: object
+) -> LoopGrid:
     settings = {"method": "prompts-domain", "job_id": "job", "sealing_key": str(key_file)}
-    config = quick(kit=str(kit), **settings)
+    config = quick(kit=str(kit), **{**settings, **more})
     grid = LoopGrid(app, config, [{**one, **node} for one in nodes(2)], tamper)
     run_job(grid, parse_run_config(config), "job")
     return grid
@@ -308,7 +315,7 @@ def test_a_site_that_knows_another_key_does_not_join(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:
     with pytest.raises(RoundError, match="seal-to = .*the run's sealing-key has the fingerprint"):
-        run_sealed(tiny_kit, key_file, {"seal-to": "0" * 64}, lambda index, kind, reply: reply)
+        run_sealed(tiny_kit, key_file, {"seal-to": "0" * 64})
 
 
 def test_a_pinned_site_takes_part_where_nothing_is_sent(home: Path, tiny_kit: Path) -> None:
@@ -333,7 +340,7 @@ def test_a_payload_that_is_asked_for_again_is_sealed_to_the_new_key(
     CliRunner().invoke(cli, ["certs", "sealing", str(tmp_path / "new")])
     new = tmp_path / "new" / "sealing.key"
     pin = {"seal-to": fingerprint(public_bytes(load_key(str(new))))}
-    run_sealed(tiny_kit, new, pin, lambda index, kind, reply: reply)
+    run_sealed(tiny_kit, new, pin)
     resent = {name: about["resent"] for name, about in metrics(home)["clients"].items()}
     assert resent["client-1"] == 1
 
@@ -344,3 +351,77 @@ def test_a_run_without_its_key_ends_before_anybody_works(home: Path, tiny_kit: P
     with pytest.raises(ConfigError, match="sealing-key = '/nowhere/sealing.key'"):
         run_job(grid, parse_run_config(config), "job")
     assert grid.sent == []
+
+
+# ---- On the server's disk ----
+
+
+def asked(grid: LoopGrid) -> list[int]:
+    return [index for index, kind in grid.sent if kind == "train"]
+
+
+@pytest.fixture
+def payloads(home: Path, tiny_kit: Path, key_file: Path) -> Path:
+    """Of a run that keeps them sealed."""
+    assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == [0, 1]
+    return home / "runs" / "job" / "payloads"
+
+
+def test_payloads_stay_sealed_on_the_disk(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
+    """Of the domain's name and the client's there is nothing; the key opens them."""
+    for client in ("client-0", "client-1"):
+        stored = (payloads / f"{client}.pb").read_bytes()
+        opened = open_sealed(stored, load_key(str(key_file)), "job", client)
+        assert client.encode() in opened
+        assert client.encode() not in stored
+        about = json.loads((payloads / f"{client}.json").read_text())
+        assert about["sealed"] is True
+        assert about["sha256"] == hashlib.sha256(stored).hexdigest()
+        assert about["bytes"] == len(opened) + OVERHEAD
+    assert not [file for file in payloads.parent.rglob("*") if file.suffix == ".refused"]
+    result = CliRunner().invoke(cli, ["verify", str(payloads.parent)])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_job_goes_on_with_what_is_sealed(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
+    """And does not ask again; nor where the run no more wants them to stay so."""
+    before = {file: file.read_bytes() for file in payloads.glob("*.pb")}
+    for more in ({"sealed_store": True}, {}):
+        assert asked(run_sealed(tiny_kit, key_file, {}, **more)) == []
+        assert {file: file.read_bytes() for file in payloads.glob("*.pb")} == before
+
+
+def test_one_that_was_open_stays_open(home: Path, tiny_kit: Path, key_file: Path) -> None:
+    run_sealed(tiny_kit, key_file, {})
+    assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == []
+
+
+def test_without_their_key_the_clients_are_asked_again(
+    payloads: Path, tiny_kit: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    CliRunner().invoke(cli, ["certs", "sealing", str(tmp_path / "new")])
+    assert asked(run_sealed(tiny_kit, "", {})) == [0, 1]
+    assert "client-0: payload: is stored sealed, and there is no key" in caplog.text
+    assert len(list(payloads.glob("*.pb.refused"))) == 2
+    again = run_sealed(tiny_kit, tmp_path / "new" / "sealing.key", {}, sealed_store=True)
+    # What came open is used as it is
+    assert asked(again) == []
+
+
+@pytest.mark.parametrize("place", [0, 60, -1])
+def test_what_was_damaged_on_the_disk_is_asked_for_again(
+    place: int, payloads: Path, tiny_kit: Path, key_file: Path
+) -> None:
+    """And so is one client's that lies in another's place."""
+    file = payloads / "client-1.pb"
+    stored = bytearray(file.read_bytes())
+    stored[place] ^= 1
+    file.write_bytes(stored)
+    assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == [1]
+    file.write_bytes((payloads / "client-0.pb").read_bytes())
+    assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == [1]
+
+
+def test_nothing_stays_sealed_without_a_key() -> None:
+    with pytest.raises(ConfigError, match="sealed-store = true: needs a sealing-key"):
+        parse_run_config(quick(method="feddeo", sealed_store=True))

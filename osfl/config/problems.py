@@ -65,6 +65,8 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"sealing-key = {run.sealing_key!r}: with method {run.method!r} models go to and fro, "
             "and these are not sealed; take an empty one"
         )
+    if run.sealed_store and not run.sealing_key:
+        yield "sealed-store = true: needs a sealing-key; name one, or take false"
     if run.sealing_key and run.max_payload_mb * 1e6 > MOST_SEALED:
         yield (
             f"max-payload-mb = {run.max_payload_mb:g}: a sealed payload has at most "

@@ -668,6 +668,14 @@ class RunConfig:
         ),
         NotIdentity(),
     ]
+    sealed_store: Annotated[
+        bool,
+        Doc(
+            "Whether sealed payloads stay so in the run's folder, and are opened in memory alone. "
+            "A run that goes on without their key asks the clients again."
+        ),
+        NotIdentity(),
+    ]
     label_check: Annotated[
         str,
         OneOf("none", "filter", "soft"),

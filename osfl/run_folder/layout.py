@@ -176,6 +176,11 @@ class RunFolder:
         """A payload as it was received."""
         return (self.path / "payloads" / f"{client}.pb").read_bytes()
 
+    def is_sealed(self, client: str) -> bool:
+        """Whether it was stored as it came, for the server's key alone."""
+        about = self.read_json(f"payloads/{client}.json") or {}
+        return about.get("sealed") is True
+
     def payload_size(self, client: str) -> int:
         """In bytes."""
         return (self.path / "payloads" / f"{client}.pb").stat().st_size

@@ -25,8 +25,8 @@ from server_app.federation.join import Members
 
 @dataclass
 class _Upload:
-    blob: bytes
-    sha256: str
+    blob: bytes  # as it is stored
+    sha256: str  # of the open payload
     costs: dict[str, float]
 
 
@@ -83,7 +83,9 @@ class Collection:
         # What was accepted once is not refused for a lower limit
         limits = replace(self.expected(client), max_bytes=self.folder.payload_size(client))
         sha256 = self.folder.payload_digest(client)
-        if self._accept(client, sha256, limits) and client in self.members.nodes:
+        # Of a sealed one the seal finds damage, and its digest is no open payload's
+        known = None if self.folder.is_sealed(client) else sha256
+        if self._accept(client, known, limits) and client in self.members.nodes:
             self._thanks.push(self.members.nodes[client], ACKNOWLEDGE, self._job)
 
     def ask(self, client: str, node: int) -> None:
@@ -136,17 +138,15 @@ class Collection:
             return _Upload(*unpack_payload(content, expected))
         # The seal itself finds damage, so the header's digest says no more
         sealed, _, costs = unpack_payload(content, expected, OVERHEAD)
-        try:
-            blob = open_sealed(sealed, self._key, self._job_id, client)
-        except SealError as error:
-            raise wire.PayloadError(client, "payload", str(error)) from None
-        return _Upload(blob, wire.digest(blob), costs)
+        blob = self._open(client, sealed)
+        return _Upload(sealed if self.config.sealed_store else blob, wire.digest(blob), costs)
 
     def _keep(self, node: int, upload: _Upload) -> None:
         client = self._asked[node]
         blob = upload.blob
         sha256 = upload.sha256
         about = {"sha256": wire.digest(blob), "bytes": len(blob), "costs": upload.costs}
+        about["sealed"] = self._key is not None and self.config.sealed_store
         # Before anything else: from here on nobody is asked twice
         self.folder.store_payload(client, blob, about)
         del blob
@@ -155,10 +155,10 @@ class Collection:
         if self._accept(client, sha256, self.expected(client)):
             self._thanks.push(node, ACKNOWLEDGE, self._job)
 
-    def _accept(self, client: str, sha256: str, limits: wire.Expected) -> bool:
+    def _accept(self, client: str, sha256: str | None, limits: wire.Expected) -> bool:
         try:  # from the disk, so that `decode` alone has the bytes
             with self.folder.decoding(client):
-                payload = wire.decode(self.folder.stored_payload(client), limits, sha256)
+                payload = wire.decode(self._opened(client), limits, sha256)
                 probe(payload, client, self.config)
         except OSError:  # the disk's failure, not the client's
             raise
@@ -170,6 +170,22 @@ class Collection:
         size = self.folder.payload_size(client)
         self.status.client(client, f"delivered {size:,} bytes")
         return True
+
+    def _opened(self, client: str) -> bytes:
+        """A payload from the store."""
+        blob = self.folder.stored_payload(client)
+        if not self.folder.is_sealed(client):
+            return blob
+        if self._key is None:
+            raise wire.PayloadError(client, "payload", "is stored sealed, and there is no key")
+        return self._open(client, blob)
+
+    def _open(self, client: str, sealed: bytes) -> bytes:
+        assert self._key is not None
+        try:
+            return open_sealed(sealed, self._key, self._job_id, client)
+        except SealError as error:
+            raise wire.PayloadError(client, "payload", str(error)) from None
 
     def _refuse(self, client: str, error: Exception) -> None:
         known = isinstance(error, wire.PayloadError)
