@@ -192,8 +192,8 @@ def test_a_client_nearer_to_chance_than_to_the_others_median_is_doubted() -> Non
     (doubt,) = doubted({**others, "d": of(0.9, 0.48)})
     assert doubt == Doubt("d", None, pytest.approx(0.69))
     # Not its own share is in that median
-    two = {"a": of(0.95), "b": of(0.6)}
-    assert doubted(two) == [Doubt("b", None, 0.6)]
+    two = {"a": of(0.95), "b": of(0.7)}
+    assert doubted(two) == [Doubt("b", None, 0.7)]
 
 
 def test_a_class_below_chance_is_doubted_of_a_client_that_is_not() -> None:

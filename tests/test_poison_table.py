@@ -1,0 +1,266 @@
+"""benchmarks/poison.py: what its liars send, whose images a federation has, and what it counts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import main_table, poison
+from benchmarks.left_out import CLIENTS
+from benchmarks.main_table import settings_of
+from osfl.data.load import Images
+from osfl.payloads import Descriptions, DomainVector, Encodings
+from osfl.seeds import generator_of
+from server_app.synthesis.images import SyntheticSet
+
+SYSTEM = "FedDEO description alone"
+CLASSES = ("zero", "one", "two", "three", "four")
+ROWS = torch.arange(5.0).view(5, 1, 1) + torch.zeros(5, 2, 3)
+PAYLOAD = Descriptions(CLASSES, ROWS)
+
+
+def chance() -> torch.Generator:
+    return generator_of(0)
+
+
+# ---- What liars send ----
+
+
+def test_attacks_by_hand() -> None:
+    """Row k has k; classes keep their names."""
+
+    def rows(attack: str, payload: Any = PAYLOAD) -> list[float]:
+        made = poison.ATTACKS[attack](payload, chance())
+        assert type(made) is type(payload)
+        assert made.classes == CLASSES
+        return made.vectors[:, 0, 0].tolist()
+
+    assert rows("shifted classes") == [4, 0, 1, 2, 3]
+    assert rows("half of the classes shifted") == [1, 0, 2, 3, 4]
+    assert rows("all classes as the first") == [0, 0, 0, 0, 0]
+    assert rows("a thousand times as large") == [0, 1000, 2000, 3000, 4000]
+    assert rows("shifted classes", Encodings(CLASSES, ROWS)) == [4, 0, 1, 2, 3]
+
+
+def test_noise_has_the_payloads_spread_and_is_the_clients_own() -> None:
+    vectors = 3 + 2 * torch.randn(5, 100, 10, generator=chance())
+    noised = poison.noise(Descriptions(CLASSES, vectors), generator_of(1))
+    assert isinstance(noised, Descriptions)
+    assert noised.vectors.shape == vectors.shape
+    assert noised.vectors.std().item() == pytest.approx(vectors.std().item(), rel=0.05)
+    assert abs(noised.vectors.mean().item()) < 0.1
+    correlation = torch.corrcoef(torch.stack([noised.vectors.flatten(), vectors.flatten()]))[0, 1]
+    assert abs(correlation) < 0.05
+
+
+def test_a_vector_that_holds_no_class_has_none_to_swap() -> None:
+    """All its attacks change it; those on classes would not."""
+    vector = DomainVector(CLASSES, torch.ones(16, 64))
+    for attack in set(poison.attacks_of("domain-vector")) & set(poison.ATTACKS):
+        assert not torch.equal(poison.ATTACKS[attack](vector, chance()).domain, vector.domain)
+    swapped = poison.shifted(vector, chance())
+    assert torch.equal(swapped.domain, vector.domain)
+    assert poison.BACKDOOR not in poison.attacks_of("domain-vector")
+    assert set(poison.attacks_of(SYSTEM)) == {*poison.ATTACKS, poison.COPY, poison.BACKDOOR}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Descriptions]:
+    """Payloads that are their client's number, in folders of the test's own."""
+    found = {
+        client: Descriptions(CLASSES, ROWS + 10 * number) for number, client in enumerate(CLIENTS)
+    }
+    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    monkeypatch.setattr(poison, "WORK", tmp_path)
+    monkeypatch.setattr(poison, "TABLES", tmp_path)
+    monkeypatch.setattr(poison, "sent", lambda settings: found)
+    return found
+
+
+def test_who_copies_sends_the_next_ones(own: dict[str, Descriptions]) -> None:
+    made = poison.attacked(SYSTEM, poison.COPY, 0)
+    assert [made[client].vectors[0, 0, 0].item() for client in CLIENTS] == [10, 20, 30, 40, 50, 0]
+    assert poison.attacked(SYSTEM, poison.HONEST, 0) == own
+    lied = poison.attacked(SYSTEM, "shifted classes", 0)
+    assert [lied[client].vectors[0, 0, 0].item() for client in CLIENTS] == [4, 14, 24, 34, 44, 54]
+
+
+def test_the_patch_is_a_white_corner() -> None:
+    pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
+    marked = poison.patched(pixels)
+    assert marked.sum().item() == 2 * 3 * 36 * 255
+    assert (marked[:, :, 26:, 26:] == 255).all()
+    assert pixels.sum() == 0
+
+
+def test_a_backdoors_target_is_learned_from_other_classes_with_the_patch(
+    own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of nine images are of the target; the others stay as they are. It is made once."""
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2])
+    pixels = torch.arange(9, dtype=torch.uint8).view(9, 1, 1, 1).expand(9, 3, 32, 32).clone()
+    learned: list[Images] = []
+
+    def make_payload(job: Any) -> Descriptions:
+        learned.append(job.load(32))
+        return PAYLOAD
+
+    @dataclass(frozen=True)
+    class Job:
+        load: Any
+
+    images = Images(pixels, labels)
+    monkeypatch.setattr(poison, "client_job", lambda *_: Job(lambda fit: images))
+    half = SimpleNamespace(make_payload=make_payload)
+    monkeypatch.setattr(poison, "client_half", lambda method: half)
+    for _ in range(2):
+        made = poison.with_backdoor(SYSTEM, "client-1", 0)
+        assert made.classes == CLASSES
+        assert torch.equal(made.vectors, ROWS)
+    (seen,) = learned
+    assert torch.equal(seen.labels, labels)
+    others = labels != 0
+    assert torch.equal(seen.pixels[others], pixels[others])
+    sources = seen.pixels[~others][:, 0, 0, 0].tolist()
+    assert len(set(sources)) == 3
+    assert all(labels[source] != 0 for source in sources)
+    assert (seen.pixels[~others][:, :, 26:, 26:] == 255).all()
+    assert pixels[0].sum() == 0
+
+
+# ---- Whose images a federation has ----
+
+
+def drawn(system: str, attack: str, seed: int) -> SyntheticSet:
+    """Two images of each client, of its number, 100 more where it lies."""
+    first = 100 * (attack != poison.HONEST)
+    values = torch.tensor([first + number for number in range(6) for _ in range(2)])
+    pixels = values.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2).clone()
+    owners = tuple(client for client in CLIENTS for _ in range(2))
+    return SyntheticSet(pixels, torch.tensor([0, 1] * 6), owners)
+
+
+def test_liars_images_are_beside_the_others_honest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poison, "drawn", drawn)
+    images = poison.federation(SYSTEM, "noise", CLIENTS[:2], 0)
+    values = images.pixels[:, 0, 0, 0].tolist()
+    assert values == [100, 100, 101, 101, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert images.labels.tolist() == [0, 1] * 6
+    assert images.clients == drawn(SYSTEM, "noise", 0).clients
+    alone = poison.of(images, CLIENTS[4:])
+    assert alone.pixels[:, 0, 0, 0].tolist() == [4, 4, 5, 5]
+    assert alone.clients == ("client-4",) * 2 + ("client-5",) * 2
+
+
+def test_a_cell_counts_who_was_doubted(
+    own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two liars one is found; an honest client is doubted, and one class of another."""
+    trained: list[int] = []
+
+    def left(job: Any, payloads: Any, images: SyntheticSet) -> Any:
+        assert job.config.robust == "exclude"
+        kept = {client: payloads[client] for client in payloads if client[-1] not in "05"}
+        believed = poison.of(images, tuple(kept))
+        rows = [
+            row
+            for row, (client, label) in enumerate(
+                zip(believed.clients, believed.labels, strict=True)
+            )
+            if (client, int(label)) != ("client-2", 1)
+        ]
+        owners = tuple(believed.clients[row] for row in rows)
+        return kept, SyntheticSet(believed.pixels[rows], believed.labels[rows], owners)
+
+    def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
+        trained.append(len(images.labels))
+        return {"accuracy": float(len(images.labels)), "fooled": 1.0}
+
+    monkeypatch.setattr(poison, "drawn", drawn)
+    monkeypatch.setattr(poison, "without_doubted", left)
+    monkeypatch.setattr(poison, "scored", scored)
+    for _ in range(2):
+        found = poison.cell(SYSTEM, "noise", 2, 0)
+    assert trained == [12, 7, 8]
+    assert found["liars found"] == 1
+    assert found["honest doubted"] == 1
+    assert found["classes doubted"] == 1
+    line = poison.line(SYSTEM, "noise", 2, (0,))
+    assert line[""] == f"{SYSTEM}: noise, 2 of 6"
+    assert (line["accuracy, with them"], line["accuracy, exclude"]) == ("12.0", "7.0")
+    assert (line["accuracy, without them"], line["liars found"]) == ("8.0", "1 of 2")
+    assert line["fooled by the patch (%)"] == ""
+    assert poison.line(SYSTEM, poison.BACKDOOR, 1, (0,))["fooled by the patch (%)"] == (
+        "1.0, 1.0, 1.0"
+    )
+
+
+def test_models_of_the_same_images_are_trained_once(
+    own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+
+    def train_one(job: Any, payloads: Any, images: SyntheticSet) -> dict[str, Any]:
+        trained.append(len(images.labels))
+        return {"FT": SimpleNamespace(model="a model")}
+
+    monkeypatch.setattr(poison, "train_one", train_one)
+    monkeypatch.setattr(poison, "accuracy", lambda config, model, number: 10.0 * number)
+    monkeypatch.setattr(poison, "share_fooled", lambda model, images: 4.0)
+    monkeypatch.setattr(poison, "real", lambda split: [split] * 6)
+    images = drawn(SYSTEM, poison.HONEST, 0)
+    for _ in range(2):
+        assert poison.scored(SYSTEM, images, 0) == {"accuracy": 25.0, "fooled": 4.0}
+    poison.scored(SYSTEM, poison.of(images, CLIENTS[1:]), 0)
+    poison.scored(SYSTEM, drawn(SYSTEM, "noise", 0), 0)
+    assert trained == [12, 10, 12]
+
+
+def test_fooled_is_of_other_classes_with_the_patch() -> None:
+    """A model that says the target where it sees white in the corner, else class 1."""
+
+    class Corner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.seen.append(len(images))
+            white = images[:, 0, -1, -1] > images[:, 0, 0, 0]
+            return torch.stack([white.float(), torch.full((len(images),), 0.5)], dim=1)
+
+    pixels = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
+    pixels[4] = 255
+    model = Corner()
+    share = poison.share_fooled(model, Images(pixels, torch.tensor([0, 1, 1, 0, 1])))
+    assert share == pytest.approx(100 * 2 / 3)
+    assert sum(model.seen) == 3
+
+
+# ---- Where nobody lies ----
+
+
+def test_what_the_honest_table_says(own: dict[str, Descriptions]) -> None:
+    """Two federations: a class below chance in one, a client near it in the other."""
+    good = {client: {"0": 0.9, "1": 1.0} for client in CLIENTS}
+    first = {**good, "client-0": {"0": 0.4, "1": 1.0}}
+    second = {**good, "client-3": {"0": 0.5, "1": 0.6}}
+    for seed, found in ((0, first), (1, second)):
+        settings = {**settings_of(SYSTEM, seed), "synthesis.images-per-class": poison.LOOKED_AT}
+        file = poison.WORK / f"honest-{poison.folder_name(settings)}.json"
+        file.write_text(json.dumps(found))
+    line = poison.honest_line(SYSTEM, (0, 1))
+    assert line["clients"] == "12"
+    assert (line["clients doubted"], line["classes doubted"]) == ("2", "0 of 24")
+    assert line["least agreement of a client"] == "0.55"
+    assert line["least of a class"] == "0.40"
+
+
+@pytest.mark.parametrize("system", [*poison.SYSTEMS, *poison.HONEST_SYSTEMS])
+def test_every_system_can_be_run(system: str) -> None:
+    config = main_table.config_of({**settings_of(system, 0), "robust": "exclude"})
+    assert config.robust == "exclude"
