@@ -3,7 +3,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
-.PHONY: help setup demo compose-demo test test-unit lint test-newest-flower proto requirements kit mutants docs docs-pages
+.PHONY: help setup demo compose-demo test test-unit lint test-newest-flower proto requirements kit mutants histories docs docs-pages
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -56,6 +56,12 @@ SAMPLE ?= 100
 MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
+
+FIRST ?= 0
+COUNT ?= 1000
+
+histories: setup ## random histories of faults in a real federation, and what must be true after each: FIRST=0 COUNT=1000
+	$(BIN)/python tests/histories.py $(FIRST) $(COUNT)
 
 mutants: setup ## how many small faults the unit tests notice: SAMPLE=100 of them, chosen by SEED=0, begun within MINUTES=60
 	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)

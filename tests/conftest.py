@@ -208,11 +208,11 @@ def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny"
     with made_once(folder) as mine:
         if mine:
-            _make_tiny_kit(folder)
+            make_tiny_kit(folder)
     return folder
 
 
-def _make_tiny_kit(folder: Path) -> None:
+def make_tiny_kit(folder: Path) -> None:
     import torch
 
     from osfl.data.digits import CLASSES

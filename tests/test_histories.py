@@ -1,0 +1,183 @@
+"""tests/histories.py: what its seeds say, what its line does, what its checks find."""
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from histories import KINDS, LONGEST, SITES, SPAN, Command, Line, Play, history_of, outcome
+
+
+def test_a_seed_is_a_history() -> None:
+    """Over many seeds every kind comes, and nothing happens to one process twice at a time."""
+    assert history_of(7) == history_of(7)
+    histories = [history_of(seed) for seed in range(200)]
+    faults = [fault for one in histories for fault in one]
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.target for fault in faults} == {"server", "superlink", *SITES, ""}
+    assert {fault.target for fault in faults if fault.kind == "cut"} == set(SITES)
+    assert {fault.target for fault in faults if fault.kind == "again"} == {""}
+    assert all(0 <= fault.begin <= SPAN and 0 <= fault.seconds <= LONGEST for fault in faults)
+    assert {len(one) for one in histories} == {1, 2, 3, 4}
+    for one in histories:
+        assert one == sorted(one, key=lambda fault: fault.begin)
+        for target in {fault.target for fault in one}:
+            of_target = [fault for fault in one if fault.target == target]
+            for first, second in itertools.pairwise(of_target):
+                assert first.begin + first.seconds < second.begin
+
+
+def test_a_line_is_cut_and_mended() -> None:
+    door = socket.create_server(("127.0.0.1", 0))
+
+    def answer_one(end: socket.socket) -> None:
+        end.sendall(end.recv(100))
+
+    def echo() -> None:
+        while True:
+            threading.Thread(target=answer_one, args=door.accept()[:1], daemon=True).start()
+
+    threading.Thread(target=echo, daemon=True).start()
+    line = Line(door.getsockname()[1])
+
+    def answer() -> bytes:
+        with socket.create_connection(("127.0.0.1", line.port), timeout=10) as mine:
+            mine.sendall(b"hello")
+            return mine.recv(100)
+
+    assert answer() == b"hello"
+    open_yet = socket.create_connection(("127.0.0.1", line.port), timeout=10)
+    open_yet.sendall(b"hello")
+    assert open_yet.recv(100) == b"hello"
+    line.cut()
+    assert open_yet.recv(100) == b""
+    with contextlib.suppress(ConnectionError):
+        assert answer() == b""
+    line.mend()
+    assert answer() == b"hello"
+
+
+# ---- The checks ----
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Play:
+    """A job with both payloads, and a command that ended well."""
+    world = SimpleNamespace(folder=tmp_path, lines={}, federation=None)
+    made = Play(world, "job", [])  # type: ignore[arg-type]
+    (made.run_folder / "payloads").mkdir(parents=True)
+    for site in SITES:
+        (made.run_folder / "payloads" / f"{site}.pb").write_text(site)
+    made._look()
+    made.ended = [(said(tmp_path, "INFO : report: here"), 0, True)]
+    return made
+
+
+def said(folder: Path, text: str) -> Command:
+    log = folder / "job-0.log"
+    log.write_text(text)
+    return Command(None, log)  # type: ignore[arg-type]
+
+
+def test_a_good_end_is_none(run: Play) -> None:
+    run._look()
+    assert run.problems == []
+    assert run._at_the_end() == []
+    assert run._beside(run._outside()) == []
+
+
+def replaced(run: Play) -> None:
+    (run.run_folder / "payloads" / "site-1.pb").write_text("another")
+
+
+def lost(run: Play) -> None:
+    """The client had it, was told, and the server has it no more."""
+    cache = run.world.folder / "cache" / "site-0" / "job"
+    cache.mkdir(parents=True)
+    (cache / "payload.pb").touch()
+    run._look()
+    (cache / "payload.pb").unlink()
+    (run.run_folder / "payloads" / "site-0.pb").unlink()
+
+
+def kept(run: Play) -> None:
+    """The client has it yet: nobody told it."""
+    cache = run.world.folder / "cache" / "site-0" / "job"
+    cache.mkdir(parents=True)
+    (cache / "payload.pb").touch()
+    (run.run_folder / "payloads" / "site-0.pb").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "problems"),
+    [
+        (replaced, ["the payload of site-1 was replaced"]),
+        (lost, ["site-0 was told that its payload arrived, and it is gone"]),
+        (kept, []),
+    ],
+)
+def test_what_may_never_be_is_seen(
+    harm: Callable[[Play], None], problems: list[str], run: Play
+) -> None:
+    harm(run)
+    run._look()
+    run._look()
+    assert sorted(set(run.problems)) == problems
+
+
+@pytest.mark.parametrize(
+    ("code", "report", "text", "problem"),
+    [
+        (0, False, "INFO : report: here", "ended with 0 without a report"),
+        (0, True, "INFO : going on", "ended with 0 without a report"),
+        (1, False, "INFO :\n \n", "ended with 1, and says nothing"),
+    ],
+)
+def test_a_command_that_does_not_tell_the_truth_is_seen(
+    code: int, report: bool, text: str, problem: str, run: Play
+) -> None:
+    run.ended = [(said(run.world.folder, text), code, report)]
+    (found,) = [one for one in run._at_the_end() if "job-0.log" in one]
+    assert problem in found
+
+
+def test_refused_missing_and_unfinished_are_seen(run: Play) -> None:
+    (run.run_folder / "payloads" / "site-0.pb.refused").touch()
+    run.seen.pop("site-1")
+    run.ended = [(said(run.world.folder, "error the run failed: Error"), 1, False)]
+    found = " ".join(run._at_the_end())
+    assert "payloads are of ['site-0']" in found
+    assert "refused: ['site-0.pb.refused']" in found
+    assert "no command ended with 0" in found
+
+
+def test_files_beside_the_run_are_seen(run: Play) -> None:
+    before = run._outside()
+    (run.run_folder / "images").mkdir()
+    assert run._beside(before) == []
+    (run.run_folder.parent / "stray").touch()
+    (found,) = run._beside(before)
+    assert "stray" in found
+
+
+def test_an_outcome_is_images_and_tests(tmp_path: Path) -> None:
+    def row(file: str, sha256: str) -> str:
+        return json.dumps({"file": file, "sha256": sha256, "seed": 1})
+
+    def made(*rows: str, test: Any) -> dict[str, object]:
+        (tmp_path / "tests").mkdir(exist_ok=True)
+        (tmp_path / "manifest.jsonl").write_text("\n".join(rows))
+        (tmp_path / "tests" / "FT.json").write_text(json.dumps(test))
+        return outcome(tmp_path)
+
+    one = made(row("a", "1"), row("b", "2"), test={"site-0": [[1]]})
+    assert made(row("b", "2"), row("a", "1"), test={"site-0": [[1]]}) == one
+    assert made(row("a", "1"), row("b", "3"), test={"site-0": [[1]]}) != one
+    assert made(row("a", "1"), test={"site-0": [[1]]}) != one
+    assert made(row("a", "1"), row("b", "2"), test={"site-0": [[2]]}) != one
