@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import TABLES, write_table
+from benchmarks.clients import Settings
 from benchmarks.guidance import with_others
-from benchmarks.left_out import Settings
 from osfl.cli import display
 from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
 from osfl.cli.launch import default_config

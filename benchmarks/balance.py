@@ -20,8 +20,9 @@ from scipy import stats
 
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
-from benchmarks.left_out import CLIENTS, Settings, against, folder_name
-from benchmarks.main_table import COMMON, config_of, sent
+from benchmarks.clients import CLIENTS, Settings, folder_name, sent
+from benchmarks.left_out import against
+from benchmarks.main_table import COMMON, config_of
 from osfl.config import RunConfig
 from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half

@@ -20,9 +20,10 @@ import torch
 from scipy import stats
 
 from benchmarks import TABLES, write_figure, write_table
+from benchmarks.clients import sent
 from benchmarks.guidance import with_others
 from benchmarks.left_out import against
-from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, sent, settings_of
+from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, settings_of
 from osfl.files import private_folder
 from osfl.payloads import Payload
 from osfl.wire import encode

@@ -5,7 +5,7 @@ python -m benchmarks.curves                    # every row
 python -m benchmarks.curves domain-vector      # some; the table keeps its other rows
 
 One setting is changed at a time; the others stay at thirty images a class and client, guidance 2
-and 20 steps. Payloads are collected once, with benchmarks.left_out's recipe and a seed of their
+and 20 steps. Payloads are made once, with benchmarks.left_out's recipe and a seed of their
 own. Fewer images a class are the first ones of more, so points differ by nothing else. Every
 model is trained for about 627 steps of 32 images, and is scored on the digits' validation split.
 Interrupted, the same command goes on.
@@ -20,9 +20,10 @@ from time import process_time
 import torch
 
 from benchmarks import TABLES, guidance, left_out, write_figure, write_table
+from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
-from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of, folder_name
+from benchmarks.left_out import COMMON, config_of
 from osfl.methods import server_half
 from osfl.payloads import Payload
 from osfl.run_folder.layout import RunFolder, open_run_folder
@@ -200,7 +201,7 @@ def main() -> None:
     order = [name_of(row, point) for row in ROWS for point in points()]
     made = []
     for row in given.rows or ROWS:
-        taken = collected({**COMMON, **left_out.ROWS[row], "seed": SEED})
+        taken = sent({**COMMON, **left_out.ROWS[row], "seed": SEED})
         for point in points():
             made.append(line(measured(row, point, taken)))
             # The table grows point by point

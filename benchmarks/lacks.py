@@ -3,7 +3,7 @@
 python -m benchmarks.lacks                    # every row
 python -m benchmarks.lacks "domain-vector"    # some; the table keeps its other rows
 
-Payloads are collected once, with benchmarks.left_out's recipe and a seed of their own. Each row's
+Payloads are made once, with benchmarks.left_out's recipe and a seed of their own. Each row's
 images are looked at by a judge, a classifier of the same recipe that has learned the clients' real
 images and the validation split's:
 
@@ -30,8 +30,9 @@ import torch
 from scipy.linalg import sqrtm
 
 from benchmarks import TABLES, write_table
+from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import score, with_others
-from benchmarks.left_out import CLIENTS, COMMON, Settings, collected, config_of, folder_name
+from benchmarks.left_out import COMMON, config_of
 from osfl.config import NodeConfig, RunConfig, Scalar
 from osfl.data.load import Images, load_images
 from osfl.models.classifiers import headless, logits_of, new_classifier, normalise
@@ -184,7 +185,7 @@ def drawn(row: str) -> tuple[ServerJob, SyntheticSet]:
     """A row's images, and the job that drew them."""
     settings = settings_of(row)
     config = config_of({**settings, "label-check": "filter"})
-    taken = collected(settings)
+    taken = sent(settings)
     folder = open_run_folder(config, folder_name(settings), 0)
     job = ServerJob(config, folder, Status(folder.path), CLIENTS)
     sampler = SAMPLERS[config.method]

@@ -5,10 +5,9 @@ python -m benchmarks.left_out                          # every row
 python -m benchmarks.left_out ceiling domain-vector    # some; the table keeps its other rows
 python -m benchmarks.left_out --quick domain-vector    # a look at whether it works
 
-A run of `osfl run` collects each row's payloads once: what a client sends does not depend on the
-others. The server's half then draws and trains without each client in turn, as
-`osfl run left-out=client-0` does, and that client's test images test the model. Interrupted, the
-same command goes on.
+Each client makes its payload once: what it sends does not depend on the others. The server's half
+then draws and trains without each client in turn, as `osfl run left-out=client-0` does, and that
+client's test images test the model. Interrupted, the same command goes on.
 """
 
 import argparse
@@ -18,25 +17,22 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks import TABLES, write_table
-from benchmarks.approximations import accuracy, taken_from
-from benchmarks.guidance import digest_of, send, with_others
+from benchmarks.approximations import accuracy
+from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
+from benchmarks.guidance import with_others
 from osfl.cli.compare import as_arguments
 from osfl.cli.launch import default_config
 from osfl.cli.paired import paired_difference
 from osfl.config import RunConfig, Scalar, parse_run_config
-from osfl.methods import METHODS, server_half
+from osfl.methods import server_half
 from osfl.payloads import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.job import ServerJob
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "left-out"
-CLIENTS = tuple(f"client-{number}" for number in range(6))
-# Of the clients, in their order
-DOMAINS = ("clipart", "infograph", "neon", "painting", "photo", "sketch")
 # In the place of public domains' names: all but the one that is tested
 OTHERS = "others"
-Settings = Mapping[str, Scalar]
 # The recipe of configs/tables/recommended.toml; 1,500 images in batches of 32 make 47 steps an
 # epoch, the ceiling's 500 make 16
 COMMON: Settings = {
@@ -114,35 +110,6 @@ def config_of(settings: Settings) -> RunConfig:
     return parse_run_config({**default_config(), **settings, "runs-dir": str(WORK)})
 
 
-def collected(settings: Settings) -> dict[str, Payload]:
-    """What the clients of a run have sent; nothing for a method that sends nothing."""
-    if METHODS[str(settings["method"])].client is None:
-        return {}
-    own = for_clients(settings)
-    folder = WORK / f"payloads-{folder_name(own)}"
-    send(own, folder)
-    return taken_from(folder, config_of(own))
-
-
-def for_clients(settings: Settings) -> Settings:
-    """Without what only the server reads, and how payloads are coded: runs that differ in these
-    share payloads.
-    """
-    servers = ("synthesis.", "global-model.", "public-domains", "payload-codec")
-    # Its clients noise their latents to the first timestep
-    read = {"synthesis.steps"} if settings["method"] == "espresso" else set()
-    return {
-        key: value
-        for key, value in settings.items()
-        if key in read or (not key.startswith(servers) and "guidance" not in key)
-    }
-
-
-def folder_name(settings: Settings) -> str:
-    """Of a row's folders: with other settings it is another row."""
-    return f"{settings['method']}-s{settings['seed']}-{digest_of(settings)}"
-
-
 def with_names(settings: Settings, tested: int | None) -> Settings:
     """With the names of the public domains where the settings say `OTHERS`."""
     if settings.get("public-domains") != OTHERS:
@@ -180,7 +147,7 @@ def table(rows: Sequence[str], seed: int, quick: bool) -> list[dict[str, str]]:
     found: dict[str, list[float]] = {}
     for row in dict.fromkeys(("ceiling", *rows)):
         settings = settings_of(row, seed, quick)
-        taken = collected(settings)
+        taken = sent(settings)
         found[row] = []
         for number in range(len(CLIENTS)):
             found[row].append(tested(number, settings, taken))

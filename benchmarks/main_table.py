@@ -19,7 +19,7 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
@@ -27,35 +27,22 @@ from statistics import mean
 from typing import Any
 
 import torch
-from flwr.app import RecordDict
 from scipy import stats
 
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
+from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, for_clients, sent
 from benchmarks.guidance import with_others
-from benchmarks.left_out import (
-    CLIENTS,
-    DOMAINS,
-    SYSTEMS,
-    Settings,
-    against,
-    folder_name,
-    for_clients,
-)
 from benchmarks.left_out import COMMON as RECIPE
-from client_app.work import train
+from benchmarks.left_out import SYSTEMS, against
 from osfl.cli.compare import as_arguments, machine
 from osfl.cli.launch import default_config
-from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
+from osfl.config import RunConfig, Scalar, parse_run_config
 from osfl.costs import Stopwatch
 from osfl.files import private_folder, write_atomically
-from osfl.methods import METHODS, server_half
-from osfl.models.kits import find_kit
-from osfl.payloads import Payload
+from osfl.methods import server_half
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from osfl.wire import decode, encode
-from server_app.expected import expected_payload
 from server_app.job import ServerJob
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
@@ -179,40 +166,6 @@ def settings_of(row: str, seed: int, partition: str = "domain") -> dict[str, Sca
 def config_of(settings: Settings) -> RunConfig:
     """The server's, and the clients'."""
     return parse_run_config({**default_config(), **settings, "runs-dir": str(WORK)})
-
-
-def sent(settings: Settings) -> dict[str, Payload]:
-    """Every client's payload, made here unless it is there; none for a method that sends none.
-
-    Rows share payloads where they differ in what only the server reads.
-    """
-    if METHODS[str(settings["method"])].client is None:
-        return {}
-    own = for_clients(settings)
-    config = config_of(own)
-    folder = WORK / f"payloads-{folder_name(own)}"
-    expected = expected_payload(config, folder.name)
-    found = {}
-    for number, client in enumerate(CLIENTS):
-        file = folder / client / "payload.pb"
-        if not file.is_file():
-            private_folder(file.parent)
-            node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
-            kit = find_kit(config.sampling_kit)
-            train(RecordDict(), config, node, client, folder.name, kit, file.parent)
-        found[client] = decode(file.read_bytes(), expected(client))
-    return coded(config_of(settings), folder.name, found)
-
-
-def coded(config: RunConfig, job_id: str, payloads: Mapping[str, Payload]) -> dict[str, Payload]:
-    """As the server takes them when they come by the run's `payload-codec`."""
-    expected = expected_payload(config, job_id)
-    return {
-        client: decode(
-            encode(payload, config.method, job_id, client, config.payload_codec), expected(client)
-        )
-        for client, payload in payloads.items()
-    }
 
 
 def cell(row: str, seed: int, partition: str) -> Cell:

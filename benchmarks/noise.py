@@ -21,7 +21,7 @@ from statistics import mean
 import torch
 
 from benchmarks import TABLES, write_figure, write_table
-from benchmarks.left_out import CLIENTS, DOMAINS
+from benchmarks.clients import CLIENTS, DOMAINS
 from benchmarks.main_table import config_of, settings_of
 from client_app.audit.attacks import denoising_errors
 from client_app.conditions import load_kit_to_learn, posteriors

@@ -25,10 +25,10 @@ import torch
 
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
+from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import with_others
 from benchmarks.lacks import real
-from benchmarks.left_out import CLIENTS, Settings, folder_name
-from benchmarks.main_table import config_of, sent, settings_of
+from benchmarks.main_table import config_of, settings_of
 from client_app.work import client_job
 from osfl.config import NodeConfig
 from osfl.data.load import Fit, Images

@@ -24,11 +24,11 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import TABLES, write_table
+from benchmarks.clients import CLIENTS, folder_name, sent
 from benchmarks.curves import first_images
 from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
-from benchmarks.left_out import CLIENTS, folder_name
-from benchmarks.main_table import config_of, sent, settings_of
+from benchmarks.main_table import config_of, settings_of
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of, normalise
 from osfl.models.diffusion import Kit, x0hat

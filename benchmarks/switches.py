@@ -19,10 +19,11 @@ import torch
 from scipy import stats
 
 from benchmarks import TABLES, write_table
+from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import score, with_others
 from benchmarks.lacks import real
-from benchmarks.left_out import CLIENTS, Settings, against, folder_name
-from benchmarks.main_table import config_of, sent, settings_of
+from benchmarks.left_out import against
+from benchmarks.main_table import config_of, settings_of
 from osfl.files import private_folder, write_atomically
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status

@@ -18,7 +18,7 @@ from statistics import mean
 import torch
 
 from benchmarks import TABLES, write_table
-from benchmarks.left_out import CLIENTS, DOMAINS
+from benchmarks.clients import CLIENTS, DOMAINS
 from client_app.conditions import posteriors
 from client_app.job import ClientJob
 from client_app.methods.votes import errors

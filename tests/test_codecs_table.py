@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import codecs, main_table
-from benchmarks.left_out import folder_name, for_clients
+from benchmarks import clients, codecs, main_table
+from benchmarks.clients import folder_name, for_clients
 from osfl import wire
 from osfl.codecs import packed
 from osfl.payloads import Classifier, DomainVector
@@ -24,7 +24,7 @@ def keep(row: str, seed: int, accuracy: float) -> None:
     settings = main_table.settings_of(row, seed)
     cell = {"accuracy": [accuracy] * 6, "machine": "one"}
     (main_table.WORK / f"{folder_name(settings)}.json").write_text(json.dumps(cell))
-    folder = main_table.WORK / f"payloads-{folder_name(for_clients(settings))}"
+    folder = clients.PAYLOADS / f"payloads-{folder_name(for_clients(settings))}"
     for client in main_table.CLIENTS:
         file = folder / client / "payload.pb"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -37,6 +37,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where tables go; raw has 90 and 92, int8 91 and 91, int4 80 and 84."""
     monkeypatch.setattr(main_table, "WORK", tmp_path / "work")
     monkeypatch.setattr(codecs, "WORK", tmp_path / "work")
+    monkeypatch.setattr(clients, "PAYLOADS", tmp_path / "payloads")
     monkeypatch.setattr(codecs, "TABLES", tmp_path / "tables")
     (tmp_path / "work").mkdir()
     (tmp_path / "tables").mkdir()

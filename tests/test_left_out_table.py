@@ -8,6 +8,7 @@ import pytest
 from conftest import quick
 
 from benchmarks import left_out
+from benchmarks.clients import for_clients
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig
 from osfl.data.load import domain_name
@@ -98,16 +99,11 @@ def test_a_fold_draws_every_public_domain_but_its_own(
     assert owners == {"client-0", "client-2", *public}
 
 
-def test_what_the_server_adds_changes_no_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(left_out, "send", lambda settings, folder: sent.append(settings))
-    monkeypatch.setattr(left_out, "taken_from", lambda folder, config: {})
+def test_what_the_server_adds_changes_no_payload() -> None:
     plain = {"method": "domain-vector", "seed": 0}
     more = {**plain, "domain-vector.guidance": 3.0, "public-domains": left_out.OTHERS}
     more |= {"synthesis.steps": 10, "global-model.epochs": 3}
-    for settings in (plain, more):
-        left_out.collected(settings)
-    assert sent == [plain, plain]
+    assert for_clients(more) == for_clients(plain) == plain
 
 
 def test_the_difference_to_the_ceiling_is_paired_by_domain(
@@ -121,7 +117,7 @@ def test_the_difference_to_the_ceiling_is_paired_by_domain(
         return of_ceiling[number] + (above[number] if settings["method"] != "ceiling" else 0)
 
     monkeypatch.setattr(left_out, "tested", tested)
-    monkeypatch.setattr(left_out, "collected", lambda settings: {})
+    monkeypatch.setattr(left_out, "sent", lambda settings: {})
     ceiling, row = left_out.table(["domain-vector"], 0, quick=False)
     assert (ceiling[""], ceiling["average"], ceiling["to the ceiling"]) == ("ceiling", "35.0", "")
     assert row["average"] == "37.0"

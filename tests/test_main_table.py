@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from benchmarks import main_table
-from benchmarks.left_out import DOMAINS, SYSTEMS, folder_name, for_clients
+from benchmarks import clients, main_table
+from benchmarks.clients import DOMAINS, folder_name, for_clients
+from benchmarks.left_out import SYSTEMS
 from osfl import wire
 from osfl.cli.launch import default_config
 from osfl.methods import METHODS
@@ -103,22 +104,22 @@ def test_espressos_clients_read_the_sampling_steps() -> None:
 def test_payloads_are_made_once_as_clients_send_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    monkeypatch.setattr(clients, "PAYLOADS", tmp_path)
     settings = main_table.settings_of("prompts-domain", 0)
-    made = main_table.sent(settings)
+    made = clients.sent(settings)
     assert made == {f"client-{k}": Domain(DIGITS, name) for k, name in enumerate(DOMAINS)}
     # One that is there is taken as it is, and not made again
     (folder,) = tmp_path.glob("payloads-*")
     other = wire.encode(Domain(DIGITS, "oil"), "prompts-domain", folder.name, "client-2")
     (folder / "client-2" / "payload.pb").write_bytes(other)
-    assert main_table.sent(settings)["client-2"] == Domain(DIGITS, "oil")
+    assert clients.sent(settings)["client-2"] == Domain(DIGITS, "oil")
 
 
 def test_coded_rows_have_the_payloads_of_the_others_and_lose_what_the_codec_loses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vector of tenths, and one 7: the steps of its block are ones."""
-    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    monkeypatch.setattr(clients, "PAYLOADS", tmp_path)
     row = "domain-vector, int4"
     assert payloads_of(row) == payloads_of("domain-vector")
     settings = main_table.settings_of("domain-vector", 0)
@@ -130,16 +131,16 @@ def test_coded_rows_have_the_payloads_of_the_others_and_lose_what_the_codec_lose
         file.parent.mkdir(parents=True)
         payload = DomainVector(DIGITS, domain)
         file.write_bytes(wire.encode(payload, "domain-vector", folder.name, client))
-    for client, found in main_table.sent(settings).items():
+    for client, found in clients.sent(settings).items():
         assert torch.equal(found.domain, domain), client  # type: ignore[union-attr]
-    for client, found in main_table.sent(main_table.settings_of(row, 0)).items():
+    for client, found in clients.sent(main_table.settings_of(row, 0)).items():
         made = found.domain  # type: ignore[union-attr]
         assert made[0].tolist() == [7.0] + [0.0] * 63, client
         assert torch.allclose(made[1:], domain[1:], rtol=1e-3)
 
 
 def test_what_sends_nothing_has_no_payloads() -> None:
-    assert main_table.sent(main_table.settings_of("ceiling", 0)) == {}
+    assert clients.sent(main_table.settings_of("ceiling", 0)) == {}
 
 
 def keep(row: str, seed: int, accuracies: list[float], partition: str = "domain") -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import main_table, poison
-from benchmarks.left_out import CLIENTS
+from benchmarks.clients import CLIENTS
 from benchmarks.main_table import settings_of
 from osfl.data.load import Images
 from osfl.payloads import Descriptions, DomainVector, Encodings

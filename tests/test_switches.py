@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import main_table, switches
-from benchmarks.left_out import CLIENTS, folder_name
+from benchmarks.clients import CLIENTS, folder_name
 from osfl.payloads import DomainVector
 from osfl.prompts import DIGITS
 from server_app.job import ServerJob

@@ -1,0 +1,77 @@
+"""The six clients of the tables: their names, their domains, and what they send.
+
+Payloads are made here by the clients' half, without the network between, and kept in
+`runs/payloads`: a client sends the same whatever its server does, so that tables share them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from flwr.app import RecordDict
+
+from benchmarks.guidance import digest_of
+from client_app.work import train
+from osfl.cli.launch import default_config
+from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
+from osfl.files import private_folder
+from osfl.methods import METHODS
+from osfl.models.kits import find_kit
+from osfl.payloads import Payload
+from osfl.wire import decode, encode
+from server_app.expected import expected_payload
+
+PAYLOADS = Path(__file__).resolve().parent.parent / "runs" / "payloads"
+CLIENTS = tuple(f"client-{number}" for number in range(6))
+# Of the clients, in their order
+DOMAINS = ("clipart", "infograph", "neon", "painting", "photo", "sketch")
+Settings = Mapping[str, Scalar]
+
+
+def sent(settings: Settings) -> dict[str, Payload]:
+    """Every client's payload, made here unless it is there; none for a method that sends none."""
+    if METHODS[str(settings["method"])].client is None:
+        return {}
+    own = for_clients(settings)
+    config = parse_run_config({**default_config(), **own})
+    folder = PAYLOADS / f"payloads-{folder_name(own)}"
+    expected = expected_payload(config, folder.name)
+    found = {}
+    for number, client in enumerate(CLIENTS):
+        file = folder / client / "payload.pb"
+        if not file.is_file():
+            private_folder(file.parent)
+            node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
+            kit = find_kit(config.sampling_kit)
+            train(RecordDict(), config, node, client, folder.name, kit, file.parent)
+        found[client] = decode(file.read_bytes(), expected(client))
+    return coded(parse_run_config({**default_config(), **settings}), folder.name, found)
+
+
+def coded(config: RunConfig, job_id: str, payloads: Mapping[str, Payload]) -> dict[str, Payload]:
+    """As the server takes them when they come by the run's `payload-codec`."""
+    expected = expected_payload(config, job_id)
+    return {
+        client: decode(
+            encode(payload, config.method, job_id, client, config.payload_codec), expected(client)
+        )
+        for client, payload in payloads.items()
+    }
+
+
+def for_clients(settings: Settings) -> Settings:
+    """Without what only the server reads, and how payloads are coded: rows that differ in these
+    share payloads.
+    """
+    servers = ("synthesis.", "global-model.", "public-domains", "payload-codec")
+    # Its clients noise their latents to the first timestep
+    read = {"synthesis.steps"} if settings["method"] == "espresso" else set()
+    return {
+        key: value
+        for key, value in settings.items()
+        if key in read or (not key.startswith(servers) and "guidance" not in key)
+    }
+
+
+def folder_name(settings: Settings) -> str:
+    """Of a row's folders: with other settings it is another row."""
+    return f"{settings['method']}-s{settings['seed']}-{digest_of(settings)}"
