@@ -91,12 +91,13 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
                 expected_payload(config, job_id),
                 key,
             )
-            status.warn([str(outlier) for outlier in find_outliers(payloads)])
         if not method.rounds:
             members.end()
         if method.samples:
             config = settled_config(config, folder, status)
         while True:
+            # Those of a client that was left out since, or of a turn before, are gone
+            status.warn([str(outlier) for outlier in find_outliers(payloads)])
             job = ServerJob(
                 config,
                 folder,

@@ -95,6 +95,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"robust = {run.robust!r}: method {run.method!r} draws no image from what clients "
             "send; take off"
         )
+    elif run.robust != "off" and run.method == "feddisc":
+        yield (
+            f"robust = {run.robust!r}: method {run.method!r} samples with a kit that needs an "
+            "image, and judges none by a prompt; take off"
+        )
     if run.class_balance and not METHODS[run.method].samples:
         yield f"class-balance = true: method {run.method!r} draws no image; take false"
     elif run.class_balance and run.method == "domain-vector" and run.domain_vector.classes == "all":

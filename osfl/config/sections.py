@@ -690,9 +690,10 @@ class RunConfig:
         str,
         OneOf("off", "report", "exclude"),
         Doc(
-            "What the server does about clients whose synthetic images do not show their classes, "
-            "as the kit sees it: report (says so, and trains with them), or exclude (trains "
-            "without them). Not with methods that draw no image from what clients send."
+            "What the server does about clients, or single classes of them, whose synthetic images "
+            "do not show their class, as the kit sees it: report (says so, and trains with them), "
+            "or exclude (trains without them). What the kit does not know it judges not. Not with "
+            "methods that draw no image from what clients send, nor with FedDISC."
         ),
     ]
     class_balance: Annotated[

@@ -361,9 +361,20 @@ class RunFolder:
         """Confusion matrices of a global model by client: counts of [true class, predicted]."""
         self.write_json(f"tests/{name}.json", dict(sorted(matrices.items())))
 
-    def store_agreements(self, clients: Mapping[str, Any]) -> None:
-        """What the kit sees of every client's classes."""
-        self.write_json("agreement.json", clients)
+    def store_agreements(self, inputs: str, clients: Mapping[str, Any]) -> None:
+        """What the kit sees of every client's classes in its images, which `inputs` stands for."""
+        self.write_json("agreement.json", {"inputs": inputs, "clients": clients})
+
+    def stored_agreements(self, inputs: str) -> dict[str, dict[str, float]]:
+        """The agreement of every client's class by its name; empty if it is of other images."""
+        try:
+            found = self.read_json("agreement.json", {"inputs": str, "clients": dict}) or {}
+        except DamageError:
+            # It is made anew
+            return {}
+        if found.get("inputs") != inputs:
+            return {}
+        return {client: about["classes"] for client, about in found["clients"].items()}
 
     # ---- What the `osfl` command looks at ----
 

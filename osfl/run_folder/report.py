@@ -95,7 +95,7 @@ def gather(
         "delta": max((a.get("delta", 0.0) for a in clients.values()), default=0.0),
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
-        "agreement": _json_or_nothing(folder / "agreement.json"),
+        "agreement": _json_or_nothing(folder / "agreement.json").get("clients", {}),
         "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),
         "server": _server(folder),
         "versions": _versions(),

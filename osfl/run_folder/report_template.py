@@ -85,9 +85,9 @@ TEMPLATE = (
 {% if m.agreement %}
 <h2>Do the images show their classes?</h2>
 {{ fold(m.agreement|length, "clients") }}
-<div class="wide long"><table><tr><th>client</th><th>agreement</th><th>of its weakest class</th><th></th></tr>
+<div class="wide long"><table><tr><th>client</th><th>agreement</th><th>of its weakest class</th><th style="text-align:left">doubted</th></tr>
 {% for client, found in m.agreement.items() %}
-<tr><td>{{ client }}</td>{{ heat(100 * found.agreement) }}{{ heat(100 * found.classes.values()|min) }}<td class="words">{% if found.doubted %}doubted{% endif %}</td></tr>
+<tr><td>{{ client }}</td>{{ heat(100 * found.agreement) }}{{ heat(100 * found.classes.values()|min) }}<td class="words">{{ found.doubted }}</td></tr>
 {% endfor %}
 </table></div></details>
 <p class="note">How often the kit finds that the prompt of an image's own class fits it better than another class's, in percent; by chance 50. A client that swaps its classes, or whose payload leads the sampling astray, is near chance; so is an honest one where the kit does not know its classes in its domain.</p>
