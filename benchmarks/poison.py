@@ -3,7 +3,7 @@ benchmarks/tables/poison.{md,json} and poison-honest.{md,json}.
 
 python -m benchmarks.poison                  # every system and attack
 python -m benchmarks.poison OSCAR            # some systems; the table keeps its other rows
-python -m benchmarks.poison --honest         # who is doubted where nobody lies, ten seeds or more
+python -m benchmarks.poison --honest         # who is doubted where nobody lies
 
 One, two or three of the six clients lie, all in the same way. Systems, recipe and payloads are
 those of benchmarks.main_table; an attack changes payloads after they were made, but for the
@@ -14,6 +14,7 @@ are trained on the same images are trained once. Interrupted, the same command g
 
 import argparse
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -25,7 +26,7 @@ import torch
 
 from benchmarks import TABLES, write_table
 from benchmarks.approximations import accuracy
-from benchmarks.clients import CLIENTS, Settings, folder_name, sent
+from benchmarks.clients import CLIENTS, Settings, coded, folder_name, sent
 from benchmarks.guidance import with_others
 from benchmarks.lacks import real
 from benchmarks.main_table import config_of, settings_of
@@ -40,17 +41,19 @@ from osfl.payloads import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from osfl.seeds import generator_of
-from server_app.agreement import LOOKED_AT, agreements, doubted, without_doubted
+from server_app import agreement
+from server_app.agreement import LOOKED_AT, agreements, judged, without_doubted
 from server_app.driver import plan_held, train_one
 from server_app.job import ServerJob
+from server_app.outliers import find_outliers
 from server_app.synthesis.images import SyntheticSet, render
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
 SEEDS = (0,)
 HONEST_SEEDS = (0, 1, 2, 3, 4)
 SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector")
-# Of the honest table: all whose payloads take minutes
-HONEST_SYSTEMS = (*SYSTEMS, "FedBiP", "FedDISC", "FGL")
+# Of the honest table
+HONEST_SYSTEMS = (*SYSTEMS, "FedBiP", "FGL", "OSCAR-pooled", "votes")
 LIARS = (1, 2, 3)
 HONEST = "honest"
 BACKDOOR = "backdoor"
@@ -137,10 +140,12 @@ def attacked(system: str, attack: str, seed: int) -> dict[str, Payload]:
         }
     if attack == BACKDOOR:
         return {client: with_backdoor(system, client, seed) for client in CLIENTS[: max(LIARS)]}
-    return {
+    changed = {
         client: ATTACKS[attack](payload, generator_of(seed, attack, client))
         for client, payload in payloads.items()
     }
+    # As it comes over the network: what the server refuses is no attack
+    return coded(config_of(settings_of(system, seed)), "job", changed)
 
 
 def patched(pixels: torch.Tensor) -> torch.Tensor:
@@ -250,29 +255,45 @@ def share_fooled(model: torch.nn.Module, images: Images) -> float:
 
 
 def cell(system: str, attack: str, count: int, seed: int) -> Cell:
-    """So many liars: the model with them, with those left out whom `robust` doubts, and without
-    them; and who was doubted.
+    """So many liars: the model if they do not lie, with them, with those left out whom `robust`
+    doubts, and without them; and who was doubted. Kept for as long as the judge's code is the same.
     """
     settings = {**settings_of(system, seed), "robust": "exclude"}
-    attack_name = attack.replace(" ", "-").replace("'", "")
-    result = WORK / f"cell-{attack_name}-{count}-{folder_name(settings)}.json"
+    name = f"judged-{attack.replace(' ', '-').replace(chr(39), '')}-{count}"
+    result = WORK / f"{name}-{judge()}-{folder_name(settings)}.json"
     if not result.is_file():
-        liars = CLIENTS[:count]
-        images = federation(system, attack, liars, seed)
-        job = job_of(settings, f"judged-{attack_name}-{count}")
-        kept, left = without_doubted(job, sent(settings_of(system, seed)), images)
-        found = {
-            "used": scored(system, images, seed),
-            "excluded": scored(system, left, seed),
-            "without": scored(system, of(images, CLIENTS[count:]), seed),
-            "liars found": len(set(liars) - set(kept)),
-            "honest doubted": len(set(CLIENTS[count:]) - set(kept)),
-            "classes doubted": len(pairs_of(of(images, tuple(kept))) - pairs_of(left)),
-        }
+        found = played(system, attack, count, seed, job_of(settings, name))
         write_atomically(result, json.dumps(found).encode())
         print(system, attack, count, seed, found, flush=True)
-    read: Cell = json.loads(result.read_text())
-    return read
+    made: Cell = json.loads(result.read_text())
+    return made
+
+
+def judge() -> str:
+    """Short for the code by which is judged."""
+    return hashlib.sha256(inspect.getsource(agreement).encode()).hexdigest()[:8]
+
+
+def played(system: str, attack: str, count: int, seed: int, job: ServerJob) -> Cell:
+    """A cell."""
+    liars, others = CLIENTS[:count], CLIENTS[count:]
+    images = federation(system, attack, liars, seed)
+    payloads = sent(settings_of(system, seed))
+    lies = attacked(system, attack, seed)
+    payloads |= {client: lies[client] for client in liars}
+    kept, left = without_doubted(job, payloads, images)
+    gone = pairs_of(of(images, tuple(kept))) - pairs_of(left)
+    return {
+        "quiet": scored(system, drawn(system, HONEST, seed), seed),
+        "used": scored(system, images, seed),
+        "excluded": scored(system, left, seed),
+        "without": scored(system, of(images, others), seed),
+        "norms": len(set(liars) & {one.client for one in find_outliers(payloads)}),
+        "liars": len(set(liars) - set(kept)),
+        "liars' classes": sum(client in liars for client, _ in gone),
+        "honest": len(set(others) - set(kept)),
+        "honest classes": sum(client in others for client, _ in gone),
+    }
 
 
 def pairs_of(images: SyntheticSet) -> set[tuple[str, int]]:
@@ -287,13 +308,20 @@ def line(system: str, attack: str, count: int, seeds: Sequence[int]) -> dict[str
     def average(kind: str, what: str = "accuracy") -> float:
         return mean(one[kind][what] for one in cells)
 
-    made = {"": name_of(system, attack, count), "liars": str(count)}
-    made["accuracy, with them"] = f"{average('used'):.1f}"
-    made["accuracy, exclude"] = f"{average('excluded'):.1f}"
-    made["accuracy, without them"] = f"{average('without'):.1f}"
-    made["liars found"] = f"{sum(one['liars found'] for one in cells)} of {count * len(cells)}"
-    made["honest clients doubted"] = str(sum(one["honest doubted"] for one in cells))
-    made["classes of others doubted"] = str(sum(one["classes doubted"] for one in cells))
+    def total(kind: str) -> int:
+        return sum(one[kind] for one in cells)
+
+    of_all = f" of {count * len(cells)}"
+    made = {"": name_of(system, attack, count)}
+    made["nobody lies"] = f"{average('quiet'):.1f}"
+    made["with the liars"] = f"{average('used'):.1f}"
+    made["exclude"] = f"{average('excluded'):.1f}"
+    made["without the liars"] = f"{average('without'):.1f}"
+    made["liars left out"] = f"{total('liars')}{of_all}"
+    made["single classes of liars left out"] = str(total("liars' classes"))
+    made["honest clients left out"] = str(total("honest"))
+    made["their single classes"] = str(total("honest classes"))
+    made["liars whose norms stand out"] = f"{total('norms')}{of_all}"
     made["fooled by the patch (%)"] = ""
     if attack == BACKDOOR:
         kinds = ("used", "excluded", "without")
@@ -309,18 +337,21 @@ def name_of(system: str, attack: str, count: int) -> str:
 def honest_line(system: str, seeds: Sequence[int]) -> dict[str, str]:
     """The agreements where nobody lies."""
     found = [honest_agreements(system, seed) for seed in seeds]
-    doubts = [doubt for one in found for doubt in doubted(one)]
-    shares = [mean(by_label.values()) for one in found for by_label in one.values()]
-    of_classes = [
-        share for one in found for by_label in one.values() for share in by_label.values()
-    ]
+    verdicts = [judged(one) for one in found]
+    shares = []
+    of_classes: list[float] = []
+    for by_client in found:
+        for by_label in by_client.values():
+            shares.append(mean(by_label.values()))
+            of_classes += by_label.values()
+    doubts = [doubt for verdict in verdicts for doubt in verdict.doubts]
     return {
         "": system,
-        "federations": str(len(seeds)),
         "clients": str(len(shares)),
-        "least agreement of a client": f"{min(shares):.2f}",
-        "mean": f"{mean(shares):.2f}",
+        "mean agreement": f"{mean(shares):.2f}",
+        "least of a client": f"{min(shares):.2f}",
         "clients doubted": str(sum(one.label is None for one in doubts)),
+        "not judged": str(sum(len(verdict.unjudged) for verdict in verdicts)),
         "least of a class": f"{min(of_classes):.2f}",
         "classes doubted": f"{sum(one.label is not None for one in doubts)} of {len(of_classes)}",
     }
@@ -328,15 +359,17 @@ def honest_line(system: str, seeds: Sequence[int]) -> dict[str, str]:
 
 def honest_agreements(system: str, seed: int) -> dict[str, dict[int, float]]:
     """Of a federation in which nobody lies; as few images are drawn as are looked at."""
-    settings = {**settings_of(system, seed), "synthesis.images-per-class": LOOKED_AT}
-    result = WORK / f"honest-{folder_name(settings)}.json"
+    settings = {
+        **settings_of(system, seed),
+        "synthesis.images-per-class": LOOKED_AT,
+    }
+    result = WORK / f"honest-{judge()}-{folder_name(settings)}.json"
     if not result.is_file():
         payloads = sent(settings)
         job = job_of(settings, "honest")
         sampler = server_half(job.config.method).sampler
-        images = render(
-            job, plan_held(job, payloads), lambda device: sampler(job, device, payloads)
-        )
+        planned = plan_held(job, payloads)
+        images = render(job, planned, lambda device: sampler(job, device, payloads))
         found = agreements(job, payloads, images)
         write_atomically(result, json.dumps(found).encode())
     read = json.loads(result.read_text())
@@ -363,8 +396,8 @@ def main() -> None:
         about = (
             "How often the kit finds the prompt of an image's class better than another class's, "
             "where nobody lies; 0.5 by chance. Six clients, a domain each; payloads of "
-            f"benchmarks.main_table, seeds {HONEST_SEEDS}. A client below the middle between "
-            "chance and the others' median is doubted, and a class below chance. "
+            f"benchmarks.main_table, seeds {HONEST_SEEDS}. The rule is in "
+            "server_app/agreement.py. "
             "Command: `python -m benchmarks.poison --honest`."
         )
         for system in given.systems or systems:
@@ -373,9 +406,10 @@ def main() -> None:
             write_table(TABLES / "poison-honest", lines, about)
         return
     about = (
-        "Top-1 accuracy (%) on all clients' test images, mean of the six domains; the first one, "
-        "two or three of six clients lie. With them: they are used as they are; exclude: `robust = "
-        "exclude`; without them: a federation of the others alone. Fooled: of test images of "
+        "Top-1 accuracy (%) on all clients' test images, mean of the six domains, where the first "
+        "one, two or three of six clients lie. With the liars: `robust = off`; without: a "
+        "federation of the others alone. A client whose norms stand out is reported by every run. "
+        "Fooled: of test images of "
         f"another class with a white patch, those taken for class {TARGET}, in the same three. "
         f"Seeds {SEEDS}; recipe and payloads are benchmarks.main_table's. "
         "Command: `python -m benchmarks.poison`."

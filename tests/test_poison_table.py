@@ -14,6 +14,7 @@ from benchmarks.clients import CLIENTS
 from benchmarks.main_table import settings_of
 from osfl.data.load import Images
 from osfl.payloads import Descriptions, DomainVector, Encodings
+from osfl.prompts import DIGITS
 from osfl.seeds import generator_of
 from server_app.synthesis.images import SyntheticSet
 
@@ -71,8 +72,9 @@ def test_a_vector_that_holds_no_class_has_none_to_swap() -> None:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Descriptions]:
     """Payloads that are their client's number, in folders of the test's own."""
+    rows = torch.arange(10.0).view(10, 1, 1) + torch.zeros(10, 16, 64)
     found = {
-        client: Descriptions(CLASSES, ROWS + 10 * number) for number, client in enumerate(CLIENTS)
+        client: Descriptions(DIGITS, rows + 10 * number) for number, client in enumerate(CLIENTS)
     }
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     monkeypatch.setattr(poison, "WORK", tmp_path)
@@ -86,7 +88,7 @@ def test_who_copies_sends_the_next_ones(own: dict[str, Descriptions]) -> None:
     assert [made[client].vectors[0, 0, 0].item() for client in CLIENTS] == [10, 20, 30, 40, 50, 0]
     assert poison.attacked(SYSTEM, poison.HONEST, 0) == own
     lied = poison.attacked(SYSTEM, "shifted classes", 0)
-    assert [lied[client].vectors[0, 0, 0].item() for client in CLIENTS] == [4, 14, 24, 34, 44, 54]
+    assert [lied[client].vectors[0, 0, 0].item() for client in CLIENTS] == [9, 19, 29, 39, 49, 59]
 
 
 def test_the_patch_is_a_white_corner() -> None:
@@ -159,44 +161,64 @@ def test_liars_images_are_beside_the_others_honest_ones(monkeypatch: pytest.Monk
 def test_a_cell_counts_who_was_doubted(
     own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two liars one is found; an honest client is doubted, and one class of another."""
+    """Of two liars one is found, and a class of the other; an honest client is doubted, and one
+    class of another.
+    """
     trained: list[int] = []
 
     def left(job: Any, payloads: Any, images: SyntheticSet) -> Any:
         assert job.config.robust == "exclude"
-        kept = {client: payloads[client] for client in payloads if client[-1] not in "05"}
+        # The liars', then the others'
+        given = [payloads[client].vectors[0, 0, 0].item() for client in CLIENTS]
+        assert given[2:] == [20, 30, 40, 50]
+        assert set(given[:2]).isdisjoint({0, 10})
+        kept = {client: payloads[client] for client in payloads if client not in LEFT_OUT}
         believed = poison.of(images, tuple(kept))
-        rows = [
-            row
-            for row, (client, label) in enumerate(
-                zip(believed.clients, believed.labels, strict=True)
-            )
-            if (client, int(label)) != ("client-2", 1)
-        ]
+        pairs = list(zip(believed.clients, believed.labels.tolist(), strict=True))
+        rows = [row for row, pair in enumerate(pairs) if pair not in CLASSES_OUT]
         owners = tuple(believed.clients[row] for row in rows)
         return kept, SyntheticSet(believed.pixels[rows], believed.labels[rows], owners)
 
     def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
         trained.append(len(images.labels))
-        return {"accuracy": float(len(images.labels)), "fooled": 1.0}
+        lying = images.pixels.max().item() >= 100
+        return {"accuracy": float(len(images.labels)) - 0.5 * lying, "fooled": 1.0}
 
     monkeypatch.setattr(poison, "drawn", drawn)
     monkeypatch.setattr(poison, "without_doubted", left)
     monkeypatch.setattr(poison, "scored", scored)
     for _ in range(2):
         found = poison.cell(SYSTEM, "noise", 2, 0)
-    assert trained == [12, 7, 8]
-    assert found["liars found"] == 1
-    assert found["honest doubted"] == 1
-    assert found["classes doubted"] == 1
+    assert trained == [12, 12, 6, 8]
+    assert (found["liars"], found["liars' classes"]) == (1, 1)
+    assert (found["honest"], found["honest classes"]) == (1, 1)
     line = poison.line(SYSTEM, "noise", 2, (0,))
     assert line[""] == f"{SYSTEM}: noise, 2 of 6"
-    assert (line["accuracy, with them"], line["accuracy, exclude"]) == ("12.0", "7.0")
-    assert (line["accuracy, without them"], line["liars found"]) == ("8.0", "1 of 2")
+    assert (line["nobody lies"], line["with the liars"]) == ("12.0", "11.5")
+    assert (line["exclude"], line["without the liars"]) == ("5.5", "8.0")
+    assert (line["liars left out"], line["single classes of liars left out"]) == ("1 of 2", "1")
+    assert (line["honest clients left out"], line["their single classes"]) == ("1", "1")
     assert line["fooled by the patch (%)"] == ""
-    assert poison.line(SYSTEM, poison.BACKDOOR, 1, (0,))["fooled by the patch (%)"] == (
-        "1.0, 1.0, 1.0"
-    )
+    # With other code that judges, it is played again
+    monkeypatch.setattr(poison, "judge", lambda: "other")
+    poison.cell(SYSTEM, "noise", 2, 0)
+    assert len(trained) == 8
+
+
+LEFT_OUT = ("client-0", "client-5")
+CLASSES_OUT = [("client-1", 0), ("client-2", 1)]
+
+
+def test_norms_that_stand_out_are_counted(
+    own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run reports them, with `robust` or without."""
+    scores = {"accuracy": 1.0, "fooled": 1.0}
+    monkeypatch.setattr(poison, "drawn", drawn)
+    monkeypatch.setattr(poison, "without_doubted", lambda job, payloads, images: (payloads, images))
+    monkeypatch.setattr(poison, "scored", lambda *_: scores)
+    assert poison.cell(SYSTEM, "a thousand times as large", 2, 0)["norms"] == 2
+    assert poison.cell(SYSTEM, poison.COPY, 2, 0)["norms"] == 0
 
 
 def test_models_of_the_same_images_are_trained_once(
@@ -246,18 +268,18 @@ def test_fooled_is_of_other_classes_with_the_patch() -> None:
 
 def test_what_the_honest_table_says(own: dict[str, Descriptions]) -> None:
     """Two federations: a class below chance in one, a client near it in the other."""
-    good = {client: {"0": 0.9, "1": 1.0} for client in CLIENTS}
-    first = {**good, "client-0": {"0": 0.4, "1": 1.0}}
-    second = {**good, "client-3": {"0": 0.5, "1": 0.6}}
+    good = {client: {"0": 0.9, "1": 1.0, "2": 1.0} for client in CLIENTS}
+    first = {**good, "client-0": {"0": 0.4, "1": 1.0, "2": 1.0}}
+    second = {**good, "client-3": {"0": 0.5, "1": 0.6, "2": 0.7, "3": 1.0}, "client-4": {"3": 0.6}}
     for seed, found in ((0, first), (1, second)):
         settings = {**settings_of(SYSTEM, seed), "synthesis.images-per-class": poison.LOOKED_AT}
-        file = poison.WORK / f"honest-{poison.folder_name(settings)}.json"
-        file.write_text(json.dumps(found))
+        name = f"honest-{poison.judge()}-{poison.folder_name(settings)}.json"
+        (poison.WORK / name).write_text(json.dumps(found))
     line = poison.honest_line(SYSTEM, (0, 1))
     assert line["clients"] == "12"
-    assert (line["clients doubted"], line["classes doubted"]) == ("2", "0 of 24")
-    assert line["least agreement of a client"] == "0.55"
-    assert line["least of a class"] == "0.40"
+    assert (line["clients doubted"], line["classes doubted"]) == ("2", "1 of 35")
+    assert line["not judged"] == "0"
+    assert (line["least of a client"], line["least of a class"]) == ("0.60", "0.40")
 
 
 @pytest.mark.parametrize("system", [*poison.SYSTEMS, *poison.HONEST_SYSTEMS])
