@@ -214,11 +214,13 @@ def test_norms_that_stand_out_are_counted(
 ) -> None:
     """Every run reports them, with `robust` or without."""
     scores = {"accuracy": 1.0, "fooled": 1.0}
+    alike = dict.fromkeys(CLIENTS, own["client-1"])
+    monkeypatch.setattr(poison, "sent", lambda settings: alike)
     monkeypatch.setattr(poison, "drawn", drawn)
     monkeypatch.setattr(poison, "without_doubted", lambda job, payloads, images: (payloads, images))
     monkeypatch.setattr(poison, "scored", lambda *_: scores)
     assert poison.cell(SYSTEM, "a thousand times as large", 2, 0)["norms"] == 2
-    assert poison.cell(SYSTEM, poison.COPY, 2, 0)["norms"] == 0
+    assert poison.cell(SYSTEM, "shifted classes", 2, 0)["norms"] == 0
 
 
 def test_models_of_the_same_images_are_trained_once(
