@@ -278,9 +278,8 @@ def played(system: str, attack: str, count: int, seed: int, job: ServerJob) -> C
     """A cell."""
     liars, others = CLIENTS[:count], CLIENTS[count:]
     images = federation(system, attack, liars, seed)
-    payloads = sent(settings_of(system, seed))
     lies = attacked(system, attack, seed)
-    payloads |= {client: lies[client] for client in liars}
+    payloads = {**sent(settings_of(system, seed)), **{client: lies[client] for client in liars}}
     kept, left = without_doubted(job, payloads, images)
     gone = pairs_of(of(images, tuple(kept))) - pairs_of(left)
     return {
