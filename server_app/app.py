@@ -1,12 +1,14 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from osfl.config import RunConfig, parse_run_config
+from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.data.parts import class_names
 from osfl.devices import pick_device
 from osfl.log import log
@@ -70,6 +72,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         check_sampling_kit(config)
         bind_to_kit(config, folder, status)
         stored = folder.stored_clients() if method.client else []
+        _check_seals(folder, stored, config, key)
         members = join(
             grid,
             config,
@@ -136,6 +139,27 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         with suppress(OSError):  # the reason may be a full disk; it is what to say
             status.failed(error)
         raise
+
+
+def _check_seals(
+    folder: RunFolder, stored: Sequence[str], config: RunConfig, key: X25519PrivateKey | None
+) -> None:
+    """Another key would open none of them; and some clients may be gone that sent them.
+
+    Raises:
+        ConfigError: payloads are stored sealed to a key that is not this run's.
+    """
+    own = "" if key is None else fingerprint(public_bytes(key))
+    wrong = sorted({folder.sealed_to(client) for client in stored} - {"", own})
+    if wrong:
+        raise ConfigError(
+            f"sealing-key = {config.sealing_key!r}: payloads in {folder.path} are sealed to the "
+            f"key with the fingerprint {wrong[0]}. Name that key; or move them away, and the "
+            "clients are asked again"
+        )
+    opened = [client for client in stored if not folder.sealed_to(client)]
+    if config.sealed_store and opened:
+        log.warning("sealed-store: came before, and stay open: %s", ", ".join(opened))
 
 
 def settled_config(config: RunConfig, folder: RunFolder, status: Status) -> RunConfig:

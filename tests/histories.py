@@ -11,16 +11,16 @@ back, as a restart policy has it; a job that ended is begun again by the same co
 - a payload whose client was told that it arrived is on the server's disk;
 - each client has one payload there, and it never changes;
 - images, and what every client's test said of the model, are those of a run in peace;
-- nothing is written beside the runs' folders;
-- the command's exit code and its last line tell the truth.
+- nothing is written beside the run's folder, neither where runs are nor where processes work;
+- the command ends with 0 after its report, and else says an error last.
 
 What the kernel would have to be asked for (a full disk, another clock) is not in it; the first has
 tests of its own.
 """
 
+import argparse
 import hashlib
 import json
-import os
 import random
 import signal
 import socket
@@ -29,13 +29,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from system_tools import TWO_CLASSES, Federation, kill, make_images, new_federation, quick_arguments
+
+from osfl.cli.guard import end_process_tree
 
 SITES = ("site-0", "site-1")
 # Seconds in which a run in peace is asked for, collects, draws, trains and tests
@@ -84,42 +86,52 @@ class Line:
     def __init__(self, server: int):
         self._server = server
         self._whole = True
-        self._ends: list[socket.socket] = []
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
         self._door = socket.create_server(("127.0.0.1", 0))
         self.port = self._door.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
         """End all connections, and every new one at once."""
-        self._whole = False
-        for end in self._ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        self._ends.clear()
+        with self._lock:
+            self._whole = False
+            for pair in self._pairs:
+                _end(pair)
+            self._pairs.clear()
 
     def mend(self) -> None:
-        self._whole = True
+        """Let new ones through."""
+        with self._lock:
+            self._whole = True
 
     def _accept(self) -> None:
         while True:
             client, _ = self._door.accept()
-            try:
-                assert self._whole
-                server = socket.create_connection(("127.0.0.1", self._server))
-            except (AssertionError, OSError):
-                client.close()
-                continue
-            self._ends += [client, server]
-            for ends in ((client, server), (server, client)):
-                threading.Thread(target=self._pass, args=ends, daemon=True).start()
+            with self._lock, suppress(OSError):
+                if self._whole:
+                    pair = client, socket.create_connection(("127.0.0.1", self._server))
+                    self._pairs.append(pair)
+                    for way in (pair, pair[::-1]):
+                        threading.Thread(target=_pass, args=way, daemon=True).start()
+                    continue
+            client.close()
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+
+def _pass(source: socket.socket, target: socket.socket) -> None:
+    """What comes, until one end is over; then both are."""
+    with suppress(OSError):
+        while some := source.recv(2**16):
+            target.sendall(some)
+    _end((source, target))
+
+
+def _end(pair: Sequence[socket.socket]) -> None:
+    # To close alone would tell nobody while another thread reads
+    for end in pair:
         with suppress(OSError):
-            while some := source.recv(2**16):
-                target.sendall(some)
-        for end in (source, target):
-            with suppress(OSError):
-                end.close()
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
 
 
 @dataclass
@@ -231,7 +243,10 @@ class Play:
         self.ended: list[tuple[Command, int, bool]] = []  # with the exit code, and a report then
         self.seen: dict[str, str] = {}  # payloads on the server's disk, by client
         self.cached: set[str] = set()  # clients that have their payload, still unacknowledged
+        self.acknowledged = 0  # looks that saw a client told that its payload arrived
         self.problems: list[str] = []
+        self._was_finished = False
+        self._asked_again = 0
         self._events: list[tuple[float, Callable[[], None]]] = []
         for fault in faults:
             begin, end = self._ends_of(fault)
@@ -239,24 +254,33 @@ class Play:
         self._events.sort(key=lambda event: event[0])
 
     def play(self) -> list[str]:
-        """What was violated; nothing in a good history."""
+        """What was violated; nothing in a good history. Whatever comes, all faults are over then,
+        and no command goes on.
+        """
         before = self._outside()
         began = time.monotonic()
-        self._ask()
-        while self._events or self._going() or not self._finished():
-            while self._events and time.monotonic() - began > self._events[0][0]:
-                self._events.pop(0)[1]()
-            self.world.tend()
+        try:
+            self._ask()
+            while self._events or self._going() or not self._finished():
+                while self._events and time.monotonic() - began > self._events[0][0]:
+                    self._events.pop(0)[1]()
+                self.world.tend()
+                self._look()
+                if not self._going() and not self._events and not self._finished():
+                    if self._asked_again >= MOST_COMMANDS:
+                        return [*self.problems, f"not finished: {self._say()}"]
+                    self._asked_again += 1
+                    self._ask()
+                if time.monotonic() - began > PATIENCE * (1 + self._asked_again):
+                    return [*self.problems, f"no end: {self._say()}"]
+                time.sleep(0.2)
             self._look()
-            if not self._going() and not self._events and not self._finished():
-                if len(self.commands) >= MOST_COMMANDS:
-                    return [*self.problems, f"{MOST_COMMANDS} commands did not finish the job"]
-                self._ask()
-            if time.monotonic() - began > PATIENCE * len(self.commands):
-                return [*self.problems, f"no end after {PATIENCE:g} s: {self._say()}"]
-            time.sleep(0.2)
-        self._look()
-        return self.problems + self._at_the_end() + self._beside(before)
+            return self.problems + self._at_the_end() + self._beside(before)
+        finally:
+            for _, what in self._events:
+                what()
+            for command in self.commands:
+                end_process_tree(command.process.pid)
 
     def _ends_of(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
         world, name = self.world, fault.target
@@ -301,8 +325,11 @@ class Play:
         return len(self.ended) < len(self.commands)
 
     def _finished(self) -> bool:
-        """A report is written last but for its sums."""
-        return (self.run_folder / "SHA256SUMS").is_file()
+        """Whether the job ever was: a second command of a finished one begins by taking its sums
+        away.
+        """
+        self._was_finished |= (self.run_folder / "SHA256SUMS").is_file()
+        return self._was_finished
 
     def _look(self) -> None:
         """What may never be, however short."""
@@ -311,11 +338,19 @@ class Play:
             if self.seen.setdefault(file.stem, content) != content:
                 self.problems.append(f"the payload of {file.stem} was replaced")
         for site in SITES:
-            there = bool(list((self.world.folder / "cache" / site).rglob("payload.pb")))
-            acknowledged = site in self.cached and not there
-            if acknowledged and not (self.run_folder / "payloads" / f"{site}.pb").is_file():
-                self.problems.append(f"{site} was told that its payload arrived, and it is gone")
+            there = self._cached(site)
+            if site in self.cached and not there:
+                self.acknowledged += 1
+                if not (self.run_folder / "payloads" / f"{site}.pb").is_file():
+                    self.problems.append(f"{site} was told that its payload arrived; it is gone")
             self.cached = self.cached | {site} if there else self.cached - {site}
+
+    def _cached(self, site: str) -> bool:
+        """Whether a client has its payload of this job. It takes its folders away meanwhile."""
+        cache = self.world.folder / "cache" / site
+        with suppress(FileNotFoundError):
+            return any(self.job in str(file.parent) for file in cache.rglob("payload.pb"))
+        return False
 
     def _at_the_end(self) -> list[str]:
         problems = []
@@ -325,19 +360,22 @@ class Play:
             problems.append(f"refused: {[file.name for file in refused]}")
         for command, code, report in self.ended:
             said = command.said()
-            told = any("report: " in line for line in said)
-            if code == 0 and not (report and told):
+            last = said[-1] if said else ""
+            if code == 0 and not (report and "report: " in last):
                 problems.append(f"{command.log.name} ended with 0 without a report: {said[-3:]}")
-            if code != 0 and not said:
-                problems.append(f"{command.log.name} ended with {code}, and says nothing")
+            if code != 0 and not last.startswith("error"):
+                problems.append(f"{command.log.name} ended with {code}, and says last: {last}")
         if not any(code == 0 for _, code, _ in self.ended):
             problems.append("no command ended with 0")
         return problems
 
     def _outside(self) -> set[Path]:
         """The server's files but those of this job."""
-        files = (self.world.folder / "server").rglob("*")
-        return {file for file in files if self.run_folder not in (file, *file.parents)}
+        found = set()
+        # In the second all processes have their working directory
+        for place in ("server", "empty"):
+            found |= set((self.world.folder / place).rglob("*"))
+        return {file for file in found if self.run_folder not in (file, *file.parents)}
 
     def _beside(self, before: set[Path]) -> list[str]:
         more = sorted(self._outside() - before)
@@ -372,14 +410,22 @@ def quiet(world: World) -> dict[str, object]:
     run = Play(world, "quiet", [])
     problems = run.play()
     assert not problems, problems
-    return outcome(run.run_folder)
+    found = outcome(run.run_folder)
+    assert all(found.values()), found
+    return found
 
 
 def main() -> None:
     """Play histories, and say of each what was violated."""
     from conftest import make_tiny_kit
 
-    first, count = map(int, sys.argv[1:3])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("first", type=int, help="the first seed")
+    parser.add_argument("count", type=int, help="how many seeds")
+    given = parser.parse_args()
+    first, count = given.first, given.count
     begun = time.monotonic()
     bad = []
     with tempfile.TemporaryDirectory() as place:
@@ -393,12 +439,12 @@ def main() -> None:
                 since = time.monotonic()
                 problems = play(world, seed, peace)
                 told = "; ".join(map(str, history_of(seed)))
-                print(f"{seed}: {problems or 'good'} ({time.monotonic() - since:.0f} s) {told}")
-                sys.stdout.flush()
+                seconds = time.monotonic() - since
+                print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
                 bad += [seed] if problems else []
     minutes = (time.monotonic() - begun) / 60
     print(f"{count} histories, {len(bad)} with a violation {bad}, {minutes:.0f} minutes")
-    os._exit(bool(bad))
+    sys.exit(bool(bad))
 
 
 if __name__ == "__main__":

@@ -36,12 +36,14 @@ def test_a_seed_is_a_history() -> None:
 def test_a_line_is_cut_and_mended() -> None:
     door = socket.create_server(("127.0.0.1", 0))
 
-    def answer_one(end: socket.socket) -> None:
-        end.sendall(end.recv(100))
+    def answer_all(end: socket.socket) -> None:
+        while some := end.recv(100):
+            end.sendall(some)
+        end.close()
 
     def echo() -> None:
         while True:
-            threading.Thread(target=answer_one, args=door.accept()[:1], daemon=True).start()
+            threading.Thread(target=answer_all, args=door.accept()[:1], daemon=True).start()
 
     threading.Thread(target=echo, daemon=True).start()
     line = Line(door.getsockname()[1])
@@ -99,6 +101,9 @@ def replaced(run: Play) -> None:
 def lost(run: Play) -> None:
     """The client had it, was told, and the server has it no more."""
     cache = run.world.folder / "cache" / "site-0" / "job"
+    # Of another job, which ended before it was told
+    (cache.parent / "other").mkdir(parents=True)
+    (cache.parent / "other" / "payload.pb").touch()
     cache.mkdir(parents=True)
     (cache / "payload.pb").touch()
     run._look()
@@ -118,7 +123,7 @@ def kept(run: Play) -> None:
     ("harm", "problems"),
     [
         (replaced, ["the payload of site-1 was replaced"]),
-        (lost, ["site-0 was told that its payload arrived, and it is gone"]),
+        (lost, ["site-0 was told that its payload arrived; it is gone"]),
         (kept, []),
     ],
 )
@@ -136,7 +141,9 @@ def test_what_may_never_be_is_seen(
     [
         (0, False, "INFO : report: here", "ended with 0 without a report"),
         (0, True, "INFO : going on", "ended with 0 without a report"),
-        (1, False, "INFO :\n \n", "ended with 1, and says nothing"),
+        (0, True, "INFO : report: here\nINFO : and more", "ended with 0 without a report"),
+        (1, False, "INFO :\n \n", "ended with 1, and says last: "),
+        (1, False, "error : no\nINFO : report: here", "ended with 1, and says last: INFO"),
     ],
 )
 def test_a_command_that_does_not_tell_the_truth_is_seen(

@@ -368,16 +368,20 @@ def payloads(home: Path, tiny_kit: Path, key_file: Path) -> Path:
 
 
 def test_payloads_stay_sealed_on_the_disk(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
-    """Of the domain's name and the client's there is nothing; the key opens them."""
+    """The client's name is in what the key opens, and not in what is stored."""
     for client in ("client-0", "client-1"):
         stored = (payloads / f"{client}.pb").read_bytes()
         opened = open_sealed(stored, load_key(str(key_file)), "job", client)
         assert client.encode() in opened
         assert client.encode() not in stored
         about = json.loads((payloads / f"{client}.json").read_text())
-        assert about["sealed"] is True
+        assert about["sealed-to"] == fingerprint(public_bytes(load_key(str(key_file))))
         assert about["sha256"] == hashlib.sha256(stored).hexdigest()
         assert about["bytes"] == len(opened) + OVERHEAD
+        # Nor is it, or its digest, anywhere else in the run's folder
+        secrets = (opened, wire.digest(opened).encode())
+        for file in payloads.parent.rglob("*"):
+            assert file.is_dir() or not any(secret in file.read_bytes() for secret in secrets)
     assert not [file for file in payloads.parent.rglob("*") if file.suffix == ".refused"]
     result = CliRunner().invoke(cli, ["verify", str(payloads.parent)])
     assert result.exit_code == 0, result.output
@@ -391,21 +395,32 @@ def test_a_job_goes_on_with_what_is_sealed(payloads: Path, key_file: Path, tiny_
         assert {file: file.read_bytes() for file in payloads.glob("*.pb")} == before
 
 
-def test_one_that_was_open_stays_open(home: Path, tiny_kit: Path, key_file: Path) -> None:
-    run_sealed(tiny_kit, key_file, {})
-    assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == []
-
-
-def test_without_their_key_the_clients_are_asked_again(
-    payloads: Path, tiny_kit: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_one_that_was_open_stays_open_and_is_named(
+    home: Path, tiny_kit: Path, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    run_sealed(tiny_kit, key_file, {})
+    assert "stay open" not in caplog.text
+    assert asked(run_sealed(tiny_kit, key_file, {}, sealed_store=True)) == []
+    assert "sealed-store: came before, and stay open: client-0, client-1" in caplog.text
+
+
+@pytest.mark.parametrize("named", ["", "new"])
+def test_without_their_key_nothing_is_lost(
+    named: str, payloads: Path, tiny_kit: Path, key_file: Path, tmp_path: Path
+) -> None:
+    """The run ends before anybody is asked, and goes on with the right key."""
     CliRunner().invoke(cli, ["certs", "sealing", str(tmp_path / "new")])
-    assert asked(run_sealed(tiny_kit, "", {})) == [0, 1]
-    assert "client-0: payload: is stored sealed, and there is no key" in caplog.text
-    assert len(list(payloads.glob("*.pb.refused"))) == 2
-    again = run_sealed(tiny_kit, tmp_path / "new" / "sealing.key", {}, sealed_store=True)
-    # What came open is used as it is
-    assert asked(again) == []
+    wrong = named and tmp_path / named / "sealing.key"
+    before = {file: file.read_bytes() for file in payloads.iterdir()}
+    right = fingerprint(public_bytes(load_key(str(key_file))))
+    with pytest.raises(ConfigError, match=f"sealing-key = .* fingerprint {right}. Name that key"):
+        run_sealed(tiny_kit, wrong, {})
+    assert {file: file.read_bytes() for file in payloads.iterdir()} == before
+    assert asked(run_sealed(tiny_kit, key_file, {})) == []
+    # Without it, as the error says
+    for file in list(payloads.iterdir()):
+        file.rename(tmp_path / file.name)
+    assert asked(run_sealed(tiny_kit, wrong, {})) == [0, 1]
 
 
 @pytest.mark.parametrize("place", [0, 60, -1])
@@ -425,3 +440,6 @@ def test_what_was_damaged_on_the_disk_is_asked_for_again(
 def test_nothing_stays_sealed_without_a_key() -> None:
     with pytest.raises(ConfigError, match="sealed-store = true: needs a sealing-key"):
         parse_run_config(quick(method="feddeo", sealed_store=True))
+    settings = {"sealed_store": True, "sealing_key": "/k", "synthesis__workers": 2}
+    with pytest.raises(ConfigError, match="sealed-store = true: with synthesis.workers = 2 opened"):
+        parse_run_config(quick(method="feddeo", **settings))

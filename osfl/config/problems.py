@@ -67,6 +67,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         )
     if run.sealed_store and not run.sealing_key:
         yield "sealed-store = true: needs a sealing-key; name one, or take false"
+    if run.sealed_store and run.synthesis.workers:
+        yield (
+            f"sealed-store = true: with synthesis.workers = {run.synthesis.workers} opened "
+            "payloads go to Ray's store, which may write them to a disk; take 0, or false"
+        )
     if run.sealing_key and run.max_payload_mb * 1e6 > MOST_SEALED:
         yield (
             f"max-payload-mb = {run.max_payload_mb:g}: a sealed payload has at most "

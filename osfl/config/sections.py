@@ -672,7 +672,7 @@ class RunConfig:
         bool,
         Doc(
             "Whether sealed payloads stay so in the run's folder, and are opened in memory alone. "
-            "A run that goes on without their key asks the clients again."
+            "A run that goes on needs the same key. Not with synthesis.workers."
         ),
         NotIdentity(),
     ]

@@ -176,10 +176,10 @@ class RunFolder:
         """A payload as it was received."""
         return (self.path / "payloads" / f"{client}.pb").read_bytes()
 
-    def is_sealed(self, client: str) -> bool:
-        """Whether it was stored as it came, for the server's key alone."""
+    def sealed_to(self, client: str) -> str:
+        """The fingerprint of the key that opens it; empty if it is open."""
         about = self.read_json(f"payloads/{client}.json") or {}
-        return about.get("sealed") is True
+        return str(about.get("sealed-to", ""))
 
     def payload_size(self, client: str) -> int:
         """In bytes."""

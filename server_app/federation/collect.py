@@ -15,7 +15,14 @@ from osfl.payloads import Payload
 from osfl.protocol import ACKNOWLEDGE, unpack_payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
-from osfl.sealing import OVERHEAD, SealError, open_sealed, pack_public_key, public_bytes
+from osfl.sealing import (
+    OVERHEAD,
+    SealError,
+    fingerprint,
+    open_sealed,
+    pack_public_key,
+    public_bytes,
+)
 from osfl.words import plain
 from server_app.expected import ExpectedOf, probe
 from server_app.federation import exchange as under_way
@@ -84,7 +91,7 @@ class Collection:
         limits = replace(self.expected(client), max_bytes=self.folder.payload_size(client))
         sha256 = self.folder.payload_digest(client)
         # Of a sealed one the seal finds damage, and its digest is no open payload's
-        known = None if self.folder.is_sealed(client) else sha256
+        known = None if self.folder.sealed_to(client) else sha256
         if self._accept(client, known, limits) and client in self.members.nodes:
             self._thanks.push(self.members.nodes[client], ACKNOWLEDGE, self._job)
 
@@ -146,7 +153,8 @@ class Collection:
         blob = upload.blob
         sha256 = upload.sha256
         about = {"sha256": wire.digest(blob), "bytes": len(blob), "costs": upload.costs}
-        about["sealed"] = self._key is not None and self.config.sealed_store
+        if self._key is not None and self.config.sealed_store:
+            about["sealed-to"] = fingerprint(public_bytes(self._key))
         # Before anything else: from here on nobody is asked twice
         self.folder.store_payload(client, blob, about)
         del blob
@@ -174,11 +182,7 @@ class Collection:
     def _opened(self, client: str) -> bytes:
         """A payload from the store."""
         blob = self.folder.stored_payload(client)
-        if not self.folder.is_sealed(client):
-            return blob
-        if self._key is None:
-            raise wire.PayloadError(client, "payload", "is stored sealed, and there is no key")
-        return self._open(client, blob)
+        return self._open(client, blob) if self.folder.sealed_to(client) else blob
 
     def _open(self, client: str, sealed: bytes) -> bytes:
         assert self._key is not None
