@@ -425,6 +425,8 @@ def main() -> None:
     parser.add_argument("first", type=int, help="the first seed")
     parser.add_argument("count", type=int, help="how many seeds")
     given = parser.parse_args()
+    # Ended by a signal, it ends what it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     first, count = given.first, given.count
     begun = time.monotonic()
     bad = []
