@@ -13,6 +13,7 @@ are trained on the same images are trained once. Interrupted, the same command g
 """
 
 import argparse
+import ast
 import hashlib
 import inspect
 import json
@@ -270,8 +271,14 @@ def cell(system: str, attack: str, count: int, seed: int) -> Cell:
 
 
 def judge() -> str:
-    """Short for the code by which is judged."""
-    return hashlib.sha256(inspect.getsource(agreement).encode()).hexdigest()[:8]
+    """Short for the code by which is judged, without what is said of it."""
+    code = ast.parse(inspect.getsource(agreement))
+    for node in ast.walk(code):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return hashlib.sha256(ast.dump(code).encode()).hexdigest()[:8]
 
 
 def played(system: str, attack: str, count: int, seed: int, job: ServerJob) -> Cell:

@@ -14,6 +14,9 @@ the mean of its judged classes', is nearer to chance than to the mean of those m
 judged class of it is doubted that is below chance. Clients are not compared but by these medians,
 so that liars must be half of those who hold a class before the rule fails; then it judges nobody.
 
+Images are judged as the global model gets them, at `data.image-size`, and by the server itself,
+also where Ray's workers draw.
+
 What it does not see: a swap of classes that look alike; images that show their class and harm the
 model otherwise, by a patch or by a style; a payload that is another client's; a classifier of
 FedLMG's that teaches wrongly, and only its images are right. An honest client is doubted whose

@@ -265,6 +265,16 @@ def test_fooled_is_of_other_classes_with_the_patch() -> None:
     assert sum(model.seen) == 3
 
 
+def test_a_judge_is_its_code_without_what_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(code: str) -> str:
+        monkeypatch.setattr(poison.inspect, "getsource", lambda module: code)
+        return poison.judge()
+
+    code = '"""A page."""\n\ndef rule():\n    """Says."""\n    return {}\n'
+    assert digest(code.format(1)) == digest(code.format(1).replace("Says", "Tells") + "# end\n")
+    assert digest(code.format(1)) != digest(code.format(2))
+
+
 # ---- Where nobody lies ----
 
 

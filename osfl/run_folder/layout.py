@@ -3,12 +3,15 @@
 runs/<job id>/
 config.json               the resolved run-config; a job id stands for one
 kit.json                  the kit's files that each step comes from, with their SHA-256
-payloads/<client>.pb      as received; <client>.json: its digest and what it cost the client;
-                          <client>.decoding, while it is read: how often the server ended in that
+payloads/<client>.pb      as received, and opened if it came sealed, but with sealed-store;
+                          <client>.json: its digest, what it cost the client, and to which key it is
+                          sealed; <client>.decoding, while it is read: how often the server ended
+                          in that
 synthesis.json            how images are sampled, where the configuration left it to a measurement
 images/<client>/<class>/  the synthetic images
 units/<unit>.jsonl        a manifest row for every image of a finished unit of work
 timings.jsonl             how long each unit took
+agreement.json            with robust: what the kit sees of each client's classes
 rounds/                   of FedAvg and its kin: the last round's model, and done.json, which
                           vouches for it and has the times of all rounds
 models/<name>.safetensors the global models
