@@ -263,7 +263,7 @@ def cell(system: str, attack: str, count: int, seed: int) -> Cell:
     name = f"judged-{attack.replace(' ', '-').replace(chr(39), '')}-{count}"
     result = WORK / f"{name}-{judge()}-{folder_name(settings)}.json"
     if not result.is_file():
-        found = played(system, attack, count, seed, job_of(settings, name))
+        found = played(system, attack, count, seed, job_of(settings, f"{name}-{judge()}"))
         write_atomically(result, json.dumps(found).encode())
         print(system, attack, count, seed, found, flush=True)
     made: Cell = json.loads(result.read_text())

@@ -9,10 +9,11 @@ class, how often the prompt of the image's own class fits better than another cl
 the agreement: 1 where the kit always sees the class, 1/2 by chance.
 
 The rule. A class of a client is judged where the kit knows the class: where the median agreement of
-the other clients that hold it is nearer to 1 than to chance. A client is doubted if its agreement,
-the mean of its judged classes', is nearer to chance than to the mean of those medians; else a
-judged class of it is doubted that is below chance. Clients are not compared but by these medians,
-so that liars must be half of those who hold a class before the rule fails; then it judges nobody.
+the other clients that hold it is nearer to 1 than to chance. A client of whose classes most are
+judged is doubted if its agreement, the mean of these, is nearer to chance than to the mean of those
+medians; else a judged class of it is doubted that is below chance. Clients are not compared but by
+these medians. So a class is judged for as long as more than half of the others who hold it are
+honest about it. If they are not, it counts for nobody, and its liars pass.
 
 Images are judged as the global model gets them, at `data.image-size`, and by the server itself,
 also where Ray's workers draw.
@@ -97,9 +98,13 @@ def without_doubted(
         )
     if robust == "report":
         return dict(payloads), images
+    left = _left(images, verdict.doubts)
+    if len(left.labels) < 2:
+        job.status.warn_of("robust = 'exclude' would leave no image to train on; all were used")
+        return dict(payloads), images
     liars = {one.client for one in verdict.doubts if one.label is None}
     kept = {client: payload for client, payload in payloads.items() if client not in liars}
-    return kept, _left(images, verdict.doubts)
+    return kept, left
 
 
 def judged(found: Agreements) -> Verdict:
@@ -120,7 +125,7 @@ def judged(found: Agreements) -> Verdict:
             unjudged.append(client)
             continue
         own = mean(shares[label] for label in known)
-        if own < (CHANCE + mean(known.values())) / 2:
+        if 2 * len(known) > len(shares) and own < (CHANCE + mean(known.values())) / 2:
             doubts.append(Doubt(client, None, own))
             continue
         doubts += [Doubt(client, label, shares[label]) for label in known if shares[label] < CHANCE]
@@ -137,8 +142,8 @@ def agreements(
     looked at, and with what noise, is drawn anew each time: no client can make its payload for it.
     """
     chance = torch.Generator().manual_seed(int.from_bytes(os.urandom(7)))
-    # Few-step weights and cached features are made for sampling
-    settings = replace(job.config.synthesis, lora="", cache_interval=1)
+    # Few-step weights and cached features are made for sampling, and to compile takes minutes
+    settings = replace(job.config.synthesis, lora="", cache_interval=1, compile="off")
     kit = load_engine(job.kit, job.device, settings)
     prompts = kit.text(job.config.prompts(job.classes))
     groups = _looked_at(images, set(payloads), chance)

@@ -245,7 +245,6 @@ class Play:
         self.cached: set[str] = set()  # clients that have their payload, still unacknowledged
         self.acknowledged = 0  # looks that saw a client told that its payload arrived
         self.problems: list[str] = []
-        self._was_finished = False
         self._asked_again = 0
         self._events: list[tuple[float, Callable[[], None]]] = []
         for fault in faults:
@@ -277,10 +276,12 @@ class Play:
             self._look()
             return self.problems + self._at_the_end() + self._beside(before)
         finally:
-            for _, what in self._events:
-                what()
             for command in self.commands:
-                end_process_tree(command.process.pid)
+                if command.process.poll() is None:
+                    end_process_tree(command.process.pid)
+            for _, what in self._events:
+                if what != self._ask:
+                    what()
 
     def _ends_of(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
         world, name = self.world, fault.target
@@ -321,15 +322,12 @@ class Play:
         known = [command for command, *_ in self.ended]
         for command in self.commands:
             if command not in known and (code := command.process.poll()) is not None:
-                self.ended.append((command, code, self._finished()))
+                self.ended.append((command, code, (self.run_folder / "report.html").is_file()))
         return len(self.ended) < len(self.commands)
 
     def _finished(self) -> bool:
-        """Whether the job ever was: a second command of a finished one begins by taking its sums
-        away.
-        """
-        self._was_finished |= (self.run_folder / "SHA256SUMS").is_file()
-        return self._was_finished
+        """Its sums are written last; a second command of a finished job takes them away first."""
+        return (self.run_folder / "SHA256SUMS").is_file()
 
     def _look(self) -> None:
         """What may never be, however short."""
@@ -339,18 +337,22 @@ class Play:
                 self.problems.append(f"the payload of {file.stem} was replaced")
         for site in SITES:
             there = self._cached(site)
+            if there is None:
+                continue
             if site in self.cached and not there:
                 self.acknowledged += 1
                 if not (self.run_folder / "payloads" / f"{site}.pb").is_file():
                     self.problems.append(f"{site} was told that its payload arrived; it is gone")
             self.cached = self.cached | {site} if there else self.cached - {site}
 
-    def _cached(self, site: str) -> bool:
-        """Whether a client has its payload of this job. It takes its folders away meanwhile."""
+    def _cached(self, site: str) -> bool | None:
+        """Whether a client has its payload of this job; None where that could not be seen, for it
+        takes its folders away meanwhile.
+        """
         cache = self.world.folder / "cache" / site
         with suppress(FileNotFoundError):
             return any(self.job in str(file.parent) for file in cache.rglob("payload.pb"))
-        return False
+        return None
 
     def _at_the_end(self) -> list[str]:
         problems = []

@@ -209,8 +209,16 @@ def test_some_images_and_rivals_are_drawn_anew_each_time(
     assert len({row for rows, _ in asked for row in rows}) > 15
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"synthesis__cache_interval": 2},
+        {"synthesis__compile": "on"},
+        {"synthesis__lora": "kit", "synthesis__solver": "lcm"},
+    ],
+)
 def test_the_judge_samples_without_short_cuts(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few-step weights predict another noise; the run's precision and attention stay."""
     settings: list[Any] = []
@@ -220,12 +228,11 @@ def test_the_judge_samples_without_short_cuts(
         return analytic_kit()
 
     monkeypatch.setattr(agreement, "load_engine", load)
-    given = {"synthesis__cache_interval": 2, "synthesis__dtype": "bfloat16"}
-    given |= {"synthesis__lora": "kit", "synthesis__solver": "lcm"}
-    agreements(job_of(**given), PAYLOADS, numbered("a", "0"))
+    agreements(job_of(synthesis__dtype="bfloat16", **given), PAYLOADS, numbered("a", "0"))
     ((source, found),) = settings
     assert source == "a kit"
-    assert (found.cache_interval, found.lora, found.dtype) == (1, "", "bfloat16")
+    assert (found.cache_interval, found.lora, found.compile) == (1, "", "off")
+    assert found.dtype == "bfloat16"
 
 
 # ---- Who is doubted ----
@@ -257,16 +264,26 @@ def test_a_class_below_chance_is_doubted_of_a_client_that_is_not() -> None:
 
 def test_a_class_that_the_kit_does_not_know_is_nobodys_fault() -> None:
     """Six honest clients, and class 1 is seen of none: nothing of it is judged."""
-    found = {f"client-{number}": of(0.97, 0.45) for number in range(6)}
+    found = {f"client-{number}": of(0.97, 0.97, 0.45) for number in range(6)}
     assert judged(found) == Verdict((), ())
-    # Nor does it count for who is doubted by the other one
-    assert judged({**found, "client-0": of(0.7, 1.0)}).doubts == (Doubt("client-0", None, 0.7),)
+    # Nor does it count for who is doubted by the other ones
+    (doubt,) = judged({**found, "client-0": of(0.6, 0.7, 1.0)}).doubts
+    assert doubt == Doubt("client-0", None, pytest.approx(0.65))
 
 
 def test_classes_are_held_against_the_same_classes_of_others() -> None:
     """c's class is hard, for d as well; nobody else has e's."""
     found = {"a": {0: 0.98}, "b": {0: 0.97}, "c": {1: 0.8}, "d": {1: 0.82}, "e": {2: 0.3}}
     assert judged(found) == Verdict((), ("e",))
+
+
+def test_one_judged_class_of_several_condemns_no_client() -> None:
+    """Two clients, each weak in one class: what each is good at the other cannot vouch for."""
+    found = {"a": of(1.0, 0.3), "b": of(0.3, 1.0)}
+    assert set(judged(found).doubts) == {Doubt("a", 1, 0.3), Doubt("b", 0, 0.3)}
+    # With most of them judged it does: 0.3 and 0.5 of two in three
+    found = {"a": of(0.3, 0.5, 1.0), "b": of(0.9, 0.9, 0.2), "c": of(0.9, 0.9, 0.3)}
+    assert judged(found).doubts[0] == Doubt("a", None, pytest.approx(0.4))
 
 
 @pytest.mark.parametrize("others", [of(0.75), of(0.5), of(0.1)])
@@ -343,6 +360,16 @@ def test_what_trains_is_what_robust_says(robust: str, seen: dict[str, dict[int, 
     assert stored["b"]["classes"] == {"zero": 1.0, "one": 0.9}
 
 
+def test_where_nothing_would_be_left_all_train(seen: dict[str, dict[int, float]]) -> None:
+    """Two clients of three classes, who condemn each other."""
+    seen.clear()
+    seen |= {"a": of(0.0, 0.9, 0.9), "b": of(0.9, 0.9, 0.0)}
+    job = job_of()
+    payloads, images = without_doubted(job, PAYLOADS, numbered("ab", "00"))
+    assert (set(payloads), len(images.labels)) == (set("abc"), 2)
+    assert job.kept["said"][-1].endswith("would leave no image to train on; all were used")
+
+
 def test_a_server_that_goes_on_judges_the_same_images_once(
     seen: dict[str, dict[int, float]], monkeypatch: pytest.MonkeyPatch, run_folder: Any
 ) -> None:
@@ -360,9 +387,12 @@ def test_a_server_that_goes_on_judges_the_same_images_once(
     # So is what was damaged
     seen["a"] = of(0.4, 0.5)
     without_doubted(job, PAYLOADS, numbered(*IMAGES))
-    (job.folder.path / "agreement.json").write_text("{")
+    file = job.folder.path / "agreement.json"
+    inputs = json.loads(file.read_text())["inputs"]
     seen["a"] = seen["b"]
-    assert set(without_doubted(job, PAYLOADS, numbered(*IMAGES))[0]) == set("abc")
+    for damage in ("{", json.dumps({"inputs": inputs, "clients": {"a": {"classes": 7}}})):
+        file.write_text(damage)
+        assert set(without_doubted(job, PAYLOADS, numbered(*IMAGES))[0]) == set("abc")
 
 
 def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

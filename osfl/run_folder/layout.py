@@ -377,7 +377,10 @@ class RunFolder:
             return {}
         if found.get("inputs") != inputs:
             return {}
-        return {client: about["classes"] for client, about in found["clients"].items()}
+        try:
+            return {client: dict(about["classes"]) for client, about in found["clients"].items()}
+        except (KeyError, TypeError, ValueError):
+            return {}
 
     # ---- What the `osfl` command looks at ----
 

@@ -85,7 +85,7 @@ TEMPLATE = (
 {% if m.agreement %}
 <h2>Do the images show their classes?</h2>
 {{ fold(m.agreement|length, "clients") }}
-<div class="wide long"><table><tr><th>client</th><th>agreement</th><th>of its weakest class</th><th style="text-align:left">doubted</th></tr>
+<div class="wide long"><table><tr><th>client</th><th>agreement</th><th>of its weakest class</th><th style="text-align:left">doubted, or not judged</th></tr>
 {% for client, found in m.agreement.items() %}
 <tr><td>{{ client }}</td>{{ heat(100 * found.agreement) }}{{ heat(100 * found.classes.values()|min) }}<td class="words">{{ found.doubted }}</td></tr>
 {% endfor %}
