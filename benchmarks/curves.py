@@ -104,8 +104,7 @@ def timed_images(folder: RunFolder) -> int:
 def first_images(images: SyntheticSet, most: int, wanted: int) -> SyntheticSet:
     """The first `wanted` of each client's and class's `most` images."""
     kept = torch.arange(len(images.labels)) % most < wanted
-    clients = tuple(images.clients[row] for row in kept.nonzero().flatten().tolist())
-    return SyntheticSet(images.pixels[kept], images.labels[kept], clients)
+    return images.only(kept.nonzero().flatten().tolist())
 
 
 def measured(row: str, point: Point, taken: Mapping[str, Payload]) -> Record:

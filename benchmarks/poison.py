@@ -199,8 +199,7 @@ def drawn(system: str, attack: str, seed: int) -> SyntheticSet:
 def of(images: SyntheticSet, clients: Sequence[str]) -> SyntheticSet:
     """Some clients' images."""
     rows = [row for row, client in enumerate(images.clients) if client in clients]
-    owners = tuple(images.clients[row] for row in rows)
-    return SyntheticSet(images.pixels[rows], images.labels[rows], owners)
+    return images.only(rows)
 
 
 def together(parts: Sequence[SyntheticSet]) -> SyntheticSet:

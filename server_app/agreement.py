@@ -289,5 +289,4 @@ def _left(images: SyntheticSet, doubts: tuple[Doubt, ...]) -> SyntheticSet:
         for row, (client, label) in enumerate(owners)
         if (client, None) not in out and (client, label) not in out
     ]
-    clients = tuple(images.clients[row] for row in rows)
-    return SyntheticSet(images.pixels[rows], images.labels[rows], clients)
+    return images.only(rows)

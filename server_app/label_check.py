@@ -45,6 +45,4 @@ def without_doubtful(job: ServerJob, images: SyntheticSet, opinions: torch.Tenso
         f"label-check: {left:,} of {len(sees):,} synthetic images are left out, for a classifier "
         "of the others takes them for another class"
     )
-    rows = sees.nonzero().flatten().tolist()
-    clients = tuple(images.clients[row] for row in rows)
-    return SyntheticSet(images.pixels[sees], images.labels[sees], clients)
+    return images.only(sees.nonzero().flatten().tolist())

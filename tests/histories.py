@@ -243,7 +243,6 @@ class Play:
         self.ended: list[tuple[Command, int, bool]] = []  # with the exit code, and a report then
         self.seen: dict[str, str] = {}  # payloads on the server's disk, by client
         self.cached: set[str] = set()  # clients that have their payload, still unacknowledged
-        self.acknowledged = 0  # looks that saw a client told that its payload arrived
         self.problems: list[str] = []
         self._asked_again = 0
         self._events: list[tuple[float, Callable[[], None]]] = []
@@ -339,10 +338,9 @@ class Play:
             there = self._cached(site)
             if there is None:
                 continue
-            if site in self.cached and not there:
-                self.acknowledged += 1
-                if not (self.run_folder / "payloads" / f"{site}.pb").is_file():
-                    self.problems.append(f"{site} was told that its payload arrived; it is gone")
+            kept = (self.run_folder / "payloads" / f"{site}.pb").is_file()
+            if site in self.cached and not there and not kept:
+                self.problems.append(f"{site} was told that its payload arrived; it is gone")
             self.cached = self.cached | {site} if there else self.cached - {site}
 
     def _cached(self, site: str) -> bool | None:

@@ -44,6 +44,11 @@ class SyntheticSet:
     labels: torch.Tensor  # [N]
     clients: tuple[str, ...]  # [N]
 
+    def only(self, rows: Sequence[int]) -> "SyntheticSet":
+        """Some of them, by their places."""
+        owners = tuple(self.clients[row] for row in rows)
+        return SyntheticSet(self.pixels[rows], self.labels[rows], owners)
+
 
 def render(
     job: ServerJob,
