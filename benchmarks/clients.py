@@ -62,7 +62,13 @@ def for_clients(settings: Settings) -> Settings:
     """Without what only the server reads, and how payloads are coded: rows that differ in these
     share payloads.
     """
-    servers = ("synthesis.", "global-model.", "public-domains", "payload-codec")
+    servers = (
+        "synthesis.",
+        "global-model.",
+        "public-domains",
+        "payload-codec",
+        "domain-vector.classes",
+    )
     # Its clients noise their latents to the first timestep
     read = {"synthesis.steps"} if settings["method"] == "espresso" else set()
     return {
