@@ -79,7 +79,7 @@ def run_guided(
     return synthesise_and_train(
         job,
         payloads,
-        partial(_sampler, settings=settings, sample=sample),
+        partial(sampler, settings=settings, sample=sample),
         plan=plan_mixed if by_unit else plan_held,
         train=partial(_train, settings=settings),
         divisible=not by_unit,
@@ -91,7 +91,7 @@ def plan_mixed(job: ServerJob, payloads: Mapping[str, Classifier]) -> list[Image
     return mix_classes(plan_held(job, payloads))
 
 
-def _sampler(
+def sampler(
     job: ServerJob,
     device: torch.device,
     payloads: Mapping[str, Classifier],
@@ -99,6 +99,7 @@ def _sampler(
     settings: FedLMGConfig,
     sample: Callable[..., torch.Tensor],
 ) -> Sample:
+    """What draws a batch on a device, with the classifiers on it."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
     size = job.config.data.image_size
@@ -107,7 +108,7 @@ def _sampler(
     # may depend on it.
     teachers = {
         client: as_teacher(deepcopy(teacher.model).to(device))
-        for client, teacher in _teachers(job, payloads).items()
+        for client, teacher in teachers_of(job, payloads).items()
     }
     return lambda jobs: sample(kit, jobs, prompts, teachers, settings, steps, size)
 
@@ -123,7 +124,7 @@ def _train(
 
     FT has no teacher; MD's is the mean of all, SD's the classifier of the image's own client.
     """
-    networks = {client: teacher.model for client, teacher in _teachers(job, payloads).items()}
+    networks = {client: teacher.model for client, teacher in teachers_of(job, payloads).items()}
     held = job.held(payloads)
     plain = settings.teacher_mean == "plain"
     models = {}
@@ -140,7 +141,8 @@ def _train(
     return models
 
 
-def _teachers(job: ServerJob, payloads: Mapping[str, Classifier]) -> dict[str, Teacher]:
+def teachers_of(job: ServerJob, payloads: Mapping[str, Classifier]) -> dict[str, Teacher]:
+    """The clients' classifiers."""
     small_stem = job.config.classifier.small_stem
     return {
         client: _rebuild(payload, len(job.classes), small_stem)
