@@ -67,6 +67,7 @@ def for_clients(settings: Settings) -> Settings:
         "global-model.",
         "public-domains",
         "payload-codec",
+        "label-check",
         "domain-vector.classes",
     )
     # Its clients noise their latents to the first timestep
