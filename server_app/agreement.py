@@ -157,6 +157,11 @@ def agreements(
     return found
 
 
+def rows_judged(images: int, classes: int) -> int:
+    """How many rows go through the UNet for a client's class that has so many images."""
+    return min(images, LOOKED_AT) * (1 + min(classes - 1, RIVALS)) * len(TIMES)
+
+
 def share_of_wins(errors: torch.Tensor) -> float:
     """How often the first of each row of [N, M] is less than another; an equal one counts half."""
     own, others = errors[:, :1], errors[:, 1:]

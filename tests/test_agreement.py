@@ -30,6 +30,7 @@ from server_app.agreement import (
     agreements,
     judged,
     latents_of,
+    rows_judged,
     without_doubted,
 )
 from server_app.job import ServerJob
@@ -207,6 +208,31 @@ def test_some_images_and_rivals_are_drawn_anew_each_time(
     assert len({tuple(rows) for rows, _ in asked}) > 4
     assert len({tuple(prompts.flatten().tolist()) for _, prompts in asked}) > 4
     assert len({row for rows, _ in asked for row in rows}) > 15
+
+
+@pytest.mark.parametrize(
+    ("images", "classes", "rows"), [(30, 4, 6 * 4 * 3), (2, 4, 2 * 4 * 3), (30, 20, 6 * 10 * 3)]
+)
+def test_what_a_dry_run_foretells_is_what_the_kit_is_asked(
+    images: int, classes: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images by prompts, at three timesteps."""
+    kit = analytic_kit()
+    eps = Kit.eps
+    seen: list[int] = []
+
+    def counted(kit: Kit, z: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        seen.append(len(z))
+        return eps(kit, z, *more)
+
+    kit = replace(kit, text=lambda prompts: analytic_kit().text([""]).expand(len(prompts), -1, -1))
+    monkeypatch.setattr(agreement, "load_engine", lambda *_: kit)
+    monkeypatch.setattr(Kit, "eps", counted)
+    job = job_of()
+    job.classes = tuple(f"class {number}" for number in range(classes))
+    agreements(job, PAYLOADS, numbered("a" * images, "3" * images))
+    assert sum(seen) == rows
+    assert rows_judged(images, classes) == rows
 
 
 @pytest.mark.parametrize(
@@ -412,7 +438,7 @@ def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     driver.synthesise_and_train(
         job_of(),
         dict.fromkeys("ab", classifier),
-        fedlmg._sampler,  # type: ignore[arg-type]
+        fedlmg.sampler,  # type: ignore[arg-type]
         plan=lambda job, payloads: [],
         train=train,
     )

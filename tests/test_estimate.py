@@ -77,6 +77,22 @@ def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path
     assert estimate.rows_an_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
 
 
+@pytest.mark.flops
+def test_judging_is_part_of_the_samplings_cost(tiny_kit: Path, home: Path) -> None:
+    """Two clients with ten classes each; of a class's seven images six are looked at, with ten
+    prompts and at three timesteps. To draw one takes two branches in two steps.
+    """
+    common = {"method": "feddeo", "kit": str(tiny_kit), "synthesis__images_per_class": 7}
+    plain = estimate.estimate_run(parse_run_config(quick(**common)))
+    judging = estimate.estimate_run(parse_run_config(quick(**common, robust="report")))
+    assert plain.sampling is not None
+    assert judging.sampling is not None
+    drawn = 2 * 10 * 7 * 2 * 2
+    judged = 2 * 10 * 6 * 10 * 3
+    share = judging.sampling.flops / plain.sampling.flops
+    assert share == pytest.approx((drawn + judged) / drawn)
+
+
 def arguments(kit: Path, **overrides: object) -> list[str]:
     from system_tools import quick_arguments
 

@@ -27,6 +27,7 @@ from osfl.models.kits import KitError, find_kit
 from osfl.models.used_parts import sampling_parts
 from osfl.payloads import Captions, Domain, Payload
 from osfl.run_folder.report_page import human_bytes, human_flops
+from server_app.agreement import rows_judged
 from server_app.app import check_server, needed_bytes
 from server_app.expected import expected_payload
 from server_app.synthesis.engine import load_engine, seconds_and_flops
@@ -58,7 +59,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the passes of the UNet take, of all images."""
+    """What the passes of the UNet take, of all images: to draw, and to judge them."""
 
     flops: float
     seconds: float  # on this machine
@@ -116,8 +117,9 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
     lines.append(f"all {len(sizes)} together: {human_bytes(sum(estimate.uploads.values()))}")
     lines.append(f"the server draws {estimate.images} images")
     if estimate.sampling is not None:
+        judging = "" if config.robust == "off" else ", and of judging them"
         lines.append(
-            f"the UNet's share of that: {human_flops(estimate.sampling.flops)}, "
+            f"the UNet's share of that{judging}: {human_flops(estimate.sampling.flops)}, "
             f"about {_duration(estimate.sampling.seconds)} on this machine"
         )
     lines.append(f"the run's folder takes at most {human_bytes(estimate.disk_bytes)}")
@@ -156,13 +158,10 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
         rounds = config.rounds.count if METHODS[config.method].rounds else 1
         uploads[name] = rounds * size
     images = planned_images(config, clients.values())
-    return Estimate(
-        changed_keys(config),
-        uploads,
-        images,
-        needed_bytes(config),
-        sampling_cost(config, images) if METHODS[config.method].samples else None,
-    )
+    sampling = None
+    if METHODS[config.method].samples:
+        sampling = sampling_cost(config, images, judged_rows(config, clients.values()))
+    return Estimate(changed_keys(config), uploads, images, needed_bytes(config), sampling)
 
 
 def changed_keys(config: RunConfig) -> dict[str, Scalar]:
@@ -276,8 +275,19 @@ def drawn_classes(client: Client) -> list[int]:
     return list(range(len(class_names(config.data)))) if every else client.held
 
 
-def sampling_cost(config: RunConfig, images: int) -> Sampling:
-    """What the UNet's passes take for so many images, by a short look at how fast it is here."""
+def judged_rows(config: RunConfig, clients: Iterable[Client]) -> int:
+    """How many rows go through the UNet to judge what was drawn, where `robust` asks for it."""
+    if config.robust == "off":
+        return 0
+    every = len(class_names(config.data))
+    of_a_class = rows_judged(config.synthesis.images_per_class, every)
+    return of_a_class * sum(len(drawn_classes(client)) for client in clients)
+
+
+def sampling_cost(config: RunConfig, images: int, more_rows: int = 0) -> Sampling:
+    """What the UNet's passes take for so many images, and for so many rows that draw none; by a
+    short look at how fast it is here.
+    """
     plain = replace(
         config.synthesis,
         dtype="float32" if config.synthesis.dtype == "auto" else config.synthesis.dtype,
@@ -293,7 +303,7 @@ def sampling_cost(config: RunConfig, images: int) -> Sampling:
     kit = load_engine(folder, pick_device(config.device), plain)
     batch = min(plain.batch_size or plain.unit_size, plain.unit_size)
     seconds, flops = seconds_and_flops(kit, branches(config) * batch)
-    rows = images * rows_an_image(config, timesteps(kit.scheduler, plain.steps))
+    rows = images * rows_an_image(config, timesteps(kit.scheduler, plain.steps)) + more_rows
     return Sampling(rows * flops, rows * seconds)
 
 
