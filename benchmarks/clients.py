@@ -36,11 +36,12 @@ def sent(settings: Settings) -> dict[str, Payload]:
     folder = PAYLOADS / f"payloads-{folder_name(own)}"
     expected = expected_payload(config, folder.name)
     found = {}
-    for number, client in enumerate(CLIENTS):
+    for number in range(config.num_clients):
+        client = f"client-{number}"
         file = folder / client / "payload.pb"
         if not file.is_file():
             private_folder(file.parent)
-            node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
+            node = NodeConfig(partition_id=number, num_partitions=config.num_clients)
             kit = find_kit(config.sampling_kit)
             train(RecordDict(), config, node, client, folder.name, kit, file.parent)
         found[client] = decode(file.read_bytes(), expected(client))

@@ -53,8 +53,14 @@ WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
 SEEDS = (0,)
 HONEST_SEEDS = (0, 1, 2, 3, 4)
 SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector")
-# Of the honest table
-HONEST_SYSTEMS = (*SYSTEMS, "FedBiP", "FGL", "OSCAR-pooled", "votes")
+# Of the honest table: a system of benchmarks.main_table, and how the images are parted
+DESCRIPTIONS = SYSTEMS[0]
+HONEST_ROWS = {
+    **{system: (system, "domain") for system in (*SYSTEMS, "FedBiP", "FGL", "OSCAR-pooled")},
+    "votes": ("votes", "domain"),
+    f"{DESCRIPTIONS}, by label": (DESCRIPTIONS, "label"),
+    f"{DESCRIPTIONS}, by Dirichlet's distribution": (DESCRIPTIONS, "dirichlet"),
+}
 LIARS = (1, 2, 3)
 HONEST = "honest"
 BACKDOOR = "backdoor"
@@ -339,9 +345,9 @@ def name_of(system: str, attack: str, count: int) -> str:
     return f"{system}: {attack}, {count} of {len(CLIENTS)}"
 
 
-def honest_line(system: str, seeds: Sequence[int]) -> dict[str, str]:
+def honest_line(row: str, seeds: Sequence[int]) -> dict[str, str]:
     """The agreements where nobody lies."""
-    found = [honest_agreements(system, seed) for seed in seeds]
+    found = [honest_agreements(row, seed) for seed in seeds]
     verdicts = [judged(one) for one in found]
     shares = []
     of_classes: list[float] = []
@@ -351,7 +357,7 @@ def honest_line(system: str, seeds: Sequence[int]) -> dict[str, str]:
             of_classes += by_label.values()
     doubts = [doubt for verdict in verdicts for doubt in verdict.doubts]
     return {
-        "": system,
+        "": row,
         "clients": str(len(shares)),
         "mean agreement": f"{mean(shares):.2f}",
         "least of a client": f"{min(shares):.2f}",
@@ -362,10 +368,11 @@ def honest_line(system: str, seeds: Sequence[int]) -> dict[str, str]:
     }
 
 
-def honest_agreements(system: str, seed: int) -> dict[str, dict[int, float]]:
+def honest_agreements(row: str, seed: int) -> dict[str, dict[int, float]]:
     """Of a federation in which nobody lies; as few images are drawn as are looked at."""
+    system, partition = HONEST_ROWS[row]
     settings = {
-        **settings_of(system, seed),
+        **settings_of(system, seed, partition),
         "synthesis.images-per-class": LOOKED_AT,
     }
     result = WORK / f"honest-{judge()}-{folder_name(settings)}.json"
@@ -389,18 +396,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = tuple(dict.fromkeys((*SYSTEMS, *HONEST_SYSTEMS)))
+    known = tuple(dict.fromkeys((*SYSTEMS, *HONEST_ROWS)))
     parser.add_argument("systems", nargs="*", help=f"some of {', '.join(known)}; none: all")
     parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
     given = parser.parse_args()
-    systems = HONEST_SYSTEMS if given.honest else SYSTEMS
+    systems = tuple(HONEST_ROWS) if given.honest else SYSTEMS
     if unknown := set(given.systems) - set(systems):
         parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(systems)}")
     private_folder(WORK)
     if given.honest:
         about = (
             "How often the kit finds the prompt of an image's class better than another class's, "
-            "where nobody lies; 0.5 by chance. Six clients, a domain each; payloads of "
+            "where nobody lies; 0.5 by chance. Six clients, a domain each, or two to four "
+            "classes, or classes by Dirichlet's distribution with alpha 0.1; payloads of "
             f"benchmarks.main_table, seeds {HONEST_SEEDS}. The rule is in "
             "server_app/agreement.py. "
             "Command: `python -m benchmarks.poison --honest`."

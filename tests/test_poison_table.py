@@ -294,7 +294,15 @@ def test_what_the_honest_table_says(own: dict[str, Descriptions]) -> None:
     assert (line["least of a client"], line["least of a class"]) == ("0.60", "0.40")
 
 
-@pytest.mark.parametrize("system", [*poison.SYSTEMS, *poison.HONEST_SYSTEMS])
+@pytest.mark.parametrize("system", poison.SYSTEMS)
 def test_every_system_can_be_run(system: str) -> None:
     config = main_table.config_of({**settings_of(system, 0), "robust": "exclude"})
     assert config.robust == "exclude"
+
+
+@pytest.mark.parametrize("row", poison.HONEST_ROWS)
+def test_every_honest_row_can_be_run(row: str) -> None:
+    system, partition = poison.HONEST_ROWS[row]
+    config = main_table.config_of({**settings_of(system, 0, partition), "robust": "report"})
+    assert config.robust == "report"
+    assert config.data.partition == partition

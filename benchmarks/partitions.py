@@ -1,0 +1,147 @@
+"""What holds whatever liars send: the certified accuracy of an ensemble; to
+benchmarks/tables/partitions.{md,json}.
+
+python -m benchmarks.partitions          # of 10 and of 20 groups
+python -m benchmarks.partitions 20       # of some; the table keeps its other rows
+
+Deep Partition Aggregation (Levine & Feizi, arXiv 2006.14768) with clients in place of training
+images. Sixty clients with ten images of the digits each are parted into groups by their numbers,
+and a model is trained on each group's synthetic images alone; the models vote. Every synthetic
+image has one owner, so that a client reaches one model: r liars change r votes at most. A test
+image is certified for r liars if it is recognised, and would be with any r votes turned into votes
+for any other class. That needs no judge and no assumption of what liars send. The price is that a
+model sees three or six clients. `votes` is the method, as it needs no learning on the clients; the
+recipe is benchmarks.main_table's. Interrupted, the same command goes on.
+"""
+
+import argparse
+import json
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks import TABLES, write_table
+from benchmarks.clients import Settings, folder_name, sent
+from benchmarks.guidance import with_others
+from benchmarks.lacks import real
+from benchmarks.left_out import SYSTEMS
+from benchmarks.main_table import COMMON, config_of
+from osfl.files import private_folder, write_atomically
+from osfl.models.classifiers import logits_of
+from osfl.payloads import Votes
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
+from server_app.driver import plan_held
+from server_app.job import ServerJob
+from server_app.methods import votes
+from server_app.synthesis.images import SyntheticSet, render
+from server_app.training import train_global
+
+WORK = Path(__file__).resolve().parent.parent / "runs" / "partitions"
+NUMBER = 60  # of clients
+GROUPS = (10, 20)
+LIARS = (1, 2, 3, 5, 9)
+SETTINGS: Settings = {
+    **COMMON,
+    **SYSTEMS["votes"],
+    "num-clients": NUMBER,
+    "data.partition": "iid",
+    "seed": 0,
+}
+
+
+def clients() -> tuple[str, ...]:
+    """In their order."""
+    return tuple(f"client-{number}" for number in range(NUMBER))
+
+
+@cache
+def drawn() -> tuple[ServerJob, SyntheticSet]:
+    """Every client's images, and the job that drew them."""
+    payloads = cast(dict[str, Votes], sent(SETTINGS))
+    config = config_of(SETTINGS)
+    folder = open_run_folder(config, f"partitions-{folder_name(SETTINGS)}", 0)
+    job = ServerJob(config, folder, Status(folder.path), clients())
+    images = render(
+        job, plan_held(job, payloads), lambda device: votes.sampler(job, device, payloads)
+    )
+    return job, images
+
+
+def votes_of(groups: int, group: int) -> torch.Tensor:
+    """The classes [N] that a group's model sees in the test images of all domains."""
+    result = WORK / f"{folder_name(SETTINGS)}-{group}-of-{groups}.json"
+    if not result.is_file():
+        job, images = drawn()
+        members = set(clients()[group::groups])
+        rows = [row for row, client in enumerate(images.clients) if client in members]
+        own = images.only(rows)
+        name = f"group-{group}-of-{groups}"
+        model = train_global(job, name, own.pixels, own.labels).model
+        said = [
+            logits_of(model, part.pixels, torch.device("cpu")).argmax(dim=1)
+            for part in real("test")
+        ]
+        write_atomically(result, json.dumps(torch.cat(said).tolist()).encode())
+        print(f"group {group} of {groups}", flush=True)
+    return torch.tensor(json.loads(result.read_text()))
+
+
+def certified(said: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the models [M, N] say together [N], and how many liars cannot change it [N].
+
+    The class with the most votes, of equal ones the first. A liar takes a vote from it and gives it
+    to another class: (n_c - max_k (n_k + [k < c])) / 2, rounded down (the paper's theorem 1).
+    """
+    counts = F.one_hot(said, classes).sum(dim=0)
+    winner = counts.argmax(dim=1)
+    own = counts.gather(1, winner[:, None])
+    before = torch.arange(classes) < winner[:, None]
+    rivals = (counts + before.long()).scatter(1, winner[:, None], -1)
+    margin = own.flatten() - rivals.max(dim=1).values
+    return winner, margin // 2
+
+
+def line(groups: int) -> dict[str, str]:
+    """A row of the table."""
+    said = torch.stack([votes_of(groups, group) for group in range(groups)])
+    labels = torch.cat([part.labels for part in real("test")])
+    winner, radius = certified(said, 10)
+    right = winner == labels
+    single = (said == labels).double().mean().item()
+    made = {"": str(groups), "clients in each": str(NUMBER // groups)}
+    made["one model"] = f"{100 * single:.1f}"
+    made["together"] = f"{100 * right.double().mean().item():.1f}"
+    for liars in LIARS:
+        share = (right & (radius >= liars)).double().mean().item()
+        made[f"with {liars} liar{'s' if liars > 1 else ''}"] = f"{100 * share:.1f}"
+    return made
+
+
+def main() -> None:
+    """Make the table, and keep it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("groups", nargs="*", type=int, help=f"some of {GROUPS}; none: all")
+    given = parser.parse_args()
+    if unknown := set(given.groups) - set(GROUPS):
+        parser.error(f"{min(unknown)}: must be some of {GROUPS}")
+    private_folder(WORK)
+    about = (
+        f"Top-1 accuracy (%) on the test images of all six domains. {NUMBER} clients with ten "
+        "images each, parted into groups with a model each, which vote; one model: their mean. "
+        "With liars: at least so many are right whatever so many clients send. `votes`, seed 0; "
+        "the recipe is benchmarks.main_table's. Command: `python -m benchmarks.partitions`."
+    )
+    order = [str(groups) for groups in GROUPS]
+    for groups in given.groups or GROUPS:
+        lines = with_others([line(groups)], TABLES / "partitions.json", about, order)
+        write_table(TABLES / "partitions", lines, about)
+
+
+if __name__ == "__main__":
+    main()

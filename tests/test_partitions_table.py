@@ -1,0 +1,110 @@
+"""benchmarks/partitions.py: what votes are certified for, and who is in which group."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import partitions
+from osfl.data.load import Images
+from server_app.synthesis.images import SyntheticSet
+
+
+def first_of_most(said: tuple[int, ...], classes: int) -> int:
+    return max(range(classes), key=lambda label: (said.count(label), -label))
+
+
+def most_liars(said: tuple[int, ...], classes: int) -> int:
+    """By trying: with one more, some choice of models and of what they say changes the class."""
+    winner = first_of_most(said, classes)
+    for liars in range(1, len(said) + 1):
+        for places in itertools.combinations(range(len(said)), liars):
+            for lies in itertools.product(range(classes), repeat=liars):
+                changed = list(said)
+                for place, lie in zip(places, lies, strict=True):
+                    changed[place] = lie
+                if first_of_most(tuple(changed), classes) != winner:
+                    return liars - 1
+    return len(said)
+
+
+def test_no_choice_of_so_many_liars_changes_what_is_certified_and_one_more_does() -> None:
+    """Every way that five models can vote for three classes."""
+    every = list(itertools.product(range(3), repeat=5))
+    said = torch.tensor(every).T
+    winner, radius = partitions.certified(said, 3)
+    assert winner.tolist() == [first_of_most(one, 3) for one in every]
+    assert radius.tolist() == [most_liars(one, 3) for one in every]
+
+
+def test_an_equal_count_goes_to_the_first_class_and_is_worth_nothing() -> None:
+    """Of four models: 1122; 1 is first, and one liar of two changes it. Of 1113 one cannot."""
+    winner, radius = partitions.certified(torch.tensor([[1, 1], [1, 1], [2, 1], [2, 3]]), 4)
+    assert winner.tolist() == [1, 1]
+    assert radius.tolist() == [0, 1]
+    # Against a class before it, three votes to one are worth nothing but one
+    _, radius = partitions.certified(torch.tensor([[1], [1], [1], [0]]), 4)
+    assert radius.tolist() == [0]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(partitions, "WORK", tmp_path)
+    return tmp_path
+
+
+def test_a_group_learns_its_own_clients_images_alone(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twenty groups the fourth has the clients 3, 23 and 43, and no client is in two."""
+    names = partitions.clients()
+    pixels = torch.arange(60, dtype=torch.uint8).view(60, 1, 1, 1).expand(60, 3, 4, 4)
+    images = SyntheticSet(pixels, torch.arange(60) % 10, names)
+    seen: list[list[int]] = []
+
+    def train(
+        job: object, name: str, pixels: torch.Tensor, labels: torch.Tensor
+    ) -> SimpleNamespace:
+        seen.append(pixels[:, 0, 0, 0].tolist())
+        assert labels.tolist() == [number % 10 for number in seen[-1]]
+        return SimpleNamespace(model=torch.nn.Flatten())
+
+    monkeypatch.setattr(partitions, "drawn", lambda: (None, images))
+    monkeypatch.setattr(partitions, "train_global", train)
+    monkeypatch.setattr(partitions, "real", lambda split: [Images(pixels[:7], torch.arange(7))])
+    monkeypatch.setattr(
+        partitions, "logits_of", lambda model, pixels, device: pixels[:, 0, 0].float()
+    )
+    for group in range(20):
+        assert len(partitions.votes_of(20, group)) == 7
+    assert seen[3] == [3, 23, 43]
+    assert sorted(itertools.chain.from_iterable(seen)) == list(range(60))
+
+
+def test_a_row_counts_what_is_right_and_certified(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ten models for four images: all right; eight right and two say one class (radius 3, less
+    one before it); six and four; and all wrong.
+    """
+    said = torch.tensor([[5, 5, 5, 1]] * 6 + [[5, 5, 6, 1]] * 2 + [[5, 4, 6, 1]] * 2)
+    name = partitions.folder_name(partitions.SETTINGS)
+    for group in range(10):
+        file = work / f"{name}-{group}-of-10.json"
+        file.write_text(json.dumps(said[group].tolist()))
+    labels = torch.tensor([5, 5, 5, 5])
+    monkeypatch.setattr(
+        partitions, "real", lambda split: [Images(torch.zeros(4, 3, 4, 4).byte(), labels)]
+    )
+    line = partitions.line(10)
+    assert line["clients in each"] == "6"
+    # 10, 8 and 6 of ten
+    assert line["one model"] == "60.0"
+    assert line["together"] == "75.0"
+    shares = [line[f"with {count} liar{'s' if count > 1 else ''}"] for count in (1, 2, 3, 5, 9)]
+    # Radii by hand: 10 to 0, and each rival before 5 is worth one more: (10 - 1) // 2 = 4;
+    # (8 - 3) // 2 = 2; (6 - 4) // 2 = 1
+    assert shares == ["75.0", "50.0", "25.0", "0.0", "0.0"]
