@@ -67,7 +67,8 @@ def test_a_wheel_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> N
     assert all(str(installed.parent) in place for place in places.stdout.splitlines()), places
 
     settings = quick_arguments(Path("digits"), method="prompts-only", job_id="from-a-wheel")
-    settings = ["configs/demo.toml", *settings, "num-clients=2", "synthesis.images-per-class=1"]
+    settings = ["configs/demo.toml", *settings, "num-clients=2"]
+    settings += ["synthesis.images-per-class=1", "global-model.steps=2"]
     assert not (tmp_path / "empty" / "configs").exists()
     done = call(installed / "osfl", "run", *ONE_AT_A_TIME, *settings)
     assert done.returncode == 0, done.stdout + done.stderr
