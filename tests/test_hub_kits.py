@@ -29,6 +29,7 @@ from osfl.models.hub import missing_bytes
 from osfl.models.kit_check import check_captioner, check_kit
 from osfl.models.kits import KitError, find_kit, find_model
 from server_app.app import run_job
+from server_app.federation.exchange import RoundError
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")
@@ -287,6 +288,28 @@ def test_a_run_takes_its_kit_from_the_hub(
     again = LoopGrid(app, config, nodes(2))
     run_job(again, parse_run_config(config), "job")
     assert {kind for _, kind in again.sent} == {"query.join", "query.acknowledge", "evaluate"}
+
+
+def test_a_clients_own_kit_is_compared_with_the_hubs(
+    served: Hub, tiny_kit: Path, home: Path, tmp_path: Path
+) -> None:
+    """Where the run names a kit of the hub and a client has a folder: a copy may join, and one
+    with other weights may not.
+    """
+    shutil.copytree(tiny_kit, served.root / "owner" / "tiny", dirs_exist_ok=True)
+    config = quick(method="feddeo", kit=f"owner/tiny@{REVISION}")
+    other = shutil.copytree(tiny_kit, tmp_path / "other")
+
+    def run(job_id: str) -> None:
+        given = [nodes(2)[0], {**nodes(2)[1], "kit": str(other)}]
+        run_job(LoopGrid(app, config, given), parse_run_config(config), job_id)
+
+    run("with-a-copy")
+    weights = other / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    message = r"other': its unet/diffusion_pytorch_model.safetensors \(\w{8}\) is not the server's"
+    with pytest.raises(RoundError, match=message):
+        run("with-another")
 
 
 def test_what_a_run_will_need_is_fetched_before_it(served: Hub) -> None:
