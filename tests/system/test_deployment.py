@@ -1,5 +1,6 @@
 """Who gets into a federation of separate processes, with TLS and node keys."""
 
+import json
 import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -146,3 +147,31 @@ def test_the_superlinks_database_holds_no_sealed_payload(
         stored = tmp_path / "server" / job / "payloads" / "site-a.pb"
         assert SECRET.encode() in stored.read_bytes()
     assert f"payloads are sealed to {pin}" in federation.log("run")
+
+
+@pytest.mark.timeout(400)
+def test_two_runs_share_one_cluster(federation: Federation, tmp_path: Path, tiny_kit: Path) -> None:
+    """Begun together, on the same nodes: both end well, and each has what its own clients sent."""
+    federation.begin_superlink()
+    for name in ("site-a", "site-b"):
+        federation.register(name)
+        make_images(tmp_path / name)
+        config = f"client-id='{name}' data-dir='{tmp_path / name}' domain='photo of {name}'"
+        config += f" cache-dir='{tmp_path / name}-cache'"
+        federation.begin_node(name, *federation.trusting(name), config=config)
+    settings = {**TWO_CLASSES, "num_clients": 2, "join_timeout": 120.0}
+    runs = {}
+    for job, method in (("first", "prompts-domain"), ("second", "feddeo")):
+        arguments = quick_arguments(tiny_kit, method=method, job_id=job, **settings)
+        runs[job] = federation.begin_run(*arguments)
+    for job, run in runs.items():
+        assert run.wait(timeout=300) == 0, (job, federation.log("run")[-3000:])
+    for job in runs:
+        folder = tmp_path / "server" / job
+        payloads = sorted((folder / "payloads").glob("*.pb"))
+        assert [file.name for file in payloads] == ["site-a.pb", "site-b.pb"]
+        for file in payloads:
+            named = f"photo of {file.stem}".encode() in file.read_bytes()
+            assert named == (job == "first")
+        metrics = json.loads((folder / "metrics.json").read_text())
+        assert metrics["server"]["synthetic_images"] == 2 * 2
