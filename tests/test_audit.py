@@ -14,6 +14,7 @@ import pytest
 import torch
 from analytic import CLASSES, analytic_kit, numbers
 from scipy import stats
+from scipy.special import logsumexp
 from sklearn.mixture import GaussianMixture
 from system_tools import quick_arguments
 from test_analytic_conditions import SHAPE, generator, images, job_of
@@ -394,6 +395,42 @@ def test_pictures_are_decoded_from_fedbips_latents(
     np.testing.assert_allclose(attack(job, swapped)["pictures"], others, rtol=1e-3)
 
 
+def test_words_are_held_against_the_prompt_and_latents_by_their_distance(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedBiP's: under its words an image that helped is denoised better, and near it is a latent,
+    of whatever class.
+    """
+    data = images(2, 0, 2)
+    job = job_of(data, method="fedbip")
+    latents = numbers(attacks.posteriors(kit, data, job)[0])
+    draw = np.random.default_rng(0)
+    prompts = numbers(kit.text([f"an image of {name}" for name in CLASSES]))[[2, 0, 2]]
+    domain = draw.normal(size=prompts.shape[-1])
+    words = draw.normal(size=(2, prompts.shape[-1]))
+
+    def filled(domain: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(prompts) + domain + 2 * vectors.unsqueeze(1)
+
+    monkeypatch.setattr(attacks, "concept_prompt", lambda text: SimpleNamespace(filled=filled))
+    sent = np.stack([latents[0] + 0.3, latents[1] - 0.2])
+    means = torch.tensor(sent).float()
+    payload = Concepts(
+        ("zero", "two"),
+        torch.tensor(domain),
+        torch.tensor(words),
+        torch.tensor([2, 0]),
+        means,
+        torch.ones_like(means),
+    )
+    found = attack(job, payload)
+    conditions = prompts + domain + 2 * words[[1, 0, 1]][:, None]
+    expected = errors_by_hand(job, latents, prompts) - errors_by_hand(job, latents, conditions)
+    np.testing.assert_allclose(found["words"], expected, rtol=1e-3, atol=1e-5)
+    apart = np.sqrt(((latents[:, None] - sent[None]) ** 2).sum(axis=(2, 3, 4)))
+    np.testing.assert_allclose(found["latents"], -apart.min(axis=1), rtol=1e-4)
+
+
 def test_pictures_are_decoded_from_espressos_components(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,7 +453,19 @@ def test_pictures_are_decoded_from_espressos_components(
         means.view(2, 2, *means.shape[1:]),
         torch.ones_like(means).view(2, 2, *means.shape[1:]),
     )
-    found = attack(job, payload)["pictures"]
+    scores = attack(job, payload)
+    # log sum_k w_k N(sqrt(a) x_0; m_k, I), of each image's own class
+    x = np.sqrt(a) * latents
+    expected_logs = []
+    for image, label in zip(x, (2, 0, 2), strict=True):
+        parts = [(1.0, 0)] if label == 0 else [(0.5, 2), (0.5, 3)]
+        logs = [
+            math.log(weight) + stats.norm.logpdf(image, loc=numbers(means[row])).sum()
+            for weight, row in parts
+        ]
+        expected_logs.append(logsumexp(logs))
+    np.testing.assert_allclose(scores["latents"], expected_logs, rtol=1e-5)
+    found = scores["pictures"]
     there = clean[[0, 2, 3]]
     np.testing.assert_allclose(found, likeness_by_hand(data, there, [0, 2, 2]), rtol=2e-2)
 
