@@ -25,7 +25,6 @@ from osfl.cli.launch import default_config
 from osfl.cli.paired import paired_difference
 from osfl.config import RunConfig, Scalar, parse_run_config
 from osfl.methods import server_half
-from osfl.payloads import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.job import ServerJob
@@ -118,7 +117,7 @@ def with_names(settings: Settings, tested: int | None) -> Settings:
     return {**settings, "public-domains": ", ".join(names)}
 
 
-def tested(number: int, settings: Settings, taken: Mapping[str, Payload]) -> float:
+def tested(number: int, settings: Settings) -> float:
     """Accuracy (%) in the domain of a client of a model that its images have not taught."""
     config = config_of({**with_names(settings, number), "left-out": CLIENTS[number]})
     name = folder_name(with_names(settings, number))
@@ -127,6 +126,7 @@ def tested(number: int, settings: Settings, taken: Mapping[str, Payload]) -> flo
         # One folder for all: images of the other clients are there already
         everybody = config_of(with_names(settings, None))
         folder = open_run_folder(everybody, folder_name(settings), 0)
+        taken = sent(settings)
         others = {client: payload for client, payload in taken.items() if client != CLIENTS[number]}
         training = tuple(client for client in CLIENTS if client != CLIENTS[number])
         job = ServerJob(config, folder, Status(folder.path), training)
@@ -147,10 +147,9 @@ def table(rows: Sequence[str], seed: int, quick: bool) -> list[dict[str, str]]:
     found: dict[str, list[float]] = {}
     for row in dict.fromkeys(("ceiling", *rows)):
         settings = settings_of(row, seed, quick)
-        taken = sent(settings)
         found[row] = []
         for number in range(len(CLIENTS)):
-            found[row].append(tested(number, settings, taken))
+            found[row].append(tested(number, settings))
             print(row, DOMAINS[number], found[row][-1], flush=True)
     ceiling = dict(enumerate(found["ceiling"]))
     made = []

@@ -29,7 +29,7 @@ def test_a_fold_is_taught_by_the_others_and_tested_by_its_own(
     settings |= {"seed": 0, "synthesis.images-per-class": 1}
     monkeypatch.setattr(left_out, "accuracy", lambda *given: scored.append(given[2]) or 50.0)
     for number in (1, 0, 1):
-        assert left_out.tested(number, settings, {}) == 50.0
+        assert left_out.tested(number, settings) == 50.0
         assert scored == [1, 0][: len(scored)]
         folder = home / left_out.folder_name(settings)
         others = {f"client-{k}" for k in range(3) if k != number}
@@ -75,12 +75,12 @@ def test_a_fold_with_other_names_is_measured_anew(
 
     monkeypatch.setattr(left_out, "server_half", begun)
     (home / f"{left_out.folder_name(told)}-without-2.json").write_text("12.5")
-    assert left_out.tested(2, settings, {}) == 12.5
+    assert left_out.tested(2, settings) == 12.5
     others = tuple(reversed(left_out.DOMAINS))
     monkeypatch.setattr(left_out, "DOMAINS", others)
     assert left_out.with_names(settings, 2) != told
     with pytest.raises(LookupError):
-        left_out.tested(2, settings, {})
+        left_out.tested(2, settings)
 
 
 def test_a_fold_draws_every_public_domain_but_its_own(
@@ -92,7 +92,7 @@ def test_a_fold_draws_every_public_domain_but_its_own(
     changed = quick(kit=str(tiny_kit), method="prompts-only", num_clients=3)
     settings = {key: value for key, value in changed.items() if DEFAULTS[key] != value}
     settings |= {"seed": 0, "public-domains": left_out.OTHERS}
-    left_out.tested(1, settings, {})
+    left_out.tested(1, settings)
     (manifest,) = home.glob("*/manifest.jsonl")
     owners = {json.loads(row)["client"] for row in manifest.read_text().splitlines()}
     public = {f"public.{name}" for name in left_out.DOMAINS if name != "infograph"}
@@ -113,11 +113,10 @@ def test_the_difference_to_the_ceiling_is_paired_by_domain(
     of_ceiling = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
     above = [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
 
-    def tested(number: int, settings: Any, taken: Any) -> float:
+    def tested(number: int, settings: Any) -> float:
         return of_ceiling[number] + (above[number] if settings["method"] != "ceiling" else 0)
 
     monkeypatch.setattr(left_out, "tested", tested)
-    monkeypatch.setattr(left_out, "sent", lambda settings: {})
     ceiling, row = left_out.table(["domain-vector"], 0, quick=False)
     assert (ceiling[""], ceiling["average"], ceiling["to the ceiling"]) == ("ceiling", "35.0", "")
     assert row["average"] == "37.0"
