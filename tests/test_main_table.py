@@ -353,7 +353,7 @@ def test_a_skewed_table_names_clients_and_has_no_row_that_is_told_domains(
 ) -> None:
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     assert "prompts-domain" not in main_table.rows_of("label")
-    assert main_table.references_of("label") == ("ceiling", "domain-vector")
+    assert main_table.references_of("label") == ("ceiling", "domain-vector, all classes")
     for row, figure in (("ceiling", 70.0), ("domain-vector", 60.0), ("OSCAR", 50.0)):
         for seed in (0, 1):
             keep(row, seed, [figure + seed] * 6, "label")
