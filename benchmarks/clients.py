@@ -1,4 +1,4 @@
-"""The six clients of the tables: their names, their domains, and what they send.
+"""The clients of the tables: their names, their domains, and what they send.
 
 Payloads are made here by the clients' half, without the network between, and kept in
 `runs/payloads`: a client sends the same whatever its server does, so that tables share them.

@@ -5,13 +5,19 @@ python -m benchmarks.partitions          # of 10 and of 20 groups
 python -m benchmarks.partitions 20       # of some; the table keeps its other rows
 
 Deep Partition Aggregation (Levine & Feizi, arXiv 2006.14768) with clients in place of training
-images. Sixty clients with ten images of the digits each are parted into groups by their numbers,
-and a model is trained on each group's synthetic images alone; the models vote. Every synthetic
-image has one owner, so that a client reaches one model: r liars change r votes at most. A test
-image is certified for r liars if it is recognised, and would be with any r votes turned into votes
-for any other class. That needs no judge and no assumption of what liars send. The price is that a
-model sees three or six clients. `votes` is the method, as it needs no learning on the clients; the
-recipe is benchmarks.main_table's. Interrupted, the same command goes on.
+images. Sixty clients with ten images of the digits each, drawn at random, are parted into groups by
+their numbers, and a model is trained on each group's synthetic images alone; the models vote. What
+is drawn for a client depends on its payload alone (`class-balance`, `label-check` and `robust` are
+off), so that it reaches one model: r liars change r votes at most. A test image is certified for r
+liars if it is recognised, and would be with any r votes turned into votes for any other class.
+
+That needs no judge and no assumption of what liars send. It does assume that a client has one name,
+which its key can see to, and does not choose its group; that every group has a model; and that the
+same images train the same model, as they do on a CPU and not always on a GPU. The price is that a
+model sees three or six clients.
+
+`votes` is the method, as it needs no learning on the clients, and the recipe is that of
+benchmarks.main_table. Interrupted, the same command goes on.
 """
 
 import argparse
@@ -133,7 +139,8 @@ def main() -> None:
     private_folder(WORK)
     about = (
         f"Top-1 accuracy (%) on the test images of all six domains. {NUMBER} clients with ten "
-        "images each, parted into groups with a model each, which vote; one model: their mean. "
+        "images each, drawn at random, parted into groups with a model each, which vote; one "
+        "model: their mean. "
         "With liars: at least so many are right whatever so many clients send. `votes`, seed 0; "
         "the recipe is benchmarks.main_table's. Command: `python -m benchmarks.partitions`."
     )

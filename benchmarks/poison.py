@@ -56,8 +56,7 @@ SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector")
 # Of the honest table: a system of benchmarks.main_table, and how the images are parted
 DESCRIPTIONS = SYSTEMS[0]
 HONEST_ROWS = {
-    **{system: (system, "domain") for system in (*SYSTEMS, "FedBiP", "FGL", "OSCAR-pooled")},
-    "votes": ("votes", "domain"),
+    **{name: (name, "domain") for name in (*SYSTEMS, "FedBiP", "FGL", "OSCAR-pooled", "votes")},
     f"{DESCRIPTIONS}, by label": (DESCRIPTIONS, "label"),
     f"{DESCRIPTIONS}, by Dirichlet's distribution": (DESCRIPTIONS, "dirichlet"),
 }
@@ -396,8 +395,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = tuple(dict.fromkeys((*SYSTEMS, *HONEST_ROWS)))
-    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(known)}; none: all")
+    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(HONEST_ROWS)}; none: all")
     parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
     given = parser.parse_args()
     systems = tuple(HONEST_ROWS) if given.honest else SYSTEMS

@@ -1,14 +1,14 @@
-"""Why teachers (FedLMG's MD and SD) gain nothing over plain fine-tuning (FT) here; to
+"""What teachers (FedLMG's MD and SD) give over fine-tuning alone (FT), and what they say; to
 benchmarks/tables/teachers.{md,json}.
 
 python -m benchmarks.teachers                   # every row
 python -m benchmarks.teachers "by domain"       # some; the table keeps its other rows
 
 FedLMG's images are drawn once for each row and seed, with the recipe of benchmarks.main_table. On
-the same images a global model is trained alone, with its teachers as the papers have them, and with
+the same images a global model is trained alone, with its teachers as the method has them, and with
 their outputs softened: at a temperature of 4, where a teacher says more than the class that it is
 sure of. Rows differ in how images are parted among clients, and in how the clients' classifiers are
-trained: as in the papers, or with as many steps of the recipe, which makes better teachers.
+trained: as in the papers, or with as many steps of the recipe, which may make better teachers.
 Accuracies are of the digits' validation split. Interrupted, the same command goes on.
 """
 
@@ -117,7 +117,8 @@ def measured(settings: Settings) -> Cell:
         "as labelled": 100 * (own.argmax(dim=1) == images.labels).double().mean().item(),
     }
     for name, target in targets.items():
-        model = train_global(job, name, images.pixels, images.labels, target, 1.0).model
+        weight = config.fedlmg.distillation_weight
+        model = train_global(job, name, images.pixels, images.labels, target, weight).model
         found[name] = mean(score(config, model))
         if name == "FT":
             found["FT, on own"] = on_own(settings, dict.fromkeys(CLIENTS, model))
@@ -127,7 +128,7 @@ def measured(settings: Settings) -> Cell:
 
 def on_own(settings: Settings, models: dict[str, nn.Module]) -> float:
     """Accuracy (%) of each client's model on the validation images that are like the client's own:
-    of its domain and its classes.
+    of its classes, and of its domain where it has one.
     """
     config = config_of(settings)
     figures = []
@@ -174,10 +175,11 @@ def main() -> None:
     about = (
         "FedLMG: top-1 accuracy (%) on the digits' validation split of a global model without a "
         "teacher (FT), and what the mean of the teachers (MD) or the image's own client's (SD) "
-        "adds, as in the papers and with the teachers' logits divided by "
+        "adds, as the method has them and with the teachers' logits divided by "
         f"{TEMPERATURE:g}; paired by seed, with a 95 % interval by Student's t, and a star where "
         "that excludes 0. Entropy, and how often the label is what it says: of an image's own "
-        "client's classifier. Images like their own: of a client's domain and classes. Seeds "
+        "client's classifier. Images like their own: of a client's classes, and of its domain "
+        "where it has one. Seeds "
         f"{SEEDS}; the recipe is benchmarks.main_table's. Command: `python -m benchmarks.teachers`."
     )
     for row in given.rows or ROWS:

@@ -22,9 +22,9 @@ HEAD = """# Configuration
 *Run-config* is what is equal on all nodes of a run. *Node-config* is what differs by machine.
 
 Give run-config as TOML files and as `key=value`. What comes later wins:
-`osfl run configs/demo.toml seed=1 domain-vector.lr=0.05`. A section's keys are written `section.key`, or
-below `[section]` in a file. Every default is in `pyproject.toml`. Where a paper has another value,
-the comment there says so, and `configs/methods/` has the paper's.
+`osfl run configs/demo.toml seed=1 domain-vector.lr=0.05`. A section's keys are written
+`section.key`, or below `[section]` in a file. Every default is in `pyproject.toml`. Where a paper
+has another value, the comment there says so, and `configs/methods/` has the paper's.
 
 Some keys are marked in the last column:
 

@@ -13,6 +13,14 @@ from osfl.data.load import Images
 from server_app.synthesis.images import SyntheticSet
 
 
+def test_the_settings_are_a_run_of_sixty() -> None:
+    """In which nothing that one client sends changes what is drawn for another."""
+    config = partitions.config_of(partitions.SETTINGS)
+    assert (config.num_clients, config.data.partition) == (60, "iid")
+    assert (config.class_balance, config.label_check, config.robust) == (False, "none", "off")
+    assert len(partitions.clients()) == 60
+
+
 def first_of_most(said: tuple[int, ...], classes: int) -> int:
     return max(range(classes), key=lambda label: (said.count(label), -label))
 
@@ -45,7 +53,7 @@ def test_an_equal_count_goes_to_the_first_class_and_is_worth_nothing() -> None:
     winner, radius = partitions.certified(torch.tensor([[1, 1], [1, 1], [2, 1], [2, 3]]), 4)
     assert winner.tolist() == [1, 1]
     assert radius.tolist() == [0, 1]
-    # Against a class before it, three votes to one are worth nothing but one
+    # Against a class before it: (3 - 1 - 1) // 2
     _, radius = partitions.certified(torch.tensor([[1], [1], [1], [0]]), 4)
     assert radius.tolist() == [0]
 
