@@ -38,7 +38,7 @@ def test_clients_are_tested_on_images_of_their_own_classes(
     held = {0: [0, 0, 1], 1: [2]}
 
     def load(data: object, node: Any, split: str, seed: int) -> Images:
-        labels = torch.tensor(held[node.partition_id] if split == "train" else [0, 1, 2, 0])
+        labels = torch.tensor(held[node.partition_id] if split == "train" else [0, 1, 2, 0, 0])
         pixels = labels.view(-1, 1, 1, 1).expand(-1, 3, 2, 2).byte()
         return Images(pixels, labels)
 
@@ -51,8 +51,8 @@ def test_clients_are_tested_on_images_of_their_own_classes(
     monkeypatch.setattr(teachers, "logits_of", logits)
     models: Any = {"a": {0: 0, 1: 0, 2: 2}, "b": {0: 1, 1: 1, 2: 2}}
     found = teachers.on_own(teachers.settings_of("by label", 0), models)
-    # Two of three, and one of one
-    assert found == pytest.approx(100 * (2 / 3 + 1) / 2)
+    # Three of four, and one of one
+    assert found == pytest.approx(100 * (3 / 4 + 1) / 2)
 
 
 def test_a_row_is_paired_with_plain_fine_tuning(
@@ -129,9 +129,11 @@ def test_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(taught["SD"], own.softmax(1))
     torch.testing.assert_close(taught["SD softened"], (own / 4).softmax(1))
     # Class 0 of a alone, 2 of b alone, and 1 of both
+    for name, scale in (("MD", 1), ("MD softened", 4)):
+        p = (own / scale).softmax(1)
+        both = torch.stack([p[0, 0], (p[0, 1] + p[2, 1]) / 2, p[2, 2]])
+        torch.testing.assert_close(taught[name], (both / both.sum()).expand(4, 3))
     p = own.softmax(1)
-    both = torch.stack([p[0, 0], (p[0, 1] + p[2, 1]) / 2, p[2, 2]])
-    torch.testing.assert_close(taught["MD"], (both / both.sum()).expand(4, 3))
     # The teacher of the second image says another class
     assert found["as labelled"] == 75.0
     entropy = -(p[0] * p[0].log()).sum().item()
