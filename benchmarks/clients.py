@@ -21,7 +21,14 @@ from osfl.wire import decode, encode
 from server_app.expected import expected_payload
 
 PAYLOADS = Path(__file__).resolve().parent.parent / "runs" / "payloads"
-CLIENTS = tuple(f"client-{number}" for number in range(6))
+
+
+def names(count: int) -> tuple[str, ...]:
+    """Of so many clients, in their order."""
+    return tuple(f"client-{number}" for number in range(count))
+
+
+CLIENTS = names(6)
 # Of the clients, in their order
 DOMAINS = ("clipart", "infograph", "neon", "painting", "photo", "sketch")
 Settings = Mapping[str, Scalar]
@@ -36,8 +43,7 @@ def sent(settings: Settings) -> dict[str, Payload]:
     folder = PAYLOADS / f"payloads-{folder_name(own)}"
     expected = expected_payload(config, folder.name)
     found = {}
-    for number in range(config.num_clients):
-        client = f"client-{number}"
+    for number, client in enumerate(names(config.num_clients)):
         file = folder / client / "payload.pb"
         if not file.is_file():
             private_folder(file.parent)

@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import TABLES, write_table
-from benchmarks.clients import Settings, folder_name, sent
+from benchmarks.clients import Settings, folder_name, names, sent
 from benchmarks.guidance import with_others
 from benchmarks.lacks import real
 from benchmarks.left_out import SYSTEMS
@@ -47,7 +47,8 @@ from server_app.synthesis.images import SyntheticSet, render
 from server_app.training import train_global
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "partitions"
-NUMBER = 60  # of clients
+NUMBER = 60
+CLIENTS = names(NUMBER)
 GROUPS = (10, 20)
 LIARS = (1, 2, 3, 5, 9)
 SETTINGS: Settings = {
@@ -59,18 +60,13 @@ SETTINGS: Settings = {
 }
 
 
-def clients() -> tuple[str, ...]:
-    """In their order."""
-    return tuple(f"client-{number}" for number in range(NUMBER))
-
-
 @cache
 def drawn() -> tuple[ServerJob, SyntheticSet]:
     """Every client's images, and the job that drew them."""
     payloads = cast(dict[str, Votes], sent(SETTINGS))
     config = config_of(SETTINGS)
     folder = open_run_folder(config, f"partitions-{folder_name(SETTINGS)}", 0)
-    job = ServerJob(config, folder, Status(folder.path), clients())
+    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
     images = render(
         job, plan_held(job, payloads), lambda device: votes.sampler(job, device, payloads)
     )
@@ -82,7 +78,7 @@ def votes_of(groups: int, group: int) -> torch.Tensor:
     result = WORK / f"{folder_name(SETTINGS)}-{group}-of-{groups}.json"
     if not result.is_file():
         job, images = drawn()
-        members = set(clients()[group::groups])
+        members = set(CLIENTS[group::groups])
         rows = [row for row, client in enumerate(images.clients) if client in members]
         own = images.only(rows)
         name = f"group-{group}-of-{groups}"

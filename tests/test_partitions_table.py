@@ -18,7 +18,7 @@ def test_the_settings_are_a_run_of_sixty() -> None:
     config = partitions.config_of(partitions.SETTINGS)
     assert (config.num_clients, config.data.partition) == (60, "iid")
     assert (config.class_balance, config.label_check, config.robust) == (False, "none", "off")
-    assert len(partitions.clients()) == 60
+    assert len(partitions.CLIENTS) == 60
 
 
 def first_of_most(said: tuple[int, ...], classes: int) -> int:
@@ -68,7 +68,7 @@ def test_a_group_learns_its_own_clients_images_alone(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twenty groups the fourth has the clients 3, 23 and 43, and no client is in two."""
-    names = partitions.clients()
+    names = partitions.CLIENTS
     pixels = torch.arange(60, dtype=torch.uint8).view(60, 1, 1, 1).expand(60, 3, 4, 4)
     images = SyntheticSet(pixels, torch.arange(60) % 10, names)
     seen: list[list[int]] = []
