@@ -87,6 +87,13 @@ ROWS: dict[str, Settings] = {
         "synthesis.solver": "unipc",
         "synthesis.steps": 6,
     },
+    # What the kit takes for another class is left out
+    "domain-vector, 300 images, checked": {**MANY, "label-check": "filter"},
+    "domain-vector, 300 images, public domains, checked": {
+        **MANY,
+        "public-domains": ", ".join(DOMAINS),
+        "label-check": "filter",
+    },
     "ceiling, as long": {"method": "ceiling", **LONG},
     "domain-vector, 10 sampling steps": {**VECTOR, "synthesis.steps": 10},
     "domain-vector, UniPC, 6 steps": {

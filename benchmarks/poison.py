@@ -5,11 +5,12 @@ python -m benchmarks.poison                  # every system and attack
 python -m benchmarks.poison OSCAR            # some systems; the table keeps its other rows
 python -m benchmarks.poison --honest         # who is doubted where nobody lies
 
-One, two or three of the six clients lie, all in the same way. Systems, recipe and payloads are
-those of benchmarks.main_table; an attack changes payloads after they were made, but for the
-backdoor, whose liars learn theirs from changed images. Every client's images are drawn from its
-honest payload and from its attacked one, and a federation's are put together of these. Models that
-are trained on the same images are trained once. Interrupted, the same command goes on.
+One, two or three of the six clients lie, all in the same way, and up to ten of thirty. Systems,
+recipe and payloads are those of benchmarks.main_table; each of the thirty has twenty images, taken
+at random, and gets six of every class. An attack changes payloads after they were made, but for
+the backdoor, whose liars learn theirs from changed images. Every client's images are drawn from
+its honest payload and from its attacked one, and a federation's are put together of these. Models
+that are trained on the same images are trained once. Interrupted, the same command goes on.
 """
 
 import argparse
@@ -25,14 +26,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, main_table, write_table
 from benchmarks.approximations import accuracy
-from benchmarks.clients import CLIENTS, Settings, coded, folder_name, sent
+from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, sent
 from benchmarks.guidance import with_others
 from benchmarks.lacks import real
-from benchmarks.main_table import config_of, settings_of
+from benchmarks.main_table import config_of
 from client_app.work import client_job
-from osfl.config import NodeConfig
+from osfl.config import NodeConfig, Scalar
 from osfl.data.load import Fit, Images
 from osfl.files import private_folder, write_atomically
 from osfl.methods import client_half, server_half
@@ -52,15 +53,23 @@ from server_app.synthesis.images import SyntheticSet, render
 WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
 SEEDS = (0,)
 HONEST_SEEDS = (0, 1, 2, 3, 4)
-SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector")
+CROWD = "OSCAR, thirty clients"
+SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector", CROWD)
+CROWD_SIZE = 30
+OF_CROWD: Settings = {
+    "num-clients": CROWD_SIZE,
+    "data.partition": "iid",
+    "synthesis.images-per-class": 6,
+}
 # Of the honest table: a system of benchmarks.main_table, and how the images are parted
 DESCRIPTIONS = SYSTEMS[0]
 HONEST_ROWS = {
-    **{name: (name, "domain") for name in (*SYSTEMS, "FedBiP", "FGL", "OSCAR-pooled", "votes")},
+    **{name: (name, "domain") for name in (*SYSTEMS[:3], "FedBiP", "FGL", "OSCAR-pooled", "votes")},
     f"{DESCRIPTIONS}, by label": (DESCRIPTIONS, "label"),
     f"{DESCRIPTIONS}, by Dirichlet's distribution": (DESCRIPTIONS, "dirichlet"),
 }
 LIARS = (1, 2, 3)
+LIARS_OF_CROWD = (1, 3, 5, 10)
 HONEST = "honest"
 BACKDOOR = "backdoor"
 TARGET = 0  # the class that an image with the patch is to be taken for
@@ -127,8 +136,29 @@ COPY = "another client's payload"
 EVERY_ATTACK = (*ATTACKS, COPY, BACKDOOR)
 
 
+def settings_of(system: str, seed: int) -> dict[str, Scalar]:
+    """Of benchmarks.main_table's row; for thirty clients, what is else with them."""
+    if system == CROWD:
+        return {**main_table.settings_of("OSCAR", seed), **OF_CROWD}
+    return main_table.settings_of(system, seed)
+
+
+def clients_of(system: str) -> tuple[str, ...]:
+    """In their order; the first ones lie."""
+    return names(CROWD_SIZE) if system == CROWD else CLIENTS
+
+
+def liars_of(system: str) -> tuple[int, ...]:
+    """How many lie."""
+    return LIARS_OF_CROWD if system == CROWD else LIARS
+
+
 def attacks_of(system: str) -> tuple[str, ...]:
-    """A domain's vector holds no class: there is none to swap, and none for a backdoor."""
+    """A domain's vector holds no class: there is none to swap, and none for a backdoor. Thirty
+    clients are for how many they may be, not for every kind of lie.
+    """
+    if system == CROWD:
+        return "shifted classes", "half of the classes shifted", "noise"
     if system == "domain-vector":
         return "noise", "a thousand times as large", COPY
     return EVERY_ATTACK
@@ -139,13 +169,14 @@ def attacked(system: str, attack: str, seed: int) -> dict[str, Payload]:
     payloads = sent(settings_of(system, seed))
     if attack == HONEST:
         return payloads
+    clients = clients_of(system)
     if attack == COPY:
         return {
-            client: payloads[CLIENTS[(number + 1) % len(CLIENTS)]]
-            for number, client in enumerate(CLIENTS)
+            client: payloads[clients[(number + 1) % len(clients)]]
+            for number, client in enumerate(clients)
         }
     if attack == BACKDOOR:
-        return {client: with_backdoor(system, client, seed) for client in CLIENTS[: max(LIARS)]}
+        return {client: with_backdoor(system, client, seed) for client in clients[: max(LIARS)]}
     changed = {
         client: ATTACKS[attack](payload, generator_of(seed, attack, client))
         for client, payload in payloads.items()
@@ -218,7 +249,7 @@ def together(parts: Sequence[SyntheticSet]) -> SyntheticSet:
 
 def federation(system: str, attack: str, liars: Sequence[str], seed: int) -> SyntheticSet:
     """The liars' images beside the others' honest ones."""
-    honest = [client for client in CLIENTS if client not in liars]
+    honest = [client for client in clients_of(system) if client not in liars]
     parts = [of(drawn(system, HONEST, seed), honest)]
     if liars:
         parts.append(of(drawn(system, attack, seed), liars))
@@ -229,7 +260,7 @@ def job_of(settings: Settings, name: str) -> ServerJob:
     """A run of its own."""
     config = config_of(settings)
     folder = open_run_folder(config, f"{name}-{folder_name(settings)}", 0)
-    return ServerJob(config, folder, Status(folder.path), CLIENTS)
+    return ServerJob(config, folder, Status(folder.path), tuple(sorted(names(config.num_clients))))
 
 
 def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
@@ -243,7 +274,8 @@ def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
     if not result.is_file():
         job = job_of(settings, name)
         (model,) = train_one(job, {}, images).values()
-        found = [accuracy(job.config, model.model, number) for number in range(len(CLIENTS))]
+        numbers = range(job.config.num_clients)
+        found = [accuracy(job.config, model.model, number) for number in numbers]
         fooled = [share_fooled(model.model, part) for part in real("test")]
         scores = {"accuracy": mean(found), "fooled": mean(fooled)}
         write_atomically(result, json.dumps(scores).encode())
@@ -287,7 +319,8 @@ def judge() -> str:
 
 def played(system: str, attack: str, count: int, seed: int, job: ServerJob) -> Cell:
     """A cell."""
-    liars, others = CLIENTS[:count], CLIENTS[count:]
+    clients = clients_of(system)
+    liars, others = clients[:count], clients[count:]
     images = federation(system, attack, liars, seed)
     lies = attacked(system, attack, seed)
     payloads = {**sent(settings_of(system, seed)), **{client: lies[client] for client in liars}}
@@ -341,7 +374,7 @@ def line(system: str, attack: str, count: int, seeds: Sequence[int]) -> dict[str
 
 def name_of(system: str, attack: str, count: int) -> str:
     """Of a row."""
-    return f"{system}: {attack}, {count} of {len(CLIENTS)}"
+    return f"{system}: {attack}, {count} of {len(clients_of(system))}"
 
 
 def honest_line(row: str, seeds: Sequence[int]) -> dict[str, str]:
@@ -371,7 +404,7 @@ def honest_agreements(row: str, seed: int) -> dict[str, dict[int, float]]:
     """Of a federation in which nobody lies; as few images are drawn as are looked at."""
     system, partition = HONEST_ROWS[row]
     settings = {
-        **settings_of(system, seed, partition),
+        **main_table.settings_of(system, seed, partition),
         "synthesis.images-per-class": LOOKED_AT,
     }
     result = WORK / f"honest-{judge()}-{folder_name(settings)}.json"
@@ -417,8 +450,8 @@ def main() -> None:
             write_table(TABLES / "poison-honest", lines, about)
         return
     about = (
-        "Top-1 accuracy (%) on all clients' test images, mean of the six domains, where the first "
-        "one, two or three of six clients lie. With the liars: `robust = off`; without: a "
+        "Top-1 accuracy (%) on all clients' test images, mean of the clients, where the first "
+        "ones of six or thirty clients lie. With the liars: `robust = off`; without: a "
         "federation of the others alone. A client whose norms stand out is reported by every run. "
         "Fooled: of test images of "
         f"another class with a white patch, those taken for class {TARGET}, in the same three. "
@@ -429,11 +462,11 @@ def main() -> None:
         name_of(system, attack, count)
         for system in SYSTEMS
         for attack in attacks_of(system)
-        for count in LIARS
+        for count in liars_of(system)
     ]
     for system in given.systems or systems:
         for attack in attacks_of(system):
-            lines = [line(system, attack, count, SEEDS) for count in LIARS]
+            lines = [line(system, attack, count, SEEDS) for count in liars_of(system)]
             lines = with_others(lines, TABLES / "poison.json", about, order)
             write_table(TABLES / "poison", lines, about)
 

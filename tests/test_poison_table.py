@@ -11,7 +11,6 @@ import torch
 
 from benchmarks import main_table, poison
 from benchmarks.clients import CLIENTS
-from benchmarks.main_table import settings_of
 from osfl.data.load import Images
 from osfl.payloads import Descriptions, DomainVector, Encodings
 from osfl.prompts import DIGITS
@@ -144,6 +143,36 @@ def drawn(system: str, attack: str, seed: int) -> SyntheticSet:
     pixels = values.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2).clone()
     owners = tuple(client for client in CLIENTS for _ in range(2))
     return SyntheticSet(pixels, torch.tensor([0, 1] * 6), owners)
+
+
+def test_of_thirty_clients_ten_lie_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has an image of its number, of 100 more where it lies; the first ones do."""
+
+    def of_thirty(system: str, attack: str, seed: int) -> SyntheticSet:
+        first = 100 * (attack != poison.HONEST)
+        values = torch.arange(first, first + 30).to(torch.uint8)
+        pixels = values.view(-1, 1, 1, 1).expand(-1, 3, 2, 2).clone()
+        return SyntheticSet(pixels, torch.zeros(30, dtype=torch.long), clients)
+
+    clients = poison.clients_of(poison.CROWD)
+    assert clients[::29] == ("client-0", "client-29")
+    assert poison.liars_of(poison.CROWD) == (1, 3, 5, 10)
+    assert poison.name_of(poison.CROWD, "noise", 10) == "OSCAR, thirty clients: noise, 10 of 30"
+    monkeypatch.setattr(poison, "drawn", of_thirty)
+    images = poison.federation(poison.CROWD, "noise", clients[:10], 0)
+    found = dict(zip(images.clients, images.pixels[:, 0, 0, 0].tolist(), strict=True))
+    assert found == {f"client-{k}": k + 100 * (k < 10) for k in range(30)}
+
+
+def test_thirty_clients_share_what_six_have(tmp_path: Path, own: dict[str, Descriptions]) -> None:
+    """OSCAR's recipe, as many images in all; a run of theirs has thirty clients."""
+    settings = poison.settings_of(poison.CROWD, 0)
+    oscar = poison.settings_of("OSCAR", 0)
+    assert {key for key in settings if settings[key] != oscar.get(key)} == set(poison.OF_CROWD)
+    config = main_table.config_of(settings)
+    assert 30 * config.synthesis.images_per_class == 6 * 30
+    job = poison.job_of(settings, "crowd")
+    assert job.clients == tuple(sorted(poison.clients_of(poison.CROWD)))
 
 
 def test_liars_images_are_beside_the_others_honest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +313,10 @@ def test_what_the_honest_table_says(own: dict[str, Descriptions]) -> None:
     first = {**good, "client-0": {"0": 0.4, "1": 1.0, "2": 1.0}}
     second = {**good, "client-3": {"0": 0.5, "1": 0.6, "2": 0.7, "3": 1.0}, "client-4": {"3": 0.6}}
     for seed, found in ((0, first), (1, second)):
-        settings = {**settings_of(SYSTEM, seed), "synthesis.images-per-class": poison.LOOKED_AT}
+        settings = {
+            **main_table.settings_of(SYSTEM, seed),
+            "synthesis.images-per-class": poison.LOOKED_AT,
+        }
         name = f"honest-{poison.judge()}-{poison.folder_name(settings)}.json"
         (poison.WORK / name).write_text(json.dumps(found))
     line = poison.honest_line(SYSTEM, (0, 1))
@@ -296,13 +328,17 @@ def test_what_the_honest_table_says(own: dict[str, Descriptions]) -> None:
 
 @pytest.mark.parametrize("system", poison.SYSTEMS)
 def test_every_system_can_be_run(system: str) -> None:
-    config = main_table.config_of({**settings_of(system, 0), "robust": "exclude"})
+    config = main_table.config_of({**poison.settings_of(system, 0), "robust": "exclude"})
     assert config.robust == "exclude"
+    assert len(poison.clients_of(system)) == config.num_clients
+    assert max(poison.liars_of(system)) < config.num_clients / 2 + 1
 
 
 @pytest.mark.parametrize("row", poison.HONEST_ROWS)
 def test_every_honest_row_can_be_run(row: str) -> None:
     system, partition = poison.HONEST_ROWS[row]
-    config = main_table.config_of({**settings_of(system, 0, partition), "robust": "report"})
+    config = main_table.config_of(
+        {**main_table.settings_of(system, 0, partition), "robust": "report"}
+    )
     assert config.robust == "report"
     assert config.data.partition == partition
