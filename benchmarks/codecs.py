@@ -24,14 +24,17 @@ from benchmarks.clients import sent
 from benchmarks.guidance import with_others
 from benchmarks.left_out import against
 from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, settings_of
+from benchmarks.teachers import on_own
 from osfl.files import private_folder
-from osfl.payloads import Payload
+from osfl.models.classifiers import rebuild
+from osfl.payloads import Classifier, Payload
 from osfl.wire import encode
 
 CODECS = ("raw", "int8", "int4")
 PACKED = ("raw", "float16", "int8", "int4")
 # Whose bytes alone are looked at: a client's ResNet-18
 UNTRAINED = ("FedLMG",)
+LIKE_OWN = "classifiers, on images like their own (%)"
 
 
 def row_of(system: str, codec: str) -> str:
@@ -71,14 +74,33 @@ def bytes_and_error(system: str, codec: str, seeds: Sequence[int]) -> tuple[floa
     return mean(sizes), 10 * math.log10(signal / error) if error else math.inf
 
 
+def accuracy_of_classifiers(system: str, codec: str, seed: int) -> float:
+    """Of what clients send, decoded, each on the validation images that are like its own (%)."""
+    settings = {**settings_of(system, seed), "payload-codec": codec}
+    config = config_of(settings).classifier
+    models = {}
+    for client, payload in sent(settings).items():
+        assert isinstance(payload, Classifier)
+        models[client] = rebuild(
+            payload.state, payload.architecture, len(payload.classes), config.small_stem
+        )
+    return on_own(settings, models)
+
+
 def line_of_bytes(system: str, codec: str, seeds: Sequence[int]) -> dict[str, str]:
-    """What needs no training."""
+    """What needs no training of a global model."""
     size, decibels = bytes_and_error(system, codec, seeds)
-    return {
+    made = {
         "": row_of(system, codec),
         "bytes a client": f"{size:.0f}",
         "signal to error (dB)": "" if codec == "raw" else f"{decibels:.1f}",
     }
+    if system in UNTRAINED:
+        found = {seed: accuracy_of_classifiers(system, codec, seed) for seed in seeds}
+        exact = {seed: accuracy_of_classifiers(system, "raw", seed) for seed in seeds}
+        made[LIKE_OWN] = f"{mean(found.values()):.1f}"
+        made[f"{LIKE_OWN}, to raw"] = "" if codec == "raw" else against(found, exact)
+    return made
 
 
 def line(system: str, codec: str, seeds: Sequence[int]) -> dict[str, str]:
@@ -143,7 +165,8 @@ def main() -> None:
         about = (
             "What a client sends by every payload-codec, for the digits' ten classes, and how far "
             "its numbers are above their errors; the payloads of benchmarks.main_table, mean of "
-            f"the seeds {given.seeds}. Command: `python -m benchmarks.codecs --without-training "
+            f"the seeds {given.seeds}. Classifiers: of the digits' validation split, a client's "
+            "domain. Command: `python -m benchmarks.codecs --without-training "
             f"--seeds {given.seeds}`."
         )
         lines = [line_of_bytes(system, codec, seeds) for system in systems for codec in PACKED]
