@@ -13,6 +13,7 @@ in three ways; noise and training have their seed. Interrupted, the same command
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -74,6 +75,7 @@ def bytes_and_error(system: str, codec: str, seeds: Sequence[int]) -> tuple[floa
     return mean(sizes), 10 * math.log10(signal / error) if error else math.inf
 
 
+@cache
 def accuracy_of_classifiers(system: str, codec: str, seed: int) -> float:
     """Of what clients send, decoded, each on the validation images that are like its own (%)."""
     settings = {**settings_of(system, seed), "payload-codec": codec}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torchvision.models import shufflenet_v2_x1_0
 
 from benchmarks import clients, codecs, main_table
 from benchmarks.clients import folder_name, for_clients
@@ -100,3 +102,34 @@ def test_an_unknown_system_is_named(
     with pytest.raises(SystemExit):
         codecs.main()
     assert "'FedSomething': must be some of" in capsys.readouterr().err
+
+
+def test_classifiers_are_tested_as_they_arrive(
+    tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accuracy of a model is here what its first weight is, which int4 has changed: of two
+    seeds 70 and 80, and a tenth less.
+    """
+
+    def sent(settings: dict[str, object]) -> dict[str, Classifier]:
+        model = shufflenet_v2_x1_0(num_classes=10)
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        value = 70.0 + 10 * int(str(settings["seed"]))
+        if settings.get("payload-codec") == "int4":
+            value -= 7.0 + int(str(settings["seed"]))
+        state["fc.bias"][0] = value
+        return {"client-0": Classifier(DIGITS, "shufflenet_v2_x1_0", state)}
+
+    def on_own(settings: dict[str, object], models: dict[str, nn.Module]) -> float:
+        assert not models["client-0"].training
+        return float(models["client-0"].state_dict()["fc.bias"][0])
+
+    codecs.accuracy_of_classifiers.cache_clear()
+    monkeypatch.setattr(codecs, "sent", sent)
+    monkeypatch.setattr(codecs, "on_own", on_own)
+    made = codecs.line_of_bytes("FedLMG", "raw", (0, 1))
+    assert (made[codecs.LIKE_OWN], made[f"{codecs.LIKE_OWN}, to raw"]) == ("75.0", "")
+    made = codecs.line_of_bytes("FedLMG", "int4", (0, 1))
+    assert made[codecs.LIKE_OWN] == "67.5"
+    # Differences of 7 and 8: a standard error of a half, and Student's t of 12.7
+    assert made[f"{codecs.LIKE_OWN}, to raw"] == "-7.5 [-13.9, -1.1] *"
