@@ -14,6 +14,9 @@ for volume in /to/*; do
   chmod 700 "$volume"
   give /keys/ca.crt "$volume/ca.crt"
 done
+# For runs with sealing-key=/data/sealing.key
+[ -f /keys/sealing.key ] || osfl certs sealing /keys
+give /keys/sealing.key /to/server/sealing.key
 give /keys/server.pem /to/superlink/server.pem
 give /keys/server.key /to/superlink/server.key
 for volume in /to/client-*; do

@@ -20,6 +20,8 @@ from docker.models.containers import Container
 from filelock import FileLock
 from system_tools import BIN, quick_arguments, wait_for
 
+from osfl.cli import certs
+
 
 @cache
 def engine() -> docker.DockerClient:
@@ -141,14 +143,22 @@ def test_a_federation_in_containers(federation: Containers) -> None:
 
 
 def a_run_ends_with_its_table(federation: Containers) -> None:
-    """Six clients, TLS, node keys; every client gives up its copy of the payload."""
+    """Six clients, TLS, node keys, payloads sealed to the server's key; every client gives up its
+    copy of the payload.
+    """
     arguments = quick_arguments(
-        "digits", method="feddeo", job_id="composed", num_clients=6, synthesis__workers=2
+        "digits",
+        method="feddeo",
+        job_id="composed",
+        num_clients=6,
+        synthesis__workers=2,
+        sealing_key="/data/sealing.key",
     )
     output = federation.compose("run", "--rm", "run", *arguments, check=False)
     assert "report: " in output, output[-3000:] + federation.logs("superlink", "server")
     assert "accuracy (%) of FT: client-0 " in output
     assert "client-5: delivered" in output
+    assert "payloads are sealed to " in output
     table = federation.inside("server", "osfl", "show", "/data/runs/composed")
     assert "accuracy on each client's own test images" in table
     assert "average" in table
@@ -244,7 +254,7 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
     """docs/deployment.md.
 
     Keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the
-    server's address.
+    server's address. One site seals to the server's key and to no other.
     """
     if os.geteuid():
         pytest.skip("needs root: keys belong to the containers' user")
@@ -259,12 +269,19 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
         subprocess.run(
             [BIN / "osfl", "certs", *command.split()], cwd=tmp_path, check=True, capture_output=True
         )
+    sealing, fingerprint = certs.make_sealing_key(tmp_path / "keys")
+    pins = {"site-a": f" seal-to='{fingerprint}'", "site-b": ""}
+    keys_to_open = install(tmp_path / "sealing", sealing.parent, {sealing.name: sealing.name})
     at_server = install(
         tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem"
     )
     install(at_server / "nodes", tmp_path / "keys" / "nodes", {}, "site-a.pub", "site-b.pub")
     deploy = ROOT / "deploy"
-    settings = {"OSFL_KEYS": str(at_server), "OSFL_ADDRESS": address}
+    settings = {
+        "OSFL_KEYS": str(at_server),
+        "OSFL_ADDRESS": address,
+        "OSFL_SEALING": str(keys_to_open),
+    }
     server = Containers(f"osfl-server-{os.getpid()}", (deploy / "server.yml",), settings)
     made = [server]
     try:
@@ -279,7 +296,7 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
                 "OSFL_SERVER": f"{address}:9092",
                 "OSFL_KEYS": str(keys),
                 "OSFL_CLIENT": name,
-                "OSFL_NODE_CONFIG": f"partition-id={number} num-partitions=2",
+                "OSFL_NODE_CONFIG": f"partition-id={number} num-partitions=2{pins[name]}",
                 "OSFL_TARGET": "client",
             }
             made.append(
@@ -287,10 +304,16 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
             )
             made[-1].compose("up", "-d", "--no-build")
         arguments = quick_arguments(
-            "digits", method="fedlmg", fedlmg__strategies="ft", job_id="apart", num_clients=2
+            "digits",
+            method="fedlmg",
+            fedlmg__strategies="ft",
+            job_id="apart",
+            num_clients=2,
+            sealing_key="/sealing/sealing.key",
         )
         output = server.compose("run", "--rm", "run", *arguments, check=False)
         assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].logs()
+        assert f"payloads are sealed to {fingerprint}" in output
         assert "average" in server.inside("server", "osfl", "show", "/data/runs/apart")
         listed = server.compose(
             "run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json"
