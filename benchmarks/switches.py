@@ -6,12 +6,15 @@ python -m benchmarks.switches "plain SGD"      # some; the table keeps its other
 
 A row changes one thing of the recipe of benchmarks.main_table. Images are those of its row
 domain-vector, with its payloads; beside them, for what can be had with real images, the ceiling's.
-Models are scored on the digits' validation split. Interrupted, the same command goes on.
+One row has the ceiling's images as the kit's autoencoder gives them back: what a kit cannot encode
+it cannot draw either. Models are scored on the digits' validation split. Interrupted, the same
+command goes on.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -24,12 +27,16 @@ from benchmarks.guidance import score, with_others
 from benchmarks.lacks import real
 from benchmarks.left_out import against
 from benchmarks.main_table import config_of, settings_of
+from osfl.config import RunConfig
 from osfl.files import private_folder, write_atomically
+from osfl.models.kits import find_kit
+from osfl.pixels import to_float, to_uint8
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.driver import plan_held, train_one
 from server_app.job import ServerJob
 from server_app.methods import domain_vector
+from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import SyntheticSet, render
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "switches"
@@ -63,8 +70,12 @@ SYNTHETIC: dict[str, Settings] = {
         "global-model.steps": 2508,
     },
 }
-ROWS = {**TRAINING, **SYNTHETIC}
+# Of real images alone
+RECONSTRUCTED = "through the kit's autoencoder"
+REAL: dict[str, Settings] = {RECONSTRUCTED: {}}
+ROWS = {**TRAINING, **SYNTHETIC, **REAL}
 SOURCES = ("domain-vector", "ceiling")
+BATCH = 50
 
 
 def drawn(settings: Settings) -> SyntheticSet:
@@ -83,6 +94,23 @@ def drawn(settings: Settings) -> SyntheticSet:
     )
 
 
+def sources_of(row: str) -> tuple[str, ...]:
+    """Whose images its models learn."""
+    if row in TRAINING:
+        return SOURCES
+    return SOURCES[1:] if row in REAL else SOURCES[:1]
+
+
+@torch.no_grad()
+def reconstructed(images: SyntheticSet, config: RunConfig) -> SyntheticSet:
+    """Encoded and decoded by the run's kit; a latent is the mean of its posterior."""
+    kit = load_engine(find_kit(config.sampling_kit), torch.device("cpu"), config.synthesis)
+    parts = [
+        to_uint8(kit.decode(kit.encode(to_float(part))[0])) for part in images.pixels.split(BATCH)
+    ]
+    return replace(images, pixels=torch.cat(parts))
+
+
 def of_clients() -> SyntheticSet:
     """The clients' own images, as a set with owners."""
     parts = real("train")
@@ -94,11 +122,14 @@ def of_clients() -> SyntheticSet:
 def cell(source: str, row: str, seed: int) -> float:
     """Average accuracy (%) of the domains' validation images."""
     settings = {**settings_of(source, seed), **ROWS[row]}
-    result = WORK / f"{folder_name(settings)}.json"
+    name = f"{'reconstructed-' if row == RECONSTRUCTED else ''}{folder_name(settings)}"
+    result = WORK / f"{name}.json"
     if not result.is_file():
-        images = of_clients() if source == "ceiling" else drawn(settings)
         config = config_of(settings)
-        folder = open_run_folder(config, f"switches-{folder_name(settings)}", 0)
+        images = of_clients() if source == "ceiling" else drawn(settings)
+        if row == RECONSTRUCTED:
+            images = reconstructed(images, config)
+        folder = open_run_folder(config, f"switches-{name}", 0)
         job = ServerJob(config, folder, Status(folder.path), CLIENTS)
         (model,) = train_one(job, {}, images).values()
         found = mean(score(config, model.model))
@@ -111,7 +142,7 @@ def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
     """A row of the table, for synthetic images and, where they can have it, for real ones."""
     made = {"": row}
     found = {}
-    for source in SOURCES[: 2 if row in TRAINING else 1]:
+    for source in sources_of(row):
         found[source] = {seed: cell(source, row, seed) for seed in seeds}
         recipe = {seed: cell(source, RECIPE, seed) for seed in seeds}
         made[source] = f"{mean(found[source].values()):.1f}"
