@@ -1,0 +1,144 @@
+"""Whether what a kit draws for a client shows its class, style by style; to
+benchmarks/tables/styles.{md,json} and styles-painting.png.
+
+python -m benchmarks.styles             # the table, and paintings to look at
+python -m benchmarks.styles neon        # of another style the picture alone
+
+The table: of images drawn under the clients' vectors (domain-vector) and under the styles' names
+(prompts-domain), the share that a classifier takes for their class, by guidance. The classifier has
+learned all clients' real images by the recipe of benchmarks.main_table. The picture: a column for
+each class, and in pairs of rows a client's training images, the same as the kit's autoencoder gives
+them back, and what is drawn under its vector and under its style's name.
+"""
+
+import argparse
+import io
+from collections.abc import Sequence
+from statistics import mean
+
+import torch
+from torch import nn
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
+
+from benchmarks import TABLES, write_table
+from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
+from benchmarks.lacks import real
+from benchmarks.main_table import WORK, config_of, settings_of
+from benchmarks.poison import of
+from benchmarks.switches import of_clients, reconstructed
+from osfl.files import private_folder, write_atomically
+from osfl.methods import server_half
+from osfl.models.classifiers import logits_of
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
+from server_app.driver import plan_held, train_one
+from server_app.job import ServerJob
+from server_app.synthesis.images import SyntheticSet, render
+
+SEED = 0
+ROWS = 2
+# Of a digit's side
+SCALE = 3
+# Images of each class and client that are looked at by the classifier
+LOOKED_AT = 10
+GUIDANCE = {"domain-vector": (1.0, 1.5, 2.0, 3.0, 4.0), "prompts-domain": (2.0, 3.0, 5.0)}
+CPU = torch.device("cpu")
+
+
+def drawn(row: str, clients: Sequence[str], count: int, own: Settings) -> SyntheticSet:
+    """Clients' images by a row of the main table, so many of each class; `own` is changed in it."""
+    settings = {**settings_of(row, SEED), "synthesis.images-per-class": count, **own}
+    config = config_of(settings)
+    payloads = {client: sent(settings)[client] for client in clients}
+    name = f"styles-{folder_name(settings)}-{clients[0]}"
+    folder = open_run_folder(config, name, 0)
+    job = ServerJob(config, folder, Status(folder.path), tuple(clients))
+    sampler = server_half(config.method).sampler
+    planned = plan_held(job, payloads)
+    return render(job, planned, lambda device: sampler(job, device, payloads))
+
+
+def classifier() -> nn.Module:
+    """Of all clients' real images."""
+    config = config_of(settings_of("ceiling", SEED))
+    folder = open_run_folder(config, "styles-classifier", 0)
+    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
+    (model,) = train_one(job, {}, of_clients()).values()
+    return model.model
+
+
+def share_seen(model: nn.Module, images: SyntheticSet) -> float:
+    """Of images, those that a classifier takes for their class (%)."""
+    said = logits_of(model, images.pixels, CPU).argmax(dim=1)
+    return 100 * (said == images.labels).double().mean().item()
+
+
+def line(name: str, model: nn.Module, parts: Sequence[SyntheticSet]) -> dict[str, str]:
+    """A row of the table: each client's images, and all."""
+    shares = [share_seen(model, part) for part in parts]
+    made = {"": name}
+    made |= {style: f"{share:.1f}" for style, share in zip(DOMAINS, shares, strict=True)}
+    return {**made, "average": f"{mean(shares):.1f}"}
+
+
+def lines() -> list[dict[str, str]]:
+    """The table, with the validation split's real images first."""
+    model = classifier()
+    real_ones = [
+        SyntheticSet(part.pixels, part.labels, (client,) * len(part))
+        for client, part in zip(CLIENTS, real("validation"), strict=True)
+    ]
+    made = [line("real images", model, real_ones)]
+    for row, figures in GUIDANCE.items():
+        for guidance in figures:
+            images = drawn(row, CLIENTS, LOOKED_AT, {f"{row}.guidance": guidance})
+            parts = [of(images, (client,)) for client in CLIENTS]
+            made.append(line(f"{row}, guidance {guidance:g}", model, parts))
+            print(made[-1], flush=True)
+    return made
+
+
+def in_columns(images: SyntheticSet) -> torch.Tensor:
+    """A column for each class, of its first images [3, H, W] uint8."""
+    classes = images.labels.unique().tolist()
+    columns = [(images.labels == label).nonzero().flatten()[:ROWS] for label in classes]
+    rows = torch.stack(columns, dim=1).flatten()
+    return make_grid(images.pixels[rows], nrow=len(classes), padding=1, pad_value=255)
+
+
+def picture_of(client: str) -> torch.Tensor:
+    """All rows of a client [3, H, W] uint8."""
+    own = of(of_clients(), (client,))
+    config = config_of(settings_of("ceiling", SEED))
+    sets = [own, reconstructed(own, config)]
+    sets += [drawn(row, (client,), ROWS, {}) for row in GUIDANCE]
+    return torch.cat([in_columns(one) for one in sets], dim=1)
+
+
+def main() -> None:
+    """Draw, and keep the picture and the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("style", nargs="?", choices=DOMAINS, help="none: the table, and paintings")
+    given = parser.parse_args()
+    private_folder(WORK)
+    style = given.style or "painting"
+    picture = to_pil_image(picture_of(CLIENTS[DOMAINS.index(style)]))
+    file = io.BytesIO()
+    picture.resize((SCALE * picture.width, SCALE * picture.height), 0).save(file, format="png")
+    write_atomically(TABLES / f"styles-{style}.png", file.getvalue())
+    if given.style:
+        return
+    about = (
+        "The share (%) of each style's images that a classifier of all clients' real images takes "
+        f"for their class: the validation split's, and {LOOKED_AT} of each class that are drawn "
+        "under the clients' vectors or the styles' names, by guidance. One seed; the recipe is "
+        "benchmarks.main_table's. Command: `python -m benchmarks.styles`."
+    )
+    write_table(TABLES / "styles", lines(), about)
+
+
+if __name__ == "__main__":
+    main()
