@@ -87,7 +87,8 @@ def test_the_picture_and_the_table(
 
     def drawn(row: str, clients: Any, count: int, own: Any) -> SyntheticSet:
         asked.append((row, tuple(clients), count, own))
-        made = [images(client, [0, 1], [0, 1]) for client in clients]
+        # Of every second client the second image shows the first class
+        made = [images(client, [0, 1 - int(client[-1]) % 2], [0, 1]) for client in clients]
         pixels = torch.cat([one.pixels for one in made])
         owners = tuple(client for client in clients for _ in range(2))
         return SyntheticSet(pixels, torch.tensor([0, 1] * len(clients)), owners)
@@ -120,7 +121,9 @@ def test_the_picture_and_the_table(
         return
     rows = json.loads((tmp_path / "styles.json").read_text())["rows"]
     assert [rows[0][""], rows[0]["average"]] == ["real images", "50.0"]
-    assert {row["average"] for row in rows[1:]} == {"100.0"}
+    for row in rows[1:]:
+        assert [row[name] for name in DOMAINS] == ["100.0", "50.0"] * 3
+        assert row["average"] == "75.0"
     assert [row[""] for row in rows[1:]] == [
         f"{row}, guidance {guidance:g}"
         for row, figures in styles.GUIDANCE.items()
