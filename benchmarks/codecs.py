@@ -3,8 +3,9 @@ benchmarks/tables/codecs.{md,json,png}.
 
 python -m benchmarks.codecs                    # every system
 python -m benchmarks.codecs domain-vector      # some; the table keeps its other rows
-python -m benchmarks.codecs --without-training # bytes and errors alone; to codecs-bytes.{md,json},
-                                               # or with --seeds 0 to codecs-bytes-seeds-0
+python -m benchmarks.codecs --without-training # bytes, errors, and the accuracy of classifiers; to
+                                               # codecs-bytes.{md,json}, or with --seeds 0 to
+                                               # codecs-bytes-seeds-0
 
 The cells are benchmarks.main_table's. The payloads of a system and seed are the same ones, coded
 in three ways; noise and training have their seed. Interrupted, the same command goes on.
@@ -33,7 +34,7 @@ from osfl.wire import encode
 
 CODECS = ("raw", "int8", "int4")
 PACKED = ("raw", "float16", "int8", "int4")
-# Whose bytes alone are looked at: a client's ResNet-18
+# A client's ResNet-18; no global model is trained by such classifiers here
 UNTRAINED = ("FedLMG",)
 LIKE_OWN = "classifiers, on images like their own (%)"
 
@@ -167,8 +168,8 @@ def main() -> None:
         about = (
             "What a client sends by every payload-codec, for the digits' ten classes, and how far "
             "its numbers are above their errors; the payloads of benchmarks.main_table, mean of "
-            f"the seeds {given.seeds}. Classifiers: of the digits' validation split, a client's "
-            "domain. Command: `python -m benchmarks.codecs --without-training "
+            f"the seeds {given.seeds}. A classifier is tested on the validation images of its "
+            "client's domain. Command: `python -m benchmarks.codecs --without-training "
             f"--seeds {given.seeds}`."
         )
         lines = [line_of_bytes(system, codec, seeds) for system in systems for codec in PACKED]

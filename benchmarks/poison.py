@@ -7,10 +7,11 @@ python -m benchmarks.poison --honest         # who is doubted where nobody lies
 
 One, two or three of the six clients lie, all in the same way, and up to ten of thirty. Systems,
 recipe and payloads are those of benchmarks.main_table; each of the thirty has twenty images, taken
-at random, and gets six of every class. An attack changes payloads after they were made, but for
-the backdoor, whose liars learn theirs from changed images. Every client's images are drawn from
-its honest payload and from its attacked one, and a federation's are put together of these. Models
-that are trained on the same images are trained once. Interrupted, the same command goes on.
+at random, and gets six of every class that it holds. An attack changes payloads after they were
+made, but for the backdoor, whose liars learn theirs from changed images. Every client's images are
+drawn from its honest payload and from its attacked one, and a federation's are put together of
+these. Models that are trained on the same images are trained once. Interrupted, the same command
+goes on.
 """
 
 import argparse
@@ -53,7 +54,7 @@ from server_app.synthesis.images import SyntheticSet, render
 WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
 SEEDS = (0,)
 HONEST_SEEDS = (0, 1, 2, 3, 4)
-CROWD = "OSCAR, thirty clients"
+CROWD = "OSCAR of thirty clients"
 SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector", CROWD)
 CROWD_SIZE = 30
 OF_CROWD: Settings = {
@@ -137,7 +138,7 @@ EVERY_ATTACK = (*ATTACKS, COPY, BACKDOOR)
 
 
 def settings_of(system: str, seed: int) -> dict[str, Scalar]:
-    """Of benchmarks.main_table's row; for thirty clients, what is else with them."""
+    """Of benchmarks.main_table's row; for thirty clients, with what differs for them."""
     if system == CROWD:
         return {**main_table.settings_of("OSCAR", seed), **OF_CROWD}
     return main_table.settings_of(system, seed)
@@ -154,8 +155,8 @@ def liars_of(system: str) -> tuple[int, ...]:
 
 
 def attacks_of(system: str) -> tuple[str, ...]:
-    """A domain's vector holds no class: there is none to swap, and none for a backdoor. Thirty
-    clients are for how many they may be, not for every kind of lie.
+    """A domain's vector holds no class: there is none to swap, and none for a backdoor. Of thirty
+    clients three attacks show how many liars are found.
     """
     if system == CROWD:
         return "shifted classes", "half of the classes shifted", "noise"
@@ -428,7 +429,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(HONEST_ROWS)}; none: all")
+    known = dict.fromkeys((*SYSTEMS, *HONEST_ROWS))
+    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(known)}; none: all")
     parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
     given = parser.parse_args()
     systems = tuple(HONEST_ROWS) if given.honest else SYSTEMS

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 import torch
+from PIL import Image
 from torch import nn
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
@@ -61,8 +62,9 @@ def drawn(row: str, clients: Sequence[str], count: int, own: Settings) -> Synthe
 
 def classifier() -> nn.Module:
     """Of all clients' real images."""
-    config = config_of(settings_of("ceiling", SEED))
-    folder = open_run_folder(config, "styles-classifier", 0)
+    settings = settings_of("ceiling", SEED)
+    config = config_of(settings)
+    folder = open_run_folder(config, f"styles-classifier-{folder_name(settings)}", 0)
     job = ServerJob(config, folder, Status(folder.path), CLIENTS)
     (model,) = train_one(job, {}, of_clients()).values()
     return model.model
@@ -127,7 +129,8 @@ def main() -> None:
     style = given.style or "painting"
     picture = to_pil_image(picture_of(CLIENTS[DOMAINS.index(style)]))
     file = io.BytesIO()
-    picture.resize((SCALE * picture.width, SCALE * picture.height), 0).save(file, format="png")
+    size = (SCALE * picture.width, SCALE * picture.height)
+    picture.resize(size, Image.Resampling.NEAREST).save(file, format="png")
     write_atomically(TABLES / f"styles-{style}.png", file.getvalue())
     if given.style:
         return

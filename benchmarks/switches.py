@@ -4,11 +4,11 @@ benchmarks/tables/switches.{md,json}.
 python -m benchmarks.switches                  # every row
 python -m benchmarks.switches "plain SGD"      # some; the table keeps its other rows
 
-A row changes one thing of the recipe of benchmarks.main_table. Images are those of its row
-domain-vector, with its payloads; beside them, for what can be had with real images, the ceiling's.
-One row has the ceiling's images as the kit's autoencoder gives them back: what a kit cannot encode
-it cannot draw either. Models are scored on the digits' validation split. Interrupted, the same
-command goes on.
+A row changes one thing of the recipe of benchmarks.main_table, and "plain SGD" four. Images are
+those of its row domain-vector, with its payloads; beside them, for what can be had with real
+images, the ceiling's. One row has the ceiling's images as the kit's autoencoder gives them back:
+what a kit cannot encode it cannot draw either. Models are scored on the digits' validation split.
+Interrupted, the same command goes on.
 """
 
 import argparse
@@ -51,7 +51,7 @@ TRAINING: dict[str, Settings] = {
         "global-model.label-smoothing": 0.0,
         "global-model.augmentation": "none",
     },
-    "without the schedule": {"global-model.lr": 0.01, "global-model.schedule": "constant"},
+    "a constant rate of 0.01": {"global-model.lr": 0.01, "global-model.schedule": "constant"},
     "without label smoothing": {"global-model.label-smoothing": 0.0},
     "without augmentation": {"global-model.augmentation": "none"},
     "with mixup": {"global-model.mixing": "mixup"},
@@ -169,12 +169,13 @@ def main() -> None:
     about = (
         "Top-1 accuracy (%) on the digits' validation split, mean of the seeds "
         f"{given.seeds}; the recipe is benchmarks.main_table's, and each row changes one thing of "
-        "it. Differences are paired by seed, with a 95 % interval by Student's t, and a star where "
-        f"that excludes 0. Command: `python -m benchmarks.switches --seeds {given.seeds}`."
+        "it, plain SGD four. Differences are paired by seed, with a 95 % interval by Student's t, "
+        "and a star where that excludes 0. "
+        f"Command: `python -m benchmarks.switches --seeds {given.seeds}`."
     )
     for row in given.rows or ROWS:
         lines = with_others([line(row, seeds)], TABLES / "switches.json", about, ROWS)
-        write_table(TABLES / "switches", lines, about)
+        write_table(TABLES / "switches", lines, f"{about} Written on")
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def main() -> None:
     )
     for row in given.rows or ROWS:
         lines = with_others([line(row, SEEDS)], TABLES / "teachers.json", about, ROWS)
-        write_table(TABLES / "teachers", lines, about)
+        write_table(TABLES / "teachers", lines, f"{about} Written on")
 
 
 if __name__ == "__main__":

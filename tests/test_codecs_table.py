@@ -105,7 +105,7 @@ def test_an_unknown_system_is_named(
 
 
 def test_classifiers_are_tested_as_they_arrive(
-    tables: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The accuracy of a model is here what its first weight is, which int4 has changed: of two
     seeds 70 and 80, and a tenth less.
@@ -124,7 +124,7 @@ def test_classifiers_are_tested_as_they_arrive(
         assert not models["client-0"].training
         return float(models["client-0"].state_dict()["fc.bias"][0])
 
-    codecs.accuracy_of_classifiers.cache_clear()
+    request.addfinalizer(codecs.accuracy_of_classifiers.cache_clear)
     monkeypatch.setattr(codecs, "sent", sent)
     monkeypatch.setattr(codecs, "on_own", on_own)
     made = codecs.line_of_bytes("FedLMG", "raw", (0, 1))

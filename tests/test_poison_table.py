@@ -11,10 +11,12 @@ import torch
 
 from benchmarks import main_table, poison
 from benchmarks.clients import CLIENTS
-from osfl.data.load import Images
+from osfl.config import NodeConfig
+from osfl.data.load import Images, image_labels
 from osfl.payloads import Descriptions, DomainVector, Encodings
 from osfl.prompts import DIGITS
 from osfl.seeds import generator_of
+from server_app.agreement import LOOKED_AT
 from server_app.synthesis.images import SyntheticSet
 
 SYSTEM = "FedDEO description alone"
@@ -157,20 +159,27 @@ def test_of_thirty_clients_ten_lie_at_most(monkeypatch: pytest.MonkeyPatch) -> N
     clients = poison.clients_of(poison.CROWD)
     assert clients[::29] == ("client-0", "client-29")
     assert poison.liars_of(poison.CROWD) == (1, 3, 5, 10)
-    assert poison.name_of(poison.CROWD, "noise", 10) == "OSCAR, thirty clients: noise, 10 of 30"
+    assert poison.name_of(poison.CROWD, "noise", 10) == "OSCAR of thirty clients: noise, 10 of 30"
     monkeypatch.setattr(poison, "drawn", of_thirty)
     images = poison.federation(poison.CROWD, "noise", clients[:10], 0)
     found = dict(zip(images.clients, images.pixels[:, 0, 0, 0].tolist(), strict=True))
     assert found == {f"client-{k}": k + 100 * (k < 10) for k in range(30)}
 
 
-def test_thirty_clients_share_what_six_have(tmp_path: Path, own: dict[str, Descriptions]) -> None:
-    """OSCAR's recipe, as many images in all; a run of theirs has thirty clients."""
+def test_thirty_clients_share_what_six_have(own: dict[str, Descriptions]) -> None:
+    """Twenty of the 600 images each, in OSCAR's recipe; a run of theirs has thirty clients."""
     settings = poison.settings_of(poison.CROWD, 0)
     oscar = poison.settings_of("OSCAR", 0)
     assert {key for key in settings if settings[key] != oscar.get(key)} == set(poison.OF_CROWD)
     config = main_table.config_of(settings)
-    assert 30 * config.synthesis.images_per_class == 6 * 30
+    taken = [
+        image_labels(config.data, NodeConfig(partition_id=k, num_partitions=30), "train", 0)
+        for k in range(30)
+    ]
+    assert [len(labels) for labels in taken] == [20] * 30
+    # By chance a client lacks a class or two of ten
+    assert 7 * 30 < sum(len(set(labels)) for labels in taken) < 10 * 30
+    assert config.synthesis.images_per_class == LOOKED_AT
     job = poison.job_of(settings, "crowd")
     assert job.clients == tuple(sorted(poison.clients_of(poison.CROWD)))
 

@@ -1,6 +1,7 @@
 """benchmarks/styles.py: whose images are shown and looked at, and what the table says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from benchmarks import main_table, styles
 from benchmarks.clients import CLIENTS, DOMAINS
+from benchmarks.poison import together
 from osfl.data.load import Images
 from osfl.models.classifiers import normalise
 from osfl.payloads import Domain
@@ -98,23 +100,36 @@ def test_the_picture_and_the_table(
         part = images("", [0, 0], [0, 1])
         return [Images(part.pixels, part.labels)] * 6
 
-    whole = drawn("", CLIENTS, 2, {})
+    def reconstructed(own: SyntheticSet, config: Any) -> SyntheticSet:
+        return replace(own, pixels=own.pixels + 100)
+
+    # The real images have ten times their client's number
+    parts = [images(client, [10 * k, 10 * k], [0, 1]) for k, client in enumerate(CLIENTS)]
+    whole = together(parts)
     asked.clear()
     monkeypatch.setattr(styles, "WORK", tmp_path)
     monkeypatch.setattr(styles, "TABLES", tmp_path)
     monkeypatch.setattr(styles, "drawn", drawn)
     monkeypatch.setattr(styles, "real", one_right)
     monkeypatch.setattr(styles, "of_clients", lambda: whole)
-    monkeypatch.setattr(styles, "reconstructed", lambda own, config: own)
+    monkeypatch.setattr(styles, "reconstructed", reconstructed)
     monkeypatch.setattr(styles, "classifier", Shade)
     monkeypatch.setattr("sys.argv", ["styles", *([style] if style else [])])
     styles.main()
     client = "client-2" if style else "client-3"
     shown = [("domain-vector", (client,), 2, {}), ("prompts-domain", (client,), 2, {})]
     assert asked[:2] == shown
-    # Four sets one above the other, each with an image of two classes
+    # Four sets one above the other, each with an image of two classes: real, through the
+    # autoencoder, and what is drawn
     picture = Image.open(tmp_path / f"styles-{style or 'painting'}.png")
     assert picture.size == (styles.SCALE * 11, styles.SCALE * 4 * 6)
+    own = 10 * int(client[-1])
+    columns = [
+        [picture.getpixel((styles.SCALE * x + 1, styles.SCALE * y + 1))[0] for y in (2, 8, 14, 20)]
+        for x in (2, 7)
+    ]
+    assert columns[0] == [own, own + 100, 0, 0]
+    assert columns[1] == [own, own + 100, int(client[-1]) % 2 == 0, int(client[-1]) % 2 == 0]
     if style:
         assert len(asked) == 2
         assert not (tmp_path / "styles.json").exists()

@@ -159,6 +159,9 @@ def a_run_ends_with_its_table(federation: Containers) -> None:
     assert "accuracy (%) of FT: client-0 " in output
     assert "client-5: delivered" in output
     assert "payloads are sealed to " in output
+    mode = federation.inside("server", "stat", "-c", "%a %u", "/data/sealing.key")
+    assert mode.split() == ["600", "10001"]
+    assert "sealing.key" not in federation.inside("superlink", "ls", "/data")
     table = federation.inside("server", "osfl", "show", "/data/runs/composed")
     assert "accuracy on each client's own test images" in table
     assert "average" in table
@@ -254,7 +257,7 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
     """docs/deployment.md.
 
     Keys of one's own, server.yml, and client.yml twice, each a project of its own that dials the
-    server's address. One site seals to the server's key and to no other.
+    server's address. Payloads are sealed to a key that the SuperLink's container does not have.
     """
     if os.geteuid():
         pytest.skip("needs root: keys belong to the containers' user")
@@ -272,6 +275,8 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
     sealing, fingerprint = certs.make_sealing_key(tmp_path / "keys")
     pins = {"site-a": f" seal-to='{fingerprint}'", "site-b": ""}
     keys_to_open = install(tmp_path / "sealing", sealing.parent, {sealing.name: sealing.name})
+    keys_to_open.chmod(0o700)
+    os.chown(keys_to_open, 10001, 10001)
     at_server = install(
         tmp_path / "server", tmp_path / "keys", {"server.key": "server.key"}, "ca.crt", "server.pem"
     )
@@ -314,6 +319,9 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
         output = server.compose("run", "--rm", "run", *arguments, check=False)
         assert "accuracy (%) of FT: site-a " in output, output[-3000:] + made[1].logs()
         assert f"payloads are sealed to {fingerprint}" in output
+        keys = ["find", "/data", "/keys", "-name", "sealing.key"]
+        assert "sealing.key" not in server.inside("superlink", *keys, check=False)
+        assert "sealing.key" in server.inside("server", "ls", "/sealing")
         assert "average" in server.inside("server", "osfl", "show", "/data/runs/apart")
         listed = server.compose(
             "run", "--rm", "flwr", "supernode", "list", "federation", "--format", "json"
