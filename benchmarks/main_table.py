@@ -87,7 +87,7 @@ ROWS: dict[str, Settings] = {
         "synthesis.solver": "unipc",
         "synthesis.steps": 6,
     },
-    # What the kit takes for another class is left out
+    # What a second opinion takes for another class is left out
     "domain-vector, 300 images, checked": {**MANY, "label-check": "filter"},
     "domain-vector, 300 images, public domains, checked": {
         **MANY,

@@ -55,17 +55,18 @@ WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
 SEEDS = (0,)
 HONEST_SEEDS = (0, 1, 2, 3, 4)
 CROWD = "OSCAR of thirty clients"
-SYSTEMS = ("FedDEO description alone", "OSCAR", "domain-vector", CROWD)
+OF_SIX = ("FedDEO description alone", "OSCAR", "domain-vector")
+SYSTEMS = (*OF_SIX, CROWD)
 CROWD_SIZE = 30
 OF_CROWD: Settings = {
     "num-clients": CROWD_SIZE,
     "data.partition": "iid",
-    "synthesis.images-per-class": 6,
+    "synthesis.images-per-class": LOOKED_AT,
 }
 # Of the honest table: a system of benchmarks.main_table, and how the images are parted
-DESCRIPTIONS = SYSTEMS[0]
+DESCRIPTIONS = OF_SIX[0]
 HONEST_ROWS = {
-    **{name: (name, "domain") for name in (*SYSTEMS[:3], "FedBiP", "FGL", "OSCAR-pooled", "votes")},
+    **{name: (name, "domain") for name in (*OF_SIX, "FedBiP", "FGL", "OSCAR-pooled", "votes")},
     f"{DESCRIPTIONS}, by label": (DESCRIPTIONS, "label"),
     f"{DESCRIPTIONS}, by Dirichlet's distribution": (DESCRIPTIONS, "dirichlet"),
 }

@@ -16,7 +16,6 @@ from osfl.data.load import Images, image_labels
 from osfl.payloads import Descriptions, DomainVector, Encodings
 from osfl.prompts import DIGITS
 from osfl.seeds import generator_of
-from server_app.agreement import LOOKED_AT
 from server_app.synthesis.images import SyntheticSet
 
 SYSTEM = "FedDEO description alone"
@@ -179,7 +178,8 @@ def test_thirty_clients_share_what_six_have(own: dict[str, Descriptions]) -> Non
     assert [len(labels) for labels in taken] == [20] * 30
     # By chance a client lacks a class or two of ten
     assert 7 * 30 < sum(len(set(labels)) for labels in taken) < 10 * 30
-    assert config.synthesis.images_per_class == LOOKED_AT
+    # As many as the judge looks at
+    assert config.synthesis.images_per_class == 6
     job = poison.job_of(settings, "crowd")
     assert job.clients == tuple(sorted(poison.clients_of(poison.CROWD)))
 

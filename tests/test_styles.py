@@ -106,7 +106,6 @@ def test_the_picture_and_the_table(
     # The real images have ten times their client's number
     parts = [images(client, [10 * k, 10 * k], [0, 1]) for k, client in enumerate(CLIENTS)]
     whole = together(parts)
-    asked.clear()
     monkeypatch.setattr(styles, "WORK", tmp_path)
     monkeypatch.setattr(styles, "TABLES", tmp_path)
     monkeypatch.setattr(styles, "drawn", drawn)

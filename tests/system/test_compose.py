@@ -161,6 +161,8 @@ def a_run_ends_with_its_table(federation: Containers) -> None:
     assert "payloads are sealed to " in output
     mode = federation.inside("server", "stat", "-c", "%a %u", "/data/sealing.key")
     assert mode.split() == ["600", "10001"]
+    fingerprint = output.split("payloads are sealed to ")[1].split()[0]
+    assert fingerprint in federation.logs("keys")
     assert "sealing.key" not in federation.inside("superlink", "ls", "/data")
     table = federation.inside("server", "osfl", "show", "/data/runs/composed")
     assert "accuracy on each client's own test images" in table
