@@ -1,9 +1,10 @@
 """What liars do to the global model, and what `robust` does about it; to
-benchmarks/tables/poison.{md,json} and poison-honest.{md,json}.
+benchmarks/tables/poison.{md,json}, poison-honest.{md,json} and poison-influence.{md,json}.
 
 python -m benchmarks.poison                  # every system and attack
 python -m benchmarks.poison OSCAR            # some systems; the table keeps its other rows
 python -m benchmarks.poison --honest         # who is doubted where nobody lies
+python -m benchmarks.poison --influence      # what each client gives, with one liar of six
 
 One, two or three of the six clients lie, all in the same way, and up to ten of thirty. Systems,
 recipe and payloads are those of benchmarks.main_table; each of the thirty has twenty images, taken
@@ -47,6 +48,7 @@ from osfl.seeds import generator_of
 from server_app import agreement
 from server_app.agreement import LOOKED_AT, agreements, judged, without_doubted
 from server_app.driver import plan_held, train_one
+from server_app.influence import Influence, held_out, hits_without, influences
 from server_app.job import ServerJob
 from server_app.outliers import find_outliers
 from server_app.synthesis.images import SyntheticSet, render
@@ -425,6 +427,57 @@ def honest_agreements(row: str, seed: int) -> dict[str, dict[int, float]]:
     }
 
 
+def influences_of(system: str, attack: str, seed: int) -> dict[str, Influence]:
+    """What each of six clients gives, the first of whom lies, if anybody does."""
+    settings = settings_of(system, seed)
+    liars = () if attack == HONEST else clients_of(system)[:1]
+    images = federation(system, attack, liars, seed)
+    job = job_of(settings, f"influence-{attack.replace(' ', '-').replace(chr(39), '')}")
+    tested = held_out(images, clients_of(system))
+    hits = hits_without(job, clients_of(system), images, tested)
+    return influences(hits, [images.clients[row] for row in tested])
+
+
+def influence_line(system: str, attack: str, seeds: Sequence[int]) -> dict[str, str]:
+    """A row of the table of influences: the liar beside the least of the honest clients."""
+    seen: dict[bool, list[float]] = {True: [], False: []}
+    given: dict[bool, list[float]] = {True: [], False: []}
+    harms: dict[bool, list[bool]] = {True: [], False: []}
+    for seed in seeds:
+        for client, one in influences_of(system, attack, seed).items():
+            lies = attack != HONEST and client == clients_of(system)[0]
+            seen[lies].append(one.seen)
+            given[lies].append(one.others.points)
+            harms[lies].append(one.harms)
+    made = {"": f"{system}: {attack}"}
+    for what, found in (("seen by the others (%)", seen), ("gives the others", given)):
+        sign = "+" if what.startswith("gives") else ""
+        made[f"the liar {what}"] = f"{mean(found[True]):{sign}.1f}" if found[True] else ""
+        made[f"least of an honest client {what}"] = f"{min(found[False]):{sign}.1f}"
+    made["liars who harm"] = f"{sum(harms[True])} of {len(harms[True])}" if harms[True] else ""
+    made["honest clients who harm"] = f"{sum(harms[False])} of {len(harms[False])}"
+    return made
+
+
+def write_influences(systems: Sequence[str]) -> None:
+    """Make the table of influences, row by row."""
+    about = (
+        "What each of six clients gives, by trainings without it (server_app/influence.py); the "
+        "first one lies. Seen by the others: how many of a client's images the model of all others "
+        "takes for what the client says. Gives the others: points that it adds on images like the "
+        "other clients'. Harms: by more than the interval. Synthetic images that no model learned "
+        f"test. Seeds {SEEDS}; recipe and payloads are benchmarks.main_table's. "
+        "Command: `python -m benchmarks.poison --influence`."
+    )
+    rows = [(system, attack) for system in OF_SIX for attack in (HONEST, *attacks_of(system))]
+    order = [f"{system}: {attack}" for system, attack in rows]
+    for system, attack in rows:
+        if system in systems:
+            lines = [influence_line(system, attack, SEEDS)]
+            lines = with_others(lines, TABLES / "poison-influence.json", about, order)
+            write_table(TABLES / "poison-influence", lines, about)
+
+
 def main() -> None:
     """Make the tables, and keep them."""
     parser = argparse.ArgumentParser(
@@ -433,11 +486,15 @@ def main() -> None:
     known = dict.fromkeys((*SYSTEMS, *HONEST_ROWS))
     parser.add_argument("systems", nargs="*", help=f"some of {', '.join(known)}; none: all")
     parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
+    parser.add_argument("--influence", action="store_true", help="what each client gives")
     given = parser.parse_args()
-    systems = tuple(HONEST_ROWS) if given.honest else SYSTEMS
+    systems = tuple(HONEST_ROWS) if given.honest else OF_SIX if given.influence else SYSTEMS
     if unknown := set(given.systems) - set(systems):
         parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(systems)}")
     private_folder(WORK)
+    if given.influence:
+        write_influences(given.systems or systems)
+        return
     if given.honest:
         about = (
             "How often the kit finds the prompt of an image's class better than another class's, "

@@ -1,6 +1,6 @@
 """The server's half of a method that samples, from payloads to global models.
 
-Plan -> render -> look for liars -> train.
+Plan -> render -> look for liars -> train -> ask what each client gave.
 
 A method gives what is its own. That is its sampler; where they differ, also its plan and its
 training.
@@ -14,6 +14,7 @@ import torch
 from osfl.payloads import Payload
 from server_app import public_domains
 from server_app.agreement import without_doubted
+from server_app.influence import report_influences
 from server_app.job import GlobalModel, ServerJob
 from server_app.label_check import second_opinions, without_doubtful
 from server_app.synthesis.images import SyntheticSet, render
@@ -82,4 +83,6 @@ def synthesise_and_train(
     drawing = public_domains.with_public(job, make_sampler)
     images = render(job, planned, drawing, divisible, others)
     believed, images = without_doubted(job, payloads, images)
-    return train(job, believed, images)
+    models = train(job, believed, images)
+    report_influences(job, believed, images)
+    return models

@@ -4,7 +4,7 @@ Trained on the synthetic images, with or without the clients' classifiers as tea
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -36,33 +36,55 @@ def train_global(
         teacher: [N, C] probabilities of `fit`.
     """
     settings = job.config.global_model
-    classes = len(job.classes)
-    inputs = _digest(pixels, labels, teacher)
-    model = classifiers.new_classifier(
-        settings, classes, job.initialisation, job.config.seed, "global-model.init"
-    )
+    inputs = digest_of(pixels, labels, teacher)
     job.status.phase(f"training {name}")
     if state := job.folder.stored_model(name, inputs):
+        model = _untrained(job)
         model.load_state_dict(state)
     else:
         watch = Stopwatch()
-        fit(
-            model,
-            pixels,
-            labels,
-            settings,
-            job.config.seed,
-            job.device,
-            teacher=teacher,
-            distillation_weight=distillation_weight,
-            progress=job.status.advance,
+        model = trained(
+            job, pixels, labels, teacher, distillation_weight, progress=job.status.advance
         )
         about = {"seconds": watch.seconds, "images": len(labels), "inputs": inputs}
         job.folder.store_model(name, model.cpu().state_dict(), about)
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
 
 
-def _digest(*inputs: Pixels | None) -> str:
+def trained(
+    job: ServerJob,
+    pixels: Pixels,
+    labels: torch.Tensor,
+    teacher: torch.Tensor | None = None,
+    distillation_weight: float = 0.0,
+    *,
+    progress: Callable[[int, int], None],
+) -> nn.Module:
+    """A model that is trained as the global one is; nothing of it is kept. As `train_global`."""
+    return fit(
+        _untrained(job),
+        pixels,
+        labels,
+        job.config.global_model,
+        job.config.seed,
+        job.device,
+        teacher=teacher,
+        distillation_weight=distillation_weight,
+        progress=progress,
+    )
+
+
+def _untrained(job: ServerJob) -> nn.Module:
+    return classifiers.new_classifier(
+        job.config.global_model,
+        len(job.classes),
+        job.initialisation,
+        job.config.seed,
+        "global-model.init",
+    )
+
+
+def digest_of(*inputs: Pixels | None) -> str:
     """SHA-256 of what a model is trained on."""
     digest = hashlib.sha256()
     for rows in inputs:

@@ -118,6 +118,9 @@ def test_a_run_says_what_it_left_out(home: Path, tiny_kit: Path) -> None:
     assert f"of {drawn} synthetic images" in warning
     assert about["images"] == drawn - left
     assert set(found["accuracy"]) == {"FT"}
+    # The classifiers that judged stay with the server: a client fetches the global model alone
+    size = (home / "runs" / "job" / "models" / "FT.safetensors").stat().st_size
+    assert {about["download_bytes"] for about in found["clients"].values()} == {size}
 
 
 @pytest.mark.parametrize("method", ["fedlmg", "fedcado", "fedcgs", "local", "fedavg"])

@@ -16,6 +16,7 @@ from osfl.data.load import Images, image_labels
 from osfl.payloads import Descriptions, DomainVector, Encodings
 from osfl.prompts import DIGITS
 from osfl.seeds import generator_of
+from server_app.influence import Gain, Influence
 from server_app.synthesis.images import SyntheticSet
 
 SYSTEM = "FedDEO description alone"
@@ -311,6 +312,68 @@ def test_a_judge_is_its_code_without_what_is_said_of_it(monkeypatch: pytest.Monk
     code = '"""A page."""\n\ndef rule():\n    """Says."""\n    return {}\n'
     assert digest(code.format(1)) == digest(code.format(1).replace("Says", "Tells") + "# end\n")
     assert digest(code.format(1)) != digest(code.format(2))
+
+
+# ---- What each client gives ----
+
+
+def test_what_the_table_of_influences_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seeds; the first client lies. In the second one it harms, and so does an honest one."""
+
+    def one(seen: float, points: float) -> Influence:
+        return Influence(seen, Gain(0.0, 1.0), Gain(points, 2.0))
+
+    honest = {client: one(90.0, 1.0) for client in CLIENTS[1:]}
+    found = {
+        0: {"client-0": one(10.0, -1.0), **honest},
+        1: {"client-0": one(20.0, -4.0), **honest, "client-3": one(50.0, -2.5)},
+    }
+    monkeypatch.setattr(poison, "influences_of", lambda system, attack, seed: found[seed])
+    assert poison.influence_line(SYSTEM, "noise", (0, 1)) == {
+        "": f"{SYSTEM}: noise",
+        "the liar seen by the others (%)": "15.0",
+        "least of an honest client seen by the others (%)": "50.0",
+        "the liar gives the others": "-2.5",
+        "least of an honest client gives the others": "-2.5",
+        "liars who harm": "1 of 2",
+        "honest clients who harm": "1 of 10",
+    }
+    nobody = poison.influence_line(SYSTEM, poison.HONEST, (0,))
+    assert (nobody["the liar gives the others"], nobody["liars who harm"]) == ("", "")
+    assert nobody["least of an honest client seen by the others (%)"] == "10.0"
+    assert nobody["honest clients who harm"] == "0 of 6"
+
+
+@pytest.mark.parametrize(("attack", "value"), [("noise", 100), (poison.HONEST, 0)])
+def test_the_first_of_six_lies(
+    attack: str, value: int, own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ten images of a class two test; without the first client all of the others' are seen."""
+
+    def of_ten(system: str, attack: str, seed: int) -> SyntheticSet:
+        first = 100 * (attack != poison.HONEST)
+        values = torch.arange(6).repeat_interleave(10) + first
+        pixels = values.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2).clone()
+        owners = tuple(client for client in CLIENTS for _ in range(10))
+        return SyntheticSet(pixels, torch.zeros(60, dtype=torch.long), owners)
+
+    def hits(
+        job: Any, clients: Any, images: SyntheticSet, tested: list[int]
+    ) -> dict[str, torch.Tensor]:
+        assert (job.clients, clients) == (tuple(CLIENTS), CLIENTS)
+        assert images.pixels[:, 0, 0, 0].tolist() == [value] * 10 + [
+            number for number in range(1, 6) for _ in range(10)
+        ]
+        assert tested == [row for row in range(60) if row % 10 > 7]
+        seen = torch.ones(12, dtype=torch.bool)
+        return {"": ~seen, "client-0": seen, **dict.fromkeys(CLIENTS[1:], ~seen)}
+
+    monkeypatch.setattr(poison, "drawn", of_ten)
+    monkeypatch.setattr(poison, "hits_without", hits)
+    found = poison.influences_of(SYSTEM, attack, 0)
+    assert list(found) == list(CLIENTS)
+    assert (found["client-0"].others.points, found["client-1"].others.points) == (-100.0, 0.0)
+    assert [one.harms for one in found.values()] == [True] + [False] * 5
 
 
 # ---- Where nobody lies ----

@@ -122,6 +122,9 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
             f"the UNet's share of that{judging}: {human_flops(estimate.sampling.flops)}, "
             f"about {_duration(estimate.sampling.seconds)} on this machine"
         )
+    if config.influence:
+        more = config.training_clients + 1
+        lines.append(f"the server trains the global model {more} times more (influence)")
     lines.append(f"the run's folder takes at most {human_bytes(estimate.disk_bytes)}")
     for line in lines:
         display.console.print(display.words(line), highlight=False, soft_wrap=True)

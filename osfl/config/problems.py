@@ -13,6 +13,8 @@ from osfl.words import name_problem, plain, safe_name
 DIGITS_KITS = ("digits", "digits-unclip")
 # AES-GCM's limit in the library that seals
 MOST_SEALED = 2**31 - 1000
+# With `influence` each client costs a training
+MOST_LEFT_OUT = 20
 _HUB_DATA = re.compile(r"hf:[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -104,6 +106,21 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         yield (
             f"robust = {run.robust!r}: method {run.method!r} samples with a kit that needs an "
             "image, and judges none by a prompt; take off"
+        )
+    if run.influence and not (METHODS[run.method].samples and METHODS[run.method].payload):
+        yield (
+            f"influence = true: method {run.method!r} draws no image from what clients send; take "
+            "false"
+        )
+    elif run.influence and not 2 <= run.training_clients <= MOST_LEFT_OUT:
+        yield (
+            "influence = true: trains the model once more for each client, of 2 to "
+            f"{MOST_LEFT_OUT}, and here are {run.training_clients}; take false"
+        )
+    elif run.influence and run.synthesis.images_per_class < 3:
+        yield (
+            "influence = true: needs synthesis.images-per-class of at least 3, two to learn and "
+            "one to test"
         )
     if run.class_balance and not METHODS[run.method].samples:
         yield f"class-balance = true: method {run.method!r} draws no image; take false"

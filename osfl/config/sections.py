@@ -696,6 +696,15 @@ class RunConfig:
             "methods that draw no image from what clients send, nor with FedDISC."
         ),
     ]
+    influence: Annotated[
+        bool,
+        Doc(
+            "Whether the server trains the model again without each client, of at most 20, and "
+            "reports what each gives it. A finished run that is called again with it adds the "
+            "table. Not with methods that draw no image from what clients send."
+        ),
+        NotIdentity(),
+    ]
     class_balance: Annotated[
         bool,
         Doc(

@@ -12,6 +12,8 @@ images/<client>/<class>/  the synthetic images
 units/<unit>.jsonl        a manifest row for every image of a finished unit of work
 timings.jsonl             how long each unit took
 agreement.json            with robust: what the kit sees of each client's classes
+influence/                with influence: done.json, which images the models without each client
+                          see; clients.json, what each client gives
 rounds/                   of FedAvg and its kin: the last round's model, and done.json, which
                           vouches for it and has the times of all rounds
 models/<name>.safetensors the global models
@@ -381,6 +383,24 @@ class RunFolder:
             return {client: dict(about["classes"]) for client, about in found["clients"].items()}
         except (KeyError, TypeError, ValueError):
             return {}
+
+    def store_hits(self, inputs: str, hits: Mapping[str, list[bool]]) -> None:
+        """Keep which images models without a client saw, until all clients were left out."""
+        self.write_json("influence/done.json", {"inputs": inputs, "hits": hits})
+
+    def stored_hits(self, inputs: str) -> dict[str, list[bool]]:
+        """By the client that was left out; empty if they are of other images."""
+        try:
+            found = self.read_json("influence/done.json", {"inputs": str, "hits": dict}) or {}
+        except DamageError:
+            # They are made anew
+            return {}
+        good = all(isinstance(hits, list) for hits in found.get("hits", {}).values())
+        return dict(found["hits"]) if good and found.get("inputs") == inputs else {}
+
+    def store_influences(self, clients: Mapping[str, Any]) -> None:
+        """What each client gives the global model."""
+        self.write_json("influence/clients.json", clients)
 
     # ---- What the `osfl` command looks at ----
 

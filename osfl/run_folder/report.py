@@ -96,6 +96,7 @@ def gather(
         "kit_not_counted": any(size is None for size in fetched.values()),
         "warnings": status.get("warnings", []),
         "agreement": _json_or_nothing(folder / "agreement.json").get("clients", {}),
+        "influence": _influence(folder, config),
         "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),
         "server": _server(folder),
         "versions": _versions(),
@@ -143,7 +144,8 @@ def _clients(
 ) -> dict[str, dict[str, float]]:
     """What every client sent and received, and what its payload cost it."""
     clients: dict[str, dict[str, float]] = defaultdict(dict)
-    models = list((folder / "models").glob("*.safetensors"))
+    # Not those that only judge images, and stay here
+    models = [file for file in (folder / "models").glob("*.safetensors") if file.stem in tests]
     # Local's are the payloads
     models = models or list((folder / "payloads").glob("*.pb"))
     sent = sum(file.stat().st_size for file in models)
@@ -168,6 +170,12 @@ def _not_tested(tests: Mapping[str, Matrices], clients: Iterable[str]) -> list[s
     """
     everywhere = set.intersection(*map(set, tests.values())) if tests else set()
     return sorted(set(clients) - everywhere)
+
+
+def _influence(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What each client gives; nothing where the run did not ask, and a file is of another one."""
+    asked = config.get("influence", False)
+    return _json_or_nothing(folder / "influence" / "clients.json") if asked else {}
 
 
 def _rounds(folder: Path) -> dict[str, Any]:
