@@ -92,16 +92,6 @@ TEMPLATE = (
 </table></div></details>
 <p class="note">How often the kit finds that the prompt of an image's own class fits it better than another class's, in percent; by chance 50. A client that swaps its classes, or whose payload leads the sampling astray, is near chance; so is an honest one where the kit does not know its classes in its domain.</p>
 {% endif %}
-{% if m.influence %}
-<h2>What does each client give the model?</h2>
-{{ fold(m.influence|length, "clients") }}
-<div class="wide long"><table><tr><th>client</th><th>the others' model sees of its images</th><th>it gives images like its own</th><th>it gives images like the others'</th></tr>
-{% for client, found in m.influence.items() %}
-<tr><td>{{ client }}</td>{{ heat(found.seen) }}{% for gain in (found.own, found.others) %}<td>{{ "%+.1f"|format(gain.points) }} ± {{ "%.1f"|format(gain.half) }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div></details>
-<p class="note">The model was trained again without each client, on four fifths of the synthetic images, and tested on the others. Percent of a client's images that the model of all others takes for what the client says; and points that the client adds. A client that lies about its classes is seen by few and harms the others: below zero. One whose domain is nobody else's is seen by few, too, and harms nobody. ±: 95 % intervals of these images for all clients together; another training would move the figures, too.</p>
-{% endif %}
 <h2>Accuracy</h2>
 <div class="wide"><table><tr><th>global model</th><th>average</th><th>all images</th><th>balanced</th><th>macro-F1</th></tr>
 {% for name, row in m.accuracy.items() %}
@@ -119,6 +109,16 @@ TEMPLATE = (
 {% endfor %}
 </table></div></details>
 {% if m.shown and m.accuracy|length > 1 %}<p class="note">Balanced accuracy and macro-F1 are those of {{ m.shown }}.</p>{% endif %}
+{% endif %}
+{% if m.influence %}
+<h2>What does each client give the model?</h2>
+{{ fold(m.influence|length, "clients") }}
+<div class="wide long"><table><tr><th>client</th><th>the others' model sees of its images</th><th>it gives images like its own</th><th>it gives images like the others'</th></tr>
+{% for client, found in m.influence.items() %}
+<tr><td>{{ client }}</td>{{ heat(found.seen) }}{% for gain in (found.own, found.others) %}<td>{{ "%+.1f"|format(gain.points) }} ± {{ "%.1f"|format(gain.half) }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div></details>
+<p class="note">The model was trained again without each client, on four fifths of the synthetic images, and tested on the others. Percent of a client's images that the model of all others takes for what the client says; and points that the client adds. A client that lies about its classes is seen by few and harms the others: below zero. One whose domain is nobody else's is seen by few, too, and harms nobody. ±: 95 % intervals of these images for all clients together; another training would move the figures, too.</p>
 {% endif %}
 {% if by_class %}
 <h2>Each class{% if m.accuracy|length > 1 %}, {{ m.shown }}{% endif %}</h2>
