@@ -23,11 +23,10 @@ from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, config_of
+from benchmarks.server import job_in
 from osfl.config import RunConfig
 from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
 from server_app.driver import plan_held
 from server_app.job import ServerJob
 
@@ -50,9 +49,7 @@ ROWS = ("plain", "class-balance", "plain, as many images")
 def job_of(config: RunConfig) -> ServerJob:
     """The server's."""
     several = (config.class_balance, config.synthesis.images_per_class, config.global_model.epochs)
-    name = "-".join(map(str, ("balance", config.seed, *several)))
-    folder = open_run_folder(config, name, 0)
-    return ServerJob(config, folder, Status(folder.path), CLIENTS)
+    return job_in(config, "-".join(map(str, ("balance", config.seed, *several))))
 
 
 def cell(row: str, seed: int) -> tuple[float, int]:

@@ -20,17 +20,14 @@ from time import process_time
 import torch
 
 from benchmarks import TABLES, guidance, left_out, write_figure, write_table
-from benchmarks.clients import CLIENTS, Settings, folder_name, sent
+from benchmarks.clients import Settings, folder_name, sent
 from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
 from benchmarks.left_out import COMMON, config_of
-from osfl.methods import server_half
+from benchmarks.server import drawn_by, job_in
 from osfl.payloads import Payload
-from osfl.run_folder.layout import RunFolder, open_run_folder
-from osfl.run_folder.status import Status
-from server_app import driver
-from server_app.job import ServerJob
-from server_app.synthesis.images import SyntheticSet, render
+from osfl.run_folder.layout import RunFolder
+from server_app.synthesis.images import SyntheticSet
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "curves"
 SEED = 100  # no table of results has it
@@ -78,18 +75,15 @@ def most_images(point: Point) -> int:
 
 def drawn(settings: Settings, taken: Mapping[str, Payload]) -> tuple[SyntheticSet, float]:
     """The images of a plan, and the core-seconds that one took."""
-    config = config_of(settings)
-    folder = open_run_folder(config, folder_name(settings), 0)
-    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
-    sampler = server_half(config.method).sampler
-    before = timed_images(folder)
+    job = job_in(config_of(settings), folder_name(settings), tuple(taken))
+    before = timed_images(job.folder)
     began = process_time()
-    images = render(job, driver.plan_held(job, taken), lambda device: sampler(job, device, taken))
+    images = drawn_by(job, taken)
     taking = process_time() - began
     # Images that are there already are read; what they took was kept
-    if made := timed_images(folder) - before:
-        folder.write_json("took.json", {"seconds": taking / made})
-    took = json.loads((folder.path / "took.json").read_text())
+    if made := timed_images(job.folder) - before:
+        job.folder.write_json("took.json", {"seconds": taking / made})
+    took = json.loads((job.folder.path / "took.json").read_text())
     return images, float(took["seconds"])
 
 

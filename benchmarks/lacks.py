@@ -33,26 +33,22 @@ from benchmarks import TABLES, write_table
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import score, with_others
 from benchmarks.left_out import COMMON, config_of
+from benchmarks.server import drawn_by, job_in
 from osfl.config import NodeConfig, RunConfig, Scalar
 from osfl.data.load import Images, load_images
 from osfl.models.classifiers import headless, logits_of, new_classifier, normalise
 from osfl.models.kits import find_kit
 from osfl.models.training import fit
 from osfl.pixels import to_float
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
-from server_app import driver
 from server_app.job import ServerJob
 from server_app.label_check import second_opinions, without_doubtful
-from server_app.methods import domain_vector, feddeo
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.images import SyntheticSet
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "lacks"
 CPU = torch.device("cpu")
 SEED = 100  # of the payloads; no table of results has it
 # Directions of the judge's features in which distances are taken: a client has few images
 KEPT = 32
-SAMPLERS = {"feddeo": feddeo.sampler, "domain-vector": domain_vector.sampler}
 DEO: Settings = {"method": "feddeo", "feddeo.guidance-description": 2.0}
 VECTOR: Settings = {"method": "domain-vector"}
 ROWS: dict[str, Settings] = {
@@ -185,12 +181,8 @@ def drawn(row: str) -> tuple[ServerJob, SyntheticSet]:
     """A row's images, and the job that drew them."""
     settings = settings_of(row)
     config = config_of({**settings, "label-check": "filter"})
-    taken = sent(settings)
-    folder = open_run_folder(config, folder_name(settings), 0)
-    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
-    sampler = SAMPLERS[config.method]
-    images = render(job, driver.plan_held(job, taken), lambda device: sampler(job, device, taken))
-    return job, images
+    job = job_in(config, folder_name(settings))
+    return job, drawn_by(job, sent(settings))
 
 
 def line(judge: Judge, row: str) -> dict[str, str]:

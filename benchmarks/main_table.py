@@ -35,15 +35,13 @@ from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, for_clie
 from benchmarks.guidance import with_others
 from benchmarks.left_out import COMMON as RECIPE
 from benchmarks.left_out import SYSTEMS, against
+from benchmarks.server import job_in
 from osfl.cli.compare import as_arguments, machine
 from osfl.cli.launch import default_config
 from osfl.config import RunConfig, Scalar, parse_run_config
 from osfl.costs import Stopwatch
 from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
-from server_app.job import ServerJob
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
 SEEDS = (0, 1, 2, 3, 4)
@@ -190,8 +188,7 @@ def cell(row: str, seed: int, partition: str) -> Cell:
         watch = Stopwatch()
         taken = sent(settings)
         config = config_of(settings)
-        folder = open_run_folder(config, folder_name(settings), 0)
-        job = ServerJob(config, folder, Status(folder.path), CLIENTS)
+        job = job_in(config, folder_name(settings))
         (model,) = server_half(config.method).run(job, taken).values()
         accuracies = [accuracy(config, model.model, number) for number in range(len(CLIENTS))]
         found = {"row": row, "seed": seed, "accuracy": accuracies, "seconds": watch.seconds}

@@ -24,7 +24,6 @@ import argparse
 import json
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch.nn import functional as F
@@ -35,15 +34,11 @@ from benchmarks.guidance import with_others
 from benchmarks.lacks import real
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON, config_of
+from benchmarks.server import drawn_by, job_in
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of
-from osfl.payloads import Votes
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
-from server_app.driver import plan_held
 from server_app.job import ServerJob
-from server_app.methods import votes
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.images import SyntheticSet
 from server_app.training import train_global
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "partitions"
@@ -63,14 +58,8 @@ SETTINGS: Settings = {
 @cache
 def drawn() -> tuple[ServerJob, SyntheticSet]:
     """Every client's images, and the job that drew them."""
-    payloads = cast(dict[str, Votes], sent(SETTINGS))
-    config = config_of(SETTINGS)
-    folder = open_run_folder(config, f"partitions-{folder_name(SETTINGS)}", 0)
-    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
-    images = render(
-        job, plan_held(job, payloads), lambda device: votes.sampler(job, device, payloads)
-    )
-    return job, images
+    job = job_in(config_of(SETTINGS), f"partitions-{folder_name(SETTINGS)}", CLIENTS)
+    return job, drawn_by(job, sent(SETTINGS))
 
 
 def votes_of(groups: int, group: int) -> torch.Tensor:

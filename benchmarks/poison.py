@@ -34,24 +34,23 @@ from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, sen
 from benchmarks.guidance import with_others
 from benchmarks.lacks import real
 from benchmarks.main_table import config_of
+from benchmarks.server import drawn_by, job_in
 from client_app.work import client_job
 from osfl.config import NodeConfig, Scalar
 from osfl.data.load import Fit, Images
 from osfl.files import private_folder, write_atomically
-from osfl.methods import client_half, server_half
+from osfl.methods import client_half
 from osfl.models.classifiers import logits_of
 from osfl.models.kits import find_kit
 from osfl.payloads import Payload
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
 from osfl.seeds import generator_of
 from server_app import agreement
 from server_app.agreement import LOOKED_AT, agreements, judged, without_doubted
-from server_app.driver import plan_held, train_one
+from server_app.driver import train_one
 from server_app.influence import Influence, held_out, hits_without, influences
 from server_app.job import ServerJob
 from server_app.outliers import find_outliers
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.images import SyntheticSet
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
 SEEDS = (0,)
@@ -228,12 +227,8 @@ def drawn(system: str, attack: str, seed: int) -> SyntheticSet:
     """Every client's images, or those of all who lie at most."""
     settings = settings_of(system, seed)
     payloads = attacked(system, attack, seed)
-    config = config_of(settings)
     name = f"images-{attack.replace(' ', '-')}-{folder_name(settings)}"
-    folder = open_run_folder(config, name, 0)
-    job = ServerJob(config, folder, Status(folder.path), tuple(payloads))
-    sampler = server_half(config.method).sampler
-    return render(job, plan_held(job, payloads), lambda device: sampler(job, device, payloads))
+    return drawn_by(job_in(config_of(settings), name, tuple(payloads)), payloads)
 
 
 def of(images: SyntheticSet, clients: Sequence[str]) -> SyntheticSet:
@@ -263,8 +258,7 @@ def federation(system: str, attack: str, liars: Sequence[str], seed: int) -> Syn
 def job_of(settings: Settings, name: str) -> ServerJob:
     """A run of its own."""
     config = config_of(settings)
-    folder = open_run_folder(config, f"{name}-{folder_name(settings)}", 0)
-    return ServerJob(config, folder, Status(folder.path), tuple(sorted(names(config.num_clients))))
+    return job_in(config, f"{name}-{folder_name(settings)}", sorted(names(config.num_clients)))
 
 
 def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
@@ -415,10 +409,7 @@ def honest_agreements(row: str, seed: int) -> dict[str, dict[int, float]]:
     if not result.is_file():
         payloads = sent(settings)
         job = job_of(settings, "honest")
-        sampler = server_half(job.config.method).sampler
-        planned = plan_held(job, payloads)
-        images = render(job, planned, lambda device: sampler(job, device, payloads))
-        found = agreements(job, payloads, images)
+        found = agreements(job, payloads, drawn_by(job, payloads))
         write_atomically(result, json.dumps(found).encode())
     read = json.loads(result.read_text())
     return {

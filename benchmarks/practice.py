@@ -24,24 +24,22 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import TABLES, write_table
-from benchmarks.clients import CLIENTS, folder_name, sent
+from benchmarks.clients import folder_name, sent
 from benchmarks.curves import first_images
 from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
 from benchmarks.main_table import config_of, settings_of
+from benchmarks.server import drawn_by, job_in
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of, normalise
 from osfl.models.diffusion import Kit, x0hat
 from osfl.payloads import DomainVector
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
 from server_app.driver import plan_held
 from server_app.job import ServerJob
-from server_app.methods import domain_vector
 from server_app.methods.fedlmg import guided
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, to_images
 
@@ -98,11 +96,8 @@ def unsure(
 def plain() -> tuple[ServerJob, SyntheticSet]:
     """The images that guidance alone gives, and the job that drew them."""
     config = replace(config_of(SETTINGS), runs_dir=str(WORK))
-    taken = vectors()
-    folder = open_run_folder(config, "plain", 0)
-    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
-    jobs = plan_held(job, taken)
-    return job, render(job, jobs, lambda device: domain_vector.sampler(job, device, taken))
+    job = job_in(config, "plain")
+    return job, drawn_by(job, vectors())
 
 
 def vectors() -> dict[str, DomainVector]:

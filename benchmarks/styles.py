@@ -27,15 +27,12 @@ from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
 from benchmarks.lacks import real
 from benchmarks.main_table import WORK, config_of, settings_of
 from benchmarks.poison import of
+from benchmarks.server import drawn_by, job_in
 from benchmarks.switches import of_clients, reconstructed
 from osfl.files import private_folder, write_atomically
-from osfl.methods import server_half
 from osfl.models.classifiers import logits_of
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
-from server_app.driver import plan_held, train_one
-from server_app.job import ServerJob
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.driver import train_one
+from server_app.synthesis.images import SyntheticSet
 
 SEED = 0
 ROWS = 2
@@ -52,20 +49,15 @@ def drawn(row: str, clients: Sequence[str], count: int, own: Settings) -> Synthe
     settings = {**settings_of(row, SEED), "synthesis.images-per-class": count, **own}
     config = config_of(settings)
     payloads = {client: sent(settings)[client] for client in clients}
-    name = f"styles-{folder_name(settings)}-{clients[0]}"
-    folder = open_run_folder(config, name, 0)
-    job = ServerJob(config, folder, Status(folder.path), tuple(clients))
-    sampler = server_half(config.method).sampler
-    planned = plan_held(job, payloads)
-    return render(job, planned, lambda device: sampler(job, device, payloads))
+    job = job_in(config, f"styles-{folder_name(settings)}-{clients[0]}", clients)
+    return drawn_by(job, payloads)
 
 
 def classifier() -> nn.Module:
     """Of all clients' real images."""
     settings = settings_of("ceiling", SEED)
     config = config_of(settings)
-    folder = open_run_folder(config, f"styles-classifier-{folder_name(settings)}", 0)
-    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
+    job = job_in(config, f"styles-classifier-{folder_name(settings)}")
     (model,) = train_one(job, {}, of_clients()).values()
     return model.model
 

@@ -27,17 +27,14 @@ from benchmarks.guidance import score, with_others
 from benchmarks.lacks import real
 from benchmarks.left_out import against
 from benchmarks.main_table import config_of, settings_of
+from benchmarks.server import drawn_by, job_in
 from osfl.config import RunConfig
 from osfl.files import private_folder, write_atomically
 from osfl.models.kits import find_kit
 from osfl.pixels import to_float, to_uint8
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
-from server_app.driver import plan_held, train_one
-from server_app.job import ServerJob
-from server_app.methods import domain_vector
+from server_app.driver import train_one
 from server_app.synthesis.engine import load_engine
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.images import SyntheticSet
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "switches"
 SEEDS = (0, 1, 2)
@@ -85,13 +82,7 @@ def drawn(settings: Settings) -> SyntheticSet:
         for key, value in settings.items()
         if not key.startswith(("global-model.", "label-check"))
     }
-    config = config_of(own)
-    taken = sent(own)
-    folder = open_run_folder(config, f"images-{folder_name(own)}", 0)
-    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
-    return render(
-        job, plan_held(job, taken), lambda device: domain_vector.sampler(job, device, taken)
-    )
+    return drawn_by(job_in(config_of(own), f"images-{folder_name(own)}"), sent(own))
 
 
 def sources_of(row: str) -> tuple[str, ...]:
@@ -129,9 +120,7 @@ def cell(source: str, row: str, seed: int) -> float:
         images = of_clients() if source == "ceiling" else drawn(settings)
         if row == RECONSTRUCTED:
             images = reconstructed(images, config)
-        folder = open_run_folder(config, f"switches-{name}", 0)
-        job = ServerJob(config, folder, Status(folder.path), CLIENTS)
-        (model,) = train_one(job, {}, images).values()
+        (model,) = train_one(job_in(config, f"switches-{name}"), {}, images).values()
         found = mean(score(config, model.model))
         write_atomically(result, json.dumps(found).encode())
         print(source, row, seed, f"{found:.1f}", flush=True)

@@ -28,15 +28,13 @@ from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import score, with_others
 from benchmarks.left_out import SYSTEMS, against
 from benchmarks.main_table import COMMON, PARTITIONS, config_of
+from benchmarks.server import job_in
 from osfl.config import NodeConfig
 from osfl.data.load import load_images
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of
 from osfl.payloads import Classifier
-from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.status import Status
 from server_app.driver import plan_held
-from server_app.job import ServerJob
 from server_app.methods import fedlmg
 from server_app.synthesis.images import render
 from server_app.training import mean_teacher, own_teacher, train_global
@@ -97,8 +95,7 @@ def measured(settings: Settings) -> Cell:
     """A cell."""
     config = config_of(settings)
     payloads = cast(dict[str, Classifier], sent(settings))
-    folder = open_run_folder(config, f"teachers-{folder_name(settings)}", 0)
-    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
+    job = job_in(config, f"teachers-{folder_name(settings)}")
     draw = partial(fedlmg.sampler, settings=config.fedlmg, sample=fedlmg.sample)
     images = render(job, plan_held(job, payloads), lambda device: draw(job, device, payloads))
     networks = {client: one.model for client, one in fedlmg.teachers_of(job, payloads).items()}

@@ -7,6 +7,7 @@ import torch
 from conftest import quick
 
 from benchmarks import curves, left_out
+from benchmarks.clients import CLIENTS
 from osfl.cli.launch import default_config
 from osfl.methods import server_half
 from osfl.payloads import Domain
@@ -49,11 +50,10 @@ def test_what_an_image_took_is_kept(
     clock = iter([1000.0, 1100.0, 2000.0, 2001.0])
     monkeypatch.setattr(curves, "process_time", lambda: next(clock))
     monkeypatch.setattr(left_out, "WORK", home)
-    monkeypatch.setattr(curves, "CLIENTS", ("client-0", "client-1"))
     changed = quick(kit=str(tiny_kit), method="prompts-domain")
     settings = {key: value for key, value in changed.items() if DEFAULTS[key] != value}
     settings |= {"seed": 0}
-    names = {client: Domain(DIGITS, "neon") for client in curves.CLIENTS}
+    names = {client: Domain(DIGITS, "neon") for client in CLIENTS[:2]}
     images, seconds = curves.drawn(settings, names)
     assert len(images.labels) == 20
     again, same = curves.drawn(settings, names)
@@ -76,7 +76,7 @@ def test_a_point_that_was_measured_is_read(tmp_path: Path, monkeypatch: pytest.M
     images = SyntheticSet(
         torch.zeros(60 * 30, 1, 1, 1, dtype=torch.uint8),
         torch.arange(10).repeat_interleave(30).repeat(6),
-        tuple(client for client in curves.CLIENTS for _ in range(300)),
+        tuple(client for client in CLIENTS for _ in range(300)),
     )
     drawn: list[curves.Settings] = []
 

@@ -10,6 +10,7 @@ import torch
 from conftest import quick
 
 from benchmarks import balance, practice
+from benchmarks.clients import CLIENTS
 from osfl.config import RunConfig, parse_run_config
 from osfl.models.classifiers import build_classifier, normalise
 from osfl.models.diffusion import load_kit
@@ -130,7 +131,7 @@ def test_the_last_half_is_drawn_with_each_clients_own_vector(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Client k's vector is all 100 (k + 1); a prompt's encoding is far below that."""
-    names = {client: k for k, client in enumerate(practice.CLIENTS)}
+    names = {client: k for k, client in enumerate(CLIENTS)}
     taken = {
         client: DomainVector(DIGITS[:2], torch.full((8, 32), 100.0 * (k + 1)), None)
         for client, k in names.items()
@@ -138,7 +139,7 @@ def test_the_last_half_is_drawn_with_each_clients_own_vector(
     given = {"method": "domain-vector", "kit": str(tiny_kit), "num_clients": 6}
     config = parse_run_config(quick(**given, synthesis__images_per_class=30))
     folder = open_run_folder(config, "job", 0)
-    job = ServerJob(config, folder, Status(folder.path), practice.CLIENTS)
+    job = ServerJob(config, folder, Status(folder.path), CLIENTS)
     seen: list[ImageJob] = []
     prompts = load_kit(tiny_kit).text(config.prompts(job.classes))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import main_table, switches
+from benchmarks import main_table, server, switches
 from benchmarks.clients import CLIENTS, folder_name
 from osfl.payloads import DomainVector
 from osfl.prompts import DIGITS
@@ -49,7 +49,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, 
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     monkeypatch.setattr(switches, "TABLES", tmp_path)
     monkeypatch.setattr(switches, "sent", lambda settings: dict.fromkeys(CLIENTS, payload))
-    monkeypatch.setattr(switches, "render", render)
+    monkeypatch.setattr(server, "render", render)
     monkeypatch.setattr(switches, "train_one", train)
     monkeypatch.setattr(switches, "score", lambda config, model: [float(model)] * 6)
     return seen

@@ -1,0 +1,26 @@
+"""The server of the tables: a job in a folder of its own, and the images that it draws."""
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.clients import CLIENTS
+from osfl.config import RunConfig
+from osfl.methods import server_half
+from osfl.payloads import Payload
+from osfl.run_folder.layout import open_run_folder
+from osfl.run_folder.status import Status
+from server_app.driver import plan_held
+from server_app.job import ServerJob
+from server_app.synthesis.images import SyntheticSet, render
+
+
+def job_in(config: RunConfig, name: str, clients: Sequence[str] = CLIENTS) -> ServerJob:
+    """With a folder of that name, or the one that is there: an interrupted job goes on in it."""
+    folder = open_run_folder(config, name, 0)
+    return ServerJob(config, folder, Status(folder.path), tuple(clients))
+
+
+def drawn_by(job: ServerJob, payloads: Mapping[str, Payload]) -> SyntheticSet:
+    """A plan's images, each under what its client sent; those that are there are read."""
+    sampler = server_half(job.config.method).sampler
+    planned = plan_held(job, payloads)
+    return render(job, planned, lambda device: sampler(job, device, payloads))
