@@ -1,7 +1,10 @@
 """Random histories of faults in a real federation, and what must be true after each.
 
-python tests/histories.py 0 1000          # the histories of a thousand seeds, one after the other
-python tests/histories.py 17 1            # one of them again
+python tests/histories.py 0 1000               # the histories of a thousand seeds
+python tests/histories.py 0 1000 --at-once 4   # the same in four federations side by side
+python tests/histories.py 17 1 --again         # one of them again
+
+What each gave is kept in runs/histories, and not played again: an interrupted command goes on.
 
 A SuperLink, what runs ServerApps, and two sites, with TLS and node keys, as processes of their own.
 For each seed a job begins, and processes are killed, stopped and continued, a site's network is
@@ -29,19 +32,23 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 from system_tools import TWO_CLASSES, Federation, kill, make_images, new_federation, quick_arguments
 
 from osfl.cli.guard import end_process_tree
+from osfl.files import write_atomically
 
 SITES = ("site-0", "site-1")
 # Seconds in which a run in peace is asked for, collects, draws, trains and tests
 SPAN = 25.0
+WORK = Path(__file__).resolve().parent.parent / "runs" / "histories"
 LONGEST = 12.0  # seconds that something stays away
 PATIENCE = 240.0  # seconds for one command
 MOST_COMMANDS = 5
@@ -62,14 +69,18 @@ class Fault:
         return f"{self.begin:.1f} s: {self.kind} {self.target} for {self.seconds:.1f} s"
 
 
-def history_of(seed: int) -> list[Fault]:
-    """One to four faults, in the order of their begin; never two of one process at a time."""
+def history_of(seed: int, span: float = SPAN) -> list[Fault]:
+    """One to four faults, in the order of their begin; never two of one process at a time.
+
+    Args:
+        span: seconds that a run in peace takes; faults begin within them.
+    """
     draw = random.Random(seed)
     faults: list[Fault] = []
     for _ in range(draw.randint(1, 4)):
         kind = draw.choice(KINDS)
         target = draw.choice(SITES if kind == "cut" else ("server", "superlink", *SITES))
-        begin = draw.uniform(0, SPAN)
+        begin = draw.uniform(0, span)
         fault = Fault(begin, kind, "" if kind == "again" else target, draw.uniform(0, LONGEST))
         if not any(one.target == fault.target and _overlap(one, fault) for one in faults):
             faults.append(fault)
@@ -396,9 +407,9 @@ def outcome(run_folder: Path) -> dict[str, object]:
     return {"images": images, "tests": tests}
 
 
-def play(world: World, seed: int, peace: dict[str, object]) -> list[str]:
+def play(world: World, seed: int, peace: dict[str, object], span: float = SPAN) -> list[str]:
     """A seed's history; what was violated, also against the run in peace."""
-    run = Play(world, f"history-{seed}", history_of(seed))
+    run = Play(world, f"history-{seed}", history_of(seed, span))
     problems = run.play()
     if not problems and outcome(run.run_folder) != peace:
         problems = ["its images or tests are others than a quiet run's"]
@@ -415,38 +426,112 @@ def quiet(world: World) -> dict[str, object]:
     return found
 
 
-def main() -> None:
-    """Play histories, and say of each what was violated."""
+def played(first: int, count: int, step: int) -> None:
+    """Every so many seeds' histories in a federation of their own, each kept when it is over."""
     from conftest import make_tiny_kit
 
+    seeds = [seed for seed in range(first, first + count, step) if not file_of(seed).is_file()]
+    if not seeds:
+        return
+    with tempfile.TemporaryDirectory() as place:
+        kit = Path(place) / "kit"
+        make_tiny_kit(kit)
+        with new_federation(Path(place)) as federation:
+            federation.control, federation.fleet = quiet_ports()
+            world = World(federation, kit)
+            world.begin()
+            begun = time.monotonic()
+            peace = quiet(world)
+            # Beside others it takes longer, and its last steps are to be hit as well
+            span = max(SPAN, time.monotonic() - begun)
+            for seed in seeds:
+                since = time.monotonic()
+                problems = play(world, seed, peace, span)
+                seconds = time.monotonic() - since
+                faults = history_of(seed, span)
+                found = {
+                    "seed": seed,
+                    "problems": problems,
+                    "seconds": round(seconds),
+                    "span": round(span, 1),
+                    "faults": [fault.kind for fault in faults],
+                    "version": version("osfl"),
+                }
+                write_atomically(file_of(seed), json.dumps(found).encode())
+                told = "; ".join(map(str, faults))
+                print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
+
+
+def quiet_ports() -> tuple[int, int]:
+    """Two that no outgoing connection takes while the SuperLink is away (32768 and above)."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", port)),
+            socket.create_server(("127.0.0.1", port + 1)),
+        ):
+            return port, port + 1
+
+
+def file_of(seed: int) -> Path:
+    """What a seed's history gave."""
+    return WORK / f"{seed:06d}.json"
+
+
+def summary(first: int, count: int) -> tuple[str, int]:
+    """Of the histories that were played: what to say, and how many were violated."""
+    files = [file_of(seed) for seed in range(first, first + count) if file_of(seed).is_file()]
+    found = [json.loads(file.read_text()) for file in files]
+    bad = [one["seed"] for one in found if one["problems"]]
+    kinds = Counter(kind for one in found for kind in one["faults"])
+    faults = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS)
+    hours = sum(one["seconds"] for one in found) / 3600
+    violated = f"{len(bad)} with a violation {bad}"
+    return f"{len(found)} histories, {violated}, {hours:.1f} hours; faults: {faults}", len(bad)
+
+
+def main() -> None:
+    """Play histories, and say of each what was violated."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("first", type=int, help="the first seed")
     parser.add_argument("count", type=int, help="how many seeds")
+    parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
+    parser.add_argument("--again", action="store_true", help="also those that were played")
+    parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
     # Ended by a signal, it ends what it started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    first, count = given.first, given.count
-    begun = time.monotonic()
-    bad = []
-    with tempfile.TemporaryDirectory() as place:
-        kit = Path(place) / "kit"
-        make_tiny_kit(kit)
-        with new_federation(Path(place)) as federation:
-            world = World(federation, kit)
-            world.begin()
-            peace = quiet(world)
-            for seed in range(first, first + count):
-                since = time.monotonic()
-                problems = play(world, seed, peace)
-                told = "; ".join(map(str, history_of(seed)))
-                seconds = time.monotonic() - since
-                print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
-                bad += [seed] if problems else []
-    minutes = (time.monotonic() - begun) / 60
-    print(f"{count} histories, {len(bad)} with a violation {bad}, {minutes:.0f} minutes")
-    sys.exit(bool(bad))
+    WORK.mkdir(parents=True, exist_ok=True)
+    if given.again:
+        for seed in range(given.first, given.first + given.count, given.step):
+            file_of(seed).unlink(missing_ok=True)
+    if given.at_once == 1:
+        played(given.first, given.count, given.step)
+        ends = [0]
+    else:
+        ends = side_by_side(given.first, given.count, given.at_once)
+    if given.step == 1:
+        told, bad = summary(given.first, given.count)
+        print(told)
+        sys.exit(bool(bad or any(ends)))
+
+
+def side_by_side(first: int, count: int, at_once: int) -> list[int]:
+    """Processes that each play every so many seeds; their exit codes."""
+    processes = []
+    try:
+        for number in range(at_once):
+            seeds = [str(first + number), str(count - number), "--step", str(at_once)]
+            processes.append(subprocess.Popen([sys.executable, __file__, *seeds]))
+        return [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
 if __name__ == "__main__":
