@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import histories
 import pytest
 from histories import KINDS, LONGEST, SITES, SPAN, Command, Line, Play, history_of, outcome
 
@@ -188,3 +189,84 @@ def test_an_outcome_is_images_and_tests(tmp_path: Path) -> None:
     assert made(row("a", "1"), row("b", "3"), test={"site-0": [[1]]}) != one
     assert made(row("a", "1"), test={"site-0": [[1]]}) != one
     assert made(row("a", "1"), row("b", "2"), test={"site-0": [[2]]}) != one
+
+
+# ---- Many of them ----
+
+
+def test_faults_begin_within_a_run_in_peace() -> None:
+    """Where that takes four times as long, they begin later by that, and are as long."""
+    usual, slow = history_of(3), history_of(3, 4 * SPAN)
+    assert [fault.begin for fault in slow] == [4 * fault.begin for fault in usual]
+    assert [fault.seconds for fault in slow] == [fault.seconds for fault in usual]
+
+
+@pytest.fixture
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where histories are kept: two that were good, and one that was not."""
+    monkeypatch.setattr(histories, "WORK", tmp_path)
+    for seed, problems, kinds in ((0, [], ["cut"]), (2, ["lost"], ["kill", "cut"]), (9, [], [])):
+        found = {"seed": seed, "problems": problems, "seconds": 1800, "faults": kinds}
+        (tmp_path / f"{seed:06d}.json").write_text(json.dumps(found))
+    return tmp_path
+
+
+def test_a_summary_is_of_what_was_played(kept_in: Path) -> None:
+    assert histories.summary(0, 9) == (
+        "2 histories, 1 with a violation [2], 1.0 hours; faults: 1 kill, 0 stop, 2 cut, 0 again",
+        1,
+    )
+    assert histories.summary(3, 9)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "left"), [([], {0, 2, 9}), (["--again"], {2, 9}), (["--again", "--step", "2"], {9})]
+)
+def test_what_was_played_is_played_again_only_if_asked(
+    more: list[str], left: set[int], kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One seed from 0 on; or with every second one of three, 0 and 2."""
+    count = "3" if "--step" in more else "1"
+    monkeypatch.setattr("sys.argv", ["histories.py", "0", count, *more])
+    monkeypatch.setattr(histories, "played", lambda *given: None)
+    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
+    with contextlib.suppress(SystemExit):
+        histories.main()
+    assert {int(file.stem) for file in kept_in.glob("*.json")} == left
+
+
+def test_who_has_nothing_to_play_begins_no_federation(
+    kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second seed from 0 on, up to 3, is there."""
+    monkeypatch.setattr(histories, "new_federation", lambda place: 1 / 0)
+    histories.played(0, 4, 2)
+    with pytest.raises(ZeroDivisionError):
+        histories.played(0, 4, 1)
+
+
+def test_several_share_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them play 5 to 11: each every third. One that fails is told of."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "first, count, _, step = sys.argv[1:]\n"
+        "open(f'{__file__}-{first}', 'w').write(f'{count} {step}')\n"
+        "sys.exit(first == '6')\n"
+    )
+    monkeypatch.setattr(histories, "__file__", str(script))
+    assert histories.side_by_side(5, 7, 3) == [0, 1, 0]
+    seeds = []
+    for file in sorted(tmp_path.glob("script.py-*")):
+        count, step = map(int, file.read_text().split())
+        first = int(file.name.rpartition("-")[2])
+        seeds.append([*range(first, first + count, step)])
+    assert seeds == [[5, 8, 11], [6, 9], [7, 10]]
+
+
+def test_a_superlink_has_ports_that_nobody_takes_meanwhile() -> None:
+    control, fleet = histories.quiet_ports()
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert control + 1 == fleet < lowest
+    for port in (control, fleet):
+        socket.create_server(("127.0.0.1", port)).close()
