@@ -1,18 +1,27 @@
 """`osfl run --dry-run`: what it says is what the run then does, and what cannot work is refused."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import LoopGrid, quick
+from scipy import optimize, stats
 from typer.testing import CliRunner
 
 from client_app.app import app as client_app
+from client_app.mechanisms import private_mean
 from osfl.cli import estimate
+from osfl.cli.estimate import Client
 from osfl.cli.main import app as cli
 from osfl.config import parse_run_config
 from osfl.models.diffusion import load_kit, timesteps
 from server_app.app import run_job
+from server_app.expected import shapes_of_kit
 
 SAMPLES_NOTHING = ("local", "fedavg")
 
@@ -139,3 +148,102 @@ def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> No
     result = CliRunner().invoke(cli, [*huge, "num-clients=100000"])
     assert result.exit_code == 1
     assert "MB free; this run takes about" in result.output
+
+
+# ---- What a guarantee takes ----
+
+
+def least_sigma(epsilon: float, delta: float) -> float:
+    """Balle & Wang, theorem 8, for a sensitivity of 1; by bisection."""
+
+    def exceeds(sigma: float) -> float:
+        near = stats.norm.cdf(1 / (2 * sigma) - epsilon * sigma)
+        far = stats.norm.cdf(-1 / (2 * sigma) - epsilon * sigma)
+        return float(near - np.exp(epsilon) * far - delta)
+
+    return float(optimize.bisect(exceeds, 0.05, 100))
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers"),
+    [
+        # The digits' kit has 16 tokens of 64 numbers, and features of 512
+        ({"method": "oscar"}, 16 * 64),
+        ({"method": "oscar-pooled"}, 64),
+        ({"method": "feddeo"}, 16 * 64),
+        ({"method": "feddeo", "feddeo__tokens": "all"}, 64),
+        ({"method": "domain-vector"}, 16 * 64),
+        ({"method": "domain-vector", "domain_vector__tokens": "all"}, 64),
+        ({"method": "fedpft", "classifier__architecture": "resnet18"}, 2 * 512),
+        ({"method": "votes"}, 0),
+        ({"method": "fedlmg"}, 0),
+    ],
+)
+def test_the_numbers_that_get_noise(settings: dict, numbers: int) -> None:
+    config = parse_run_config(quick(**settings, kit="digits"))
+    assert estimate.noised_numbers(config) == numbers
+
+
+def test_feddiscs_noise_is_on_an_embeddings_own_half(tiny_unclip: Path) -> None:
+    config = parse_run_config(quick(method="feddisc", feddisc__kit=str(tiny_unclip)))
+    assert estimate.noised_numbers(config) == shapes_of_kit(str(tiny_unclip))[2] // 2
+
+
+def clients_of(method: str, counts: dict[str, tuple[int, ...]], **settings: Any) -> dict:
+    """Clients with so many images of class 0, 1 and so on."""
+    config = parse_run_config(quick(method=method, kit="digits", **settings))
+    return {
+        name: Client(config, tuple(label for label, n in enumerate(ns) for _ in range(n)))
+        for name, ns in counts.items()
+    }
+
+
+COUNTS = {"a": (40, 5), "b": (0, 9), "c": (3, 30)}
+
+
+def test_the_worst_mean_is_of_the_smallest_class() -> None:
+    """Of 64 numbers noise has 8 times the length of one's: 2 sigma / n of the limit, by 8."""
+    found = estimate.worst_noise(clients_of("oscar-pooled", COUNTS, epsilon=2.0, delta=1e-4))
+    needed = math.ceil(2 * least_sigma(2.0, 1e-4) * 8)
+    assert found == estimate.Noise("c", 3, needed)
+
+
+def test_a_domains_mean_is_of_all_its_images() -> None:
+    found = estimate.worst_noise(clients_of("domain-vector", COUNTS, epsilon=1.0))
+    assert found is not None
+    assert (found.client, found.images) == ("b", 9)
+
+
+def test_a_site_that_asks_for_more_has_more_noise() -> None:
+    clients = clients_of("oscar-pooled", {"a": (10,), "b": (10,)}, epsilon=2.0)
+    own = replace(clients["b"].config, epsilon=1.0)
+    clients["b"] = replace(clients["b"], config=own)
+    found = estimate.worst_noise(clients)
+    assert found is not None
+    assert (found.client, found.needed) == ("b", math.ceil(2 * least_sigma(1.0, 1e-5) * 8))
+    assert estimate.worst_noise(clients_of("oscar-pooled", COUNTS)) is None
+    assert estimate.worst_noise(clients_of("votes", COUNTS, epsilon=1.0)) is None
+
+
+def test_noise_is_as_long_as_the_limit_where_the_mean_is_of_so_many() -> None:
+    """Of the mechanism itself: images that are all their centre, and 1,024 numbers."""
+    clients = clients_of("oscar", {"a": (10,)}, epsilon=4.0)
+    found = estimate.worst_noise(clients)
+    assert found is not None
+    rows = torch.zeros(found.needed, 16, 64)
+    noised = private_mean(rows, rows[0], 3.0, 4.0, 1e-5)
+    assert noised.norm().item() == pytest.approx(3.0, rel=0.12)
+
+
+@pytest.mark.parametrize(("epsilon", "drowned"), [(1.0, True), (16.0, False)])
+def test_a_dry_run_says_what_noise_leaves(
+    home: Path, monkeypatch: pytest.MonkeyPatch, epsilon: float, drowned: bool
+) -> None:
+    """Of a hundred images a client one vector keeps most with 16; of three a class nothing."""
+    monkeypatch.chdir(home)
+    more = ["domain-vector.tokens=all", f"epsilon={epsilon}"]
+    arguments = ["run", "--dry-run", "method=domain-vector", "num-clients=2", *more]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    assert "the guarantee's noise is as long as what it hides where a mean is of" in result.output
+    assert ("most of that is noise" in result.output) == drowned

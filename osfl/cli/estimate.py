@@ -3,6 +3,7 @@
 What a run would send, draw and take, and whether it can work, before anybody does.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from rich.table import Table
 
 from client_app.app import check_node, own_settings
+from client_app.mechanisms import deviation_of_mean
 from osfl import payloads, wire
 from osfl.cli import display, launch
 from osfl.cli.run import runs_folder
@@ -29,7 +31,7 @@ from osfl.payloads import Captions, Domain, Payload
 from osfl.run_folder.report_page import human_bytes, human_flops
 from server_app.agreement import rows_judged
 from server_app.app import check_server, needed_bytes
-from server_app.expected import expected_payload
+from server_app.expected import expected_payload, run_dimensions
 from server_app.synthesis.engine import load_engine, seconds_and_flops
 
 CAPTION = "x" * 50  # FGL's captions have some 50 characters
@@ -66,6 +68,22 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Of a guarantee, in the mean where it is worst.
+
+    Attributes:
+        client: whose mean that is.
+        images: that the mean is of.
+        needed: images of which the noise would be as long as the limit to which each is cut
+            (`clip-norm`).
+    """
+
+    client: str
+    images: int
+    needed: int
+
+
+@dataclass(frozen=True)
 class Estimate:
     """What a run would send, draw and take.
 
@@ -75,6 +93,7 @@ class Estimate:
         images: that the server draws.
         disk_bytes: of the run's folder, at most.
         sampling: None for a method that draws nothing.
+        noise: None where no client noises a mean, or nobody knows of how many images.
     """
 
     changed: Mapping[str, Scalar]
@@ -82,6 +101,7 @@ class Estimate:
     images: int
     disk_bytes: int
     sampling: Sampling | None
+    noise: Noise | None = None
 
 
 def show_estimate(settings: Iterable[str], runs: Path | None, connection: str) -> None:
@@ -122,6 +142,16 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
             f"the UNet's share of that{judging}: {human_flops(estimate.sampling.flops)}, "
             f"about {_duration(estimate.sampling.seconds)} on this machine"
         )
+    if (noise := estimate.noise) is not None:
+        lines.append(
+            "the guarantee's noise is as long as what it hides where a mean is of "
+            f"{noise.needed:,} images; the least mean, {noise.client}'s, is of {noise.images:,}"
+        )
+        if noise.needed > noise.images:
+            lines.append(
+                "so most of that is noise: take a larger epsilon, method=votes, or one vector for "
+                "all tokens (docs/privacy.md)"
+            )
     if config.influence:
         more = config.training_clients + 1
         lines.append(f"the server trains the global model {more} times more (influence)")
@@ -164,7 +194,8 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     sampling = None
     if METHODS[config.method].samples:
         sampling = sampling_cost(config, images, judged_rows(config, clients.values()))
-    return Estimate(changed_keys(config), uploads, images, needed_bytes(config), sampling)
+    noise = worst_noise(clients) if simulated else None
+    return Estimate(changed_keys(config), uploads, images, needed_bytes(config), sampling, noise)
 
 
 def changed_keys(config: RunConfig) -> dict[str, Scalar]:
@@ -247,6 +278,45 @@ def _model_bytes(client: Client) -> int:
     expected = expected_payload(as_payload, "rounds")("client")
     tensors = expected.architectures[client.config.classifier.architecture]
     return wire.number_bytes(tensors, {}, expected)
+
+
+# ---- What a guarantee takes ----
+
+
+def worst_noise(clients: Mapping[str, Client]) -> Noise | None:
+    """Of all means that clients noise, the one that says least; None: nobody noises one."""
+    found = []
+    for name, client in clients.items():
+        numbers = noised_numbers(client.config) if client.config.epsilon else 0
+        if numbers == 0:
+            continue
+        # Of private_mean: its length for one image, in units of the limit
+        each = deviation_of_mean(1.0, 1, client.config.epsilon, client.config.delta)
+        needed = math.ceil(each * math.sqrt(numbers))
+        labels = client.labels
+        whole = client.config.method == "domain-vector"
+        images = len(labels) if whole else min(map(labels.count, client.held))
+        found.append(Noise(name, images, needed))
+    return max(found, key=lambda noise: noise.needed / noise.images, default=None)
+
+
+def noised_numbers(config: RunConfig) -> int:
+    """How many numbers of a mean get noise with `epsilon`; 0 where no mean does."""
+    match METHODS[config.method].payload:
+        case "Descriptions" | "DomainVector":
+            sizes = run_dimensions(config)
+            return sizes["p"] * sizes["d"]
+        case "Encodings":
+            sizes = run_dimensions(config)
+            # A pooled encoding has no tokens
+            return sizes.get("L", 1) * sizes["d"]
+        case "Embeddings":
+            # The other half of unCLIP's condition says the noise level
+            return run_dimensions(config)["2e"] // 2
+        case "FeatureMixtures":
+            # Means and mean squares, together noised to twice the variance
+            return 2 * run_dimensions(config)["f"]
+    return 0
 
 
 # ---- What is drawn ----
