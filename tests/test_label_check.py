@@ -1,6 +1,7 @@
 """A second opinion on synthetic images: who gives it, what is left out, what is taught."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,9 @@ def test_a_run_says_what_it_left_out(home: Path, tiny_kit: Path) -> None:
     left = int(warning.split()[1])
     assert f"of {drawn} synthetic images" in warning
     assert about["images"] == drawn - left
+    assert found["server"]["trained_images"]["FT"] == drawn - left
+    page = (home / "runs" / "job" / "report.html").read_text()
+    assert re.search(rf"s of training FT on {drawn - left} images", page)
     assert set(found["accuracy"]) == {"FT"}
     # The classifiers that judged stay with the server: a client fetches the global model alone
     size = (home / "runs" / "job" / "models" / "FT.safetensors").stat().st_size

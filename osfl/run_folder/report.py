@@ -230,6 +230,8 @@ def _server(folder: Path) -> dict[str, Any]:
         "seconds_per_image": seconds / images if images else None,
         "synthesis_seconds": seconds,
         "training_seconds": {name: about["seconds"] for name, about in trained.items()},
+        # Nobody counts them over rounds
+        "trained_images": {n: about["images"] for n, about in trained.items() if "images" in about},
     }
 
 

@@ -191,7 +191,7 @@ TEMPLATE = (
 {% endfor %}
 </table></div></details>
 <p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models. Server:
-{{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% endfor %}.</p>
+{{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% if name in m.server.trained_images %} on {{ "{:,}".format(m.server.trained_images[name]) }} images{% endif %}{% endfor %}.</p>
 {% if m.sends %}
 <h2>What left the clients</h2>
 <p class="note">Each client sent {{ m.sends }}. From it{% if m.epsilons and m.epsilons[0] > 0 %}, without what was done for privacy,{% endif %} somebody could learn {{ m.reveals }}.
