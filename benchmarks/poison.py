@@ -47,7 +47,7 @@ from osfl.seeds import generator_of
 from server_app import agreement
 from server_app.agreement import LOOKED_AT, agreements, judged, without_doubted
 from server_app.driver import train_one
-from server_app.influence import Influence, held_out, hits_without, influences
+from server_app.influence import Influence, measured
 from server_app.job import ServerJob
 from server_app.outliers import find_outliers
 from server_app.synthesis.images import SyntheticSet
@@ -424,9 +424,7 @@ def influences_of(system: str, attack: str, seed: int) -> dict[str, Influence]:
     liars = () if attack == HONEST else clients_of(system)[:1]
     images = federation(system, attack, liars, seed)
     job = job_of(settings, f"influence-{attack.replace(' ', '-').replace(chr(39), '')}")
-    tested = held_out(images, clients_of(system))
-    hits = hits_without(job, clients_of(system), images, tested)
-    return influences(hits, [images.clients[row] for row in tested])
+    return measured(job, clients_of(system), images)
 
 
 def influence_line(system: str, attack: str, seeds: Sequence[int]) -> dict[str, str]:
@@ -437,6 +435,8 @@ def influence_line(system: str, attack: str, seeds: Sequence[int]) -> dict[str, 
     for seed in seeds:
         for client, one in influences_of(system, attack, seed).items():
             lies = attack != HONEST and client == clients_of(system)[0]
+            # Each holds every class
+            assert one.seen is not None
             seen[lies].append(one.seen)
             given[lies].append(one.others.points)
             harms[lies].append(one.harms)

@@ -1,20 +1,25 @@
 """What does each client give the global model? It is trained again without that client's images.
 
-Every synthetic image has an owner, so that leaving a client out is exact: the leave-one-out value
-(Ghorbani and Zou, "Data Shapley", arXiv 1904.02868, section 2), by a whole training for each client
-(`influence = true`). All these models learn four fifths of the images, and are tested on the fifth
-that none of them learned: the last ones of each client's class.
+Every synthetic image has an owner, so to leave a client out takes no new image: the leave-one-out
+value (Ghorbani and Zou, "Data Shapley", arXiv 1904.02868, section 2), by a whole training for each
+client (`influence = true`). All these models learn by plain training (FT, with no label-check or
+teacher), and are tested on images that none of them learned: the last fifth of each client's class.
 
 Three figures come of it. How many of a client's images the model of all others sees as the client
-says: few, if it lies about its classes, or if its domain is nobody else's. What the client gives
-images like its own, and what it gives images like the others'. A liar's lies serve images like its
-own, and harm the others'; a client of a domain of its own harms nobody.
+says; what the client gives images like its own; and what it gives images like the others'. Few are
+seen of a client that lies about its classes, and of one whose domain is nobody else's. The liar's
+images usually harm the others', and the lone domain's do not.
 
-What it does not see: the truth. Images are compared with each other, and not with real ones. If
-most clients tell the same lie, the honest ones look like liars.
+What it does not see: the truth. Images are compared with each other, and not with real ones. Two
+clients that tell the same lie can hide each other, for without the one there is the other yet. A
+patch or another client's payload harms no image that tests.
 
-Difference from the paper: theirs has a test set. Ours, which the server has not, is a fifth of the
-synthetic images, client by client.
+Differences from the paper:
+
+1. Theirs: a test set. Ours, which the server has not: some of the synthetic images, client by
+   client.
+2. Theirs: no interval. Ours: that of matched proportions (Agresti and Min, "Simple improved
+   confidence intervals for comparing matched proportions", 2005), about the plain difference.
 """
 
 import hashlib
@@ -25,7 +30,7 @@ from statistics import NormalDist, mean
 
 import torch
 
-from osfl.models.classifiers import logits_of
+from osfl.models.classifiers import ClassifierError, logits_of
 from osfl.payloads import Payload
 from server_app.job import ServerJob
 from server_app.synthesis.images import SyntheticSet
@@ -33,6 +38,8 @@ from server_app.training import digest_of, trained
 
 EVERYBODY = ""  # in the place of who is left out
 HELD_OUT = 5  # one image of so many
+ENOUGH = 20  # images, below which an interval by standard errors says little
+FEWEST = 3  # of two clients that contradict each other nobody can say which one lies
 
 
 @dataclass(frozen=True)
@@ -48,19 +55,22 @@ class Influence:
     """Of a client.
 
     Attributes:
-        seen: how many of its images (%) the model of the others takes for what the client says.
+        seen: how many of its images (%) the model of the others takes for what the client says; of
+            the classes that another client holds, too. None if there is no such class.
         own: what it gives images like its own.
         others: what it gives images like the other clients'; each of these counts once.
+        images: how many of the others' that is of.
     """
 
-    seen: float
+    seen: float | None
     own: Gain
     others: Gain
+    images: int
 
     @property
     def harms(self) -> bool:
         """Whether the others are better off without it, beyond the interval."""
-        return self.others.points + self.others.half < 0
+        return self.images >= ENOUGH and self.others.points + self.others.half < 0
 
 
 def report_influences(
@@ -68,24 +78,40 @@ def report_influences(
 ) -> None:
     """Measure each client's influence, where the run asks for it, and keep it for the report.
 
-    Public domains' images, which are no client's, are learned by every model and test none.
+    Public domains' images, which are no client's, are learned by every model and test none. A
+    training that fails costs the table, and not the run.
     """
-    clients = sorted(set(images.clients) & set(payloads))
     if not job.config.influence:
         return
-    if len(clients) < 2:
-        job.status.warn_of("influence = true: of one client alone there is nothing to compare")
-        return
-    tested = held_out(images, clients)
-    hits = hits_without(job, clients, images, tested)
-    found = influences(hits, [images.clients[row] for row in tested])
+    clients = sorted(set(images.clients) & set(payloads))
+    found: dict[str, Influence] = {}
+    if len(clients) < FEWEST:
+        job.status.warn_of(f"influence: needs images of {FEWEST} clients, and has {len(clients)}")
+    else:
+        try:
+            found = measured(job, clients, images)
+        except ClassifierError as error:
+            job.status.warn_of(f"influence: a training without a client failed: {error}")
+    # What is there may be of other images
     job.folder.store_influences({client: asdict(one) for client, one in found.items()})
     for client, one in found.items():
         if one.harms:
             job.status.warn_of(
                 f"influence: without {client} the model sees {-one.others.points:.1f} points more "
-                "of the images like the other clients'. Look at its images"
+                "of the images like the other clients', which is more than chance in these images "
+                "makes. Look at its images"
             )
+
+
+def measured(job: ServerJob, clients: Sequence[str], images: SyntheticSet) -> dict[str, Influence]:
+    """Every client's influence.
+
+    Raises:
+        ClassifierError: a training failed.
+    """
+    tested = held_out(images, clients)
+    hits = hits_without(job, clients, images, tested)
+    return influences(hits, [images.clients[row] for row in tested], images.labels[tested].tolist())
 
 
 def held_out(images: SyntheticSet, clients: Sequence[str]) -> list[int]:
@@ -106,9 +132,12 @@ def hits_without(
     """
     learned = torch.ones(len(images.labels), dtype=torch.bool)
     learned[tested] = False
-    owners = hashlib.sha256("\n".join((*images.clients, *clients)).encode()).hexdigest()
-    inputs = f"{digest_of(images.pixels, images.labels)} {owners}"
-    found = job.folder.stored_hits(inputs)
+    inputs = _digest(clients, images, tested)
+    found = {
+        left: hits
+        for left, hits in job.folder.stored_hits(inputs).items()
+        if len(hits) == len(tested) and all(isinstance(hit, bool) for hit in hits)
+    }
     turns = (EVERYBODY, *clients)
     job.status.phase("training without each client", len(turns))
     for turn, left in enumerate(turns):
@@ -127,33 +156,66 @@ def hits_without(
     return {left: torch.tensor(found[left]) for left in turns}
 
 
-def influences(hits: Mapping[str, torch.Tensor], owners: Sequence[str]) -> dict[str, Influence]:
+def _digest(clients: Sequence[str], images: SyntheticSet, tested: list[int]) -> str:
+    """Of all that hits depend on, but for the run's settings."""
+    owners = hashlib.sha256("\n".join((*images.clients, *clients)).encode()).hexdigest()
+    return f"{digest_of(images.pixels, images.labels, torch.tensor(tested))} {owners}"
+
+
+def influences(
+    hits: Mapping[str, torch.Tensor], owners: Sequence[str], labels: Sequence[int]
+) -> dict[str, Influence]:
     """Of each client, from what `hits_without` gives.
 
-    Intervals are of these images, 95 % for all clients together (Bonferroni). Another training
+    Intervals are of these images, 95 % for all that a table has (Bonferroni). Another training
     would move the figures, too.
 
     Args:
-        owners: whose each held-out image is, [M].
+        owners, labels: whose each held-out image is, and of which class, [M].
     """
     clients = [client for client in hits if client != EVERYBODY]
-    deviations = NormalDist().inv_cdf(1 - 0.05 / 2 / len(clients))
+    # Two intervals a client
+    deviations = NormalDist().inv_cdf(1 - 0.05 / 2 / (2 * len(clients)))
     own = {client: torch.tensor([owner == client for owner in owners]) for client in clients}
+    held = set(zip(owners, labels, strict=True))
+    shared = torch.tensor(
+        [
+            any((other, label) in held for other in clients if other != owner)
+            for owner, label in zip(owners, labels, strict=True)
+        ]
+    )
     found = {}
     for client in clients:
         # Data Shapley, section 2: V(D) - V(D - {i}), for every held-out image
         gained = hits[EVERYBODY].double() - hits[client].double()
         others = [gained[own[other]] for other in clients if other != client]
+        known = hits[client][own[client] & shared].double()
         found[client] = Influence(
-            seen=100 * hits[client][own[client]].double().mean().item(),
+            seen=100 * known.mean().item() if len(known) else None,
             own=_mean_gain([gained[own[client]]], deviations),
             others=_mean_gain(others, deviations),
+            images=sum(map(len, others)),
         )
     return found
 
 
 def _mean_gain(parts: Sequence[torch.Tensor], deviations: float) -> Gain:
-    """The mean of the parts' means, in points, and so many of its standard errors."""
-    variances = [part.var(correction=0).item() / max(1, len(part) - 1) for part in parts]
+    """The mean of the parts' means, in points, and so many of its standard errors.
+
+    Args:
+        parts: differences between two answers, right or wrong, to the same question: -1, 0 or 1.
+    """
     points = 100 * mean(part.mean().item() for part in parts)
-    return Gain(points, 100 * deviations * sqrt(sum(variances)) / len(parts))
+    error = sqrt(sum(map(_variance_of_mean, parts))) / len(parts)
+    return Gain(points, 100 * deviations * error)
+
+
+def _variance_of_mean(differences: torch.Tensor) -> float:
+    """Of [n] differences of matched answers; above 0 also where all are alike, which may be chance.
+
+    Agresti and Min, 2005: half an answer more in each cell of the table of two by two, so one that
+    differs, and one that does not.
+    """
+    count = len(differences) + 2
+    share = (differences.square().sum().item() + 1) / count
+    return (share - (differences.sum().item() / count) ** 2) / count

@@ -4,7 +4,8 @@ python tests/histories.py 0 1000               # the histories of a thousand see
 python tests/histories.py 0 1000 --at-once 4   # in four federations side by side, on eight cores
 python tests/histories.py 17 1 --again         # one of them again
 
-What each gave is kept in runs/histories, and not played again: an interrupted command goes on.
+What each gave is kept in runs/histories, and not played again with the same code: an interrupted
+command goes on.
 
 A SuperLink, what runs ServerApps, and two sites, with TLS and node keys, as processes of their own.
 For each seed a job begins, and processes are killed, stopped and continued, a site's network is
@@ -36,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -426,11 +427,16 @@ def quiet(world: World) -> dict[str, object]:
     return found
 
 
-def played(first: int, count: int, step: int) -> None:
-    """Every so many seeds' histories in a federation of their own, each kept when it is over."""
+def played(first: int, count: int, step: int, again: bool) -> None:
+    """Every so many seeds' histories in a federation of their own, each kept when it is over.
+
+    Args:
+        again: also those that were, each with the span that it had.
+    """
     from conftest import make_tiny_kit
 
-    seeds = [seed for seed in range(first, first + count, step) if not file_of(seed).is_file()]
+    wanted = range(first, first + count, step)
+    seeds = [seed for seed in wanted if again or not file_of(seed).is_file()]
     if not seeds:
         return
     with tempfile.TemporaryDirectory() as place:
@@ -446,24 +452,32 @@ def played(first: int, count: int, step: int) -> None:
             span = max(SPAN, time.monotonic() - begun)
             for seed in seeds:
                 since = time.monotonic()
-                problems = play(world, seed, peace, span)
+                own = kept_span(seed) or span
+                problems = play(world, seed, peace, own)
                 seconds = time.monotonic() - since
-                faults = history_of(seed, span)
+                faults = history_of(seed, own)
                 found = {
                     "seed": seed,
                     "problems": problems,
                     "seconds": round(seconds),
-                    "span": round(span, 1),
+                    "span": own,
                     "faults": [fault.kind for fault in faults],
-                    "version": version("osfl"),
                 }
                 write_atomically(file_of(seed), json.dumps(found).encode())
                 told = "; ".join(map(str, faults))
                 print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
 
 
+def kept_span(seed: int) -> float | None:
+    """With which span a seed was played; None: it was not."""
+    file = file_of(seed)
+    return float(json.loads(file.read_text())["span"]) if file.is_file() else None
+
+
 def quiet_ports() -> tuple[int, int]:
-    """Two that no outgoing connection takes while the SuperLink is away (32768 and above)."""
+    """Two that Linux, as it is set by default, gives to no outgoing connection while the SuperLink
+    is away.
+    """
     while True:
         port = random.randrange(10_000, 32_000)
         with (
@@ -474,9 +488,20 @@ def quiet_ports() -> tuple[int, int]:
             return port, port + 1
 
 
+@cache
+def code() -> str:
+    """Short for all that a history plays with."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    root = Path(__file__).resolve().parent.parent
+    for package in ("osfl", "client_app", "server_app"):
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
 def file_of(seed: int) -> Path:
-    """What a seed's history gave."""
-    return WORK / f"{seed:06d}.json"
+    """What a seed's history gave, with this code."""
+    return WORK / f"{seed:06d}-{code()}.json"
 
 
 def summary(first: int, count: int) -> tuple[str, int]:
@@ -502,30 +527,30 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also those that were played")
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.at_once < 1:
+        parser.error(f"--at-once {given.at_once}: must be 1 or more")
     # Ended by a signal, it ends what it started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     WORK.mkdir(parents=True, exist_ok=True)
-    if given.again:
-        for seed in range(given.first, given.first + given.count, given.step):
-            file_of(seed).unlink(missing_ok=True)
     if given.at_once == 1:
-        played(given.first, given.count, given.step)
+        played(given.first, given.count, given.step, given.again)
         ends = [0]
     else:
-        ends = side_by_side(given.first, given.count, given.at_once)
+        ends = side_by_side(given.first, given.count, given.at_once, given.again)
     if given.step == 1:
         told, bad = summary(given.first, given.count)
         print(told)
         sys.exit(bool(bad or any(ends)))
 
 
-def side_by_side(first: int, count: int, at_once: int) -> list[int]:
+def side_by_side(first: int, count: int, at_once: int, again: bool) -> list[int]:
     """Processes that each play every so many seeds; their exit codes."""
     processes = []
     try:
         for number in range(at_once):
             seeds = [str(first + number), str(count - number), "--step", str(at_once)]
-            processes.append(subprocess.Popen([sys.executable, __file__, *seeds]))
+            more = ["--again"] if again else []
+            processes.append(subprocess.Popen([sys.executable, __file__, *seeds, *more]))
         return [process.wait() for process in processes]
     finally:
         for process in processes:

@@ -245,5 +245,5 @@ def test_a_dry_run_says_what_noise_leaves(
     arguments = ["run", "--dry-run", "method=domain-vector", "num-clients=2", *more]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
-    assert "the guarantee's noise is as long as what it hides where a mean is of" in result.output
+    assert "the guarantee's noise is as long as a mean can be (clip-norm)" in result.output
     assert ("most of that is noise" in result.output) == drowned

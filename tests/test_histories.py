@@ -207,7 +207,7 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(histories, "WORK", tmp_path)
     for seed, problems, kinds in ((0, [], ["cut"]), (2, ["lost"], ["kill", "cut"]), (9, [], [])):
         found = {"seed": seed, "problems": problems, "seconds": 1800, "faults": kinds}
-        (tmp_path / f"{seed:06d}.json").write_text(json.dumps(found))
+        histories.file_of(seed).write_text(json.dumps({**found, "span": 60.0}))
     return tmp_path
 
 
@@ -219,30 +219,94 @@ def test_a_summary_is_of_what_was_played(kept_in: Path) -> None:
     assert histories.summary(3, 9)[1] == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "left"), [([], {0, 2, 9}), (["--again"], {2, 9}), (["--again", "--step", "2"], {9})]
-)
-def test_what_was_played_is_played_again_only_if_asked(
-    more: list[str], left: set[int], kept_in: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One seed from 0 on; or with every second one of three, 0 and 2."""
-    count = "3" if "--step" in more else "1"
-    monkeypatch.setattr("sys.argv", ["histories.py", "0", count, *more])
-    monkeypatch.setattr(histories, "played", lambda *given: None)
-    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
-    with contextlib.suppress(SystemExit):
-        histories.main()
-    assert {int(file.stem) for file in kept_in.glob("*.json")} == left
-
-
-def test_who_has_nothing_to_play_begins_no_federation(
+def test_histories_of_other_code_do_not_count(
     kept_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second seed from 0 on, up to 3, is there."""
-    monkeypatch.setattr(histories, "new_federation", lambda place: 1 / 0)
-    histories.played(0, 4, 2)
-    with pytest.raises(ZeroDivisionError):
-        histories.played(0, 4, 1)
+    monkeypatch.setattr(histories, "code", lambda: "other")
+    assert histories.summary(0, 9)[0].startswith("0 histories")
+    assert histories.kept_span(0) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "asked", "code"),
+    [
+        ("1", [], (0, 1, 1, False), 0),
+        ("3", ["--again"], (0, 3, 1, True), 1),
+    ],
+)
+def test_the_command_plays_and_tells_of_violations(
+    count: str,
+    more: list[str],
+    asked: tuple[Any, ...],
+    code: int,
+    kept_in: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the first three seeds the last was violated."""
+    played: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("sys.argv", ["histories.py", "0", count, *more])
+    monkeypatch.setattr(histories, "played", lambda *given: played.append(given))
+    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
+    with pytest.raises(SystemExit) as end:
+        histories.main()
+    assert (played, int(end.value.code or 0)) == ([asked], code)
+
+
+def test_one_that_fails_among_several_fails_the_command(
+    kept_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though no history that is kept was violated."""
+    asked: list[tuple[Any, ...]] = []
+
+    def failing(*given: Any) -> list[int]:
+        asked.append(given)
+        return [0, 1]
+
+    monkeypatch.setattr("sys.argv", ["histories.py", "3", "9", "--at-once", "2"])
+    monkeypatch.setattr(histories, "side_by_side", failing)
+    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
+    with pytest.raises(SystemExit) as end:
+        histories.main()
+    assert (asked, end.value.code) == ([(3, 9, 2, False)], True)
+    monkeypatch.setattr("sys.argv", ["histories.py", "3", "9", "--at-once", "0"])
+    with pytest.raises(SystemExit) as end:
+        histories.main()
+    assert end.value.code == 2
+
+
+@pytest.fixture
+def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """The seeds that are played, with their spans, in a federation that is none."""
+    seen: list[tuple[int, float]] = []
+
+    def play(world: object, seed: int, peace: object, span: float) -> list[str]:
+        seen.append((seed, span))
+        return []
+
+    @contextlib.contextmanager
+    def no_federation(place: Path) -> Any:
+        yield SimpleNamespace()
+
+    monkeypatch.setattr("conftest.make_tiny_kit", lambda place: None)
+    monkeypatch.setattr(histories, "new_federation", no_federation)
+    monkeypatch.setattr(histories, "World", lambda *given: SimpleNamespace(begin=lambda: None))
+    monkeypatch.setattr(histories, "quiet", lambda world: {})
+    monkeypatch.setattr(histories, "play", play)
+    return seen
+
+
+def test_what_was_played_is_not_played_again(told: list[tuple[int, float]]) -> None:
+    """Every second seed from 0 on; of 0 to 5, 0 and 2 are there."""
+    histories.played(0, 6, 2, False)
+    assert told == [(4, SPAN)]
+    assert json.loads(histories.file_of(4).read_text())["problems"] == []
+
+
+def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> None:
+    """So the same faults come at the same seconds."""
+    histories.played(1, 3, 1, True)
+    assert told == [(1, SPAN), (2, 60.0), (3, SPAN)]
+    assert json.loads(histories.file_of(2).read_text())["span"] == 60.0
 
 
 def test_several_share_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,23 +314,24 @@ def test_several_share_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
-        "first, count, _, step = sys.argv[1:]\n"
-        "open(f'{__file__}-{first}', 'w').write(f'{count} {step}')\n"
+        "first, count, _, step, *again = sys.argv[1:]\n"
+        "open(f'{__file__}-{first}', 'w').write(f'{count} {step} {again}')\n"
         "sys.exit(first == '6')\n"
     )
     monkeypatch.setattr(histories, "__file__", str(script))
-    assert histories.side_by_side(5, 7, 3) == [0, 1, 0]
+    assert histories.side_by_side(5, 7, 3, True) == [0, 1, 0]
     seeds = []
     for file in sorted(tmp_path.glob("script.py-*")):
-        count, step = map(int, file.read_text().split())
+        count, step, again = file.read_text().split()
         first = int(file.name.rpartition("-")[2])
-        seeds.append([*range(first, first + count, step)])
+        seeds.append([*range(first, first + int(count), int(step))])
+        assert again == "['--again']"
     assert seeds == [[5, 8, 11], [6, 9], [7, 10]]
 
 
 def test_a_superlink_has_ports_that_nobody_takes_meanwhile() -> None:
+    """Outgoing connections have those from 32768 on, as Linux is set by default."""
     control, fleet = histories.quiet_ports()
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert control + 1 == fleet < lowest
+    assert 1024 <= control < fleet < 32768
     for port in (control, fleet):
         socket.create_server(("127.0.0.1", port)).close()

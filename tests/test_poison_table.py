@@ -16,6 +16,7 @@ from osfl.data.load import Images, image_labels
 from osfl.payloads import Descriptions, DomainVector, Encodings
 from osfl.prompts import DIGITS
 from osfl.seeds import generator_of
+from server_app import influence
 from server_app.influence import Gain, Influence
 from server_app.synthesis.images import SyntheticSet
 
@@ -321,7 +322,7 @@ def test_what_the_table_of_influences_says(monkeypatch: pytest.MonkeyPatch) -> N
     """Two seeds; the first client lies. In the second one it harms, and so does an honest one."""
 
     def one(seen: float, points: float) -> Influence:
-        return Influence(seen, Gain(0.0, 1.0), Gain(points, 2.0))
+        return Influence(seen, Gain(0.0, 1.0), Gain(points, 2.0), 300)
 
     honest = {client: one(90.0, 1.0) for client in CLIENTS[1:]}
     found = {
@@ -344,32 +345,55 @@ def test_what_the_table_of_influences_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert nobody["honest clients who harm"] == "0 of 6"
 
 
+def test_the_table_of_influences_grows_row_by_row(
+    own: dict[str, Descriptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one system: its honest federation, then each attack. The others' rows stay."""
+    asked: list[str] = []
+
+    def line(system: str, attack: str, seeds: Any) -> dict[str, str]:
+        asked.append(attack)
+        return {"": f"{system}: {attack}", "made": str(len(asked))}
+
+    monkeypatch.setattr(poison, "influence_line", line)
+    monkeypatch.setattr("sys.argv", ["poison", "--influence", "domain-vector"])
+    poison.main()
+    assert asked == [poison.HONEST, *poison.attacks_of("domain-vector")]
+    monkeypatch.setattr("sys.argv", ["poison", "--influence", "OSCAR"])
+    poison.main()
+    rows = json.loads((tmp_path / "poison-influence.json").read_text())["rows"]
+    names = [row[""].split(": ") for row in rows]
+    # In the systems' own order
+    assert [system for system, _ in names] == ["OSCAR"] * 8 + ["domain-vector"] * 4
+    assert names[0] == ["OSCAR", poison.HONEST]
+
+
 @pytest.mark.parametrize(("attack", "value"), [("noise", 100), (poison.HONEST, 0)])
 def test_the_first_of_six_lies(
     attack: str, value: int, own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ten images of a class two test; without the first client all of the others' are seen."""
+    """Of twenty images of a class four test; without the first all of the others' are seen."""
 
-    def of_ten(system: str, attack: str, seed: int) -> SyntheticSet:
+    def of_twenty(system: str, attack: str, seed: int) -> SyntheticSet:
         first = 100 * (attack != poison.HONEST)
-        values = torch.arange(6).repeat_interleave(10) + first
+        values = torch.arange(6).repeat_interleave(20) + first
         pixels = values.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2).clone()
-        owners = tuple(client for client in CLIENTS for _ in range(10))
-        return SyntheticSet(pixels, torch.zeros(60, dtype=torch.long), owners)
+        owners = tuple(client for client in CLIENTS for _ in range(20))
+        return SyntheticSet(pixels, torch.zeros(120, dtype=torch.long), owners)
 
     def hits(
         job: Any, clients: Any, images: SyntheticSet, tested: list[int]
     ) -> dict[str, torch.Tensor]:
         assert (job.clients, clients) == (tuple(CLIENTS), CLIENTS)
-        assert images.pixels[:, 0, 0, 0].tolist() == [value] * 10 + [
-            number for number in range(1, 6) for _ in range(10)
+        assert images.pixels[:, 0, 0, 0].tolist() == [value] * 20 + [
+            number for number in range(1, 6) for _ in range(20)
         ]
-        assert tested == [row for row in range(60) if row % 10 > 7]
-        seen = torch.ones(12, dtype=torch.bool)
+        assert tested == [row for row in range(120) if row % 20 > 15]
+        seen = torch.ones(24, dtype=torch.bool)
         return {"": ~seen, "client-0": seen, **dict.fromkeys(CLIENTS[1:], ~seen)}
 
-    monkeypatch.setattr(poison, "drawn", of_ten)
-    monkeypatch.setattr(poison, "hits_without", hits)
+    monkeypatch.setattr(poison, "drawn", of_twenty)
+    monkeypatch.setattr(influence, "hits_without", hits)
     found = poison.influences_of(SYSTEM, attack, 0)
     assert list(found) == list(CLIENTS)
     assert (found["client-0"].others.points, found["client-1"].others.points) == (-100.0, 0.0)

@@ -75,7 +75,7 @@ class Noise:
         client: whose mean that is.
         images: that the mean is of.
         needed: images of which the noise would be as long as the limit to which each is cut
-            (`clip-norm`).
+            (`clip-norm`), and so as long as their mean can be.
     """
 
     client: str
@@ -144,14 +144,11 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
         )
     if (noise := estimate.noise) is not None:
         lines.append(
-            "the guarantee's noise is as long as what it hides where a mean is of "
-            f"{noise.needed:,} images; the least mean, {noise.client}'s, is of {noise.images:,}"
+            "the guarantee's noise is as long as a mean can be (clip-norm) where that is of "
+            f"{noise.needed:,} images; {noise.client} has one of {noise.images:,}"
         )
         if noise.needed > noise.images:
-            lines.append(
-                "so most of that is noise: take a larger epsilon, method=votes, or one vector for "
-                "all tokens (docs/privacy.md)"
-            )
+            lines.append("so most of that is noise: take a larger epsilon, or method=votes")
     if config.influence:
         more = config.training_clients + 1
         lines.append(f"the server trains the global model {more} times more (influence)")
@@ -301,7 +298,7 @@ def worst_noise(clients: Mapping[str, Client]) -> Noise | None:
 
 
 def noised_numbers(config: RunConfig) -> int:
-    """How many numbers of a mean get noise with `epsilon`; 0 where no mean does."""
+    """As many numbers of a mean as give the noise its length; 0 where no mean gets any."""
     match METHODS[config.method].payload:
         case "Descriptions" | "DomainVector":
             sizes = run_dimensions(config)

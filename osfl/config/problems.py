@@ -112,9 +112,9 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"influence = true: method {run.method!r} draws no image from what clients send; take "
             "false"
         )
-    elif run.influence and not 2 <= run.training_clients <= MOST_LEFT_OUT:
+    elif run.influence and not 3 <= run.training_clients <= MOST_LEFT_OUT:
         yield (
-            "influence = true: trains the model once more for each client, of 2 to "
+            "influence = true: trains the model once more for each client, of 3 to "
             f"{MOST_LEFT_OUT}, and here are {run.training_clients}; take false"
         )
     elif run.influence and run.synthesis.images_per_class < 3:

@@ -699,9 +699,10 @@ class RunConfig:
     influence: Annotated[
         bool,
         Doc(
-            "Whether the server trains the model again without each client, of at most 20, and "
-            "reports what each gives it. A finished run that is called again with it adds the "
-            "table. Not with methods that draw no image from what clients send."
+            "Whether the server trains the model again without each client, of 3 to 20, and "
+            "reports what each gives it: plainly, without label-check and teachers. A finished run "
+            "that is called again with it adds the table. Not with methods that draw no image from "
+            "what clients send."
         ),
         NotIdentity(),
     ]

@@ -28,7 +28,7 @@ from osfl.words import plain
 
 _RECORDS = (
     *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),
-    *("tests/*.json", "rounds/*.json", "rounds/*.safetensors"),
+    *("tests/*.json", "rounds/*.json", "rounds/*.safetensors", "influence/*.json"),
 )
 
 
