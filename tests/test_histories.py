@@ -252,6 +252,18 @@ def test_the_command_plays_and_tells_of_violations(
     assert (played, int(end.value.code or 0)) == ([asked], code)
 
 
+def test_one_of_several_plays_its_share_and_leaves_the_summary_to_the_command(
+    kept_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    played: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("sys.argv", ["histories.py", "1", "9", "--step", "3"])
+    monkeypatch.setattr(histories, "played", lambda *given: played.append(given))
+    monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
+    histories.main()
+    assert played == [(1, 9, 3, False)]
+    assert capsys.readouterr().out == ""
+
+
 def test_one_that_fails_among_several_fails_the_command(
     kept_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
