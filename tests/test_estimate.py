@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import LoopGrid, quick
-from scipy import optimize, stats
+from test_guarantees import least_sigma
 from typer.testing import CliRunner
 
 from client_app.app import app as client_app
@@ -151,17 +150,6 @@ def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> No
 
 
 # ---- What a guarantee takes ----
-
-
-def least_sigma(epsilon: float, delta: float) -> float:
-    """Balle & Wang, theorem 8, for a sensitivity of 1; by bisection."""
-
-    def exceeds(sigma: float) -> float:
-        near = stats.norm.cdf(1 / (2 * sigma) - epsilon * sigma)
-        far = stats.norm.cdf(-1 / (2 * sigma) - epsilon * sigma)
-        return float(near - np.exp(epsilon) * far - delta)
-
-    return float(optimize.bisect(exceeds, 0.05, 100))
 
 
 @pytest.mark.parametrize(
