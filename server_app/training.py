@@ -61,8 +61,9 @@ def trained(
     progress: Callable[[int, int], None],
 ) -> nn.Module:
     """A model that is trained as the global one is; nothing of it is kept. As `train_global`."""
-    return fit(
-        _untrained(job),
+    model = _untrained(job)
+    fit(
+        model,
         pixels,
         labels,
         job.config.global_model,
@@ -72,6 +73,7 @@ def trained(
         distillation_weight=distillation_weight,
         progress=progress,
     )
+    return model
 
 
 def _untrained(job: ServerJob) -> nn.Module:

@@ -23,6 +23,7 @@ def test_what_may_change_between_a_run_and_its_resumption() -> None:
         "checkpointing",
         "deadline",
         "device",
+        "influence",
         "job-id",
         "join-timeout",
         "max-payload-mb",
