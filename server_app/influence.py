@@ -7,8 +7,8 @@ teacher), and are tested on images that none of them learned: the last fifth of 
 
 Three figures come of it. How many of a client's images the model of all others sees as the client
 says; what the client gives images like its own; and what it gives images like the others'. Of a
-client that lies about its classes fewer are seen than chance would have; of one whose domain is
-nobody else's few. That a lie harms images like the others' need not be.
+client that swaps all its classes fewer may be seen than chance would have; of one whose domain is
+nobody else's few. A lie need not harm images like the others'.
 
 What it does not see: the truth. Images are compared with each other, and not with real ones. Two
 clients that tell the same lie can hide each other, for without the one there is the other yet. A

@@ -1,7 +1,7 @@
 """Random histories of faults in a real federation, and what must be true after each.
 
 python tests/histories.py 0 1000               # the histories of a thousand seeds
-python tests/histories.py 0 1000 --at-once 4   # in four federations side by side, on eight cores
+python tests/histories.py 0 1000 --at-once 4   # in four federations side by side
 python tests/histories.py 17 1 --again         # one of them again
 
 What each gave is kept in runs/histories, and not played again with the same code: an interrupted

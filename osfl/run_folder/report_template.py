@@ -118,7 +118,7 @@ TEMPLATE = (
 <tr><td>{{ client }}</td>{{ heat(found.seen) }}{% for gain in (found.own, found.others) %}<td>{{ "%+.1f"|format(gain.points) }} ± {{ "%.1f"|format(gain.half) }}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div></details>
-<p class="note">The model was trained again without each client, and tested on synthetic images that it had not learned, about a fifth of each client's. In percent: how many of a client's images the model of all others takes for what the client says, of classes that others hold, too. In points: what the client adds. Of a client that lies about its classes fewer are seen than by chance, {{ "%.3g"|format(100 / classes|length) }} %; of one whose domain is nobody else's few. A lie need not harm images like the others' (below zero), and two that tell the same lie can hide each other. ±: 95 % intervals of these images, for the whole table together; another training would move the figures, too.</p>
+<p class="note">The model was trained again without each client, and tested on synthetic images that it had not learned, about a fifth of each client's. In percent: how many of a client's images the model of all others takes for what the client says, of classes that others hold, too. In points: what the client adds. Of a client that swaps all its classes fewer may be seen than by chance, {{ "%.3g"|format(100 / classes|length) }} %; of one whose domain is nobody else's few. A lie need not harm images like the others' (below zero), and two that tell the same lie can hide each other. ±: 95 % intervals of these images, for the whole table together; another training would move the figures, too.</p>
 {% endif %}
 {% if by_class %}
 <h2>Each class{% if m.accuracy|length > 1 %}, {{ m.shown }}{% endif %}</h2>
