@@ -1,0 +1,372 @@
+"""Accuracy along epsilon, for ten to a hundred images a class and client; to
+benchmarks/tables/epsilons.{md,json,png}.
+
+python -m benchmarks.epsilons               # every mechanism
+python -m benchmarks.epsilons votes OSCAR   # some; the table keeps its other rows
+
+A client has ten training images of a class in the other tables, of ten scans that are its alone.
+Here it has up to a hundred, for which its domain is drawn for longer: of all sixty training scans
+of a class, which all clients then share. Ten of them are a part of thirty, and thirty of a hundred.
+What each image says by itself is learned once, and noised anew for every epsilon. To have so many
+cells in hours, a model learns ten synthetic images a class and client, drawn in six UniPC steps,
+for a third of benchmarks.main_table's steps; its recipe is the same, and so are the test images.
+Interrupted, the same command goes on.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from benchmarks import TABLES, write_figure, write_table
+from benchmarks.approximations import accuracy
+from benchmarks.clients import CLIENTS, DOMAINS, Settings
+from benchmarks.guidance import with_others
+from benchmarks.left_out import SYSTEMS
+from benchmarks.main_table import COMMON
+from benchmarks.server import job_in
+from client_app.conditions import (
+    image_names,
+    learn_condition_of_each,
+    load_kit_to_learn,
+    posteriors,
+)
+from client_app.job import ClientJob
+from client_app.mechanisms import private_mean_of_class
+from client_app.methods import domain_vector, oscar, votes
+from osfl.cli.launch import default_config
+from osfl.config import RunConfig, parse_run_config
+from osfl.data.digits import split_sources
+from osfl.data.load import Fit, Images, to_pixels
+from osfl.data.render import DOMAIN_SLICES, render
+from osfl.files import private_folder, write_atomically
+from osfl.methods import client_half, server_half
+from osfl.models.diffusion import load_kit
+from osfl.models.encoders import load_captioner, load_text_encoder
+from osfl.models.kits import find_kit
+from osfl.payloads import Descriptions, DomainVector, Encodings, Payload, Votes
+from osfl.prompts import DIGITS
+from osfl.wire import decode, encode
+from server_app.expected import expected_payload
+
+WORK = Path(__file__).resolve().parent.parent / "runs" / "epsilons"
+COUNTS = (10, 30, 100)
+# 0: no guarantee
+EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 0.0)
+SHORT: Settings = {
+    "synthesis.images-per-class": 10,
+    "synthesis.solver": "unipc",
+    "synthesis.steps": 6,
+    # Of 600 images, eleven epochs
+    "global-model.steps": 209,
+    "global-model.precision": "bfloat16",
+}
+SEED = 0
+# In every payload
+JOB = "epsilons"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """How a method keeps a guarantee.
+
+    Attributes:
+        settings: the method's.
+        each: what each image says by itself, [N, ...]; None: the client's half does the whole.
+        together: what is sent of it.
+        counts: whether `together` is as well what is sent without a guarantee.
+    """
+
+    settings: Settings
+    each: Callable[[ClientJob, Images], torch.Tensor] | None = None
+    together: Callable[[ClientJob, Images, torch.Tensor], Payload] | None = None
+    counts: bool = False
+
+
+# ---- What each image says ----
+
+
+def ballots(job: ClientJob, images: Images) -> torch.Tensor:
+    """The candidate that each image votes for [N]."""
+    kit = load_kit(job.kit, job.device)
+    latents, _ = posteriors(kit, images, job)
+    return votes.errors(kit, latents, images.labels, job).argmin(dim=1)
+
+
+def vectors(job: ClientJob, images: Images) -> torch.Tensor:
+    """domain-vector's of each image [N, L, d]."""
+    kit = load_kit_to_learn(job)
+    latents, logvar = posteriors(kit, images, job)
+    return domain_vector.vector_of_each(kit, images, latents, logvar, job)
+
+
+def descriptions(job: ClientJob, images: Images) -> torch.Tensor:
+    """FedDEO's of each image [N, L, d]: class by class, as its clients do."""
+    kit = load_kit_to_learn(job)
+    latents, logvar = posteriors(kit, images, job)
+    prompts = kit.text(job.config.prompts(job.classes))
+    names = image_names(images)
+    found = torch.zeros(len(images), *prompts.shape[1:])
+    for label in images.held():
+        rows = (images.labels == label).nonzero().flatten()
+        start = prompts[label].expand(len(rows), -1, -1)
+        own = [names[row] for row in rows.tolist()]
+        settings = job.config.feddeo
+        learned = learn_condition_of_each(
+            kit, start, latents[rows], logvar[rows], own, settings, job
+        )
+        found[rows] = learned.cpu()
+    return found
+
+
+def encodings(job: ClientJob, images: Images) -> torch.Tensor:
+    """OSCAR's of each image's caption, [N, L, d] or [N, d]."""
+    captioner = load_captioner(job.config.captioner or job.kit, job.device)
+    pixels = job.load(captioner.fit).pixels
+    captions: list[str] = []
+    for rows in torch.arange(len(images)).split(oscar.BATCH):
+        captions += captioner(pixels[rows], job.meter)
+    return torch.cat(list(oscar.encodings(encoder(job), captions, job.meter)))
+
+
+def encoder(job: ClientJob) -> Callable[[Sequence[str]], torch.Tensor]:
+    """Of captions, as the method takes them."""
+    text = load_text_encoder(job.kit, job.device, torch.float32)
+    return text.pooled if job.config.method == "oscar-pooled" else text
+
+
+# ---- What is sent of it ----
+
+
+def held(job: ClientJob, images: Images) -> tuple[str, ...]:
+    """Names of the classes that a client has."""
+    return tuple(job.classes[label] for label in images.held())
+
+
+def winners(job: ClientJob, images: Images, found: torch.Tensor) -> Payload:
+    """Each class's elected candidate."""
+    own = [votes.elected(found[images.labels == label], job) for label in images.held()]
+    return Votes(held(job, images), torch.tensor(own, dtype=torch.uint8))
+
+
+def noised_vector(job: ClientJob, images: Images, found: torch.Tensor) -> Payload:
+    """The noised mean of all images' vectors."""
+    prompts = load_kit(job.kit, job.device).text(job.config.prompts(job.classes)).cpu()
+    return DomainVector(held(job, images), domain_vector.noised_mean(found, prompts, job.config))
+
+
+def noised_means(
+    job: ClientJob, images: Images, found: torch.Tensor, prompts: torch.Tensor, alike: bool = False
+) -> torch.Tensor:
+    """Of each class [C, ...]."""
+    means = []
+    for label in images.held():
+        rows = found[images.labels == label]
+        means.append(private_mean_of_class(rows, prompts, label, job.config, alike))
+    return torch.stack(means)
+
+
+def noised_descriptions(job: ClientJob, images: Images, found: torch.Tensor) -> Payload:
+    """FedDEO's, one vector for all tokens of each class."""
+    prompts = load_kit(job.kit, job.device).text(job.config.prompts(job.classes)).cpu()
+    return Descriptions(held(job, images), noised_means(job, images, found, prompts, alike=True))
+
+
+def noised_encodings(job: ClientJob, images: Images, found: torch.Tensor) -> Payload:
+    """OSCAR's means."""
+    prompts = encoder(job)(job.config.prompts(job.classes)).float().cpu()
+    return Encodings(held(job, images), noised_means(job, images, found, prompts))
+
+
+MECHANISMS = {
+    "votes": Mechanism(SYSTEMS["votes"], ballots, winners, counts=True),
+    "domain-vector, one for all tokens": Mechanism(
+        {**SYSTEMS["domain-vector"], "domain-vector.tokens": "all"}, vectors, noised_vector
+    ),
+    "FedDEO, one for all tokens": Mechanism(
+        {**SYSTEMS["FedDEO description alone"], "feddeo.tokens": "all"},
+        descriptions,
+        noised_descriptions,
+    ),
+    "OSCAR": Mechanism(SYSTEMS["OSCAR"], encodings, noised_encodings),
+    "OSCAR-pooled": Mechanism(SYSTEMS["OSCAR-pooled"], encodings, noised_encodings),
+    "FedDISC": Mechanism(SYSTEMS["FedDISC"]),
+    "FedPFT": Mechanism({"method": "fedpft"}),
+    "local, the last layer alone": Mechanism({"method": "local", "classifier.trained": "head"}),
+}
+
+
+def config_of(name: str, epsilon: float) -> RunConfig:
+    """The server's, and the clients'."""
+    values = {**default_config(), **COMMON, **SHORT}
+    values |= {**MECHANISMS[name].settings, "epsilon": epsilon, "seed": SEED}
+    return parse_run_config({**values, "runs-dir": str(WORK)})
+
+
+def drawings(number: int, count: int) -> list[tuple[Image.Image, int]]:
+    """So many training images of each class in a client's domain, and their labels.
+
+    Of ten each client has scans that no other one has. Then come the others', and from the
+    sixty-first on all once more, drawn anew.
+    """
+    scans = load_digits()
+    private = split_sources()["private"]
+    style = DOMAINS[number]
+    found = []
+    for label in range(len(DIGITS)):
+        own = private[scans.target[private] == label]
+        for place in range(count):
+            rng = np.random.default_rng([SEED, number, label, place])
+            scan = own[(10 * number + place) % len(own)]
+            drawn = render(scans.images[scan] / 16, style, DOMAIN_SLICES[style], rng)
+            found.append((Image.fromarray(drawn), label))
+    return found
+
+
+def job_of(name: str, number: int, count: int, epsilon: float) -> ClientJob:
+    """A client's."""
+    config = config_of(name, epsilon)
+    pictures = drawings(number, count)
+    labels = torch.tensor([label for _, label in pictures])
+
+    def load(fit: Fit) -> Images:
+        return Images(torch.stack([to_pixels(picture, fit) for picture, _ in pictures]), labels)
+
+    return ClientJob(config, CLIENTS[number], DIGITS, load, find_kit(config.sampling_kit), CPU)
+
+
+def slug(*parts: object) -> str:
+    """Of a file's name."""
+    return "-".join(str(part).replace(", ", "-").replace(" ", "-") for part in parts)
+
+
+def said(mechanism: Mechanism, name: str, job: ClientJob, images: Images) -> torch.Tensor:
+    """What each of a client's images says; kept on disk."""
+    file = WORK / f"{slug('said', name, job.client, len(images))}.pt"
+    if not file.is_file():
+        assert mechanism.each is not None
+        whole = io.BytesIO()
+        torch.save(mechanism.each(job, images), whole)
+        write_atomically(file, whole.getvalue())
+    found: torch.Tensor = torch.load(file, weights_only=True)
+    return found
+
+
+def payload(name: str, number: int, count: int, epsilon: float) -> bytes:
+    """A client's, as it is sent; kept on disk, so that its noise is drawn once."""
+    job = job_of(name, number, count, epsilon)
+    file = WORK / f"{slug(name, count, f'{epsilon:g}', job.client)}.pb"
+    if not file.is_file():
+        made = new_payload(name, job)
+        write_atomically(file, encode(made, job.config.method, JOB, job.client))
+    return file.read_bytes()
+
+
+def new_payload(name: str, job: ClientJob) -> Payload:
+    """With the job's epsilon, or as it is without a guarantee."""
+    mechanism = MECHANISMS[name]
+    if mechanism.together is None or not (job.config.epsilon or mechanism.counts):
+        made: Payload = client_half(job.config.method).make_payload(job)
+        return made
+    images = job.load(load_kit(job.kit, job.device).image_size)
+    return mechanism.together(job, images, said(mechanism, name, job, images))
+
+
+def measured(name: str, count: int, epsilon: float) -> list[float]:
+    """Accuracy (%) in each domain, of one model or the mean of all."""
+    blobs = {}
+    for number, client in enumerate(CLIENTS):
+        blobs[client] = payload(name, number, count, epsilon)
+    # Votes have often the same winners for another epsilon, and then the same images
+    run = slug(name, hashlib.sha256(b"".join(blobs.values())).hexdigest()[:12])
+    file = WORK / f"{run}.json"
+    if not file.is_file():
+        config = config_of(name, 0.0)
+        expected = expected_payload(config, JOB)
+        sent = {client: decode(blob, expected(client)) for client, blob in blobs.items()}
+        models = server_half(config.method).run(job_in(config, run), sent).values()
+        found = []
+        for number in range(len(CLIENTS)):
+            found.append(mean(accuracy(config, one.model, number) for one in models))
+        write_atomically(file, json.dumps(found).encode())
+        print(name, count, f"{epsilon:g}", f"{mean(found):.1f}", flush=True)
+    accuracies: list[float] = json.loads(file.read_text())
+    return accuracies
+
+
+def name_of(name: str, count: int) -> str:
+    """Of a row."""
+    return f"{name}: {count} images"
+
+
+def column(epsilon: float) -> str:
+    """Its name."""
+    return f"ε = {epsilon:g}" if epsilon else "no guarantee"
+
+
+def line(name: str, count: int) -> dict[str, str]:
+    """A row of the table."""
+    figures = {column(one): f"{mean(measured(name, count, one)):.1f}" for one in EPSILONS}
+    return {"": name_of(name, count), **figures}
+
+
+def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
+    """Accuracy against epsilon, a panel for each number of images."""
+    from matplotlib.figure import Figure
+
+    rows = {line[""]: line for line in lines}
+    figure = Figure(figsize=(13, 4.4))
+    panels = figure.subplots(1, len(COUNTS), sharey=True)
+    places = range(len(EPSILONS))
+    for panel, count in zip(panels, COUNTS, strict=True):
+        for name in MECHANISMS:
+            if row := rows.get(name_of(name, count)):
+                panel.plot(places, [float(row[column(e)]) for e in EPSILONS], "o-", label=name)
+        panel.set_xticks(places, [f"{e:g}" if e else "none" for e in EPSILONS])
+        panel.set(title=f"{count} images a class", xlabel="epsilon")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("top-1 accuracy (%)")
+    panels[0].legend(frameon=False, fontsize=8)
+    write_figure(file, figure)
+
+
+def main() -> None:
+    """Make the table and the plot, and keep them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", help=f"some of {'; '.join(MECHANISMS)}; none: all")
+    given = parser.parse_args()
+    if unknown := set(given.rows) - set(MECHANISMS):
+        parser.error(f"{sorted(unknown)[0]!r}: must be some of {'; '.join(MECHANISMS)}")
+    private_folder(WORK)
+    about = (
+        "Top-1 accuracy (%) on the digits' test images, mean of the six domains, one draw of the "
+        "noise and one seed; delta = 1e-5, clip-norm = 1.5. Six clients with so many images of "
+        "each class; ten synthetic images a class and client in six UniPC steps, and 209 training "
+        "steps of benchmarks.main_table's recipe, in bfloat16. local: the mean of the clients' own "
+        "classifiers on all domains. "
+        "Command: `python -m benchmarks.epsilons`."
+    )
+    order = [name_of(name, count) for name in MECHANISMS for count in COUNTS]
+    lines = []
+    for count in COUNTS:
+        for name in given.rows or MECHANISMS:
+            lines.append(line(name, count))
+            made = with_others(lines, TABLES / "epsilons.json", about, order)
+            write_table(TABLES / "epsilons", made, about)
+            plot(made, TABLES / "epsilons.png")
+
+
+if __name__ == "__main__":
+    main()
