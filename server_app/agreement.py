@@ -268,10 +268,7 @@ def _looked_at(
     images: SyntheticSet, clients: set[str], chance: torch.Generator
 ) -> dict[tuple[str, int], list[int]]:
     """Some rows of each client's class, in the images' order."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for row, (client, label) in enumerate(zip(images.clients, images.labels.tolist(), strict=True)):
-        if client in clients:
-            groups.setdefault((client, label), []).append(row)
+    groups = images.rows_by_class(clients)
     return {owner: _some(rows, LOOKED_AT, chance) for owner, rows in groups.items()}
 
 

@@ -30,6 +30,7 @@ from statistics import NormalDist, mean
 
 import torch
 
+from osfl.config.problems import FEWEST_LEFT_OUT
 from osfl.models.classifiers import ClassifierError, logits_of
 from osfl.payloads import Payload
 from server_app.job import ServerJob
@@ -39,7 +40,6 @@ from server_app.training import digest_of, trained
 EVERYBODY = ""  # in the place of who is left out
 HELD_OUT = 5  # one image of so many
 ENOUGH = 20  # images, below which an interval by standard errors says little
-FEWEST = 3  # of two clients that contradict each other nobody can say which one lies
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,10 @@ def report_influences(
         return
     clients = sorted(set(images.clients) & set(payloads))
     found: dict[str, Influence] = {}
-    if len(clients) < FEWEST:
-        job.status.warn_of(f"influence: needs images of {FEWEST} clients, and has {len(clients)}")
+    if len(clients) < FEWEST_LEFT_OUT:
+        job.status.warn_of(
+            f"influence: needs images of {FEWEST_LEFT_OUT} clients, and has {len(clients)}"
+        )
     else:
         try:
             found = measured(job, clients, images)
@@ -116,11 +118,10 @@ def measured(job: ServerJob, clients: Sequence[str], images: SyntheticSet) -> di
 
 def held_out(images: SyntheticSet, clients: Sequence[str]) -> list[int]:
     """The places of the last fifth of each client's images of a class, and at least one of them."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for row, owner in enumerate(zip(images.clients, images.labels.tolist(), strict=True)):
-        if owner[0] in clients:
-            groups.setdefault(owner, []).append(row)
-    return sorted(row for rows in groups.values() for row in rows[-max(1, len(rows) // HELD_OUT) :])
+    tested: list[int] = []
+    for rows in images.rows_by_class(clients).values():
+        tested += rows[-max(1, len(rows) // HELD_OUT) :]
+    return sorted(tested)
 
 
 def hits_without(

@@ -6,7 +6,7 @@ Unit by unit, each committed as a whole, so that a killed server goes on where i
 import json
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -48,6 +48,14 @@ class SyntheticSet:
         """Some of them, by their places."""
         owners = tuple(self.clients[row] for row in rows)
         return SyntheticSet(self.pixels[rows], self.labels[rows], owners)
+
+    def rows_by_class(self, clients: Collection[str]) -> dict[tuple[str, int], list[int]]:
+        """Places of these clients' images, in their order, by (client, label)."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for row, owner in enumerate(zip(self.clients, self.labels.tolist(), strict=True)):
+            if owner[0] in clients:
+                found.setdefault(owner, []).append(row)
+        return found
 
 
 def render(
