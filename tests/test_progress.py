@@ -57,6 +57,7 @@ CPU = torch.device("cpu")
     ("half", "settings", "begins"),
     [
         (feddeo, {"method": "feddeo"}, ["encoding image", "step"]),
+        (feddeo, {"method": "feddeo", "epsilon": 8.0}, ["encoding image", "step"]),
         (
             espresso,
             {"method": "espresso", "espresso__epochs": 2},

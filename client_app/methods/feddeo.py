@@ -80,11 +80,19 @@ def _noised(
     prompts = kit.text(job.config.prompts(job.classes))
     names = image_names(images)
     found = []
-    for label, rows in zip(images.held(), rows_of, strict=True):
+    for part, (label, rows) in enumerate(zip(images.held(), rows_of, strict=True)):
         start = prompts[label].expand(len(rows), -1, -1)
         own = [names[row] for row in rows.tolist()]
         each = learn_condition_of_each(
-            kit, start, mean[rows], logvar[rows], own, job.config.feddeo, job
+            kit,
+            start,
+            mean[rows],
+            logvar[rows],
+            own,
+            job.config.feddeo,
+            job,
+            part,
+            len(rows_of),
         )
         alike = job.config.feddeo.tokens == "all"
         found.append(private_mean_of_class(each.cpu(), prompts.cpu(), label, job.config, alike))
