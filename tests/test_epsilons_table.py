@@ -84,7 +84,9 @@ def test_a_payload_is_noised_once_and_less_epsilon_is_more_noise(quick: None, na
     if MECHANISMS[name].counts:
         return
     (weak,) = numbers(epsilons.new_payload(name, epsilons.job_of(name, 0, 2, 0.5)))
-    (strong,) = numbers(epsilons.new_payload(name, epsilons.job_of(name, 0, 2, 20.0)))
+    least = epsilons.job_of(name, 0, 2, 20.0)
+    assert least.config.epsilon == 20
+    (strong,) = numbers(epsilons.new_payload(name, least))
     assert weak.norm() > 3 * strong.norm()
 
 
