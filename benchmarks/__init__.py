@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from osfl.cli.compare import machine
-from osfl.files import write_atomically
+from osfl.files import PUBLIC, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +28,9 @@ def write_table(out: Path, rows: Sequence[Mapping[str, object]], about: str) -> 
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "flwr", "diffusers"))
     about = f"{about} {machine()}, {versions}."
     page = "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", about, ""])
-    out.with_suffix(".md").write_text(page)
-    out.with_suffix(".json").write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
+    write_atomically(out.with_suffix(".md"), page.encode(), PUBLIC)
+    kept = json.dumps({"rows": rows, "about": about}, indent=1) + "\n"
+    write_atomically(out.with_suffix(".json"), kept.encode(), PUBLIC)
     print(page)
 
 
@@ -38,4 +39,4 @@ def write_figure(file: Path, figure: "Figure") -> None:
     figure.tight_layout()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
-    write_atomically(file, picture.getvalue())
+    write_atomically(file, picture.getvalue(), PUBLIC)

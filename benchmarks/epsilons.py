@@ -4,13 +4,14 @@ benchmarks/tables/epsilons.{md,json,png}.
 python -m benchmarks.epsilons               # every mechanism
 python -m benchmarks.epsilons votes OSCAR   # some; the table keeps its other rows
 
-A client has ten training images of a class in the other tables, of ten scans that are its alone.
-Here it has up to a hundred, for which its domain is drawn for longer: of all sixty training scans
-of a class, which all clients then share. Ten of them are a part of thirty, and thirty of a hundred.
-What each image says by itself is learned once, and noised anew for every epsilon. To have so many
-cells in hours, a model learns ten synthetic images a class and client, drawn in six UniPC steps,
-for a third of benchmarks.main_table's steps; its recipe is the same, and so are the test images.
-Interrupted, the same command goes on.
+Clients have up to a hundred images of a class, drawn for this table from the sixty training scans
+of the class; of ten each client has scans of its own, of more the clients share them. Ten of them
+are a part of thirty, and thirty of a hundred. Where an image says something by itself, that is
+found once and noised anew for every epsilon.
+
+To have so many cells in hours, a global model learns ten synthetic images a class and client, drawn
+in six UniPC steps, for a third of benchmarks.main_table's steps. So its figures are lower than that
+table's, and no pairs of them. Interrupted, the same command goes on.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from sklearn.datasets import load_digits
 from benchmarks import TABLES, write_figure, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings
-from benchmarks.guidance import with_others
+from benchmarks.guidance import digest_of, with_others
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON
 from benchmarks.server import job_in
@@ -43,6 +44,7 @@ from client_app.conditions import (
 from client_app.job import ClientJob
 from client_app.mechanisms import private_mean_of_class
 from client_app.methods import domain_vector, oscar, votes
+from osfl.cli.compare import as_arguments
 from osfl.cli.launch import default_config
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.digits import split_sources
@@ -73,6 +75,7 @@ SHORT: Settings = {
 SEED = 0
 # In every payload
 JOB = "epsilons"
+NOTHING = "prompts-only, which sends nothing"
 CPU = torch.device("cpu")
 
 
@@ -84,13 +87,13 @@ class Mechanism:
         settings: the method's.
         each: what each image says by itself, [N, ...]; None: the client's half does the whole.
         together: what is sent of it.
-        counts: whether `together` is as well what is sent without a guarantee.
+        always: whether that is sent without a guarantee, too; else the client's half does it then.
     """
 
     settings: Settings
     each: Callable[[ClientJob, Images], torch.Tensor] | None = None
     together: Callable[[ClientJob, Images, torch.Tensor], Payload] | None = None
-    counts: bool = False
+    always: bool = False
 
 
 # ---- What each image says ----
@@ -189,7 +192,7 @@ def noised_encodings(job: ClientJob, images: Images, found: torch.Tensor) -> Pay
 
 
 MECHANISMS = {
-    "votes": Mechanism(SYSTEMS["votes"], ballots, winners, counts=True),
+    "votes": Mechanism(SYSTEMS["votes"], ballots, winners, always=True),
     "domain-vector, one for all tokens": Mechanism(
         {**SYSTEMS["domain-vector"], "domain-vector.tokens": "all"}, vectors, noised_vector
     ),
@@ -205,7 +208,7 @@ MECHANISMS = {
         {
             "method": "local",
             "classifier.trained": "head",
-            # Noise wants large batches; as many for ten images as for a hundred
+            # Noise wants large batches; as many for ten images as for a hundred. Not tuned
             "classifier.steps": 60,
             "classifier.batch-size": 100,
             "classifier.lr": 0.1,
@@ -214,11 +217,26 @@ MECHANISMS = {
 }
 
 
-def config_of(name: str, epsilon: float) -> RunConfig:
+FLOOR = Mechanism(SYSTEMS["prompts-only"])
+
+
+def settings_of(mechanism: Mechanism) -> Settings:
+    """A mechanism's own, over what all have."""
+    return {**COMMON, **SHORT, **mechanism.settings, "seed": SEED}
+
+
+def folder_of(mechanism: Mechanism) -> Path:
+    """Where its files are; with other settings, in another one."""
+    settings = settings_of(mechanism)
+    folder = WORK / f"{settings['method']}-{digest_of(settings)}"
+    private_folder(folder)
+    return folder
+
+
+def config_of(mechanism: Mechanism, epsilon: float) -> RunConfig:
     """The server's, and the clients'."""
-    values = {**default_config(), **COMMON, **SHORT}
-    values |= {**MECHANISMS[name].settings, "epsilon": epsilon, "seed": SEED}
-    return parse_run_config({**values, "runs-dir": str(WORK)})
+    values = {**default_config(), **settings_of(mechanism), "epsilon": epsilon}
+    return parse_run_config({**values, "runs-dir": str(folder_of(mechanism))})
 
 
 def drawings(number: int, count: int) -> list[tuple[Image.Image, int]]:
@@ -241,9 +259,9 @@ def drawings(number: int, count: int) -> list[tuple[Image.Image, int]]:
     return found
 
 
-def job_of(name: str, number: int, count: int, epsilon: float) -> ClientJob:
+def job_of(mechanism: Mechanism, number: int, count: int, epsilon: float) -> ClientJob:
     """A client's."""
-    config = config_of(name, epsilon)
+    config = config_of(mechanism, epsilon)
     pictures = drawings(number, count)
     labels = torch.tensor([label for _, label in pictures])
 
@@ -253,14 +271,9 @@ def job_of(name: str, number: int, count: int, epsilon: float) -> ClientJob:
     return ClientJob(config, CLIENTS[number], DIGITS, load, find_kit(config.sampling_kit), CPU)
 
 
-def slug(*parts: object) -> str:
-    """Of a file's name."""
-    return "-".join(str(part).replace(", ", "-").replace(" ", "-") for part in parts)
-
-
-def said(mechanism: Mechanism, name: str, job: ClientJob, images: Images) -> torch.Tensor:
+def said(mechanism: Mechanism, job: ClientJob, images: Images) -> torch.Tensor:
     """What each of a client's images says; kept on disk."""
-    file = WORK / f"{slug('said', name, job.client, len(images))}.pt"
+    file = folder_of(mechanism) / f"said-{len(images)}-{job.client}.pt"
     if not file.is_file():
         assert mechanism.each is not None
         whole = io.BytesIO()
@@ -270,44 +283,50 @@ def said(mechanism: Mechanism, name: str, job: ClientJob, images: Images) -> tor
     return found
 
 
-def payload(name: str, number: int, count: int, epsilon: float) -> bytes:
+def payload(mechanism: Mechanism, number: int, count: int, epsilon: float) -> bytes:
     """A client's, as it is sent; kept on disk, so that its noise is drawn once."""
-    job = job_of(name, number, count, epsilon)
-    file = WORK / f"{slug(name, count, f'{epsilon:g}', job.client)}.pb"
+    client = CLIENTS[number]
+    file = folder_of(mechanism) / f"{count}-{epsilon:g}-{client}.pb"
     if not file.is_file():
-        made = new_payload(name, job)
-        write_atomically(file, encode(made, job.config.method, JOB, job.client))
+        job = job_of(mechanism, number, count, epsilon)
+        made = new_payload(mechanism, job)
+        write_atomically(file, encode(made, job.config.method, JOB, client))
     return file.read_bytes()
 
 
-def new_payload(name: str, job: ClientJob) -> Payload:
+def new_payload(mechanism: Mechanism, job: ClientJob) -> Payload:
     """With the job's epsilon, or as it is without a guarantee."""
-    mechanism = MECHANISMS[name]
-    if mechanism.together is None or not (job.config.epsilon or mechanism.counts):
+    if mechanism.together is None or not (job.config.epsilon or mechanism.always):
         made: Payload = client_half(job.config.method).make_payload(job)
         return made
     images = job.load(load_kit(job.kit, job.device).image_size)
-    return mechanism.together(job, images, said(mechanism, name, job, images))
+    return mechanism.together(job, images, said(mechanism, job, images))
 
 
-def measured(name: str, count: int, epsilon: float) -> list[float]:
-    """Accuracy (%) in each domain, of one model or the mean of all."""
+def measured(mechanism: Mechanism, count: int, epsilon: float) -> list[float]:
+    """Accuracy (%) in each domain."""
     blobs = {}
     for number, client in enumerate(CLIENTS):
-        blobs[client] = payload(name, number, count, epsilon)
+        blobs[client] = payload(mechanism, number, count, epsilon)
+    return taught(mechanism, blobs)
+
+
+def taught(mechanism: Mechanism, blobs: Mapping[str, bytes]) -> list[float]:
+    """Accuracy (%) in each domain of what the server makes of payloads: of one model, or the mean
+    of the clients' own.
+    """
     # Votes have often the same winners for another epsilon, and then the same images
-    run = slug(name, hashlib.sha256(b"".join(blobs.values())).hexdigest()[:12])
-    file = WORK / f"{run}.json"
+    run = hashlib.sha256(b"".join(blobs.values())).hexdigest()[:12]
+    file = folder_of(mechanism) / f"{run}.json"
     if not file.is_file():
-        config = config_of(name, 0.0)
+        config = config_of(mechanism, 0.0)
         expected = expected_payload(config, JOB)
         sent = {client: decode(blob, expected(client)) for client, blob in blobs.items()}
         models = server_half(config.method).run(job_in(config, run), sent).values()
         found = []
         for number in range(len(CLIENTS)):
-            found.append(mean(accuracy(config, one.model, number) for one in models))
+            found.append(mean(accuracy(config, made.model, number) for made in models))
         write_atomically(file, json.dumps(found).encode())
-        print(name, count, f"{epsilon:g}", f"{mean(found):.1f}", flush=True)
     accuracies: list[float] = json.loads(file.read_text())
     return accuracies
 
@@ -324,23 +343,36 @@ def column(epsilon: float) -> str:
 
 def line(name: str, count: int) -> dict[str, str]:
     """A row of the table."""
-    figures = {column(one): f"{mean(measured(name, count, one)):.1f}" for one in EPSILONS}
-    return {"": name_of(name, count), **figures}
+    row = {"": name_of(name, count)}
+    for epsilon in EPSILONS:
+        row[column(epsilon)] = f"{mean(measured(MECHANISMS[name], count, epsilon)):.1f}"
+        print(row, flush=True)
+    return row
+
+
+def line_of_floor() -> dict[str, str]:
+    """Of what sends nothing."""
+    return {"": NOTHING, column(0.0): f"{mean(taught(FLOOR, {})):.1f}"}
 
 
 def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
     """Accuracy against epsilon, a panel for each number of images."""
     from matplotlib.figure import Figure
 
-    rows = {line[""]: line for line in lines}
+    rows = {row[""]: row for row in lines}
     figure = Figure(figsize=(13, 4.4))
     panels = figure.subplots(1, len(COUNTS), sharey=True)
-    places = range(len(EPSILONS))
+    places = list(range(len(EPSILONS)))
     for panel, count in zip(panels, COUNTS, strict=True):
         for name in MECHANISMS:
             if row := rows.get(name_of(name, count)):
-                panel.plot(places, [float(row[column(e)]) for e in EPSILONS], "o-", label=name)
-        panel.set_xticks(places, [f"{e:g}" if e else "none" for e in EPSILONS])
+                accuracies = [float(row[column(epsilon)]) for epsilon in EPSILONS]
+                (curve,) = panel.plot(places[:-1], accuracies[:-1], "o-", label=name)
+                # Another training for some, so no point of the curve
+                panel.plot(places[-1:], accuracies[-1:], "o", color=curve.get_color())
+        if NOTHING in rows:
+            panel.axhline(float(rows[NOTHING][column(0.0)]), color="0.6", linewidth=1)
+        panel.set_xticks(places, [f"{epsilon:g}" if epsilon else "none" for epsilon in EPSILONS])
         panel.set(title=f"{count} images a class", xlabel="epsilon")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("top-1 accuracy (%)")
@@ -359,15 +391,17 @@ def main() -> None:
         parser.error(f"{sorted(unknown)[0]!r}: must be some of {'; '.join(MECHANISMS)}")
     private_folder(WORK)
     about = (
-        "Top-1 accuracy (%) on the digits' test images, mean of the six domains, one draw of the "
-        "noise and one seed; delta = 1e-5, clip-norm = 1.5. Six clients with so many images of "
-        "each class; ten synthetic images a class and client in six UniPC steps, and 209 training "
-        "steps of benchmarks.main_table's recipe, in bfloat16. local: the mean of the clients' own "
-        "classifiers on all domains. "
-        "Command: `python -m benchmarks.epsilons`."
+        "Top-1 accuracy (%) on the digits' test images, mean of the six domains; one seed, and one "
+        "draw of the noise. Six clients with so many images of each class. No guarantee: the "
+        "method as it is without epsilon, for which domain-vector and FedDEO learn from all images "
+        "together, FedDISC has clusters and FedPFT mixtures. With it each image learns by itself, "
+        "60, 20 and 6 steps where a class has 10, 30 and 100. A global model learns by "
+        f"benchmarks.main_table's recipe with {' '.join(as_arguments(SHORT))}; FedPFT's learns "
+        "features, and local is the mean of the clients' own. delta, clip-norm and clip-gradient "
+        "are the defaults. Command: `python -m benchmarks.epsilons`."
     )
-    order = [name_of(name, count) for name in MECHANISMS for count in COUNTS]
-    lines = []
+    order = [NOTHING, *(name_of(name, count) for name in MECHANISMS for count in COUNTS)]
+    lines = [line_of_floor()]
     for count in COUNTS:
         for name in given.rows or MECHANISMS:
             lines.append(line(name, count))

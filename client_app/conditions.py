@@ -50,8 +50,6 @@ def learn_conditions(
     job: ClientJob,
     may_diverge: bool = False,
     base: torch.Tensor | None = None,
-    part: int = 0,
-    parts: int = 1,
 ) -> torch.Tensor:
     """Minimise the denoising loss over each condition's own images.
 
@@ -64,8 +62,6 @@ def learn_conditions(
         names: of the conditions; each has its own stream of random numbers, by its name.
         may_diverge: whether conditions that became NaN or infinity are returned as they are.
         base: what each condition is beside what is learned, [G, L, d]; None: nothing.
-        part, parts: of so many calls that a client makes, the number of this one; for whoever
-            watches.
 
     Returns:
         what is learned, as `start`.
@@ -78,18 +74,18 @@ def learn_conditions(
     ]
     firsts = range(0, len(start), settings.at_once)
     learned = []
-    for number, first in enumerate(firsts, start=part * len(firsts)):
-        some = slice(first, first + settings.at_once)
+    for number, first in enumerate(firsts):
+        part = slice(first, first + settings.at_once)
         schedules = []
-        for rows, generator in zip(rows_of[some], randomness[some], strict=True):
+        for rows, generator in zip(rows_of[part], randomness[part], strict=True):
             schedules.append(
                 minibatches(rows, settings.epochs, settings.steps, settings.batch_size, generator)
             )
-        beside = None if base is None else base[some]
-        group = _Group(start[some], schedules, randomness[some], beside)
+        beside = None if base is None else base[part]
+        group = _Group(start[part], schedules, randomness[part], beside)
 
         def advance(done: int, total: int, number: int = number) -> None:
-            job.progress(number * total + done, parts * len(firsts) * total)
+            job.progress(number * total + done, len(firsts) * total)
 
         conditions = _learn_together(kit, group, mean, logvar, settings.lr, job.meter, advance)
         if not may_diverge and not torch.isfinite(conditions).all():
@@ -109,8 +105,6 @@ def learn_condition_of_each(
     names: list[str],
     settings: ConditionTraining,
     job: ClientJob,
-    part: int = 0,
-    parts: int = 1,
 ) -> torch.Tensor:
     """A condition of every image by itself [N, L, d]; NaN or infinity where it diverged.
 
@@ -122,25 +116,22 @@ def learn_condition_of_each(
         start: where the conditions begin, [N, L, d].
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         names: of the images, by their pixels (`image_names`).
-        part, parts: as `learn_conditions` has them.
     """
     count = len(start)
-    passes = -(-settings.steps * settings.batch_size // count) or settings.epochs
-    alone = replace(settings, epochs=passes, steps=0, batch_size=1)
+    alone = replace(settings, epochs=passes_of_each(count, settings), steps=0, batch_size=1)
     rows_of = list(torch.arange(count).split(1))
-    return learn_conditions(
-        kit,
-        start,
-        mean,
-        logvar,
-        rows_of,
-        names,
-        alone,
-        job,
-        may_diverge=True,
-        part=part,
-        parts=parts,
-    )
+    return learn_conditions(kit, start, mean, logvar, rows_of, names, alone, job, may_diverge=True)
+
+
+def passes_of_each(count: int, settings: ConditionTraining) -> int:
+    """How often each of so many images is seen where each learns by itself."""
+    return -(-settings.steps * settings.batch_size // count) or settings.epochs
+
+
+def steps_of_each(count: int, settings: ConditionTraining) -> int:
+    """In how many steps so many images learn by themselves."""
+    groups = -(-count // settings.at_once)
+    return groups * passes_of_each(count, settings)
 
 
 def image_names(images: Images) -> list[str]:

@@ -30,7 +30,7 @@ from statistics import NormalDist, mean
 
 import torch
 
-from osfl.config.problems import FEWEST_LEFT_OUT
+from osfl.config.problems import FEWEST_WITH_INFLUENCE
 from osfl.models.classifiers import ClassifierError, logits_of
 from osfl.payloads import Payload
 from server_app.job import ServerJob
@@ -85,9 +85,9 @@ def report_influences(
         return
     clients = sorted(set(images.clients) & set(payloads))
     found: dict[str, Influence] = {}
-    if len(clients) < FEWEST_LEFT_OUT:
+    if len(clients) < FEWEST_WITH_INFLUENCE:
         job.status.warn_of(
-            f"influence: needs images of {FEWEST_LEFT_OUT} clients, and has {len(clients)}"
+            f"influence: needs images of {FEWEST_WITH_INFLUENCE} clients, and has {len(clients)}"
         )
     else:
         try:

@@ -12,12 +12,15 @@ import torch
 from sklearn.datasets import load_digits
 
 from benchmarks import epsilons
+from benchmarks.clients import DOMAINS
 from benchmarks.epsilons import MECHANISMS
-from client_app import mechanisms
+from client_app import mechanisms, private_training
 from client_app.job import ClientJob
 from client_app.methods import votes
+from osfl.config import RunConfig
 from osfl.data.digits import split_sources
 from osfl.data.load import Images
+from osfl.data.render import DOMAIN_SLICES
 from osfl.methods import client_half
 from osfl.payloads import Payload
 from osfl.prompts import DIGITS
@@ -33,9 +36,10 @@ STEPS: dict[str, Any] = {
     "feddeo.steps": 4,
     "domain-vector.steps": 4,
     "votes.draws": 1,
-    "classifier.epochs": 1,
+    # Some differences are cut, and some are not
+    "clip-norm": 0.5,
 }
-EACH = tuple(name for name, mechanism in MECHANISMS.items() if mechanism.each)
+EACH = [name for name, mechanism in MECHANISMS.items() if mechanism.each]
 
 
 @pytest.fixture
@@ -44,11 +48,11 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epsilons, "WORK", tmp_path)
     monkeypatch.setattr(epsilons, "TABLES", tmp_path)
     monkeypatch.setattr(epsilons, "SHORT", QUICK)
-    short = {
-        name: replace(mechanism, settings={**mechanism.settings, **STEPS})
-        for name, mechanism in MECHANISMS.items()
-    }
-    monkeypatch.setattr(epsilons, "MECHANISMS", short)
+    for name, mechanism in MECHANISMS.items():
+        settings = {**mechanism.settings, **STEPS}
+        if "classifier.steps" in settings:
+            settings["classifier.steps"] = 2
+        monkeypatch.setitem(MECHANISMS, name, replace(mechanism, settings=settings))
 
 
 def numbers(payload: Payload) -> Iterator[torch.Tensor]:
@@ -62,39 +66,74 @@ def numbers(payload: Payload) -> Iterator[torch.Tensor]:
 def test_what_is_said_once_and_noised_is_what_the_clients_half_sends(
     quick: None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the noise is 0, and the most votes win."""
+    """Where every draw of the noise is one standard deviation, and the most votes win."""
     monkeypatch.setattr(
-        mechanisms, "standard_normal", lambda shape, chance: torch.zeros(shape).double()
+        mechanisms, "standard_normal", lambda shape, chance: torch.ones(shape).double()
     )
     monkeypatch.setattr(votes, "permute_and_flip", lambda counts, eps: counts.index(max(counts)))
-    job = epsilons.job_of(name, 3, 3, 4.0)
-    ours = list(numbers(epsilons.new_payload(name, job)))
+    job = epsilons.job_of(MECHANISMS[name], 3, 3, 16.0)
+    ours = list(numbers(epsilons.new_payload(MECHANISMS[name], job)))
     theirs = list(numbers(client_half(job.config.method).make_payload(job)))
     assert len(ours) == len(theirs) > 0
-    for own, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
-        assert own.float().std() > 0
+    for payload, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(payload, other, rtol=1e-4, atol=1e-5)
+        assert payload.float().std() > 0
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_a_payload_is_noised_once_and_less_epsilon_is_more_noise(quick: None, name: str) -> None:
-    """0.5 takes more than twenty times the noise of 20."""
-    blob = epsilons.payload(name, 0, 2, 0.5)
-    assert epsilons.payload(name, 0, 2, 0.5) == blob
-    if MECHANISMS[name].counts:
-        return
-    (weak,) = numbers(epsilons.new_payload(name, epsilons.job_of(name, 0, 2, 0.5)))
-    least = epsilons.job_of(name, 0, 2, 20.0)
-    assert least.config.epsilon == 20
-    (strong,) = numbers(epsilons.new_payload(name, least))
-    assert weak.norm() > 3 * strong.norm()
+def test_a_payload_is_noised_once_for_each_epsilon_count_and_client(quick: None) -> None:
+    oscar = MECHANISMS["OSCAR"]
+    blob = epsilons.payload(oscar, 0, 2, 0.5)
+    assert epsilons.payload(oscar, 0, 2, 0.5) == blob
+    others = [(1, 2, 0.5), (0, 3, 0.5), (0, 2, 16.0)]
+    made = [epsilons.payload(oscar, *other) for other in others]
+    assert len({blob, *made}) == 4
+    assert epsilons.job_of(oscar, 0, 2, 16.0).config.epsilon == 16
 
 
-@pytest.mark.parametrize("name", ["OSCAR", "FedPFT"])
-def test_a_mechanism_ends_in_six_accuracies(quick: None, name: str) -> None:
-    found = epsilons.measured(name, 2, 8.0)
-    assert len(found) == 6
-    assert all(0 <= accuracy <= 100 for accuracy in found)
+def test_what_images_say_is_kept_for_each_client_and_count(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def each(job: ClientJob, images: Images) -> torch.Tensor:
+        asked.append((job.client, len(images)))
+        return torch.full((1,), float(len(asked)))
+
+    oscar = replace(MECHANISMS["OSCAR"], each=each)
+    found = []
+    for number, count in ((0, 1), (1, 1), (0, 2), (0, 1), (1, 1), (0, 2)):
+        job = epsilons.job_of(oscar, number, count, 1.0)
+        found.append(epsilons.said(oscar, job, job.load(32)).item())
+    assert found == [1, 2, 3, 1, 2, 3]
+    assert asked == [("client-0", 10), ("client-1", 10), ("client-0", 20)]
+
+
+def test_other_settings_have_files_of_their_own(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {epsilons.folder_of(mechanism) for mechanism in MECHANISMS.values()}
+    monkeypatch.setattr(epsilons, "SHORT", {**QUICK, "global-model.steps": 3})
+    assert not folders & {epsilons.folder_of(mechanism) for mechanism in MECHANISMS.values()}
+
+
+@pytest.mark.parametrize("name", ["OSCAR", "FedDISC", "FedPFT", "local, the last layer alone"])
+def test_a_mechanism_ends_in_the_domains_accuracies(
+    quick: None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a model's accuracy is ten times its domain's number."""
+    models = []
+
+    def accuracy(config: RunConfig, model: torch.nn.Module, number: int) -> float:
+        models.append(model)
+        return 10.0 * number
+
+    # What takes half a minute
+    monkeypatch.setattr(private_training, "noise_multiplier", lambda *given: 1.0)
+    monkeypatch.setattr(epsilons, "accuracy", accuracy)
+    assert epsilons.measured(MECHANISMS[name], 2, 8.0) == [0, 10, 20, 30, 40, 50]
+    of_clients = name.startswith("local")
+    assert len(models) == (36 if of_clients else 6)
+    assert len(set(map(id, models))) == (6 if of_clients else 1)
 
 
 def test_the_same_payloads_are_not_drawn_again(
@@ -102,41 +141,55 @@ def test_the_same_payloads_are_not_drawn_again(
 ) -> None:
     """Votes of an epsilon that changes no winner are those without a guarantee."""
     monkeypatch.setattr(votes, "permute_and_flip", lambda counts, eps: counts.index(max(counts)))
-    first = epsilons.measured("votes", 2, 0.0)
+    first = epsilons.measured(MECHANISMS["votes"], 2, 0.0)
     monkeypatch.setattr(epsilons, "server_half", None)
-    assert epsilons.measured("votes", 2, 8.0) == first
+    assert epsilons.measured(MECHANISMS["votes"], 2, 8.0) == first
 
 
-def test_ten_images_are_a_part_of_thirty_and_each_client_has_scans_of_its_own() -> None:
+def test_what_sends_nothing_is_measured_too(quick: None) -> None:
+    row = epsilons.line_of_floor()
+    assert row[""] == "prompts-only, which sends nothing"
+    assert 0 <= float(row["no guarantee"]) <= 100
+    assert len(row) == 2
+
+
+def test_ten_images_are_a_part_of_thirty() -> None:
     few = epsilons.drawings(0, 10)
     many = epsilons.drawings(0, 70)
     assert [label for _, label in few] == [label for label in range(10) for _ in range(10)]
     for label in range(10):
         for place in range(10):
-            own = np.array(few[10 * label + place][0])
-            assert (own == np.array(many[70 * label + place][0])).all()
+            picture = np.array(few[10 * label + place][0])
+            assert (picture == np.array(many[70 * label + place][0])).all()
         # From the sixty-first on the same scans, in another look
         again = np.array(many[70 * label + 60][0])
         assert (again != np.array(many[70 * label][0])).any()
 
 
-def test_no_scan_of_the_test_is_drawn_and_no_two_clients_share_one_of_ten(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("count", "different"), [(10, 600), (100, 600)])
+def test_training_scans_are_drawn_in_the_clients_domain(
+    count: int, different: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[bytes] = []
+    """Of ten no two clients share one; of a hundred all have all sixty."""
+    drawn: list[list[bytes]] = [[] for _ in DOMAINS]
     blank = np.zeros((32, 32, 3), dtype=np.uint8)
+    scans = load_digits()
+    label_of = {
+        (scans.images[row] / 16).tobytes(): scans.target[row] for row in split_sources()["private"]
+    }
 
-    def render(ink: np.ndarray, *rest: Any) -> np.ndarray:
-        drawn.append(ink.tobytes())
+    def render(ink: np.ndarray, style: str, ranges: Any, rng: np.random.Generator) -> np.ndarray:
+        assert ranges is DOMAIN_SLICES[style]
+        drawn[DOMAINS.index(style)].append(ink.tobytes())
         return blank
 
     monkeypatch.setattr(epsilons, "render", render)
     for number in range(6):
-        epsilons.drawings(number, 10)
-    scans = load_digits().images / 16
-    private = {scans[row].tobytes() for row in split_sources()["private"]}
-    assert len(drawn) == len(set(drawn)) == 600
-    assert set(drawn) == private
+        labels = [label for _, label in epsilons.drawings(number, count)]
+        assert [label_of[ink] for ink in drawn[number]] == labels
+    every = [set(scans_of) for scans_of in drawn]
+    assert len(set.union(*every)) == different
+    assert {len(scans_of) for scans_of in every} == {min(10 * count, 600)}
 
 
 def test_the_table_has_a_column_for_each_epsilon_and_keeps_other_rows(
@@ -145,22 +198,24 @@ def test_the_table_has_a_column_for_each_epsilon_and_keeps_other_rows(
     """A cell of 60 and 80 is 70.0."""
     asked = []
 
-    def measured(name: str, count: int, epsilon: float) -> list[float]:
-        asked.append((name, count, epsilon))
+    def measured(mechanism: epsilons.Mechanism, count: int, epsilon: float) -> list[float]:
+        asked.append((mechanism.settings["method"], count, epsilon))
         return [60.0 + epsilon, 80.0 + epsilon]
 
     monkeypatch.setattr(epsilons, "measured", measured)
+    monkeypatch.setattr(epsilons, "taught", lambda mechanism, blobs: [30.0, 50.0])
     for name in ("OSCAR", "votes"):
         monkeypatch.setattr("sys.argv", ["epsilons", name])
         epsilons.main()
     rows = json.loads((tmp_path / "epsilons.json").read_text())["rows"]
-    assert [row[""] for row in rows] == [
+    assert rows[0] == {"": "prompts-only, which sends nothing", "no guarantee": "40.0"}
+    assert [row[""] for row in rows[1:]] == [
         *(f"votes: {count} images" for count in (10, 30, 100)),
         *(f"OSCAR: {count} images" for count in (10, 30, 100)),
     ]
-    assert rows[0]["ε = 0.5"] == "70.5"
-    assert rows[0]["ε = 16"] == "86.0"
-    assert rows[0]["no guarantee"] == "70.0"
+    assert rows[1]["ε = 0.5"] == "70.5"
+    assert rows[1]["ε = 16"] == "86.0"
+    assert rows[1]["no guarantee"] == "70.0"
     assert len(asked) == 2 * 3 * 5
     assert (tmp_path / "epsilons.png").stat().st_size > 10_000
 
@@ -175,7 +230,7 @@ def test_an_unknown_row_is_refused(
 
 
 def test_classes_are_loaded_as_the_kit_wants_them() -> None:
-    job: ClientJob = epsilons.job_of("votes", 1, 2, 1.0)
+    job: ClientJob = epsilons.job_of(MECHANISMS["votes"], 1, 2, 1.0)
     images: Images = job.load(16)
     assert images.pixels[torch.arange(20)].shape == (20, 3, 16, 16)
     assert job.classes == DIGITS

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,9 +85,8 @@ def test_a_client_says_how_far_it_is_before_its_first_step(
         seen.append((what, done, total))
 
     kit = tiny_unclip if half is feddisc else tiny_kit
-    job = job_of(kit, images(*[0] * 12, *[4] * 12), **settings)
-    job = SimpleNamespace(**{**vars(job), "progress": progress})
-    half.make_payload(job)
+    job = job_of(kit, images(*[0] * 20, *[4] * 12), **settings)
+    half.make_payload(replace(job, progress=progress))
     assert list(dict.fromkeys(what for what, _, _ in seen)) == begins
     for kind in begins:
         done = [count for what, count, _ in seen if what == kind]

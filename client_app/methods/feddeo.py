@@ -24,6 +24,9 @@ d_y = tau(prompt of y) + u_y, and u_y is sent.
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes; u_y has 768.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
 from client_app.conditions import (
@@ -32,8 +35,9 @@ from client_app.conditions import (
     learn_conditions,
     load_kit_to_learn,
     posteriors,
+    steps_of_each,
 )
-from client_app.job import ClientJob
+from client_app.job import ClientJob, Progress
 from client_app.mechanisms import private_mean_of_class
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit
@@ -79,21 +83,21 @@ def _noised(
     """Of each class, the noised mean of what its images learn by themselves, [L, d] or [1, d]."""
     prompts = kit.text(job.config.prompts(job.classes))
     names = image_names(images)
+    settings = job.config.feddeo
+    alike = settings.tokens == "all"
+    whole = sum(steps_of_each(len(rows), settings) for rows in rows_of)
+    before = 0
     found = []
-    for part, (label, rows) in enumerate(zip(images.held(), rows_of, strict=True)):
+    for label, rows in zip(images.held(), rows_of, strict=True):
         start = prompts[label].expand(len(rows), -1, -1)
         own = [names[row] for row in rows.tolist()]
-        each = learn_condition_of_each(
-            kit,
-            start,
-            mean[rows],
-            logvar[rows],
-            own,
-            job.config.feddeo,
-            job,
-            part,
-            len(rows_of),
-        )
-        alike = job.config.feddeo.tokens == "all"
+        watched = replace(job, progress=partial(_among_all, job.progress, before, whole))
+        each = learn_condition_of_each(kit, start, mean[rows], logvar[rows], own, settings, watched)
+        before += steps_of_each(len(rows), settings)
         found.append(private_mean_of_class(each.cpu(), prompts.cpu(), label, job.config, alike))
     return found
+
+
+def _among_all(progress: Progress, before: int, whole: int, done: int, total: int) -> None:
+    """Tells of one class's steps as those of all classes."""
+    progress(before + done, whole)

@@ -13,10 +13,10 @@ from osfl.words import name_problem, plain, safe_name
 DIGITS_KITS = ("digits", "digits-unclip")
 # AES-GCM's limit in the library that seals
 MOST_SEALED = 2**31 - 1000
-# With `influence`: of two clients that contradict each other nobody can say which one lies, and
-# each client costs a training
-FEWEST_LEFT_OUT = 3
-MOST_LEFT_OUT = 20
+# Of two clients that contradict each other nobody can say which one lies
+FEWEST_WITH_INFLUENCE = 3
+# Each client costs a training
+MOST_WITH_INFLUENCE = 20
 _HUB_DATA = re.compile(r"hf:[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -114,10 +114,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"influence = true: method {run.method!r} draws no image from what clients send; take "
             "false"
         )
-    elif run.influence and not FEWEST_LEFT_OUT <= run.training_clients <= MOST_LEFT_OUT:
+    elif run.influence and not FEWEST_WITH_INFLUENCE <= run.training_clients <= MOST_WITH_INFLUENCE:
         yield (
             "influence = true: trains the model once more for each client, of "
-            f"{FEWEST_LEFT_OUT} to {MOST_LEFT_OUT}, and here are {run.training_clients}; take false"
+            f"{FEWEST_WITH_INFLUENCE} to {MOST_WITH_INFLUENCE}, and here are "
+            f"{run.training_clients}; take false"
         )
     elif run.influence and run.synthesis.images_per_class < 3:
         yield (

@@ -51,9 +51,10 @@ class SyntheticSet:
 
     def rows_by_class(self, clients: Collection[str]) -> dict[tuple[str, int], list[int]]:
         """Places of these clients' images, in their order, by (client, label)."""
+        asked = set(clients)
         found: dict[tuple[str, int], list[int]] = {}
         for row, owner in enumerate(zip(self.clients, self.labels.tolist(), strict=True)):
-            if owner[0] in clients:
+            if owner[0] in asked:
                 found.setdefault(owner, []).append(row)
         return found
 
