@@ -81,7 +81,8 @@ METHODS: dict[str, Method] = {
         server="feddeo",
         payload="Descriptions",
         sends="a learned description of every class",
-        reveals="what the images of a class look like, as far as the diffusion model can draw it",
+        reveals="what the images of a class look like, as far as the diffusion model can draw it; "
+        "of a few images, also whether one is among them",
         client_parts=DIFFUSION_PARTS,
         private="approximate",
     ),
@@ -124,7 +125,8 @@ METHODS: dict[str, Method] = {
         server="espresso",
         payload="Mixtures",
         sends="conditions of every class's clusters, and a mixture of its noised latents",
-        reveals="what groups of a few images look like, and blurred means of them",
+        reveals="what groups of a few images look like, blurred means of them, and whether an "
+        "image is among them",
         client_parts=(*DIFFUSION_PARTS, *IMAGE_ENCODER_PARTS),
     ),
     "fgl": Method(
@@ -140,8 +142,8 @@ METHODS: dict[str, Method] = {
         server="feddisc",
         payload="Embeddings",
         sends="cluster centres and the mean of every class's noised image embeddings",
-        reveals="what groups of a few images are about; of a single image, its embedding with "
-        "noise",
+        reveals="what groups of a few images are about, and of many an image whether it is among "
+        "them; of a single image, its embedding with noise",
         client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
         private="approximate",
     ),
