@@ -36,7 +36,8 @@ def write_table(out: Path, rows: Sequence[Mapping[str, object]], about: str) -> 
 
 def write_figure(file: Path, figure: "Figure") -> None:
     """A plot as PNG."""
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     write_atomically(file, picture.getvalue(), PUBLIC)

@@ -360,23 +360,24 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = {row[""]: row for row in lines}
-    figure = Figure(figsize=(13, 4.4))
+    figure = Figure(figsize=(13, 5), layout="constrained")
     panels = figure.subplots(1, len(COUNTS), sharey=True)
     places = list(range(len(EPSILONS)))
     for panel, count in zip(panels, COUNTS, strict=True):
-        for name in MECHANISMS:
+        for number, name in enumerate(MECHANISMS):
             if row := rows.get(name_of(name, count)):
                 accuracies = [float(row[column(epsilon)]) for epsilon in EPSILONS]
-                (curve,) = panel.plot(places[:-1], accuracies[:-1], "o-", label=name)
+                colour = f"C{number}"
+                panel.plot(places[:-1], accuracies[:-1], "o-", color=colour, label=name)
                 # Another training for some, so no point of the curve
-                panel.plot(places[-1:], accuracies[-1:], "o", color=curve.get_color())
+                panel.plot(places[-1:], accuracies[-1:], "o", color=colour)
         if NOTHING in rows:
             panel.axhline(float(rows[NOTHING][column(0.0)]), color="0.6", linewidth=1)
         panel.set_xticks(places, [f"{epsilon:g}" if epsilon else "none" for epsilon in EPSILONS])
         panel.set(title=f"{count} images a class", xlabel="epsilon")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("top-1 accuracy (%)")
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     write_figure(file, figure)
 
 
