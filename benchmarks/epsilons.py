@@ -215,8 +215,6 @@ MECHANISMS = {
         }
     ),
 }
-
-
 FLOOR = Mechanism(SYSTEMS["prompts-only"])
 
 
