@@ -200,6 +200,22 @@ class ClassifierConfig:
 
 
 @dataclass(frozen=True)
+class AdaptationConfig:
+    """What a client makes of the global model for itself: all else is as `[global-model]` says."""
+
+    steps: Annotated[
+        int,
+        Range(0, 10_000_000),
+        Doc(
+            "Steps that every client trains the global model on its own images, to test it once "
+            "more; nothing is sent of it but that test. 0: none."
+        ),
+    ]
+    lr: Annotated[float, Range(1e-8, 100), Doc("Learning rate of these steps.")]
+    batch_size: Annotated[int, Range(2, 65_536), Doc("Images in a step.")]
+
+
+@dataclass(frozen=True)
 class SynthesisConfig:
     """What the server renders, and on what."""
 
@@ -777,6 +793,7 @@ class RunConfig:
     data: DataConfig
     classifier: Annotated[ClassifierConfig, Doc("The clients' classifiers.")]
     global_model: Annotated[ClassifierConfig, Doc("The server's global model.")]
+    adaptation: AdaptationConfig
     synthesis: SynthesisConfig
     prompts_only: PromptsOnlyConfig
     prompts_domain: PromptsDomainConfig
@@ -903,3 +920,10 @@ class NodeConfig:
             "learned of one image is nearly that image. The test's confusion matrix still has them."
         ),
     ] = 1
+    models_dir: Annotated[
+        str,
+        Doc(
+            "An absolute path: where this site keeps the global models, as `<job>-<model>"
+            ".safetensors`, adapted where the run asks for it. Empty: nowhere."
+        ),
+    ] = ""
