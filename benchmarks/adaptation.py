@@ -70,10 +70,11 @@ STARTS: dict[str, Settings] = {
     },
 }
 TUNED = ("ceiling", "domain-vector")
-TUNING: tuple[Settings, ...] = tuple(
-    {"adaptation.steps": steps, "adaptation.lr": lr}
-    for steps in (60, 200)
-    for lr in (0.003, 0.01, 0.03)
+TUNING: tuple[Settings, ...] = (
+    {"adaptation.steps": 60, "adaptation.lr": 0.01},
+    {"adaptation.steps": 200, "adaptation.lr": 0.003},
+    {"adaptation.steps": 200, "adaptation.lr": 0.01},
+    {"adaptation.steps": 200, "adaptation.lr": 0.03},
 )
 CPU = torch.device("cpu")
 Cell = dict[str, list[float]]
