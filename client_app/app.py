@@ -118,11 +118,29 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
     _check_encoders(config)
     if METHODS[config.method].payload == "Classifier":
         initial_weights(config.classifier, kit, "classifier.init")
+    if node.models_dir:
+        _check_models_dir(node.models_dir)
     if node.device not in ("auto", "cpu"):
         from osfl.devices import pick_device
 
         pick_device(node.device)
     return kit
+
+
+def _check_models_dir(folder: str) -> None:
+    """A folder that cannot be written is found before the work, not after it.
+
+    Raises:
+        ConfigError: it cannot be made, or nothing can be written in it.
+    """
+    path = Path(folder).expanduser()
+    try:
+        private_folder(path)
+        writable = os.access(path, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"node-config models-dir = {folder!r}: {error}") from None
+    if not writable:
+        raise ConfigError(f"node-config models-dir = {folder!r}: nothing can be written in it")
 
 
 @app.train()
@@ -164,8 +182,8 @@ def evaluate(message: Message, context: Context) -> Message:
     """Test a global model on this client's own test images."""
     from client_app import work
 
-    config, node, _ = _settings(context)
-    return Message(work.evaluate(message.content, config, node), reply_to=message)
+    config, node, client = _settings(context)
+    return Message(work.evaluate(message.content, config, node, client), reply_to=message)
 
 
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
@@ -300,8 +318,12 @@ def _cache(node: NodeConfig, job_id: str) -> Path:
 
 
 def cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
-    """Of everything that could shape a payload; to whom it is sealed does not."""
+    """Of everything that could shape a payload.
+
+    To whom it is sealed does not, nor where global models are kept.
+    """
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
-    own = {key: value for key, value in asdict(node).items() if key != "seal_to"}
+    apart = ("seal_to", "models_dir")
+    own = {key: value for key, value in asdict(node).items() if key not in apart}
     about = [shaping, own, kit_digest(kit, kit_parts(config, kit)) if kit else ""]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

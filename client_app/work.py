@@ -5,8 +5,10 @@ With torch, which joining does without.
 
 import json
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import MetricRecord, RecordDict
 
@@ -29,8 +31,12 @@ from osfl.data.parts import class_names
 from osfl.devices import pick_device, saves_memory
 from osfl.files import open_private, read_json, write_atomically
 from osfl.methods import METHODS, client_half
-from osfl.protocol import pack_payload, unpack_model
+from osfl.protocol import SentModel, pack_payload, unpack_model
 from osfl.sealing import seal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 log = logging.getLogger("flwr")
 
@@ -68,25 +74,70 @@ def train(
     return pack_payload(blob, costs)
 
 
-def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig) -> RecordDict:
-    """The reply to `evaluate`.
+def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:
+    """The reply to `evaluate`: confusion matrices on this node's test images.
 
-    The confusion matrix of the global model on this node's test images.
+    Of the global model as it came and, where the run asks for it, of what this client makes of it
+    for itself. That one comes from the training images, so with an epsilon it is not told.
     """
     watch = Stopwatch()
     from osfl.models import classifiers
 
     names = class_names(config.data)
-    state, architecture, small_stem = unpack_model(content)
-    model = classifiers.rebuild(state, architecture, len(names), small_stem)
+    device = pick_device(node.device)
+    sent = unpack_model(content)
+    model = classifiers.rebuild(sent.state, sent.architecture, len(names), sent.small_stem)
     images = load_images(config.data, node, "test", config.seed)
-    matrix = classifiers.confusion(
-        model, images.pixels, images.labels, len(names), pick_device(node.device)
-    )
-    metrics = MetricRecord(
-        {"confusion": [cell for row in matrix for cell in row], "seconds": watch.seconds}
-    )
-    return RecordDict({"metrics": metrics})
+
+    def test() -> list[int]:
+        matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), device)
+        return [cell for row in matrix for cell in row]
+
+    metrics: dict[str, int | float | list[int] | list[float]] = {"confusion": test()}
+    if config.adaptation.steps and _adapted(model, config, node, client, device):
+        own = test()
+        right = sum(own[:: len(names) + 1])
+        log.info("%s: adapted to its own images: %d of %d right", client, right, len(images))
+        if not config.epsilon:
+            metrics["adapted"] = own
+    if node.models_dir:
+        _keep_model(sent, model, names, Path(node.models_dir).expanduser())
+    metrics["seconds"] = watch.seconds
+    return RecordDict({"metrics": MetricRecord(metrics)})
+
+
+def _adapted(
+    model: "nn.Module", config: RunConfig, node: NodeConfig, client: str, device: "torch.device"
+) -> bool:
+    """Whether a model could be adapted, in place, to this node's training images."""
+    from client_app.adaptation import adapt
+    from osfl.models.classifiers import ClassifierError
+
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        adapt(model, load_images(config.data, node, "train", config.seed), config, client, device)
+    except ClassifierError as error:
+        log.warning("%s could not adapt the global model: %s", client, error)
+        model.load_state_dict(before)
+        return False
+    return True
+
+
+def _keep_model(sent: SentModel, model: "nn.Module", classes: Sequence[str], folder: Path) -> None:
+    """A model for this site, as a file that says what it is of."""
+    from safetensors.torch import save
+
+    about = {"architecture": sent.architecture, "classes": json.dumps(classes)}
+    about["small-stem"] = json.dumps(sent.small_stem)
+    state = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
+    file = folder / f"{sent.job}-{sent.name}.safetensors"
+    try:
+        write_atomically(file, save(state, about))
+    except OSError as error:
+        # The test is not lost for it
+        log.error("models-dir = %s: the model cannot be kept: %s", folder, error)
+    else:
+        log.info("the model is in %s", file)
 
 
 def _payload(

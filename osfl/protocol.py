@@ -6,7 +6,7 @@ What a message asks with, and what its reply says:
   installed version, architecture.
 - `train`: job id, and that key; payload (as bytes), header, costs.
 - `query.acknowledge`: job id, for the payload is stored and its copy can go; nothing.
-- `evaluate`: global model, its architecture; confusion matrix, seconds.
+- `evaluate`: global model, its architecture and name, job id; confusion matrices, seconds.
 - `train`, of a method with rounds: model, its architecture, round, job id; trained model, number of
   images, costs.
 
@@ -14,6 +14,7 @@ Everything else that a client needs is in the run-config, which Flower gives to 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from osfl import wire
+from osfl.config import is_identifier
 
 JOIN = "query.join"
 ACKNOWLEDGE = "query.acknowledge"
@@ -106,19 +108,54 @@ def check_costs(costs: Mapping[str, float]) -> None:
             raise ValueError(f"{key} = {value:g} is no number of images")
 
 
-def pack_model(state: dict[str, torch.Tensor], architecture: str, small_stem: bool) -> RecordDict:
+@dataclass(frozen=True)
+class SentModel:
+    """A global model, as a client gets it.
+
+    Attributes:
+        state: its numbers.
+        architecture, small_stem: what they are of.
+        job, name: of the run, and of the model in it.
+    """
+
+    state: dict[str, torch.Tensor]
+    architecture: str
+    small_stem: bool
+    job: str
+    name: str
+
+
+def pack_model(model: SentModel) -> RecordDict:
     """A global model for `evaluate`."""
-    header = ConfigRecord({"architecture": architecture, "small-stem": small_stem})
-    return RecordDict({"model": pack_state(state), "header": header})
+    header = ConfigRecord(
+        {
+            "architecture": model.architecture,
+            "small-stem": model.small_stem,
+            "job": model.job,
+            "name": model.name,
+        }
+    )
+    return RecordDict({"model": pack_state(model.state), "header": header})
 
 
-def unpack_model(content: RecordDict) -> tuple[dict[str, torch.Tensor], str, bool]:
-    """(state dict, architecture, small stem) of `pack_model`."""
+def unpack_model(content: RecordDict) -> SentModel:
+    """What `pack_model` packed.
+
+    Raises:
+        ValueError: it is something else, or its names could be no file's.
+    """
     header = content.config_records["header"]
-    return (
+    job = str(header["job"])
+    name = str(header["name"])
+    for one in (job, name):
+        if not is_identifier(one):
+            raise ValueError(f"a model of {one[:80]!r}: 1 to 64 letters, digits, '-' or '_'")
+    return SentModel(
         unpack_state(content.array_records["model"]),
         str(header["architecture"]),
         bool(header["small-stem"]),
+        job,
+        name,
     )
 
 

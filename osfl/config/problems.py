@@ -125,6 +125,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             "influence = true: needs synthesis.images-per-class of at least 3, two to learn and "
             "one to test"
         )
+    if run.adaptation.steps and run.method == "local":
+        yield (
+            f"adaptation.steps = {run.adaptation.steps}: with method 'local' there is no global "
+            "model that clients could adapt; take 0"
+        )
     if run.class_balance and not METHODS[run.method].samples:
         yield f"class-balance = true: method {run.method!r} draws no image; take false"
     elif run.class_balance and run.method == "domain-vector" and run.domain_vector.classes == "all":

@@ -923,7 +923,8 @@ class NodeConfig:
     models_dir: Annotated[
         str,
         Doc(
-            "An absolute path: where this site keeps the global models, as `<job>-<model>"
-            ".safetensors`, adapted where the run asks for it. Empty: nowhere."
+            "A folder in which this site keeps the global models, as `<job>-<model>.safetensors`, "
+            "adapted to its images where the run asks for it (`adaptation.steps`). Empty: it "
+            "keeps none."
         ),
     ] = ""

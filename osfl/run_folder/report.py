@@ -15,7 +15,7 @@ import numpy as np
 from osfl.config import approximations, split_names
 from osfl.files import DamageError, read_json, write_atomically
 from osfl.methods import METHODS
-from osfl.run_folder.layout import MADE_ANEW
+from osfl.run_folder.layout import ADAPTED, MADE_ANEW
 from osfl.run_folder.report_page import render, scores
 
 Matrices = Mapping[str, list[list[int]]]  # of a model: confusion matrices by client
@@ -72,7 +72,7 @@ def gather(
     fetched = kit_download_bytes or {}
     config = _json(folder / "config.json")
     status = _json_or_nothing(folder / "status.json")
-    tests = {f.stem: _json(f) for f in sorted((folder / "tests").glob("*.json"))}
+    tests = {f.stem: _json(f) for f in _by_stem(folder / "tests")}
     rounds = _rounds(folder)
     clients = _clients(folder, tests, status, fetched)
     for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
@@ -88,6 +88,7 @@ def gather(
         "round_seconds": _seconds_of_rounds(rounds.get("times", [])),
         "phases": _seconds_of_phases(status.get("phases", []), time.time()),
         "confusion": tests,
+        "adapted": _adapted(tests),
         "clients": dict(sorted(clients.items())),
         "sends": _sends(config["method"]),
         "reveals": METHODS[config["method"]].reveals,
@@ -107,6 +108,20 @@ def gather(
         "kit_sha256": _kit_sha256(folder),
         "config": config,
     }
+
+
+def _adapted(tests: Mapping[str, Matrices]) -> dict[str, int]:
+    """Of each global model, how many clients told of what they made of it."""
+    return {
+        name.removesuffix(ADAPTED): len(found)
+        for name, found in tests.items()
+        if name.endswith(ADAPTED)
+    }
+
+
+def _by_stem(folder: Path) -> list[Path]:
+    """A folder's JSON files: a model before what clients made of it."""
+    return sorted(folder.glob("*.json"), key=lambda file: file.stem)
 
 
 def _sends(method: str) -> str:
@@ -168,7 +183,9 @@ def _not_tested(tests: Mapping[str, Matrices], clients: Iterable[str]) -> list[s
     Args:
         clients: that were to test.
     """
-    everywhere = set.intersection(*map(set, tests.values())) if tests else set()
+    # Of what it made for itself a client need not tell
+    models = [set(found) for name, found in tests.items() if not name.endswith(ADAPTED)]
+    everywhere = set.intersection(*models) if models else set()
     return sorted(set(clients) - everywhere)
 
 
