@@ -41,6 +41,7 @@ CPU = torch.device("cpu")
 # Of 300 validation images of a style, so many are left to look at
 LOOKED_AT = 100
 DRAWS = 3
+SEEN = 6000
 COUNTS = (30, 100, 200)
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 CLIPS = (0.5, 1.0, 1.5, 2.0, 3.0)
@@ -100,13 +101,18 @@ def style_of(number: int) -> Style:
 
 
 def learned(style: Style, count: int) -> torch.Tensor:
-    """What each of the first images learns by itself [count, L, d]; kept on disk."""
+    """What each of the first images learns by itself [count, L, d]; kept on disk.
+
+    All together see 6,000 images, as the clients of benchmarks.main_table do.
+    """
     file = WORK / f"vectors-{style.number}-{count}.pt"
     if not file.is_file():
         own = Images(style.images.pixels[:count], style.images.labels[:count])
         latents, logvar = posteriors(style.kit, own, style.job)
+        settings = replace(style.job.config.domain_vector, epochs=-(-SEEN // count))
+        job = replace(style.job, config=replace(style.job.config, domain_vector=settings))
         whole = io.BytesIO()
-        torch.save(vector_of_each(style.kit, own, latents, logvar, style.job), whole)
+        torch.save(vector_of_each(style.kit, own, latents, logvar, job), whole)
         write_atomically(file, whole.getvalue())
     return torch.load(file, weights_only=True)
 

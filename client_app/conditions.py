@@ -109,8 +109,8 @@ def learn_condition_of_each(
     """A condition of every image by itself [N, L, d]; NaN or infinity where it diverged.
 
     No other image touches it, but for the rounding of the batch that it shares: its random numbers
-    come from its own pixels, not from its place. It sees its image as often as where all N share a
-    condition, so it costs as much.
+    come from its own pixels, not from its place. Each sees its image `settings.epochs` times,
+    however many others there are: steps in place of epochs would be shared among them.
 
     Args:
         start: where the conditions begin, [N, L, d].
@@ -118,20 +118,15 @@ def learn_condition_of_each(
         names: of the images, by their pixels (`image_names`).
     """
     count = len(start)
-    alone = replace(settings, epochs=passes_of_each(count, settings), steps=0, batch_size=1)
+    alone = replace(settings, steps=0, batch_size=1)
     rows_of = list(torch.arange(count).split(1))
     return learn_conditions(kit, start, mean, logvar, rows_of, names, alone, job, may_diverge=True)
-
-
-def passes_of_each(count: int, settings: ConditionTraining) -> int:
-    """How often each of so many images is seen where each learns by itself."""
-    return -(-settings.steps * settings.batch_size // count) or settings.epochs
 
 
 def steps_of_each(count: int, settings: ConditionTraining) -> int:
     """In how many steps so many images learn by themselves."""
     groups = -(-count // settings.at_once)
-    return groups * passes_of_each(count, settings)
+    return groups * settings.epochs
 
 
 def image_names(images: Images) -> list[str]:

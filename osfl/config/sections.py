@@ -347,11 +347,15 @@ class PromptsDomainConfig:
 class ConditionTraining:
     """How a client learns conditions through the frozen diffusion model (Adam)."""
 
-    epochs: Annotated[int, Range(1, 100_000), Doc("S: passes over a condition's images.")]
+    epochs: Annotated[
+        int,
+        Range(1, 100_000),
+        Doc("S: passes over a condition's images; with epsilon, over each by itself."),
+    ]
     steps: Annotated[
         int,
         Range(0, 10_000_000),
-        Doc("Steps of every condition, in place of epochs; 0: epochs."),
+        Doc("Steps of every condition, in place of epochs; 0: epochs. With epsilon: epochs."),
     ]
     batch_size: Annotated[int, Range(1, 4096), Doc("Images of one condition in a step.")]
     at_once: Annotated[
@@ -488,8 +492,16 @@ class FedBiPConfig:
 class DomainVectorConfig:
     """domain-vector: a learned vector of the client's domain, for all of its classes."""
 
-    epochs: Annotated[int, Range(1, 100_000), Doc("Passes over the client's images.")]
-    steps: Annotated[int, Range(0, 10_000_000), Doc("Steps, in place of epochs; 0: epochs.")]
+    epochs: Annotated[
+        int,
+        Range(1, 100_000),
+        Doc("Passes over the client's images; with epsilon, of each by itself."),
+    ]
+    steps: Annotated[
+        int,
+        Range(0, 10_000_000),
+        Doc("Steps, in place of epochs; 0: epochs. With epsilon: epochs."),
+    ]
     batch_size: Annotated[int, Range(1, 4096), Doc("Images in a step.")]
     lr: Annotated[
         float, Range(1e-8, 1000), Doc("Learning rate of Adam at the first step; it falls to 0.")

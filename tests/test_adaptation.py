@@ -1,0 +1,305 @@
+"""What clients make of the global model for themselves: by NumPy, over whole runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import analytic_classifier
+import numpy as np
+import pytest
+import torch
+from analytic import CLASSES, random_pixels
+from analytic_classifier import State, features, in_numbers, in_use, sgd
+from conftest import LoopGrid, quick
+from flwr.app import ConfigRecord, Message, MetricRecord
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_analytic_training import assert_same, order
+from test_round import nodes
+
+from client_app import work
+from client_app.app import app
+from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
+from osfl.data.load import Images, load_images
+from osfl.models import classifiers
+from osfl.protocol import SentModel, pack_model, unpack_model
+from osfl.run_folder.report import write_report
+from osfl.seeds import seed_of
+from server_app.app import run_job
+from server_app.federation import evaluate
+from server_app.federation.exchange import RoundError
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifiers, "build_classifier", analytic_classifier.build)
+
+
+@pytest.fixture
+def root(home: Path) -> Path:
+    """Two clients' folders, of 12 and 23 images, and 24 to test on."""
+    for number, count in enumerate((12, 23)):
+        save_images(home / "root" / f"client-{number}" / "train", count, number)
+        save_images(home / "root" / f"client-{number}" / "test", 24, number + 2)
+    return home / "root"
+
+
+def save_images(folder: Path, count: int, seed: int) -> None:
+    for row, pixels in enumerate(random_pixels(count, 16, seed=seed)):
+        file = folder / CLASSES[(row + seed) % 4] / f"{row:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file)
+
+
+def settings(root: Path, **overrides: object) -> dict[str, Any]:
+    given = {
+        "method": "ceiling",
+        "data__name": "folder",
+        "data__root": str(root),
+        "data__classes": ",".join(CLASSES),
+        "global_model__init": "none",
+        "global_model__lr": 0.01,
+        "global_model__momentum": 0.5,
+        "global_model__weight_decay": 0.02,
+        "adaptation__steps": STEPS,
+        "adaptation__lr": 0.3,
+        "adaptation__batch_size": 5,
+    }
+    return quick(**{**given, **overrides})
+
+
+def run(
+    config: dict[str, Any], sites: list[dict] | None = None, tamper: Any = None
+) -> tuple[RunConfig, LoopGrid]:
+    grid = LoopGrid(app, config, sites or nodes(2), tamper)
+    parsed = parse_run_config(config)
+    run_job(grid, parsed, "job")
+    return parsed, grid
+
+
+def of_run(home: Path, file: str) -> Any:
+    return json.loads((home / "runs" / "job" / file).read_text())
+
+
+def images_of(config: RunConfig, number: int, split: str) -> Images:
+    node = NodeConfig(partition_id=number, num_partitions=2)
+    return load_images(config.data, node, split, config.seed)
+
+
+def confusion_of(state: State, images: Images) -> list[list[int]]:
+    """The confusion matrix: a row for each true class."""
+    cells = np.zeros((4, 4), dtype=int)
+    said = in_use(state, features(images.pixels)).argmax(axis=1)
+    np.add.at(cells, (images.labels.numpy(), said), 1)
+    return cells.tolist()
+
+
+def adapted(config: RunConfig, number: int, begin: State) -> State:
+    """By hand: SGD from the global model, on the client's own images in its own order."""
+    images = images_of(config, number, "train")
+    seed = seed_of(config.seed, "adaptation", f"client-{number}")
+    batches = order(len(images), 5, STEPS, seed)[:STEPS]
+
+    class Recipe:
+        lr = 0.3
+        momentum = 0.5
+        weight_decay = 0.02
+
+    return sgd(begin, features(images.pixels), images.labels.numpy(), batches, Recipe)
+
+
+def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root: Path) -> None:
+    """It is trained by the global model's momentum and weight decay; both are tested, and a site
+    that keeps models has the adapted one.
+    """
+    sites = [{**node, "models-dir": str(home / f"kept-{k}")} for k, node in enumerate(nodes(2))]
+    config, _ = run(settings(root), sites)
+    begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
+    came = of_run(home, "tests/real.json")
+    own = of_run(home, "tests/real-adapted.json")
+    for number in range(2):
+        client = f"client-{number}"
+        expected = adapted(config, number, begin)
+        test = images_of(config, number, "test")
+        assert came[client] == confusion_of(begin, test)
+        assert own[client] == confusion_of(expected, test)
+        assert own[client] != came[client]
+        file = home / f"kept-{number}" / "job-real.safetensors"
+        assert_same(load_file(file), expected)
+        with safe_open(file, "pt") as kept:
+            assert kept.metadata() == {
+                "architecture": "shufflenet_v2_x1_0",
+                "classes": json.dumps(list(CLASSES)),
+                "small-stem": "true",
+            }
+        assert file.stat().st_mode & 0o777 == 0o600
+    found = of_run(home, "metrics.json")
+    assert found["adapted"] == {"real": 2}
+    assert found["shown"] == "real"
+    assert found["average"] == found["accuracy"]["real"]["average"]
+    assert found["not_tested"] == []
+    page = (home / "runs" / "job" / "report.html").read_text()
+    assert "real was tested so by 2 of 2 clients" in page
+
+
+def test_without_steps_the_model_is_kept_as_it_came(home: Path, root: Path) -> None:
+    sites = [{**nodes(2)[0], "models-dir": str(home / "kept")}, nodes(2)[1]]
+    run(settings(root, adaptation__steps=0), sites)
+    assert not (home / "runs" / "job" / "tests" / "real-adapted.json").exists()
+    assert of_run(home, "metrics.json")["adapted"] == {}
+    assert "called adapted" not in (home / "runs" / "job" / "report.html").read_text()
+    kept = load_file(home / "kept" / "job-real.safetensors")
+    sent = load_file(home / "runs" / "job" / "models" / "real.safetensors")
+    assert_same(kept, in_numbers(sent))
+
+
+def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
+    home: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps the model and says in its own log how good it is; nobody counts as not tested."""
+    sites = [{**nodes(2)[0], "epsilon": 1.0, "models-dir": str(home / "kept")}, nodes(2)[1]]
+    config, _ = run(settings(root), sites)
+    assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
+    assert set(of_run(home, "tests/real-adapted.json")) == {"client-1"}
+    found = of_run(home, "metrics.json")
+    assert found["adapted"] == {"real": 1}
+    assert found["not_tested"] == []
+    page = (home / "runs" / "job" / "report.html").read_text()
+    assert "real was tested so by 1 of 2 clients" in page
+    begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
+    expected = adapted(config, 0, begin)
+    assert_same(load_file(home / "kept" / "job-real.safetensors"), expected)
+    right = int(np.trace(confusion_of(expected, images_of(config, 0, "test"))))
+    assert f"client-0: adapted to its own images: {right} of 24 right" in caplog.text
+
+
+@pytest.mark.parametrize("why", ["one image", "it diverged"])
+def test_a_model_that_cannot_be_adapted_is_tested_all_the_same(
+    home: Path, root: Path, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    config = settings(root)
+    if why == "one image":
+        own = sorted((root / "client-0" / "train").glob("*/*"))
+        for file in own[1:]:
+            file.unlink()
+        for folder in (root / "client-0" / "train").iterdir():
+            if not any(folder.iterdir()):
+                folder.rmdir()
+    else:
+        config["adaptation.lr"] = 100.0
+        config["global-model.momentum"] = 0.9999
+        config["adaptation.steps"] = 2000
+    sites = [{**node, "models-dir": str(home / f"kept-{k}")} for k, node in enumerate(nodes(2))]
+    run(config, sites)
+    assert "client-0 could not adapt the global model" in caplog.text
+    assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
+    kept = load_file(home / "kept-0" / "job-real.safetensors")
+    sent = load_file(home / "runs" / "job" / "models" / "real.safetensors")
+    assert_same(kept, in_numbers(sent))
+
+
+def answering(**metrics: object) -> Any:
+    """A client 1 that says more in its test than it was asked."""
+
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "evaluate" and index == 1:
+            said = dict(reply.content.metric_records["metrics"])
+            reply.content["metrics"] = MetricRecord({**said, **metrics})  # type: ignore[arg-type]
+        return reply
+
+    return tamper
+
+
+def test_what_nobody_asked_for_is_not_kept(home: Path, root: Path) -> None:
+    run(settings(root, adaptation__steps=0), tamper=answering(adapted=[1] * 16))
+    assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
+    assert not (home / "runs" / "job" / "tests" / "real-adapted.json").exists()
+
+
+@pytest.mark.parametrize("cells", [[1] * 15, [-1] * 16, [0.5] * 16])
+def test_a_matrix_that_cannot_be_true_is_refused(
+    home: Path, root: Path, caplog: pytest.LogCaptureFixture, cells: list[Any]
+) -> None:
+    run(settings(root), tamper=answering(adapted=cells))
+    assert "client-1 could not test real: its confusion matrix" in caplog.text
+    assert set(of_run(home, "tests/real.json")) == {"client-0"}
+    assert set(of_run(home, "tests/real-adapted.json")) == {"client-0"}
+
+
+def test_a_site_that_cannot_keep_models_says_so_before_the_work(home: Path, root: Path) -> None:
+    (home / "file").write_text("in the way")
+    sites = [{**nodes(2)[0], "models-dir": str(home / "file")}, nodes(2)[1]]
+    with pytest.raises(RoundError, match="models-dir = .*file"):
+        run(settings(root, join_timeout=2.0), sites)
+
+
+def test_a_full_disk_loses_a_model_and_no_test(
+    home: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(work, "write_atomically", full)
+    sites = [{**nodes(2)[0], "models-dir": str(home / "kept")}, nodes(2)[1]]
+    run(settings(root), sites)
+    assert "the model cannot be kept: [Errno 28] No space left" in caplog.text
+    assert set(of_run(home, "tests/real-adapted.json")) == {"client-0", "client-1"}
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", "x" * 65])
+@pytest.mark.parametrize("part", ["job", "name"])
+def test_a_server_names_no_file_outside_of_the_folder(part: str, name: str) -> None:
+    sent = pack_model(SentModel({"w": torch.ones(1)}, "none", True, "job", "FT"))
+    header = dict(sent.config_records["header"])
+    sent["header"] = ConfigRecord({**header, part: name})
+    with pytest.raises(ValueError, match="1 to 64 letters"):
+        unpack_model(sent)
+
+
+def test_where_models_are_kept_shapes_no_payload(root: Path) -> None:
+    from client_app.app import cache_key
+
+    config = parse_run_config(settings(root))
+    here = cache_key(config, NodeConfig(models_dir="/srv/models"), "")
+    assert here == cache_key(config, NodeConfig(), "")
+    assert here != cache_key(config, NodeConfig(domain="neon"), "")
+
+
+def test_local_models_are_nobodys_to_adapt(root: Path) -> None:
+    with pytest.raises(ConfigError, match="adaptation.steps = 5: with method 'local'"):
+        parse_run_config(settings(root, method="local"))
+
+
+def test_a_model_with_rounds_is_shown_as_it_came(home: Path, root: Path) -> None:
+    run(settings(root, method="fedavg", rounds__count=1, classifier__init="none"))
+    found = of_run(home, "metrics.json")
+    assert list(found["accuracy"]) == ["fedavg", "fedavg-adapted"]
+    assert found["shown"] == "fedavg"
+
+
+@pytest.mark.parametrize(("steps", "patience"), [(0, None), (5, 600.0)])
+def test_a_client_that_adapts_is_given_the_time(
+    home: Path, root: Path, monkeypatch: pytest.MonkeyPatch, steps: int, patience: float | None
+) -> None:
+    asked = []
+    real = evaluate.Exchange
+
+    def spied(grid: Any, ttl: float, patience: float | None = None) -> Any:
+        asked.append(patience)
+        return real(grid, ttl, patience)
+
+    monkeypatch.setattr(evaluate, "Exchange", spied)
+    run(settings(root, adaptation__steps=steps))
+    assert asked == [patience]
+
+
+def test_a_report_is_written_again_as_it_was(home: Path, root: Path) -> None:
+    run(settings(root))
+    folder = home / "runs" / "job"
+    before = of_run(home, "metrics.json")
+    again = write_report(folder, tuple(CLASSES))
+    assert again["accuracy"] == before["accuracy"]
+    assert again["adapted"] == before["adapted"]
