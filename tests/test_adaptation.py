@@ -296,6 +296,21 @@ def test_a_client_that_adapts_is_given_the_time(
     assert asked == [patience]
 
 
+def test_a_finished_run_is_tested_again_as_it_is_asked(home: Path, root: Path) -> None:
+    """Nothing is trained anew; without steps what an earlier test left is gone."""
+    run(settings(root, adaptation__steps=0))
+    model = home / "runs" / "job" / "models" / "real.safetensors"
+    before = model.stat().st_mtime_ns
+    config, _ = run(settings(root))
+    begin = in_numbers(load_file(model))
+    own = of_run(home, "tests/real-adapted.json")
+    assert own["client-1"] == confusion_of(adapted(config, 1, begin), images_of(config, 1, "test"))
+    run(settings(root, adaptation__steps=0))
+    assert model.stat().st_mtime_ns == before
+    assert not (home / "runs" / "job" / "tests" / "real-adapted.json").exists()
+    assert of_run(home, "metrics.json")["adapted"] == {}
+
+
 def test_a_report_is_written_again_as_it_was(home: Path, root: Path) -> None:
     run(settings(root))
     folder = home / "runs" / "job"

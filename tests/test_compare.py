@@ -68,6 +68,14 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
     assert compare.read_table(write(tmp_path), seeds="5").seeds == (5,)
 
 
+@pytest.mark.parametrize(("setting", "same"), [("adaptation.steps=9", False), ("deadline=9", True)])
+def test_a_row_that_adapts_is_another_run(tmp_path: Path, setting: str, same: bool) -> None:
+    """What a run with a job id of its own may change, but for how the model is adapted."""
+    first = compare.read_table(write(tmp_path)).cells()[0]
+    other = compare.read_table(write(tmp_path), [setting]).cells()[0]
+    assert (first.job_id == other.job_id) == same
+
+
 def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
     file = write(tmp_path, TABLE + '[grid]\n"synthesis.steps" = [2, 5]\nnum-clients = [2, 3]\n')
     rows = compare.read_table(file).rows

@@ -34,6 +34,9 @@ def test_what_may_change_between_a_run_and_its_resumption() -> None:
         "test-timeout",
     }
     assert settings | {
+        "adaptation.batch-size",
+        "adaptation.lr",
+        "adaptation.steps",
         "synthesis.checkpointing",
         "synthesis.ray-address",
         "synthesis.workers",

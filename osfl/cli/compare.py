@@ -122,7 +122,12 @@ def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
     A run is used again for the very same, and for nothing else.
     """
     config, _ = resolve_config(settings)
-    identity = {key: value for key, value in flatten(config).items() if key not in NOT_IDENTITY}
+    identity = {
+        key: value
+        for key, value in flatten(config).items()
+        # A run of one job id may be tested again; here each has its own
+        if key not in NOT_IDENTITY or key.startswith("adaptation.")
+    }
     digest = hashlib.sha256(
         json.dumps([identity, used_digests(config)], sort_keys=True).encode()
     ).hexdigest()[:8]

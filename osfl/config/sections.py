@@ -208,11 +208,13 @@ class AdaptationConfig:
         Range(0, 10_000_000),
         Doc(
             "Steps that every client trains the global model on its own images, to test it once "
-            "more; nothing is sent of it but that test. 0: none."
+            "more; nothing is sent of it but that test. 0: none. A finished run that is called "
+            "again with it tests again."
         ),
+        NotIdentity(),
     ]
-    lr: Annotated[float, Range(1e-8, 100), Doc("Learning rate of these steps.")]
-    batch_size: Annotated[int, Range(2, 65_536), Doc("Images in a step.")]
+    lr: Annotated[float, Range(1e-8, 100), Doc("Learning rate of these steps."), NotIdentity()]
+    batch_size: Annotated[int, Range(2, 65_536), Doc("Images in a step."), NotIdentity()]
 
 
 @dataclass(frozen=True)

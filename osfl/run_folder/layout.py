@@ -372,7 +372,11 @@ class RunFolder:
         Args:
             adapted: whether they are of what each client made of it with its own images.
         """
-        file = f"tests/{name}{ADAPTED if adapted else ''}.json"
+        file = f"tests/{name}{ADAPTED}.json"
+        # What an earlier test left is of that one
+        (self.path / file).unlink(missing_ok=True)
+        if not adapted:
+            file = f"tests/{name}.json"
         self.write_json(file, dict(sorted(matrices.items())))
 
     def store_agreements(self, inputs: str, clients: Mapping[str, Any]) -> None:

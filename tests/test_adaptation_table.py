@@ -1,0 +1,168 @@
+"""benchmarks/adaptation.py: who adapts what, on which images, and what the table says."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import adaptation, main_table
+from benchmarks.clients import CLIENTS, DOMAINS
+from osfl.config import RunConfig
+from osfl.data.load import Images
+
+
+@pytest.mark.parametrize("start", adaptation.STARTS)
+def test_every_row_is_one_of_the_main_tables(start: str) -> None:
+    """As long a training, but for images drawn in six steps and a training in bfloat16."""
+    config = main_table.config_of(adaptation.settings_of(start, 3))
+    if start != adaptation.ALONE:
+        theirs = main_table.config_of(main_table.settings_of(start, 3))
+        assert config.global_model.steps == theirs.global_model.steps
+        assert config.synthesis.images_per_class == theirs.synthesis.images_per_class
+        assert config.epsilon == theirs.epsilon
+        assert (config.adaptation.steps, config.adaptation.lr) == (200, 0.01)
+    else:
+        # As long as a global model learns, and by its rate
+        assert config.adaptation.steps == config.global_model.steps == 627
+        assert config.adaptation.lr == config.global_model.lr
+    assert config.adaptation.batch_size == 32
+    assert (config.synthesis.solver, config.synthesis.steps) == ("unipc", 6)
+    long = config.global_model.steps == 2508
+    assert adaptation.reference_of(start) == ("ceiling, as long" if long else "ceiling")
+
+
+class Told(nn.Module):
+    """Says for every image the class that its number is."""
+
+    def __init__(self, said: int = 0):
+        super().__init__()
+        self.said = nn.Parameter(torch.tensor(float(said)))
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Clients with a training image of class k and ten test images, k of them of class k + 1."""
+
+    def real(split: str) -> list[Images]:
+        found = []
+        for number in range(len(CLIENTS)):
+            labels = torch.tensor([number])
+            if split != "train":
+                labels = torch.tensor([0] * (10 - number) + [number + 1] * number)
+            found.append(Images(torch.zeros(len(labels), 3, 2, 2, dtype=torch.uint8), labels))
+        return found
+
+    def logits(model: Told, pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+        said = torch.full((len(pixels),), int(model.said))
+        return nn.functional.one_hot(said, 10).float()
+
+    def adapt(
+        model: Told, images: Images, config: RunConfig, client: str, device: torch.device
+    ) -> Told:
+        assert client == f"client-{int(images.labels)}"
+        # From what all had: 0 + k + 1
+        model.said.data += images.labels[0] + 1
+        return model
+
+    monkeypatch.setattr(adaptation, "WORK", tmp_path)
+    monkeypatch.setattr(adaptation, "TABLES", tmp_path)
+    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    monkeypatch.setattr(adaptation, "real", real)
+    monkeypatch.setattr(adaptation, "logits_of", logits)
+    monkeypatch.setattr(adaptation, "adapt", adapt)
+    return tmp_path
+
+
+def test_each_client_begins_with_the_global_model_and_tests_on_its_own_domain(work: Path) -> None:
+    model = Told()
+    config = main_table.config_of(adaptation.settings_of("ceiling", 0))
+    made = adaptation.measured(model, config, "test")  # type: ignore[arg-type]
+    assert made == {
+        "before": [100.0, 90.0, 80.0, 70.0, 60.0, 50.0],
+        "after": [0.0, 10.0, 20.0, 30.0, 40.0, 50.0],
+    }
+    assert model.said == 0
+
+
+def test_a_global_model_is_trained_once_and_not_again_for_other_steps(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    class Half:
+        def run(self, job: Any, payloads: Any) -> dict[str, Any]:
+            ran.append(job.config)
+            return {"FT": SimpleNamespace(model=Told(len(ran)))}
+
+    monkeypatch.setattr(adaptation, "server_half", lambda method: Half())
+    monkeypatch.setattr(adaptation, "sent", lambda settings: {})
+    monkeypatch.setattr(adaptation, "new_classifier", lambda *_: Told(7))
+    assert adaptation.model_of("ceiling", 0).said == 1
+    adaptation.cell("ceiling", 0, "test")
+    adaptation.cell("ceiling", 0, "validation", adaptation.TUNING[0])
+    assert len(ran) == 1
+    assert ran[0].adaptation.steps == 0
+    assert adaptation.model_of("ceiling", 1).said == 2
+    # Who takes no part has what the kit begins with
+    assert adaptation.model_of(adaptation.ALONE, 0).said == 7
+    assert len(ran) == 2
+    files = [file for file in work.glob("*.json") if file.stem.startswith("validation")]
+    assert len(files) == 1
+
+
+def test_the_table_holds_each_row_against_the_ceiling_of_as_many_steps(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, of two seeds: the ceiling has 80 and 82, adapted 81 and 83; domain-vector 70 and
+    74, adapted 79 and 83. Adapted, domain-vector is −2 and 0 to the ceiling adapted, and −1 and +1
+    to the ceiling as it came.
+    """
+    figures = {
+        ("ceiling", 0): (80.0, 81.0),
+        ("ceiling", 1): (82.0, 83.0),
+        ("domain-vector", 0): (70.0, 79.0),
+        ("domain-vector", 1): (74.0, 83.0),
+    }
+
+    def cell(start: str, seed: int, split: str, own: Any = None) -> dict[str, list[float]]:
+        assert split == "test"
+        before, after = figures[start, seed]
+        return {"before": [before] * 6, "after": [after - 5, after + 5] * 3}
+
+    monkeypatch.setattr(adaptation, "cell", cell)
+    monkeypatch.setattr(sys, "argv", ["adaptation", "--seeds", "0,1", "domain-vector", "ceiling"])
+    adaptation.main()
+    table = json.loads((work / "adaptation.json").read_text())
+    ceiling, vector = table["rows"]
+    assert (ceiling[""], vector[""]) == ("ceiling", "domain-vector")
+    assert (vector["as it came"], vector["adapted"]) == ("72.0", "81.0")
+    # Half of the difference of two
+    assert vector["standard error"] == "2.00"
+    assert vector["gain"].startswith("+9.0")
+    assert vector["adapted, to the ceiling adapted"].startswith("-1.0")
+    assert vector["adapted, to the ceiling as it came"].startswith("+0.0")
+    assert ceiling["adapted, to the ceiling adapted"] == ""
+    assert ceiling["adapted, to the ceiling as it came"] == "+1.0 [+1.0, +1.0] *"
+    assert [vector[domain] for domain in DOMAINS] == ["76.0", "86.0"] * 3
+    assert "seeds 0,1" in table["about"]
+
+
+def test_the_tuning_is_on_the_validation_split(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def cell(start: str, seed: int, split: str, own: Any = None) -> dict[str, list[float]]:
+        asked.append((start, seed, split))
+        return {"before": [90.0] * 6, "after": [100 * own["adaptation.lr"]] * 6}
+
+    monkeypatch.setattr(adaptation, "cell", cell)
+    monkeypatch.setattr(sys, "argv", ["adaptation", "--tuning"])
+    adaptation.main()
+    rows = json.loads((work / "adaptation-tuning.json").read_text())["rows"]
+    assert {one[2] for one in asked} == {"validation"}
+    assert [row["ceiling, adapted"] for row in rows] == ["1.0", "0.3", "1.0", "3.0"]
+    assert [row["steps"] for row in rows] == ["60", "200", "200", "200"]
