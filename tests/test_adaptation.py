@@ -142,7 +142,7 @@ def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root:
     assert found["average"] == found["accuracy"]["real"]["average"]
     assert found["not_tested"] == []
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "real was tested so by 2 of 2 clients" in page
+    assert "in 5 steps on its training images. 2 of 2 clients tell of it." in page
 
 
 def test_without_steps_the_model_is_kept_as_it_came(home: Path, root: Path) -> None:
@@ -150,7 +150,7 @@ def test_without_steps_the_model_is_kept_as_it_came(home: Path, root: Path) -> N
     run(settings(root, adaptation__steps=0), sites)
     assert not (home / "runs" / "job" / "tests" / "real-adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
-    assert "called adapted" not in (home / "runs" / "job" / "report.html").read_text()
+    assert "real-adapted" not in (home / "runs" / "job" / "report.html").read_text()
     kept = load_file(home / "kept" / "job-real.safetensors")
     sent = load_file(home / "runs" / "job" / "models" / "real.safetensors")
     assert_same(kept, in_numbers(sent))
@@ -168,7 +168,7 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     assert found["adapted"] == {"real": 1}
     assert found["not_tested"] == []
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "real was tested so by 1 of 2 clients" in page
+    assert "1 of 2 clients tell of it; one with a guarantee does not." in page
     begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     expected = adapted(config, 0, begin)
     assert_same(load_file(home / "kept" / "job-real.safetensors"), expected)

@@ -99,7 +99,7 @@ TEMPLATE = (
 {% endfor %}
 </table></div>
 <p class="note">Top-1, percent. Average: of the clients, each counting once; the others are over all clients' test images together. Balanced: the mean of the classes' accuracies. Every client tested the model itself; its images did not leave it.
-{% if m.config["adaptation.steps"] %}A model that is called adapted is another one for each client: what it made of the global model with its own training images, in {{ m.config["adaptation.steps"] }} steps.{% for name, adapted in m.adapted.items() %} {{ name }} was tested so by {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients.{% endfor %}{% endif %}
+{% for name, adapted in m.adapted.items() %}{{ name }}-adapted is not one model: each client made its own of {{ name }}, in {{ m.config["adaptation.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients tell of it{% if adapted < m.accuracy[name]|length - 1 %}; one with a guarantee does not{% endif %}. {% endfor %}
 {% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
 {% if clients %}
 <h2>Each client</h2>
