@@ -113,6 +113,7 @@ def _adapted(
     from client_app.adaptation import adapt
     from osfl.models.classifiers import ClassifierError
 
+    log.info("%s: adapting the global model, %d steps", client, config.adaptation.steps)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         adapt(model, load_images(config.data, node, "train", config.seed), config, client, device)
