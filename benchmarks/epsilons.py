@@ -72,7 +72,7 @@ SHORT: Settings = {
     "global-model.steps": 209,
     "global-model.precision": "bfloat16",
 }
-# Of every image that learns by itself: a third of domain-vector's default
+# Of every image that learns by itself: a third of what is usual, as with a model's steps
 PASSES = 20
 SEED = 0
 # In every payload

@@ -3,7 +3,7 @@
 python -m benchmarks.noise
 
 Of each style's validation images some learn a vector each, as domain-vector's clients do with
-`epsilon`. How much better does the diffusion model denoise other validation images of the style
+`epsilon`; however many they are, they see 6,000 images in their training together. How much better does the diffusion model denoise other validation images of the style
 under their noised mean than under the class's prompt? 100 % is what the mean without noise and
 without clipping gives; below 0 % the prompt is better. Nobody's training or test images are looked
 at. Interrupted, the same command goes on.
@@ -41,6 +41,7 @@ CPU = torch.device("cpu")
 # Of 300 validation images of a style, so many are left to look at
 LOOKED_AT = 100
 DRAWS = 3
+# In the training of all together
 SEEN = 6000
 COUNTS = (30, 100, 200)
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -101,10 +102,7 @@ def style_of(number: int) -> Style:
 
 
 def learned(style: Style, count: int) -> torch.Tensor:
-    """What each of the first images learns by itself [count, L, d]; kept on disk.
-
-    All together see 6,000 images, as the clients of benchmarks.main_table do.
-    """
+    """What each of the first images learns by itself [count, L, d]; kept on disk."""
     file = WORK / f"vectors-{style.number}-{count}.pt"
     if not file.is_file():
         own = Images(style.images.pixels[:count], style.images.labels[:count])

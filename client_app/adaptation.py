@@ -5,7 +5,6 @@ arXiv 2002.04758, section 3.1), here of a model that learned synthetic images. N
 but its test.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,14 +22,12 @@ def adapt(
     config: RunConfig,
     client: str,
     device: torch.device,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Module:
     """Train a model in place, by the global model's recipe and `adaptation`'s steps.
 
     Args:
         images: the client's own.
         client: its name; each has its own order of images.
-        progress: called with (steps done, steps in all).
 
     Raises:
         ClassifierError: fewer than two images, or the loss is not finite.
@@ -38,4 +35,4 @@ def adapt(
     own = config.adaptation
     recipe = replace(config.global_model, steps=own.steps, lr=own.lr, batch_size=own.batch_size)
     seed = seed_of(config.seed, "adaptation", client)
-    return fit(model, images.pixels, images.labels, recipe, seed, device, progress=progress)
+    return fit(model, images.pixels, images.labels, recipe, seed, device)

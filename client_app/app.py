@@ -131,16 +131,23 @@ def _check_models_dir(folder: str) -> None:
     """A folder that cannot be written is found before the work, not after it.
 
     Raises:
-        ConfigError: it cannot be made, or nothing can be written in it.
+        ConfigError: it is no absolute path, cannot be made, or nothing can be written in it.
     """
     path = Path(folder).expanduser()
-    try:
-        private_folder(path)
-        writable = os.access(path, os.W_OK | os.X_OK)
-    except OSError as error:
-        raise ConfigError(f"node-config models-dir = {folder!r}: {error}") from None
-    if not writable:
-        raise ConfigError(f"node-config models-dir = {folder!r}: nothing can be written in it")
+    problem = ""
+    if not path.is_absolute():
+        # Flower starts clients in a folder of its own
+        problem = "must be an absolute path"
+    else:
+        try:
+            private_folder(path)
+        except OSError as error:
+            problem = f"{error}; name a folder that can be made"
+        else:
+            if not os.access(path, os.W_OK | os.X_OK):
+                problem = "nothing can be written in it; take another, or give it to this user"
+    if problem:
+        raise ConfigError(f"node-config models-dir = {folder!r}: {problem}")
 
 
 @app.train()
@@ -179,7 +186,7 @@ def acknowledge(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Test a global model on this client's own test images."""
+    """Test a global model on this client's own test images; asked to, adapt it first."""
     from client_app import work
 
     config, node, client = _settings(context)

@@ -109,8 +109,8 @@ def learn_condition_of_each(
     """A condition of every image by itself [N, L, d]; NaN or infinity where it diverged.
 
     No other image touches it, but for the rounding of the batch that it shares: its random numbers
-    come from its own pixels, not from its place. Each sees its image `settings.epochs` times,
-    however many others there are: steps in place of epochs would be shared among them.
+    come from its own pixels, not from its place. Each sees its image `settings.epochs` times;
+    `settings.steps` and `batch_size` do not count.
 
     Args:
         start: where the conditions begin, [N, L, d].

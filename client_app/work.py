@@ -75,10 +75,14 @@ def train(
 
 
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:
-    """The reply to `evaluate`: confusion matrices on this node's test images.
+    """The reply to `evaluate`: the confusion matrix of a global model on this node's test images.
 
-    Of the global model as it came and, where the run asks for it, of what this client makes of it
-    for itself. That one comes from the training images, so with an epsilon it is not told.
+    Asked to adapt it, of what this client makes of it with its own training images first. With an
+    epsilon that is not told, for nothing but the noised payload may come of these. A node with a
+    `models-dir` keeps the model.
+
+    Raises:
+        ClassifierError: it cannot be adapted.
     """
     watch = Stopwatch()
     from osfl.models import classifiers
@@ -87,51 +91,51 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: s
     device = pick_device(node.device)
     sent = unpack_model(content)
     model = classifiers.rebuild(sent.state, sent.architecture, len(names), sent.small_stem)
+    if sent.adapts:
+        _adapt(model, config, node, client, device)
     images = load_images(config.data, node, "test", config.seed)
-
-    def test() -> list[int]:
-        matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), device)
-        return [cell for row in matrix for cell in row]
-
-    metrics: dict[str, int | float | list[int] | list[float]] = {"confusion": test()}
-    if config.adaptation.steps and _adapted(model, config, node, client, device):
-        own = test()
-        right = sum(own[:: len(names) + 1])
-        log.info("%s: adapted to its own images: %d of %d right", client, right, len(images))
-        if not config.epsilon:
-            metrics["adapted"] = own
-    if node.models_dir:
-        _keep_model(sent, model, names, Path(node.models_dir).expanduser())
-    metrics["seconds"] = watch.seconds
+    matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), device)
+    if sent.adapts:
+        right = sum(row[label] for label, row in enumerate(matrix))
+        log.info("%s: adapted, it says %d of %d test images right", client, right, len(images))
+    # Local's are other clients' classifiers
+    if node.models_dir and config.method != "local":
+        _keep_model(sent, model, names, client, Path(node.models_dir).expanduser())
+    metrics: dict[str, int | float | list[int] | list[float]] = {"seconds": watch.seconds}
+    if not (sent.adapts and config.epsilon):
+        metrics["confusion"] = [cell for row in matrix for cell in row]
     return RecordDict({"metrics": MetricRecord(metrics)})
 
 
-def _adapted(
+def _adapt(
     model: "nn.Module", config: RunConfig, node: NodeConfig, client: str, device: "torch.device"
-) -> bool:
-    """Whether a model could be adapted, in place, to this node's training images."""
+) -> None:
+    """Adapt a model in place."""
     from client_app.adaptation import adapt
     from osfl.models.classifiers import ClassifierError
 
     log.info("%s: adapting the global model, %d steps", client, config.adaptation.steps)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         adapt(model, load_images(config.data, node, "train", config.seed), config, client, device)
     except ClassifierError as error:
-        log.warning("%s could not adapt the global model: %s", client, error)
-        model.load_state_dict(before)
-        return False
-    return True
+        raise ClassifierError(f"adaptation: {error}") from None
 
 
-def _keep_model(sent: SentModel, model: "nn.Module", classes: Sequence[str], folder: Path) -> None:
-    """A model for this site, as a file that says what it is of."""
+def _keep_model(
+    sent: SentModel, model: "nn.Module", classes: Sequence[str], client: str, folder: Path
+) -> None:
+    """Keep a model for this site, as a file that says what it is of."""
     from safetensors.torch import save
 
-    about = {"architecture": sent.architecture, "classes": json.dumps(classes)}
-    about["small-stem"] = json.dumps(sent.small_stem)
+    about = {
+        "architecture": sent.architecture,
+        "small-stem": json.dumps(sent.small_stem),
+        "classes": json.dumps(classes),
+        "adapted": json.dumps(sent.adapts),
+    }
     state = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
-    file = folder / f"{sent.job}-{sent.name}.safetensors"
+    adapted = "-adapted" if sent.adapts else ""
+    file = folder / f"{sent.job}-{sent.name}-{client}{adapted}.safetensors"
     try:
         write_atomically(file, save(state, about))
     except OSError as error:

@@ -6,7 +6,8 @@ What a message asks with, and what its reply says:
   installed version, architecture.
 - `train`: job id, and that key; payload (as bytes), header, costs.
 - `query.acknowledge`: job id, for the payload is stored and its copy can go; nothing.
-- `evaluate`: global model, its architecture and name, job id; confusion matrices, seconds.
+- `evaluate`: global model, its architecture and name, job id, whether the client adapts it first;
+  confusion matrix, seconds.
 - `train`, of a method with rounds: model, its architecture, round, job id; trained model, number of
   images, costs.
 
@@ -116,6 +117,7 @@ class SentModel:
         state: its numbers.
         architecture, small_stem: what they are of.
         job, name: of the run, and of the model in it.
+        adapts: whether the client is to adapt it before it tests it.
     """
 
     state: dict[str, torch.Tensor]
@@ -123,6 +125,7 @@ class SentModel:
     small_stem: bool
     job: str
     name: str
+    adapts: bool = False
 
 
 def pack_model(model: SentModel) -> RecordDict:
@@ -133,6 +136,7 @@ def pack_model(model: SentModel) -> RecordDict:
             "small-stem": model.small_stem,
             "job": model.job,
             "name": model.name,
+            "adapts": model.adapts,
         }
     )
     return RecordDict({"model": pack_state(model.state), "header": header})
@@ -147,15 +151,18 @@ def unpack_model(content: RecordDict) -> SentModel:
     header = content.config_records["header"]
     job = str(header["job"])
     name = str(header["name"])
-    for one in (job, name):
+    for key, one in (("job", job), ("name", name)):
         if not is_identifier(one):
-            raise ValueError(f"a model of {one[:80]!r}: 1 to 64 letters, digits, '-' or '_'")
+            raise ValueError(
+                f"the model's {key} {one[:80]!r}: must be 1 to 64 letters, digits, '-' or '_'"
+            )
     return SentModel(
         unpack_state(content.array_records["model"]),
         str(header["architecture"]),
         bool(header["small-stem"]),
         job,
         name,
+        bool(header["adapts"]),
     )
 
 

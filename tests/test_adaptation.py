@@ -1,6 +1,7 @@
 """What clients make of the global model for themselves: by NumPy, over whole runs."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.models import classifiers
 from osfl.protocol import SentModel, pack_model, unpack_model
-from osfl.run_folder.report import write_report
 from osfl.seeds import seed_of
 from server_app.app import run_job
 from server_app.federation import evaluate
@@ -112,14 +112,15 @@ def adapted(config: RunConfig, number: int, begin: State) -> State:
 
 
 def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root: Path) -> None:
-    """It is trained by the global model's momentum and weight decay; both are tested, and a site
-    that keeps models has the adapted one.
+    """It is trained by the global model's momentum and weight decay; both are tested, and sites
+    that keep models have both, of two sites in one folder.
     """
-    sites = [{**node, "models-dir": str(home / f"kept-{k}")} for k, node in enumerate(nodes(2))]
-    config, _ = run(settings(root), sites)
+    sites = [{**node, "models-dir": str(home / "kept")} for node in nodes(2)]
+    config, grid = run(settings(root), sites)
+    assert [node for node, kind in grid.sent if kind == "evaluate"] == [0, 1, 0, 1]
     begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     came = of_run(home, "tests/real.json")
-    own = of_run(home, "tests/real-adapted.json")
+    own = of_run(home, "tests/real.adapted.json")
     for number in range(2):
         client = f"client-{number}"
         expected = adapted(config, number, begin)
@@ -127,31 +128,34 @@ def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root:
         assert came[client] == confusion_of(begin, test)
         assert own[client] == confusion_of(expected, test)
         assert own[client] != came[client]
-        file = home / f"kept-{number}" / "job-real.safetensors"
-        assert_same(load_file(file), expected)
-        with safe_open(file, "pt") as kept:
-            assert kept.metadata() == {
-                "architecture": "shufflenet_v2_x1_0",
-                "classes": json.dumps(list(CLASSES)),
-                "small-stem": "true",
-            }
-        assert file.stat().st_mode & 0o777 == 0o600
+        for name, state in (("", begin), ("-adapted", expected)):
+            file = home / "kept" / f"job-real-{client}{name}.safetensors"
+            assert_same(load_file(file), state)
+            with safe_open(file, "pt") as kept:
+                assert kept.metadata() == {
+                    "architecture": "shufflenet_v2_x1_0",
+                    "classes": json.dumps(list(CLASSES)),
+                    "small-stem": "true",
+                    "adapted": "true" if name else "false",
+                }
+            assert file.stat().st_mode & 0o777 == 0o600
     found = of_run(home, "metrics.json")
     assert found["adapted"] == {"real": 2}
     assert found["shown"] == "real"
     assert found["average"] == found["accuracy"]["real"]["average"]
     assert found["not_tested"] == []
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "in 5 steps on its training images. 2 of 2 clients tell of it." in page
+    assert "in 5 steps on its training images. 2 of 2 clients tell of it" in page
+    assert "the others have a guarantee" not in page
 
 
 def test_without_steps_the_model_is_kept_as_it_came(home: Path, root: Path) -> None:
     sites = [{**nodes(2)[0], "models-dir": str(home / "kept")}, nodes(2)[1]]
     run(settings(root, adaptation__steps=0), sites)
-    assert not (home / "runs" / "job" / "tests" / "real-adapted.json").exists()
+    assert not (home / "runs" / "job" / "tests" / "real.adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
-    assert "real-adapted" not in (home / "runs" / "job" / "report.html").read_text()
-    kept = load_file(home / "kept" / "job-real.safetensors")
+    assert "adapted" not in (home / "runs" / "job" / "report.html").read_text()
+    kept = load_file(home / "kept" / "job-real-client-0.safetensors")
     sent = load_file(home / "runs" / "job" / "models" / "real.safetensors")
     assert_same(kept, in_numbers(sent))
 
@@ -163,26 +167,45 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     sites = [{**nodes(2)[0], "epsilon": 1.0, "models-dir": str(home / "kept")}, nodes(2)[1]]
     config, _ = run(settings(root), sites)
     assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
-    assert set(of_run(home, "tests/real-adapted.json")) == {"client-1"}
+    assert set(of_run(home, "tests/real.adapted.json")) == {"client-1"}
     found = of_run(home, "metrics.json")
     assert found["adapted"] == {"real": 1}
     assert found["not_tested"] == []
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "1 of 2 clients tell of it; one with a guarantee does not." in page
+    assert "1 of 2 clients tell of it, and the averages are over them; the others have a" in page
     begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     expected = adapted(config, 0, begin)
-    assert_same(load_file(home / "kept" / "job-real.safetensors"), expected)
+    kept = load_file(home / "kept" / "job-real-client-0-adapted.safetensors")
+    assert_same(kept, expected)
     right = int(np.trace(confusion_of(expected, images_of(config, 0, "test"))))
-    assert f"client-0: adapted to its own images: {right} of 24 right" in caplog.text
+    assert f"client-0: adapted, it says {right} of 24 test images right" in caplog.text
 
 
-@pytest.mark.parametrize("why", ["one image", "it diverged"])
-def test_a_model_that_cannot_be_adapted_is_tested_all_the_same(
-    home: Path, root: Path, caplog: pytest.LogCaptureFixture, why: str
+def test_in_a_run_with_an_epsilon_nobody_is_heard(home: Path, root: Path) -> None:
+    """Not even a client that tells."""
+    config = settings(root, method="fedpft", epsilon=1.0, classifier__init="none")
+    run(config, tamper=answering(confusion=[0, 0, 0, 6] * 4))
+    assert not (home / "runs" / "job" / "tests" / "FedPFT.adapted.json").exists()
+    assert of_run(home, "metrics.json")["adapted"] == {}
+    page = (home / "runs" / "job" / "report.html").read_text()
+    assert "none tells of it: with an epsilon none does" in page
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("one image", "adaptation: 1 image.s. to train"),
+        ("it diverged", "adaptation: training diverged"),
+    ],
+)
+def test_a_model_that_cannot_be_adapted_costs_its_own_test_alone(
+    home: Path, root: Path, caplog: pytest.LogCaptureFixture, why: str, said: str
 ) -> None:
     config = settings(root)
+    sites = [{**node, "models-dir": str(home / "kept")} for node in nodes(2)]
+    run(settings(root, adaptation__steps=0), sites)
+    own = sorted((root / "client-0" / "train").glob("*/*"))
     if why == "one image":
-        own = sorted((root / "client-0" / "train").glob("*/*"))
         for file in own[1:]:
             file.unlink()
         for folder in (root / "client-0" / "train").iterdir():
@@ -192,48 +215,69 @@ def test_a_model_that_cannot_be_adapted_is_tested_all_the_same(
         config["adaptation.lr"] = 100.0
         config["global-model.momentum"] = 0.9999
         config["adaptation.steps"] = 2000
-    sites = [{**node, "models-dir": str(home / f"kept-{k}")} for k, node in enumerate(nodes(2))]
-    run(config, sites)
-    assert "client-0 could not adapt the global model" in caplog.text
+    # The model is there already, of all images
+    run({**config, "global-model.momentum": 0.5}, sites)
+    assert "client-0 could not test real, adapted: " in caplog.text
+    assert re.search(said, caplog.text)
     assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
-    kept = load_file(home / "kept-0" / "job-real.safetensors")
-    sent = load_file(home / "runs" / "job" / "models" / "real.safetensors")
-    assert_same(kept, in_numbers(sent))
+    assert not (home / "kept" / "job-real-client-0-adapted.safetensors").exists()
+    assert (home / "kept" / "job-real-client-0.safetensors").exists()
+    told = of_run(home, "metrics.json")["adapted"]
+    assert told == ({} if why == "it diverged" else {"real": 1})
 
 
 def answering(**metrics: object) -> Any:
-    """A client 1 that says more in its test than it was asked."""
+    """A client 1 that says something else in its second test, of the adapted model."""
+    asked = []
 
     def tamper(index: int, kind: str, reply: Message) -> Message:
         if kind == "evaluate" and index == 1:
-            said = dict(reply.content.metric_records["metrics"])
-            reply.content["metrics"] = MetricRecord({**said, **metrics})  # type: ignore[arg-type]
+            asked.append(kind)
+            if len(asked) == 2:
+                said = dict(reply.content.metric_records["metrics"])
+                reply.content["metrics"] = MetricRecord({**said, **metrics})  # type: ignore[arg-type]
         return reply
 
     return tamper
 
 
-def test_what_nobody_asked_for_is_not_kept(home: Path, root: Path) -> None:
-    run(settings(root, adaptation__steps=0), tamper=answering(adapted=[1] * 16))
-    assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
-    assert not (home / "runs" / "job" / "tests" / "real-adapted.json").exists()
-
-
-@pytest.mark.parametrize("cells", [[1] * 15, [-1] * 16, [0.5] * 16])
+# The last has 24 counts, of other classes than the first test's images
+@pytest.mark.parametrize("cells", [[1] * 15, [-1] * 16, [0.5] * 16, [24] + [0] * 15])
 def test_a_matrix_that_cannot_be_true_is_refused(
     home: Path, root: Path, caplog: pytest.LogCaptureFixture, cells: list[Any]
 ) -> None:
-    run(settings(root), tamper=answering(adapted=cells))
-    assert "client-1 could not test real: its confusion matrix" in caplog.text
-    assert set(of_run(home, "tests/real.json")) == {"client-0"}
-    assert set(of_run(home, "tests/real-adapted.json")) == {"client-0"}
+    run(settings(root), tamper=answering(confusion=cells))
+    assert re.search("client-1 could not test real, adapted: it(s confusion| tested)", caplog.text)
+    assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
+    assert set(of_run(home, "tests/real.adapted.json")) == {"client-0"}
 
 
-def test_a_site_that_cannot_keep_models_says_so_before_the_work(home: Path, root: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "said"), [("file", "File exists"), ("relative", "must be an absolute path")]
+)
+def test_a_site_that_cannot_keep_models_says_so_before_the_work(
+    home: Path, root: Path, folder: str, said: str
+) -> None:
     (home / "file").write_text("in the way")
-    sites = [{**nodes(2)[0], "models-dir": str(home / "file")}, nodes(2)[1]]
-    with pytest.raises(RoundError, match="models-dir = .*file"):
+    path = folder if folder == "relative" else str(home / folder)
+    sites = [{**nodes(2)[0], "models-dir": path}, nodes(2)[1]]
+    with pytest.raises(RoundError, match=f"models-dir = .*{folder}.*{said}"):
         run(settings(root, join_timeout=2.0), sites)
+
+
+def test_a_site_keeps_no_other_clients_classifier(home: Path, root: Path) -> None:
+    config = settings(root, method="local", adaptation__steps=0, classifier__init="none")
+    run(config, [{**node, "models-dir": str(home / "kept")} for node in nodes(2)])
+    assert list((home / "kept").iterdir()) == []
+
+
+def test_several_models_are_adapted_each(home: Path, root: Path) -> None:
+    """And a client whose name ends like an adapted model's file is none."""
+    sites = [{**nodes(2)[0], "client-id": "site"}, {**nodes(2)[1], "client-id": "site-adapted"}]
+    run(settings(root, method="local", adaptation__steps=0, classifier__init="none"), sites)
+    found = of_run(home, "metrics.json")
+    assert set(found["accuracy"]) == {"site", "site-adapted"}
+    assert found["adapted"] == {}
 
 
 def test_a_full_disk_loses_a_model_and_no_test(
@@ -246,7 +290,7 @@ def test_a_full_disk_loses_a_model_and_no_test(
     sites = [{**nodes(2)[0], "models-dir": str(home / "kept")}, nodes(2)[1]]
     run(settings(root), sites)
     assert "the model cannot be kept: [Errno 28] No space left" in caplog.text
-    assert set(of_run(home, "tests/real-adapted.json")) == {"client-0", "client-1"}
+    assert set(of_run(home, "tests/real.adapted.json")) == {"client-0", "client-1"}
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", "x" * 65])
@@ -276,13 +320,14 @@ def test_local_models_are_nobodys_to_adapt(root: Path) -> None:
 def test_a_model_with_rounds_is_shown_as_it_came(home: Path, root: Path) -> None:
     run(settings(root, method="fedavg", rounds__count=1, classifier__init="none"))
     found = of_run(home, "metrics.json")
-    assert list(found["accuracy"]) == ["fedavg", "fedavg-adapted"]
+    assert list(found["accuracy"]) == ["fedavg", "fedavg, adapted"]
     assert found["shown"] == "fedavg"
+    page = (home / "runs" / "job" / "report.html").read_text()
+    assert "test images, also of the model that it adapted with its training images." in page
 
 
-@pytest.mark.parametrize(("steps", "patience"), [(0, None), (5, 600.0)])
-def test_a_client_that_adapts_is_given_the_time(
-    home: Path, root: Path, monkeypatch: pytest.MonkeyPatch, steps: int, patience: float | None
+def test_who_adapts_is_not_asked_twice(
+    home: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     real = evaluate.Exchange
@@ -292,8 +337,8 @@ def test_a_client_that_adapts_is_given_the_time(
         return real(grid, ttl, patience)
 
     monkeypatch.setattr(evaluate, "Exchange", spied)
-    run(settings(root, adaptation__steps=steps))
-    assert asked == [patience]
+    run(settings(root, test_timeout=900.0))
+    assert asked == [None, 900.0]
 
 
 def test_a_finished_run_is_tested_again_as_it_is_asked(home: Path, root: Path) -> None:
@@ -303,18 +348,9 @@ def test_a_finished_run_is_tested_again_as_it_is_asked(home: Path, root: Path) -
     before = model.stat().st_mtime_ns
     config, _ = run(settings(root))
     begin = in_numbers(load_file(model))
-    own = of_run(home, "tests/real-adapted.json")
+    own = of_run(home, "tests/real.adapted.json")
     assert own["client-1"] == confusion_of(adapted(config, 1, begin), images_of(config, 1, "test"))
     run(settings(root, adaptation__steps=0))
     assert model.stat().st_mtime_ns == before
-    assert not (home / "runs" / "job" / "tests" / "real-adapted.json").exists()
+    assert not (home / "runs" / "job" / "tests" / "real.adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
-
-
-def test_a_report_is_written_again_as_it_was(home: Path, root: Path) -> None:
-    run(settings(root))
-    folder = home / "runs" / "job"
-    before = of_run(home, "metrics.json")
-    again = write_report(folder, tuple(CLASSES))
-    assert again["accuracy"] == before["accuracy"]
-    assert again["adapted"] == before["adapted"]

@@ -68,7 +68,10 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
     assert compare.read_table(write(tmp_path), seeds="5").seeds == (5,)
 
 
-@pytest.mark.parametrize(("setting", "same"), [("adaptation.steps=9", False), ("deadline=9", True)])
+@pytest.mark.parametrize(
+    ("setting", "same"),
+    [("adaptation.steps=9", False), ("adaptation.lr=0.5", True), ("deadline=9", True)],
+)
 def test_a_row_that_adapts_is_another_run(tmp_path: Path, setting: str, same: bool) -> None:
     """What a run with a job id of its own may change, but for how the model is adapted."""
     first = compare.read_table(write(tmp_path)).cells()[0]
@@ -220,6 +223,31 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     )
     assert (tmp_path / "t.png").stat().st_size > 10_000
     assert len(records) == 4
+
+
+def test_an_adapted_model_has_a_row_beside_its_models(tmp_path: Path) -> None:
+    """A run of one model keeps its name, by which others are held against it."""
+    one = {"FT": {"a": 40.0, "average": 40.0}, "FT, adapted": {"a": 60.0, "average": 60.0}}
+    two = {name: {"a": 50.0, "average": 50.0} for name in ("FT", "FT, adapted", "MD")}
+    outcomes = [
+        outcome("X", 0, metrics=metrics("x", one)),
+        outcome("Y", 0, metrics=metrics("y", two)),
+    ]
+    table = compare.TableFile("t", "", (0,), {"X": {}, "Y": {}}, reference="X")
+    records = compare.write_table(table, outcomes, tmp_path, "osfl compare t.toml", 1)
+    assert [(record["row"], record["average"]) for record in records] == [
+        ("X", 40.0),
+        ("X, adapted", 60.0),
+        ("Y FT", 50.0),
+        ("Y FT, adapted", 50.0),
+        ("Y MD", 50.0),
+    ]
+    page = (tmp_path / "t.md").read_text()
+    assert "test images; adapted: what it made of it with its training images; seed 0" in page
+    assert page.count("adapted: what it made") == 1
+    plain = [outcome("X", 0, metrics=metrics("x", {"FT": one["FT"]}))]
+    compare.write_table(table, plain, tmp_path, "osfl compare t.toml", 1)
+    assert "adapted" not in (tmp_path / "t.md").read_text()
 
 
 def test_rows_are_paired_by_seed(tmp_path: Path) -> None:

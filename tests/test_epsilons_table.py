@@ -34,7 +34,9 @@ QUICK: dict[str, Any] = {
 }
 STEPS: dict[str, Any] = {
     "feddeo.steps": 4,
+    "feddeo.epochs": 2,
     "domain-vector.steps": 4,
+    "domain-vector.epochs": 2,
     "votes.draws": 1,
     # Some differences are cut, and some are not
     "clip-norm": 0.5,

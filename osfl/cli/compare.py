@@ -62,7 +62,7 @@ from osfl.cli.paired import paired_difference
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.files import DamageError, private_folder, write_atomically
 from osfl.models.used_parts import used_digests
-from osfl.run_folder.report import over_images, read_metrics
+from osfl.run_folder.report import AND_ADAPTED, over_images, read_metrics
 from osfl.run_folder.report_page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
 from osfl.words import plain
@@ -126,7 +126,7 @@ def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
         key: value
         for key, value in flatten(config).items()
         # A run of one job id may be tested again; here each has its own
-        if key not in NOT_IDENTITY or key.startswith("adaptation.")
+        if key not in NOT_IDENTITY or (config.adaptation.steps and key.startswith("adaptation."))
     }
     digest = hashlib.sha256(
         json.dumps([identity, used_digests(config)], sort_keys=True).encode()
@@ -461,11 +461,12 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
         "client_memory_mb": most("peak_memory_mb"),
         "server_seconds_per_image": server["seconds_per_image"],
     }
+    several = sum(not model.endswith(AND_ADAPTED) for model in accuracy) > 1
     records = []
     for model, by_client in accuracy.items():
         of_clients = dict(by_client)
         record = {
-            "row": f"{cell.row} {model}" if len(accuracy) > 1 else cell.row,
+            "row": _row_of(cell.row, model, several),
             "seed": cell.seed,
             "average": of_clients.pop("average"),
             "over_images": all_images[model],
@@ -478,6 +479,13 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
         }
         records.append(record)
     return records
+
+
+def _row_of(row: str, model: str, several: bool) -> str:
+    """The name of a model's row, whether the run has several or one, and what it became of it."""
+    if several:
+        return f"{row} {model}"
+    return row + AND_ADAPTED if model.endswith(AND_ADAPTED) else row
 
 
 def _mean_of_models(
@@ -589,12 +597,15 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         if both
         else "the average of the clients is also that over all test images"
     )
+    adapted = any(name.endswith(AND_ADAPTED) for name in groups)
+    own = "; adapted: what it made of it with its training images" if adapted else ""
     libraries = []
     for name in ("torch", "flwr", "diffusers"):
         if name in versions:
             libraries.append(f"{name} {versions[name]}")
     note = (
-        f"Top-1 accuracy (%), each client testing the global model on its own test images; {over}; "
+        f"Top-1 accuracy (%), each client testing the global model on its own test images{own}; "
+        f"{over}; "
         f"{averages_are}. Costs are the largest client's; upload and "
         "download as serialised, the kit's parts included but where a model is named apart from "
         f"it (+ kit). Command: `{command}`, {at_once} "

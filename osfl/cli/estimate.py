@@ -149,6 +149,12 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
         )
         if noise.needed > noise.images:
             lines.append("so most of that is noise: take a larger epsilon, or method=votes")
+    if config.epsilon and config.method in ("feddeo", "domain-vector"):
+        passes = config.feddeo.epochs if config.method == "feddeo" else config.domain_vector.epochs
+        lines.append(
+            f"with epsilon each image learns by itself, in {passes} passes "
+            f"({config.method}.epochs); steps and batch-size do not count"
+        )
     if config.influence:
         more = config.training_clients + 1
         lines.append(f"the server trains the global model {more} times more (influence)")

@@ -207,9 +207,9 @@ class AdaptationConfig:
         int,
         Range(0, 10_000_000),
         Doc(
-            "Steps that every client trains the global model on its own images, to test it once "
-            "more; nothing is sent of it but that test. 0: none. A finished run that is called "
-            "again with it tests again."
+            "Steps that every client trains the global model on its own images after the test, to "
+            "test it once more, left-out clients too. Nothing else is sent of it, and with an "
+            "epsilon not even that. 0: none. A finished run that is called again tests again."
         ),
         NotIdentity(),
     ]
@@ -349,15 +349,11 @@ class PromptsDomainConfig:
 class ConditionTraining:
     """How a client learns conditions through the frozen diffusion model (Adam)."""
 
-    epochs: Annotated[
-        int,
-        Range(1, 100_000),
-        Doc("S: passes over a condition's images; with epsilon, over each by itself."),
-    ]
+    epochs: Annotated[int, Range(1, 100_000), Doc("S: passes over a condition's images.")]
     steps: Annotated[
         int,
         Range(0, 10_000_000),
-        Doc("Steps of every condition, in place of epochs; 0: epochs. With epsilon: epochs."),
+        Doc("Steps of every condition, in place of epochs; 0: epochs."),
     ]
     batch_size: Annotated[int, Range(1, 4096), Doc("Images of one condition in a step.")]
     at_once: Annotated[
@@ -372,6 +368,14 @@ class ConditionTraining:
 class FedDEOConfig(ConditionTraining):
     """FedDEO: descriptions, a learned condition of every class."""
 
+    epochs: Annotated[
+        int,
+        Range(1, 100_000),
+        Doc(
+            "S: passes over a class's images. With epsilon: over each image by itself; then steps "
+            "and batch-size do not count."
+        ),
+    ]
     tokens: Annotated[
         str,
         OneOf("each", "all"),
@@ -497,13 +501,12 @@ class DomainVectorConfig:
     epochs: Annotated[
         int,
         Range(1, 100_000),
-        Doc("Passes over the client's images; with epsilon, of each by itself."),
+        Doc(
+            "Passes over the client's images. With epsilon: over each image by itself; then steps "
+            "and batch-size do not count."
+        ),
     ]
-    steps: Annotated[
-        int,
-        Range(0, 10_000_000),
-        Doc("Steps, in place of epochs; 0: epochs. With epsilon: epochs."),
-    ]
+    steps: Annotated[int, Range(0, 10_000_000), Doc("Steps, in place of epochs; 0: epochs.")]
     batch_size: Annotated[int, Range(1, 4096), Doc("Images in a step.")]
     lr: Annotated[
         float, Range(1e-8, 1000), Doc("Learning rate of Adam at the first step; it falls to 0.")
@@ -931,14 +934,15 @@ class NodeConfig:
         Range(1, 1_000_000),
         Doc(
             "Classes with fewer training images here are left out of the payload, for what is "
-            "learned of one image is nearly that image. The test's confusion matrix still has them."
+            "learned of one image is nearly that image, and of `adaptation`. The test's confusion "
+            "matrix still has them."
         ),
     ] = 1
     models_dir: Annotated[
         str,
         Doc(
-            "A folder in which this site keeps the global models, as `<job>-<model>.safetensors`, "
-            "adapted to its images where the run asks for it (`adaptation.steps`). Empty: it "
-            "keeps none."
+            "An absolute path: where this site keeps the global models, as "
+            "`<job>-<model>-<client>.safetensors`, and with `adaptation.steps` the adapted ones "
+            "beside them, `-adapted`. Empty: it keeps none."
         ),
     ] = ""

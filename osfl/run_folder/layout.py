@@ -17,7 +17,7 @@ influence/                with influence: done.json, which images the models wit
 rounds/                   of FedAvg and its kin: the last round's model, and done.json, which
                           vouches for it and has the times of all rounds
 models/<name>.safetensors the global models
-tests/<name>.json         their confusion matrices, client by client; <name>-adapted.json, of what
+tests/<name>.json         their confusion matrices, client by client; <name>.adapted.json, of what
                           each client made of it with its own images
 status.json               what is going on now, and when each phase began
 server.log                of a simulation: what the server and the clients said
@@ -61,7 +61,8 @@ MOST_ENDS = 2
 OTHER_JOB = "put it back from a copy, or use another job-id"
 DRAW_ANEW = "remove it, and the images are drawn anew"
 BEGIN_AGAIN = "move the folder rounds away, and the same `osfl run` begins with the first round"
-ADAPTED = "-adapted"
+# No identifier has a dot
+ADAPTED = ".adapted"
 # of a round
 _MODEL = ".safetensors"
 _MEMORY = ".memory.safetensors"
@@ -364,20 +365,15 @@ class RunFolder:
 
         return load(weights)
 
-    def store_test(
-        self, name: str, matrices: Mapping[str, list[list[int]]], adapted: bool = False
-    ) -> None:
-        """Confusion matrices of a global model by client: counts of [true class, predicted].
+    def store_test(self, name: str, matrices: Mapping[str, list[list[int]]]) -> None:
+        """Confusion matrices of a global model by client: counts of [true class, predicted]."""
+        # That of an earlier test is of an earlier one's settings
+        (self.path / "tests" / f"{name}{ADAPTED}.json").unlink(missing_ok=True)
+        self.write_json(f"tests/{name}.json", dict(sorted(matrices.items())))
 
-        Args:
-            adapted: whether they are of what each client made of it with its own images.
-        """
-        file = f"tests/{name}{ADAPTED}.json"
-        # What an earlier test left is of that one
-        (self.path / file).unlink(missing_ok=True)
-        if not adapted:
-            file = f"tests/{name}.json"
-        self.write_json(file, dict(sorted(matrices.items())))
+    def store_adapted_test(self, name: str, matrices: Mapping[str, list[list[int]]]) -> None:
+        """As `store_test`, of what each client made of the model with its own images."""
+        self.write_json(f"tests/{name}{ADAPTED}.json", dict(sorted(matrices.items())))
 
     def store_agreements(self, inputs: str, clients: Mapping[str, Any]) -> None:
         """What the kit sees of every client's classes in its images, which `inputs` stands for."""

@@ -18,6 +18,8 @@ from osfl.methods import METHODS
 from osfl.run_folder.layout import ADAPTED, MADE_ANEW
 from osfl.run_folder.report_page import render, scores
 
+# Behind a model's name: what clients made of it
+AND_ADAPTED = ", adapted"
 Matrices = Mapping[str, list[list[int]]]  # of a model: confusion matrices by client
 # What those who read `metrics.json` count on
 _METRICS = {
@@ -72,7 +74,7 @@ def gather(
     fetched = kit_download_bytes or {}
     config = _json(folder / "config.json")
     status = _json_or_nothing(folder / "status.json")
-    tests = {f.stem: _json(f) for f in _by_stem(folder / "tests")}
+    tests = _tests(folder / "tests")
     rounds = _rounds(folder)
     clients = _clients(folder, tests, status, fetched)
     for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
@@ -110,18 +112,19 @@ def gather(
     }
 
 
+def _tests(folder: Path) -> dict[str, Matrices]:
+    """By the models' names; a model before what clients made of it."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stem)
+    return {file.stem.replace(ADAPTED, AND_ADAPTED): _json(file) for file in files}
+
+
 def _adapted(tests: Mapping[str, Matrices]) -> dict[str, int]:
     """Of each global model, how many clients told of what they made of it."""
     return {
-        name.removesuffix(ADAPTED): len(found)
+        name.removesuffix(AND_ADAPTED): len(found)
         for name, found in tests.items()
-        if name.endswith(ADAPTED)
+        if name.endswith(AND_ADAPTED)
     }
-
-
-def _by_stem(folder: Path) -> list[Path]:
-    """A folder's JSON files: a model before what clients made of it."""
-    return sorted(folder.glob("*.json"), key=lambda file: file.stem)
 
 
 def _sends(method: str) -> str:
@@ -184,7 +187,7 @@ def _not_tested(tests: Mapping[str, Matrices], clients: Iterable[str]) -> list[s
         clients: that were to test.
     """
     # Of what it made for itself a client need not tell
-    models = [set(found) for name, found in tests.items() if not name.endswith(ADAPTED)]
+    models = [set(found) for name, found in tests.items() if not name.endswith(AND_ADAPTED)]
     everywhere = set.intersection(*models) if models else set()
     return sorted(set(clients) - everywhere)
 

@@ -99,7 +99,7 @@ TEMPLATE = (
 {% endfor %}
 </table></div>
 <p class="note">Top-1, percent. Average: of the clients, each counting once; the others are over all clients' test images together. Balanced: the mean of the classes' accuracies. Every client tested the model itself; its images did not leave it.
-{% for name, adapted in m.adapted.items() %}{{ name }}-adapted is not one model: each client made its own of {{ name }}, in {{ m.config["adaptation.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients tell of it{% if adapted < m.accuracy[name]|length - 1 %}; one with a guarantee does not{% endif %}. {% endfor %}
+{% if m.config["adaptation.steps"] %}{% for name, adapted in m.adapted.items() %}“{{ name }}, adapted” is not one model: each client made its own of {{ name }}, in {{ m.config["adaptation.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients tell of it, and the averages are over them{% if adapted < m.accuracy[name]|length - 1 %}; the others have a guarantee, or could not{% endif %}. {% else %}Clients were to adapt the model to their own images, and none tells of it: with an epsilon none does. {% endfor %}{% endif %}
 {% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
 {% if clients %}
 <h2>Each client</h2>
@@ -198,7 +198,7 @@ TEMPLATE = (
 <p class="note">Each client sent {{ m.sends }}. From it{% if m.epsilons and m.epsilons[0] > 0 %}, without what was done for privacy,{% endif %} somebody could learn {{ m.reveals }}.
 {% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for one image replaced, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. That does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}.
 {% else %}There is no guarantee of differential privacy{% if m.epsilons and m.epsilons[-1] > 0 %} for some clients{% endif %}.
-{% endif %}Beside it, and without a guarantee, each sent what the work cost it, and the confusion matrix of its own test images.
+{% endif %}Beside it, and without a guarantee, each sent what the work cost it, and the confusion matrix of its own test images{% if m.adapted %}, also of the model that it adapted with its training images{% endif %}.
 <code>osfl audit</code>, run by a client, measures what its payload gives away of whose images made it.</p>
 {% endif %}
 <h2>How to repeat it</h2>

@@ -1,6 +1,7 @@
 """The test of the global model where the data is."""
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,12 +15,7 @@ from osfl.log import log
 from osfl.protocol import MOST_IMAGES, SentModel, pack_model
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
-from server_app.federation.exchange import (
-    WORK_PATIENCE_SECONDS,
-    Exchange,
-    RoundError,
-    UnfitError,
-)
+from server_app.federation.exchange import Exchange, RoundError, UnfitError
 from server_app.job import GlobalModel
 
 Matrix = list[list[int]]
@@ -27,43 +23,60 @@ Matrix = list[list[int]]
 
 @dataclass
 class Evaluation:
-    """Of one global model, on all clients."""
+    """Of one global model, on all clients.
+
+    Attributes:
+        model: its name.
+        client_of: by node.
+        classes: how many there are.
+        adapted: whether each client adapts it first.
+        came: with that, the matrices of the model as it came.
+        matrices: what clients told, by client.
+        silent: clients that adapted it and do not tell.
+    """
 
     model: str
-    client_of: dict[int, str]  # by node
+    client_of: dict[int, str]
     classes: int
-    adapts: bool  # whether clients adapt it, and test it again
-    matrices: dict[str, Matrix] = field(default_factory=dict)  # by client
-    adapted: dict[str, Matrix] = field(default_factory=dict)
+    adapted: bool = False
+    came: Mapping[str, Matrix] = field(default_factory=dict)
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
 
-    def read(self, node: int, content: RecordDict) -> tuple[Matrix, Matrix | None]:
-        """A client's confusion matrices, of the model as it came and adapted; None: it is not."""
-        metrics = content.metric_records["metrics"]
-        came = self._matrix(metrics["confusion"])
-        own = metrics["adapted"] if self.adapts and "adapted" in metrics else None
-        return came, None if own is None else self._matrix(own)
+    def read(self, node: int, content: RecordDict) -> Matrix | None:
+        """A client's confusion matrix: counts of [true class, predicted class].
 
-    def _matrix(self, sent: object) -> Matrix:
-        """Counts of [true class, predicted class]."""
+        Returns:
+            None: it adapted the model, and a site with a guarantee does not tell.
+        """
         size = self.classes
-        cells = cast(list[int], sent)
+        metrics = content.metric_records["metrics"]
+        if self.adapted and "confusion" not in metrics:
+            return None
+        cells = cast(list[int], metrics["confusion"])
         counts = all(isinstance(cell, int) and cell >= 0 for cell in cells)
         if len(cells) != size * size or not counts or sum(cells) > MOST_IMAGES:
             raise UnfitError(
                 "its confusion matrix has the wrong size, or cells that are not counts"
             )
-        return [cells[row * size : (row + 1) * size] for row in range(size)]
+        matrix = [cells[row * size : (row + 1) * size] for row in range(size)]
+        before = self.came.get(self.client_of[node], matrix)
+        if list(map(sum, matrix)) != list(map(sum, before)):
+            raise UnfitError("it tested the model on other images before it adapted it")
+        return matrix
 
-    def keep(self, node: int, matrices: tuple[Matrix, Matrix | None]) -> None:
+    def keep(self, node: int, matrix: Matrix | None) -> None:
         """One more client has tested."""
         client = self.client_of[node]
-        self.matrices[client], adapted = matrices
-        if adapted is not None:
-            self.adapted[client] = adapted
+        if matrix is None:
+            self.silent.add(client)
+        else:
+            self.matrices[client] = matrix
 
     def fail(self, node: int, reason: str) -> None:
         """One client could not test."""
-        log.error("%s could not test %s: %s", self.client_of[node], self.model, reason)
+        adapted = ", adapted" if self.adapted else ""
+        log.error("%s could not test %s%s: %s", self.client_of[node], self.model, adapted, reason)
 
 
 def evaluate_on_clients(
@@ -76,39 +89,72 @@ def evaluate_on_clients(
 ) -> None:
     """Send every global model to every client and store the confusion matrices.
 
-    Those of the models that clients adapted are stored as of a model of its own, `FT-adapted`.
-
     A client that does not answer within `test-timeout` is left out of that model's average, and the
-    report says so.
+    report says so. Then, with `adaptation.steps`, clients adapt the models and test them again:
+    what fails there costs that second test alone.
 
     Raises:
         RoundError: no client could test a model.
     """
-    total = len(models) * len(nodes)
+    adapts = bool(config.adaptation.steps)
+    total = len(models) * len(nodes) * (1 + adapts)
     done = 0
     status.phase("testing on clients", total)
     client_of = {node: client for client, node in nodes.items()}
+    size = len(class_names(config.data))
+    came = {}
+
+    def ask(test: Evaluation, entry: GlobalModel) -> None:
+        _ask(grid, config, test, entry, folder.path.name, lambda n: status.advance(done + n, total))
+
     for name, entry in models.items():
-        adapts = bool(config.adaptation.steps)
-        test = Evaluation(name, client_of, len(class_names(config.data)), adapts)
-        patience = WORK_PATIENCE_SECONDS if adapts else None
-        exchange = Exchange(grid, config.test_timeout, patience)
-        state = entry.model.state_dict()
-        job_id = folder.path.name
-        content = pack_model(SentModel(state, entry.architecture, entry.small_stem, job_id, name))
-        for node in nodes.values():
-            exchange.push(node, "evaluate", content)
-        release_memory()
-        end = time.monotonic() + config.test_timeout
-        while exchange.pull(test.read, test.keep, test.fail, end) and time.monotonic() < end:
-            status.advance(done + len(test.matrices), total)
-            exchange.rest(end)
-        exchange.end()
-        for node in exchange.waiting():
-            test.fail(node, f"no answer within {config.test_timeout:g} s (test-timeout)")
+        test = Evaluation(name, client_of, size)
+        ask(test, entry)
         done += len(nodes)
         if not test.matrices:
             raise RoundError(f"no client could test the global model {name}; see the log above")
         folder.store_test(name, test.matrices)
-        if test.adapted:
-            folder.store_test(name, test.adapted, adapted=True)
+        came[name] = test.matrices
+    if not adapts:
+        return
+    for name, entry in models.items():
+        test = Evaluation(name, client_of, size, adapted=True, came=came[name])
+        ask(test, entry)
+        done += len(nodes)
+        # Of a run with an epsilon no client may tell, and none is heard
+        if test.matrices and not config.epsilon:
+            folder.store_adapted_test(name, test.matrices)
+
+
+def _ask(
+    grid: Grid,
+    config: RunConfig,
+    test: Evaluation,
+    entry: GlobalModel,
+    job_id: str,
+    advance: Callable[[int], None],
+) -> None:
+    """One model's test on all clients, to the end or to `test-timeout`."""
+    # Who is asked twice would adapt twice, side by side
+    patience = config.test_timeout if test.adapted else None
+    exchange = Exchange(grid, config.test_timeout, patience)
+    content = pack_model(
+        SentModel(
+            entry.model.state_dict(),
+            entry.architecture,
+            entry.small_stem,
+            job_id,
+            test.model,
+            test.adapted,
+        )
+    )
+    for node in test.client_of:
+        exchange.push(node, "evaluate", content)
+    release_memory()
+    end = time.monotonic() + config.test_timeout
+    while exchange.pull(test.read, test.keep, test.fail, end) and time.monotonic() < end:
+        advance(len(test.matrices) + len(test.silent))
+        exchange.rest(end)
+    exchange.end()
+    for node in exchange.waiting():
+        test.fail(node, f"no answer within {config.test_timeout:g} s (test-timeout)")
