@@ -234,4 +234,5 @@ def test_a_dry_run_says_what_noise_leaves(
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     assert "the guarantee's noise is as long as a mean can be (clip-norm)" in result.output
+    assert "learns by itself, in 60 passes (domain-vector.epochs); steps and" in result.output
     assert ("most of that is noise" in result.output) == drowned
