@@ -56,7 +56,11 @@ CPU = torch.device("cpu")
     ("half", "settings", "begins"),
     [
         (feddeo, {"method": "feddeo"}, ["encoding image", "step"]),
-        (feddeo, {"method": "feddeo", "epsilon": 8.0}, ["encoding image", "step"]),
+        (
+            feddeo,
+            {"method": "feddeo", "epsilon": 8.0, "feddeo__epochs": 3, "feddeo__at_once": 8},
+            ["encoding image", "step"],
+        ),
         (
             espresso,
             {"method": "espresso", "espresso__epochs": 2},
