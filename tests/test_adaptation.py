@@ -241,6 +241,22 @@ def answering(**metrics: object) -> Any:
     return tamper
 
 
+def test_a_first_test_without_figures_is_none(
+    home: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only of an adapted model a client may keep them to itself."""
+
+    def tamper(index: int, kind: str, reply: Message) -> Message:
+        if kind == "evaluate" and index == 1:
+            reply.content["metrics"] = MetricRecord({"seconds": 1.0})
+        return reply
+
+    run(settings(root), tamper=tamper)
+    assert "client-1 could not test real: " in caplog.text
+    assert set(of_run(home, "tests/real.json")) == {"client-0"}
+    assert of_run(home, "metrics.json")["not_tested"] == ["client-1"]
+
+
 # The last has 24 counts, of other classes than the first test's images
 @pytest.mark.parametrize("cells", [[1] * 15, [-1] * 16, [0.5] * 16, [24] + [0] * 15])
 def test_a_matrix_that_cannot_be_true_is_refused(
