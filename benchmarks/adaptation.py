@@ -207,8 +207,8 @@ def main() -> None:
         f"{given.seeds}: of the global model as it came, and after each client adapted it on its "
         f"own hundred images ({CHOSEN['adaptation.steps']} steps of 32, one-cycle learning rate up "
         f"to {CHOSEN['adaptation.lr']}); by domain, adapted. Who takes no part trains the kit's "
-        "first weights alone, as long and by the rate of a global model. Differences are paired by seed, with "
-        "a 95 % interval by Student's t, and a star where that excludes 0. "
+        "first weights alone, as long and by the rate of a global model. Differences are paired by "
+        "seed, with a 95 % interval by Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.adaptation --seeds {given.seeds}`."
     )
     for start in given.rows or STARTS:

@@ -383,7 +383,11 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
         panel.set(title=f"{count} images a class", xlabel="epsilon")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("top-1 accuracy (%)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    curves = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        curves |= dict(zip(labels, handles, strict=True))
+    figure.legend(curves.values(), curves, loc="outside lower center", ncols=4)
     write_figure(file, figure)
 
 

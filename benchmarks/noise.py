@@ -3,10 +3,11 @@
 python -m benchmarks.noise
 
 Of each style's validation images some learn a vector each, as domain-vector's clients do with
-`epsilon`; however many they are, they see 6,000 images in their training together. How much better does the diffusion model denoise other validation images of the style
-under their noised mean than under the class's prompt? 100 % is what the mean without noise and
-without clipping gives; below 0 % the prompt is better. Nobody's training or test images are looked
-at. Interrupted, the same command goes on.
+`epsilon`; however many they are, they see 6,000 images in their training together. How much better
+does the diffusion model denoise other validation images of the style under their noised mean than
+under the class's prompt? 100 % is what the mean without noise and without clipping gives; below 0 %
+the prompt is better. Nobody's training or test images are looked at. Interrupted, the same command
+goes on.
 """
 
 import argparse
