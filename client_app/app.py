@@ -134,20 +134,16 @@ def _check_models_dir(folder: str) -> None:
         ConfigError: it is no absolute path, cannot be made, or nothing can be written in it.
     """
     path = Path(folder).expanduser()
-    problem = ""
+    key = f"node-config models-dir = {folder!r}"
+    # Flower starts clients in a folder of its own
     if not path.is_absolute():
-        # Flower starts clients in a folder of its own
-        problem = "must be an absolute path"
-    else:
-        try:
-            private_folder(path)
-        except OSError as error:
-            problem = f"{error}; name a folder that can be made"
-        else:
-            if not os.access(path, os.W_OK | os.X_OK):
-                problem = "nothing can be written in it; take another, or give it to this user"
-    if problem:
-        raise ConfigError(f"node-config models-dir = {folder!r}: {problem}")
+        raise ConfigError(f"{key}: must be an absolute path")
+    try:
+        private_folder(path)
+    except OSError as error:
+        raise ConfigError(f"{key}: {error}; name a folder that can be made") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: nothing can be written in it; take another")
 
 
 @app.train()

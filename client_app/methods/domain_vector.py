@@ -16,9 +16,9 @@ Differences from FedDEO:
 2. Theirs: d_y of every class is sent. Ours: v alone, and w_y with `domain-vector.class-lr` above 0.
 3. Theirs: constant learning rate. Ours: the last steps are small, so that the noise of single
    images and timesteps does not stay in v.
-4. Theirs: no guarantee. Ours: with `epsilon` every image learns a v by itself, for `domain-
-   vector.epochs` passes at the constant rate; they are clipped, averaged over the client and
-   noised, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
+4. Theirs: no guarantee. Ours: with `epsilon` every image learns a v by itself, for
+   `domain-vector.epochs` passes at the constant rate; they are clipped, averaged over the client
+   and noised, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers, or 768, however many classes there are.
 """

@@ -934,8 +934,8 @@ class NodeConfig:
         Range(1, 1_000_000),
         Doc(
             "Classes with fewer training images here are left out of the payload, for what is "
-            "learned of one image is nearly that image, and of `adaptation`. The test's confusion "
-            "matrix still has them."
+            "learned of one image is nearly that image. `adaptation` leaves them out, too. The "
+            "test's confusion matrix still has them."
         ),
     ] = 1
     models_dir: Annotated[

@@ -76,7 +76,7 @@ def gather(
     status = _json_or_nothing(folder / "status.json")
     tests = _tests(folder / "tests")
     rounds = _rounds(folder)
-    clients = _clients(folder, tests, status, fetched)
+    clients = _clients(folder, tests, status, fetched, config)
     for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
         both = clients[client].get("download_bytes", 0) + about["download_bytes"]
         clients[client].update(about, download_bytes=both)
@@ -159,6 +159,7 @@ def _clients(
     tests: Mapping[str, Matrices],
     status: Mapping[str, Any],
     fetched: Mapping[str, int | None],
+    config: Mapping[str, Any],
 ) -> dict[str, dict[str, float]]:
     """What every client sent and received, and what its payload cost it."""
     clients: dict[str, dict[str, float]] = defaultdict(dict)
@@ -167,6 +168,8 @@ def _clients(
     # Local's are the payloads
     models = models or list((folder / "payloads").glob("*.pb"))
     sent = sum(file.stat().st_size for file in models)
+    # To be adapted it is sent once more
+    sent *= 2 if config.get("adaptation.steps") else 1
     tested = {client for by_client in tests.values() for client in by_client}
     for client in tested:
         clients[client]["download_bytes"] = (fetched.get(client) or 0) + sent
