@@ -96,7 +96,6 @@ class LoopGrid:
         self.sent: list[tuple[int, str]] = []
         self._ids = itertools.count(1)
         self._replies = {}
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         return [NodeInfo(node_id=100 + i, last_activated_at="then") for i in range(len(self.nodes))]
@@ -157,6 +156,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OSFL_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def task() -> None:
+    """Flower makes a Message only within a task: no test waits for another to begin one."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from flwr.supercore.inflatable.inflatable_object import (
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.task_identity import TaskIdentity
 
 import osfl
 from osfl import wire
@@ -106,7 +105,6 @@ class NodesGrid:
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 0.02)
     monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
 

@@ -21,7 +21,6 @@ import torch
 from conftest import LoopGrid, quick
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -469,7 +468,6 @@ def test_a_client_that_is_asked_twice_at_once_works_once(
         return make_payload(job)
 
     monkeypatch.setattr(domain_client, "make_payload", slow)
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
     def ask(number: int) -> float:
         message = Message(
@@ -1081,7 +1079,6 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         def pull_messages(self, ids: list[str]) -> list[Message]:
             return replies[ids[0]] if len(replies) == 2 else []
 
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     # type: ignore[arg-type]
     exchange = Exchange(Slow(), 10.0, 0.01)
     seen = []

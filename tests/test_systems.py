@@ -901,11 +901,9 @@ def test_feddyns_server_step_by_hand() -> None:
     round: clients send 5 and 7.
     """
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-    from flwr.supercore.task_identity import TaskIdentity
 
     from server_app.averaging.feddyn import FedDyn
 
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     strategy = FedDyn(
         0.5, clients=2, parameters=frozenset({"w"}), min_train_nodes=2, min_available_nodes=2
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, LoopGrid, defaults, quick
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 from typer.testing import CliRunner
 
 from client_app.app import ClientError, plain_errors
@@ -186,7 +185,6 @@ def is_clean(text: str) -> bool:
 
 def test_a_client_sends_plain_words(tmp_path: Path) -> None:
     """By Flower's own path: the mod is of every message that the app knows."""
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     message = Message(RecordDict(), dst_node_id=1, message_type="query.join")
     for name in HOSTILE.values():
         with pytest.raises(Exception) as caught:  # noqa: PT011  (whatever the app raises)
