@@ -1,4 +1,4 @@
-"""docs/results.md's table of thirty images a class.
+"""docs/results-plain.md's table of thirty images a class.
 
 `python -m benchmarks.digits`, with the options of `osfl compare`, such as `--seeds 0`.
 
