@@ -32,12 +32,12 @@ from benchmarks.lacks import real
 from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, LONG, ROWS, config_of
 from benchmarks.server import job_in
+from benchmarks.styles import share_seen
 from client_app.adaptation import adapt
 from osfl.config import RunConfig
-from osfl.data.load import Images
 from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half
-from osfl.models.classifiers import logits_of, new_classifier
+from osfl.models.classifiers import new_classifier
 from osfl.models.kits import find_kit
 from osfl.prompts import DIGITS
 
@@ -109,12 +109,6 @@ def model_of(start: str, seed: int) -> nn.Module:
     return model
 
 
-def accuracy(model: nn.Module, images: Images) -> float:
-    """Top-1 (%)."""
-    said = logits_of(model.eval(), images.pixels, CPU).argmax(dim=1)
-    return 100 * (said == images.labels).double().mean().item()
-
-
 def cell(start: str, seed: int, split: str, own: Settings = CHOSEN) -> Cell:
     """Of each domain, its client's accuracy (%) "before" it adapts the model, and "after"."""
     settings = settings_of(start, seed, own)
@@ -133,9 +127,9 @@ def measured(model: nn.Module, config: RunConfig, split: str) -> Cell:
     """What a cell has, of a global model."""
     made: Cell = {"before": [], "after": []}
     for client, owned, tested in zip(CLIENTS, real("train"), real(split), strict=True):
-        made["before"].append(accuracy(model, tested))
+        made["before"].append(share_seen(model, tested))
         own = adapt(copy.deepcopy(model), owned, config, client, CPU)
-        made["after"].append(accuracy(own, tested))
+        made["after"].append(share_seen(own, tested))
     return made
 
 

@@ -35,15 +35,10 @@ from benchmarks.guidance import digest_of, with_others
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON
 from benchmarks.server import job_in
-from client_app.conditions import (
-    image_names,
-    learn_condition_of_each,
-    load_kit_to_learn,
-    posteriors,
-)
+from client_app.conditions import load_kit_to_learn, posteriors
 from client_app.job import ClientJob
 from client_app.mechanisms import private_mean_of_class
-from client_app.methods import domain_vector, oscar, votes
+from client_app.methods import domain_vector, feddeo, oscar, votes
 from osfl.cli.compare import as_arguments
 from osfl.cli.launch import default_config
 from osfl.config import RunConfig, parse_run_config
@@ -119,19 +114,10 @@ def descriptions(job: ClientJob, images: Images) -> torch.Tensor:
     """FedDEO's of each image [N, L, d]: class by class, as its clients do."""
     kit = load_kit_to_learn(job)
     latents, logvar = posteriors(kit, images, job)
-    starts = kit.text(job.config.prompts(job.classes))
-    names = image_names(images)
-    found = torch.zeros(len(images), *starts.shape[1:])
-    for label in images.held():
-        rows = (images.labels == label).nonzero().flatten()
-        start = starts[label].expand(len(rows), -1, -1)
-        own = [names[row] for row in rows.tolist()]
-        settings = job.config.feddeo
-        learned = learn_condition_of_each(
-            kit, start, latents[rows], logvar[rows], own, settings, job
-        )
-        found[rows] = learned.cpu()
-    return found
+    rows_of = [(images.labels == label).nonzero().flatten() for label in images.held()]
+    learned = feddeo.descriptions_of_each(kit, images, rows_of, latents, logvar, job)
+    # Drawings come class by class, so that these are in their order
+    return torch.cat(list(learned))
 
 
 def encodings(job: ClientJob, images: Images) -> torch.Tensor:

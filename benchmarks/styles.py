@@ -29,6 +29,7 @@ from benchmarks.main_table import WORK, config_of, settings_of
 from benchmarks.poison import of
 from benchmarks.server import drawn_by, job_in
 from benchmarks.switches import of_clients, reconstructed
+from osfl.data.load import Images
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of
 from server_app.driver import train_one
@@ -62,7 +63,7 @@ def classifier() -> nn.Module:
     return model.model
 
 
-def share_seen(model: nn.Module, images: SyntheticSet) -> float:
+def share_seen(model: nn.Module, images: SyntheticSet | Images) -> float:
     """Of images, those that a classifier takes for their class (%)."""
     said = logits_of(model, images.pixels, CPU).argmax(dim=1)
     return 100 * (said == images.labels).double().mean().item()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import adaptation, main_table
+from benchmarks import adaptation, main_table, styles
 from benchmarks.clients import CLIENTS, DOMAINS
 from osfl.config import RunConfig
 from osfl.data.load import Images
@@ -73,7 +73,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(adaptation, "TABLES", tmp_path)
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     monkeypatch.setattr(adaptation, "real", real)
-    monkeypatch.setattr(adaptation, "logits_of", logits)
+    monkeypatch.setattr(styles, "logits_of", logits)
     monkeypatch.setattr(adaptation, "adapt", adapt)
     return tmp_path
 

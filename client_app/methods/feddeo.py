@@ -24,6 +24,7 @@ d_y = tau(prompt of y) + u_y, and u_y is sent.
 Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes; u_y has 768.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -81,21 +82,41 @@ def _noised(
     job: ClientJob,
 ) -> list[torch.Tensor]:
     """Of each class, the noised mean of what its images learn by themselves, [L, d] or [1, d]."""
+    prompts = kit.text(job.config.prompts(job.classes)).cpu()
+    alike = job.config.feddeo.tokens == "all"
+    learned = descriptions_of_each(kit, images, rows_of, mean, logvar, job)
+    found = []
+    for label, each in zip(images.held(), learned, strict=True):
+        found.append(private_mean_of_class(each, prompts, label, job.config, alike))
+    return found
+
+
+def descriptions_of_each(
+    kit: Kit,
+    images: Images,
+    rows_of: list[torch.Tensor],
+    mean: torch.Tensor,
+    logvar: torch.Tensor,
+    job: ClientJob,
+) -> Iterator[torch.Tensor]:
+    """What images learn by themselves, class by class: [n, L, d] on the CPU.
+
+    Args:
+        rows_of: the images of each class that is held.
+        mean, logvar: posterior of every image's latents, [N, c, h, w].
+    """
     prompts = kit.text(job.config.prompts(job.classes))
     names = image_names(images)
     settings = job.config.feddeo
-    alike = settings.tokens == "all"
     whole = sum(steps_of_each(len(rows), settings) for rows in rows_of)
     before = 0
-    found = []
     for label, rows in zip(images.held(), rows_of, strict=True):
         start = prompts[label].expand(len(rows), -1, -1)
         own = [names[row] for row in rows.tolist()]
         watched = replace(job, progress=partial(_among_all, job.progress, before, whole))
         each = learn_condition_of_each(kit, start, mean[rows], logvar[rows], own, settings, watched)
         before += steps_of_each(len(rows), settings)
-        found.append(private_mean_of_class(each.cpu(), prompts.cpu(), label, job.config, alike))
-    return found
+        yield each.cpu()
 
 
 def _among_all(progress: Progress, before: int, whole: int, done: int, total: int) -> None:
