@@ -158,10 +158,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def begin_task() -> None:
+    """Flower makes a Message only within a task."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+
 @pytest.fixture(scope="session", autouse=True)
 def task() -> None:
-    """Flower makes a Message only within a task: no test waits for another to begin one."""
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    """No test waits for another one to begin it."""
+    begin_task()
 
 
 @pytest.fixture

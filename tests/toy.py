@@ -12,12 +12,13 @@ PACKAGES = ("osfl", "client_app", "server_app")
 GO = """
 import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from functools import partial
-from conftest import LoopGrid, few_digits, quick
+from conftest import LoopGrid, begin_task, few_digits, quick
 import osfl; assert osfl.__file__.startswith(sys.argv[1]), osfl.__file__
 from client_app.app import app
 from server_app.app import run_job
 from osfl.config import parse_run_config
 from osfl.data import digits
+begin_task()
 digits.load_split = partial(few_digits, digits.load_split)
 config = quick(method="toy", kit=sys.argv[3])
 grid = LoopGrid(app, config, [{"partition-id": k, "num-partitions": 2} for k in range(2)])

@@ -15,8 +15,8 @@ from system_tools import (
 )
 
 pytestmark = pytest.mark.system
-DEADLINE = 30.0
-RATE = 50_000  # bytes a second: a ShuffleNet of 5 MB takes two minutes
+DEADLINE = 60.0  # a slow machine needs half of it to begin
+RATE = 30_000  # bytes a second: a ShuffleNet of 5 MB takes three minutes
 WAITING = "waiting for payloads"
 
 
@@ -59,6 +59,6 @@ def test_a_client_that_uploads_slowly_holds_up_nobody(
     assert time.monotonic() - ended < 20
     line.close()
     # The upload had begun, and with it the pull; it has not ended
-    assert 200_000 < line.sent < (folder / "payloads" / "quick.pb").stat().st_size - 10**6
+    assert 100_000 < line.sent < (folder / "payloads" / "quick.pb").stat().st_size - 10**6
     late = f"slow: no payload within {DEADLINE:g} s (deadline)"
     assert json.loads((folder / "status.json").read_text())["error"].endswith(late)
