@@ -3,12 +3,13 @@
 Each module is a command: `python -m benchmarks.NAME`.
 """
 
+import argparse
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from osfl.cli.compare import machine
 from osfl.files import PUBLIC, write_atomically
@@ -17,6 +18,40 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLES = Path(__file__).resolve().parent / "tables"
+Name = TypeVar("Name")
+
+
+def command_line(page: str | None) -> argparse.ArgumentParser:
+    """Of a module whose docstring is its help."""
+    return argparse.ArgumentParser(
+        description=page, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def some_of(
+    given: Sequence[Name], known: Collection[Name], parser: argparse.ArgumentParser
+) -> list[Name]:
+    """What was asked for, or all that is known. Ends the command where something is unknown."""
+    for name in given:
+        if name not in known:
+            parser.error(f"{name!r}: must be some of {'; '.join(map(str, known))}")
+    return list(given or known)
+
+
+def with_others(
+    rows: Sequence[dict[str, str]], file: Path, about: str, order: Iterable[str]
+) -> list[dict[str, str]]:
+    """Rows, and those that a table of the same seeds and settings has beside them.
+
+    Args:
+        file: of the table, `.json`.
+        about: what the rows are; a table that says something else is given up.
+        order: of the rows' names.
+    """
+    before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "about": ""}
+    kept = before["rows"] if before["about"].startswith(about) else []
+    named = {row[""]: row for row in (*kept, *rows)}
+    return [named[name] for name in order if name in named]
 
 
 def write_table(out: Path, rows: Sequence[Mapping[str, object]], about: str) -> None:

@@ -12,7 +12,6 @@ Beside them, what a client has that takes no part: the kit's first weights, trai
 images for as long as a global model. Interrupted, the same command goes on.
 """
 
-import argparse
 import copy
 import io
 import json
@@ -25,9 +24,8 @@ import torch
 from scipy import stats
 from torch import nn
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
-from benchmarks.guidance import with_others
 from benchmarks.lacks import real
 from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, LONG, ROWS, config_of
@@ -177,15 +175,12 @@ def tuning() -> list[dict[str, str]]:
 
 def main() -> None:
     """Make the table, and keep it; it grows row by row."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {'; '.join(STARTS)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--tuning", action="store_true")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(STARTS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {'; '.join(STARTS)}")
+    rows = some_of(given.rows, STARTS, parser)
     private_folder(WORK)
     if given.tuning:
         about = (
@@ -205,7 +200,7 @@ def main() -> None:
         "seed, with a 95 % interval by Student's t, and a star where that excludes 0. "
         f"Command: `python -m benchmarks.adaptation --seeds {given.seeds}`."
     )
-    for start in given.rows or STARTS:
+    for start in rows:
         lines = with_others([line(start, seeds)], TABLES / "adaptation.json", about, STARTS)
         write_table(TABLES / "adaptation", lines, f"{about} Written on")
 

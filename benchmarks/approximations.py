@@ -10,7 +10,6 @@ again for every mode and seed (of noise and training), and every client's test i
 model. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
@@ -235,9 +234,7 @@ def table(method: str, seeds: list[int]) -> list[dict[str, str]]:
 
 def main() -> None:
     """Make a method's table and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("method", choices=MODES)
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()

@@ -8,14 +8,12 @@ As `osfl audit` on the digits' six clients, of ten images a class, with each met
 the same test images for all. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import Settings
-from benchmarks.guidance import with_others
 from osfl.cli import display
 from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
 from osfl.cli.launch import default_config
@@ -82,17 +80,14 @@ def in_order(lines: list[dict[str, str]], file: Path, about: str) -> list[dict[s
 
 def main() -> None:
     """Make the table, and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
     parser.add_argument("--repeats", type=int, default=2, help="payloads of each client")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(ROWS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(ROWS)}")
+    rows = some_of(given.rows, ROWS, parser)
     private_folder(WORK)
     lines = []
-    for row in given.rows or ROWS:
+    for row in rows:
         display.console.print(row)
         lines += lines_of(row, found_of(row, given.repeats))
     about = (

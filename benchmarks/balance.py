@@ -10,7 +10,6 @@ of the same payloads: thirty images for every class of every client; as many of 
 trained for about 627 steps of 32 images. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from statistics import mean
 
 from scipy import stats
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.left_out import against
@@ -81,9 +80,7 @@ def cell(row: str, seed: int) -> tuple[float, int]:
 
 def main() -> None:
     """Make the table, and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()
     private_folder(WORK)

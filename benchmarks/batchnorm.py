@@ -9,7 +9,6 @@ gives each client the statistics of its own training images, as FedBN (Li et al.
 keeps them.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
+from benchmarks import command_line
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names
@@ -31,9 +31,7 @@ CPU = torch.device("cpu")
 
 def main() -> None:
     """Print accuracy (%) per client and on average for each kind of statistics."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "run",
         type=Path,

@@ -7,7 +7,6 @@ The payloads are benchmarks.main_table's of seed 0. Nothing is trained of what c
 has bytes, and how far the numbers are above their errors.
 """
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -20,9 +19,8 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.decomposition import PCA
 from sklearn.metrics import pairwise_distances_argmin
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import sent
-from benchmarks.guidance import with_others
 from benchmarks.main_table import CODED, WORK, config_of, settings_of
 from osfl.codecs import BLOCK, packed, unpacked
 from osfl.config import RunConfig
@@ -159,13 +157,10 @@ def line(system: str) -> dict[str, str]:
 
 def main() -> None:
     """Make the table, and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("systems", nargs="*", help=f"some of {', '.join(SYSTEMS)}; none: all")
     given = parser.parse_args()
-    if unknown := set(given.systems) - set(SYSTEMS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(SYSTEMS)}")
+    systems = some_of(given.systems, SYSTEMS, parser)
     private_folder(WORK)
     about = (
         "Bytes of a client's numbers for the digits' ten classes, and how far they are above their "
@@ -176,7 +171,7 @@ def main() -> None:
         "learned from the encodings of public captions. The payloads of benchmarks.main_table, "
         "seed 0. Command: `python -m benchmarks.codec_trials`."
     )
-    lines = [line(system) for system in given.systems or SYSTEMS]
+    lines = [line(system) for system in systems]
     table = TABLES / "codec-trials"
     write_table(table, with_others(lines, table.with_suffix(".json"), about, SYSTEMS), about)
 

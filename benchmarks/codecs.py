@@ -11,7 +11,6 @@ The cells are benchmarks.main_table's. The payloads of a system and seed are the
 in three ways; noise and training have their seed. Interrupted, the same command goes on.
 """
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -21,9 +20,8 @@ from statistics import mean
 import torch
 from scipy import stats
 
-from benchmarks import TABLES, write_figure, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_figure, write_table
 from benchmarks.clients import sent
-from benchmarks.guidance import with_others
 from benchmarks.left_out import against
 from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, settings_of
 from benchmarks.teachers import on_own
@@ -148,19 +146,15 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
 
 def main() -> None:
     """Make the table and the plot, and keep them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("systems", nargs="*", help=f"some of {', '.join(CODED)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
     parser.add_argument("--without-training", action="store_true")
     given = parser.parse_args()
     known = (*CODED, *UNTRAINED) if given.without_training else CODED
-    if unknown := set(given.systems) - set(known):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(known)}")
+    systems = some_of(given.systems, known, parser)
     private_folder(WORK)
-    systems = given.systems or list(known)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     if given.without_training:
         cut = "" if tuple(seeds) == SEEDS else f"-seeds-{'-'.join(map(str, seeds))}"

@@ -11,7 +11,6 @@ model is trained for about 627 steps of 32 images, and is scored on the digits' 
 Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,17 @@ from time import process_time
 
 import torch
 
-from benchmarks import TABLES, guidance, left_out, write_figure, write_table
+from benchmarks import (
+    TABLES,
+    command_line,
+    guidance,
+    left_out,
+    some_of,
+    with_others,
+    write_figure,
+    write_table,
+)
 from benchmarks.clients import Settings, folder_name, sent
-from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
 from benchmarks.left_out import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
@@ -177,13 +184,10 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
 
 def main() -> None:
     """Make the table and the plot, and keep them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(ROWS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be one of {', '.join(ROWS)}")
+    rows = some_of(given.rows, ROWS, parser)
     WORK.mkdir(parents=True, exist_ok=True)
     about = (
         "Top-1 accuracy (%) on the digits' validation split, average of the domains, of one "
@@ -193,7 +197,7 @@ def main() -> None:
     )
     order = [name_of(row, point) for row in ROWS for point in points()]
     made = []
-    for row in given.rows or ROWS:
+    for row in rows:
         taken = sent({**COMMON, **left_out.ROWS[row], "seed": SEED})
         for point in points():
             made.append(line(measured(row, point, taken)))

@@ -33,7 +33,7 @@ import psutil
 import torch
 from torch.nn import functional as F
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from client_app.conditions import learn_conditions, posteriors
 from client_app.job import ClientJob
 from osfl.cli.launch import KEEP_MEMORY, default_config
@@ -551,9 +551,7 @@ def grey(folder: Path, count: int) -> None:
 
 def main() -> None:
     """Run one of them and keep its table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     kinds = {
         "sampling": sampling,
         "choices": choices,

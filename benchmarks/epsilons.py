@@ -14,7 +14,6 @@ in six UniPC steps, for a third of benchmarks.main_table's steps. So its figures
 table's, and no pairs of them. Interrupted, the same command goes on.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -28,10 +27,10 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from benchmarks import TABLES, write_figure, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_figure, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings
-from benchmarks.guidance import digest_of, with_others
+from benchmarks.guidance import digest_of
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON
 from benchmarks.server import job_in
@@ -379,13 +378,10 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
 
 def main() -> None:
     """Make the table and the plot, and keep them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {'; '.join(MECHANISMS)}; none: all")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(MECHANISMS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {'; '.join(MECHANISMS)}")
+    rows = some_of(given.rows, MECHANISMS, parser)
     private_folder(WORK)
     about = (
         "Top-1 accuracy (%) on the digits' test images, mean of the six domains; one seed, and one "
@@ -400,7 +396,7 @@ def main() -> None:
     order = [NOTHING, *(name_of(name, count) for name in MECHANISMS for count in COUNTS)]
     lines = [line_of_floor()]
     for count in COUNTS:
-        for name in given.rows or MECHANISMS:
+        for name in rows:
             lines.append(line(name, count))
             made = with_others(lines, TABLES / "epsilons.json", about, order)
             write_table(TABLES / "epsilons", made, about)

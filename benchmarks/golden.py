@@ -8,7 +8,6 @@ SHA-256 of each client's payload, of the manifest of all images and of each glob
 accuracies. They hold for one machine: another processor rounds otherwise.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import command_line
 from osfl.methods import METHODS
 
 SETTINGS = (
@@ -75,9 +75,7 @@ def digests(files: Any) -> dict[str, str]:
 
 def main() -> None:
     """Record, or compare and end with 1 where something differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("step", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--methods", nargs="*", default=list(METHODS))

@@ -12,7 +12,6 @@ one image; a rate is those of all images over the seconds of the whole loop, dec
 Interrupted, a table has the rows that were made.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +25,7 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from benchmarks.engine import CPU, config_with, textual_inversion_step
 from client_app.conditions import learn_conditions
 from client_app.job import ClientJob
@@ -305,9 +304,7 @@ def descriptions(kit: Kit, at_once: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run some of them, and keep the table of each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     kinds = {"ceilings": ceilings, "ours": ours, "guided": guided}
     parser.add_argument("kinds", nargs="+", choices=kinds)
     parser.add_argument(

@@ -16,12 +16,11 @@ The grid is of the sum of a method's scales: with two branches each has half. Wh
 same, e = e0 + sum_i g_i (e_i - e0) is then the same for all methods.
 """
 
-import argparse
 import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.costs import Stopwatch
@@ -219,16 +218,13 @@ def digest_of(settings: Mapping[str, object]) -> str:
 
 def main() -> None:
     """Make the table and keep it; a quick one is printed alone."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("methods", nargs="*", help=f"some of {', '.join(METHODS_OF)}; none: all")
     parser.add_argument("--seeds", default="0,1,2", help="of noise and training")
     parser.add_argument("--quick", action="store_true", help="two guidances, hardly any training")
     given = parser.parse_args()
-    if unknown := set(given.methods) - set(METHODS_OF):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(METHODS_OF)}")
-    names = [name for name, row in ROWS.items() if row.method in (given.methods or METHODS_OF)]
+    methods = some_of(given.methods, METHODS_OF, parser)
+    names = [name for name, row in ROWS.items() if row.method in methods]
     seeds = [int(seed) for seed in given.seeds.split(",")]
     base, grid = ({**COMMON, **QUICK}, QUICK_GRID) if given.quick else (COMMON, GRID)
     rows = table(names, seeds, grid, base)
@@ -244,21 +240,9 @@ def main() -> None:
     if given.quick:
         print(json.dumps(rows, indent=1))
     else:
-        write_table(TABLES / "guidance", with_others(rows, TABLES / "guidance.json", about), about)
-
-
-def with_others(
-    rows: list[dict[str, str]], file: Path, about: str, order: Iterable[str] = ()
-) -> list[dict[str, str]]:
-    """With the rows of other methods that a table of the same seeds and settings has.
-
-    Args:
-        order: of the names; empty: `ROWS`'.
-    """
-    before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "about": ""}
-    kept = before["rows"] if before["about"].startswith(about) else []
-    named = {row[""]: row for row in (*kept, *rows)}
-    return [named[name] for name in order or ROWS if name in named]
+        write_table(
+            TABLES / "guidance", with_others(rows, TABLES / "guidance.json", about, ROWS), about
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Then a global model learns all images, those that the judge takes for their clas
 and none of these models has. What only a judge can leave out is a bound and no method.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from copy import deepcopy
@@ -29,9 +28,9 @@ import numpy as np
 import torch
 from scipy.linalg import sqrtm
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
-from benchmarks.guidance import score, with_others
+from benchmarks.guidance import score
 from benchmarks.left_out import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
 from osfl.config import NodeConfig, RunConfig, Scalar
@@ -228,15 +227,12 @@ def table(rows: Sequence[str]) -> list[dict[str, str]]:
 
 def main() -> None:
     """Make the table and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(ROWS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be one of {', '.join(ROWS)}")
+    names = some_of(given.rows, ROWS, parser)
     WORK.mkdir(parents=True, exist_ok=True)
-    rows = table(given.rows or list(ROWS))
+    rows = table(names)
     about = (
         "30 synthetic images a class and client, seed 100; real images: the clients' own, ten a "
         "class. On class (%), distance and colour by a judge; all, judged, checked: top-1 accuracy "

@@ -10,16 +10,14 @@ then draws and trains without each client in turn, as `osfl run left-out=client-
 client's test images test the model. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
-from benchmarks.guidance import with_others
 from osfl.cli.compare import as_arguments
 from osfl.cli.launch import default_config
 from osfl.cli.paired import paired_difference
@@ -164,17 +162,14 @@ def table(rows: Sequence[str], seed: int, quick: bool) -> list[dict[str, str]]:
 
 def main() -> None:
     """Make the table and keep it; a quick one is printed alone."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one image a class, hardly trained")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(ROWS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(ROWS)}")
+    names = some_of(given.rows, ROWS, parser)
     WORK.mkdir(parents=True, exist_ok=True)
-    rows = table(given.rows or list(ROWS), given.seed, given.quick)
+    rows = table(names, given.seed, given.quick)
     if given.quick:
         print(json.dumps(rows, indent=1))
         return

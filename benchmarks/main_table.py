@@ -15,7 +15,6 @@ server do what they do in `osfl run`, but in one process, without the network be
 GPU where there is one. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -29,10 +28,9 @@ from typing import Any
 import torch
 from scipy import stats
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, for_clients, sent
-from benchmarks.guidance import with_others
 from benchmarks.left_out import COMMON as RECIPE
 from benchmarks.left_out import SYSTEMS, against
 from benchmarks.server import job_in
@@ -263,9 +261,7 @@ def name_of(partition: str, seeds: Sequence[int]) -> str:
 
 def main() -> None:
     """Make the table, and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     known = ", ".join(dict.fromkeys((*ROWS, *SKEWED_ROWS)))
     parser.add_argument("rows", nargs="*", help=f"some of {known}; none: all of the partition")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
@@ -273,10 +269,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
     given = parser.parse_args()
     every = rows_of(given.partition)
-    if unknown := set(given.rows) - set(every):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(every)}")
+    rows = some_of(given.rows, every, parser)
     private_folder(WORK)
-    rows = given.rows or list(every)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     with_references = dict.fromkeys((*references_of(given.partition), *rows))
     cells(list(with_references), seeds, given.partition, given.at_once)

@@ -8,7 +8,6 @@ python -m benchmarks.network demo       # the demo by six clients over TLS, and 
 python -m benchmarks.network clients    # 64 simulated clients that send 5 MB each
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from osfl.cli.guard import end_process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,9 +184,7 @@ def clients() -> list[list[str]]:
 def main() -> None:
     """Run one of them and keep its table."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended so, it ends what it started
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     kinds = {"payloads": payloads, "demo": demo, "clients": clients}
     parser.add_argument("kind", choices=kinds)
     kind = parser.parse_args().kind

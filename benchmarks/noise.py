@@ -10,7 +10,6 @@ the prompt is better. Nobody's training or test images are looked at. Interrupte
 goes on.
 """
 
-import argparse
 import io
 import json
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from statistics import mean
 
 import torch
 
-from benchmarks import TABLES, write_figure, write_table
+from benchmarks import TABLES, command_line, write_figure, write_table
 from benchmarks.clients import CLIENTS, DOMAINS
 from benchmarks.main_table import config_of, settings_of
 from client_app.audit.attacks import denoising_errors
@@ -203,9 +202,7 @@ def plot(found: dict[Point, list[list[float]]], file: Path) -> None:
 
 def main() -> None:
     """Make the table and the plot, and keep them."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    command_line(__doc__).parse_args()
     private_folder(WORK)
     found = measured(POINTS)
     about = (

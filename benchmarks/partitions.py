@@ -20,7 +20,6 @@ model sees three or six clients.
 benchmarks.main_table. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from functools import cache
 from pathlib import Path
@@ -28,9 +27,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import Settings, folder_name, names, sent
-from benchmarks.guidance import with_others
 from benchmarks.lacks import real
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON, config_of
@@ -114,13 +112,10 @@ def line(groups: int) -> dict[str, str]:
 
 def main() -> None:
     """Make the table, and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("groups", nargs="*", type=int, help=f"some of {GROUPS}; none: all")
     given = parser.parse_args()
-    if unknown := set(given.groups) - set(GROUPS):
-        parser.error(f"{min(unknown)}: must be some of {GROUPS}")
+    numbers = some_of(given.groups, GROUPS, parser)
     private_folder(WORK)
     about = (
         f"Top-1 accuracy (%) on the test images of all six domains. {NUMBER} clients with ten "
@@ -130,7 +125,7 @@ def main() -> None:
         "the recipe is benchmarks.main_table's. Command: `python -m benchmarks.partitions`."
     )
     order = [str(groups) for groups in GROUPS]
-    for groups in given.groups or GROUPS:
+    for groups in numbers:
         lines = with_others([line(groups)], TABLES / "partitions.json", about, order)
         write_table(TABLES / "partitions", lines, about)
 

@@ -15,7 +15,6 @@ these. Models that are trained on the same images are trained once. Interrupted,
 goes on.
 """
 
-import argparse
 import ast
 import hashlib
 import inspect
@@ -28,10 +27,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import TABLES, main_table, write_table
+from benchmarks import TABLES, command_line, main_table, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, sent
-from benchmarks.guidance import with_others
 from benchmarks.lacks import real
 from benchmarks.main_table import config_of
 from benchmarks.server import drawn_by, job_in
@@ -471,20 +469,17 @@ def write_influences(systems: Sequence[str]) -> None:
 
 def main() -> None:
     """Make the tables, and keep them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     known = dict.fromkeys((*SYSTEMS, *HONEST_ROWS))
     parser.add_argument("systems", nargs="*", help=f"some of {', '.join(known)}; none: all")
     parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
     parser.add_argument("--influence", action="store_true", help="what each client gives")
     given = parser.parse_args()
-    systems = tuple(HONEST_ROWS) if given.honest else OF_SIX if given.influence else SYSTEMS
-    if unknown := set(given.systems) - set(systems):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(systems)}")
+    every = tuple(HONEST_ROWS) if given.honest else OF_SIX if given.influence else SYSTEMS
+    systems = some_of(given.systems, every, parser)
     private_folder(WORK)
     if given.influence:
-        write_influences(given.systems or systems)
+        write_influences(systems)
         return
     if given.honest:
         about = (
@@ -495,9 +490,9 @@ def main() -> None:
             "server_app/agreement.py. "
             "Command: `python -m benchmarks.poison --honest`."
         )
-        for system in given.systems or systems:
+        for system in systems:
             lines = [honest_line(system, HONEST_SEEDS)]
-            lines = with_others(lines, TABLES / "poison-honest.json", about, systems)
+            lines = with_others(lines, TABLES / "poison-honest.json", about, every)
             write_table(TABLES / "poison-honest", lines, about)
         return
     about = (
@@ -515,7 +510,7 @@ def main() -> None:
         for attack in attacks_of(system)
         for count in liars_of(system)
     ]
-    for system in given.systems or systems:
+    for system in systems:
         for attack in attacks_of(system):
             lines = [line(system, attack, count, SEEDS) for count in liars_of(system)]
             lines = with_others(lines, TABLES / "poison.json", about, order)

@@ -11,7 +11,6 @@ e <- e - s sqrt(1 - a_t) grad_z H(f(D(x0hat))), for several scales s. All rows h
 half and as many steps. Accuracy is on the validation split. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from copy import deepcopy
@@ -23,10 +22,9 @@ from typing import cast
 import torch
 from torch.nn import functional as F
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import folder_name, sent
 from benchmarks.curves import first_images
-from benchmarks.guidance import with_others
 from benchmarks.lacks import taught, tested
 from benchmarks.main_table import config_of, settings_of
 from benchmarks.server import drawn_by, job_in
@@ -163,15 +161,12 @@ def last_images(images: SyntheticSet) -> SyntheticSet:
 
 def main() -> None:
     """Make the table, and keep it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "scales", nargs="*", type=float, help="of the entropy's gradient; none: all"
     )
     given = parser.parse_args()
-    if unknown := set(given.scales) - set(SCALES):
-        parser.error(f"{min(unknown):g}: must be one of {', '.join(map(str, SCALES))}")
+    scales = some_of(given.scales, SCALES, parser)
     private_folder(WORK)
     about = (
         "domain-vector, seed 0: the second half of every class's thirty images drawn where a model "
@@ -182,7 +177,7 @@ def main() -> None:
     )
     names = [f"{scale:g}" for scale in SCALES]
     lines = []
-    for scale in given.scales or SCALES:
+    for scale in scales:
         record = measured(scale)
         cells = {name: f"{value:.2f}" for name, value in record.items()}
         lines.append({"": f"{scale:g}", **cells, "accuracy": f"{record['accuracy']:.1f}"})

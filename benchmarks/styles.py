@@ -11,7 +11,6 @@ each class, and in pairs of rows a client's training images, the same as the kit
 them back, and what is drawn under its vector and under its style's name.
 """
 
-import argparse
 import io
 from collections.abc import Sequence
 from statistics import mean
@@ -22,7 +21,7 @@ from torch import nn
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
 from benchmarks.lacks import real
 from benchmarks.main_table import WORK, config_of, settings_of
@@ -113,9 +112,7 @@ def picture_of(client: str) -> torch.Tensor:
 
 def main() -> None:
     """Draw, and keep the picture and the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("style", nargs="?", choices=DOMAINS, help="none: the table, and paintings")
     given = parser.parse_args()
     private_folder(WORK)

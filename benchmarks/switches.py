@@ -11,7 +11,6 @@ what a kit cannot encode it cannot draw either. Models are scored on the digits'
 Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +20,9 @@ from statistics import mean
 import torch
 from scipy import stats
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
-from benchmarks.guidance import score, with_others
+from benchmarks.guidance import score
 from benchmarks.lacks import real
 from benchmarks.left_out import against
 from benchmarks.main_table import config_of, settings_of
@@ -145,14 +144,11 @@ def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
 
 def main() -> None:
     """Make the table, and keep it; it grows row by row."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(ROWS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(ROWS)}")
+    rows = some_of(given.rows, ROWS, parser)
     private_folder(WORK)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     about = (
@@ -162,7 +158,7 @@ def main() -> None:
         "and a star where that excludes 0. "
         f"Command: `python -m benchmarks.switches --seeds {given.seeds}`."
     )
-    for row in given.rows or ROWS:
+    for row in rows:
         lines = with_others([line(row, seeds)], TABLES / "switches.json", about, ROWS)
         write_table(TABLES / "switches", lines, f"{about} Written on")
 

@@ -12,7 +12,6 @@ trained: as in the papers, or with as many steps of the recipe, which may make b
 Accuracies are of the digits' validation split. Interrupted, the same command goes on.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -23,9 +22,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
-from benchmarks.guidance import score, with_others
+from benchmarks.guidance import score
 from benchmarks.left_out import SYSTEMS, against
 from benchmarks.main_table import COMMON, PARTITIONS, config_of
 from benchmarks.server import job_in
@@ -161,13 +160,10 @@ def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
 
 def main() -> None:
     """Make the table, and keep it; it grows row by row."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
     given = parser.parse_args()
-    if unknown := set(given.rows) - set(ROWS):
-        parser.error(f"{sorted(unknown)[0]!r}: must be some of {', '.join(ROWS)}")
+    rows = some_of(given.rows, ROWS, parser)
     private_folder(WORK)
     about = (
         "FedLMG: top-1 accuracy (%) on the digits' validation split of a global model without a "
@@ -179,7 +175,7 @@ def main() -> None:
         "where it has one. Seeds "
         f"{SEEDS}; the recipe is benchmarks.main_table's. Command: `python -m benchmarks.teachers`."
     )
-    for row in given.rows or ROWS:
+    for row in rows:
         lines = with_others([line(row, SEEDS)], TABLES / "teachers.json", about, ROWS)
         write_table(TABLES / "teachers", lines, f"{about} Written on")
 

@@ -8,7 +8,6 @@ orders of permute-and-flip: nothing is drawn at random. Ten images of a class el
 or a client's hundred for all of its classes.
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -17,7 +16,7 @@ from statistics import mean
 
 import torch
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from benchmarks.clients import CLIENTS, DOMAINS
 from client_app.conditions import posteriors
 from client_app.job import ClientJob
@@ -78,9 +77,7 @@ def line(epsilon: float, counts: Sequence[torch.Tensor], right: Sequence[int]) -
 
 def main() -> None:
     """Make the table, and keep it."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    command_line(__doc__).parse_args()
     counts = [ballots(number) for number in range(len(CLIENTS))]
     words = parse_run_config(default_config()).votes.words
     right = [words.index(style) for style in DOMAINS]

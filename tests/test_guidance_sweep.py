@@ -12,7 +12,7 @@ import torch
 from conftest import quick
 from test_methods import CLASSES
 
-from benchmarks import guidance
+from benchmarks import guidance, with_others
 from osfl.cli.launch import default_config
 from osfl.config import flatten
 from osfl.methods import METHODS
@@ -114,11 +114,11 @@ def test_a_table_names_the_best(base: dict[str, Any], monkeypatch: pytest.Monkey
 def test_rows_of_other_methods_stay_if_their_settings_are_the_same(tmp_path: Path) -> None:
     file = tmp_path / "guidance.json"
     new = [{"": "OSCAR", "best": "2"}, {"": "FGL", "best": "3"}]
-    assert guidance.with_others(new, file, "seeds 0") == [new[1], new[0]]
+    assert with_others(new, file, "seeds 0", guidance.ROWS) == [new[1], new[0]]
     old = [{"": "FGL", "best": "9"}, {"": "Espresso", "best": "5"}]
     file.write_text(json.dumps({"rows": old, "about": "seeds 0 2 cores"}))
-    assert guidance.with_others(new, file, "seeds 0") == [new[1], new[0], old[1]]
-    assert guidance.with_others(new, file, "seeds 1") == [new[1], new[0]]
+    assert with_others(new, file, "seeds 0", guidance.ROWS) == [new[1], new[0], old[1]]
+    assert with_others(new, file, "seeds 1", guidance.ROWS) == [new[1], new[0]]
 
 
 @pytest.mark.system
