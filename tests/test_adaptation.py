@@ -373,3 +373,32 @@ def test_a_finished_run_is_tested_again_as_it_is_asked(home: Path, root: Path) -
     assert model.stat().st_mtime_ns == before
     assert not (home / "runs" / "job" / "tests" / "real.adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
+
+
+def test_each_of_several_global_models_is_adapted_by_itself(
+    home: Path, root: Path, tiny_kit: Path
+) -> None:
+    """FedLMG's three: a client begins with the one that came, and keeps and tests each."""
+    own = {"kit": str(tiny_kit), "classifier__init": "none", "fedlmg__bn_weight": 0.0}
+    sites = [{**node, "models-dir": str(home / "kept")} for node in nodes(2)]
+    several = settings(root, method="fedlmg", fedlmg__strategies="ft,md,sd", **own)
+    config, grid = run(several, sites)
+    assert [node for node, kind in grid.sent if kind == "evaluate"] == [0, 1] * 6
+    files = {
+        name: home / "runs" / "job" / "models" / f"{name}.safetensors"
+        for name in ("FT", "MD", "SD")
+    }
+    assert len({file.read_bytes() for file in files.values()}) == 3
+    for name, file in files.items():
+        begin = in_numbers(load_file(file))
+        for number in range(2):
+            expected = adapted(config, number, begin)
+            kept = home / "kept" / f"job-{name}-client-{number}-adapted.safetensors"
+            assert_same(load_file(kept), expected)
+            test = confusion_of(expected, images_of(config, number, "test"))
+            assert of_run(home, f"tests/{name}.adapted.json")[f"client-{number}"] == test
+    found = of_run(home, "metrics.json")
+    assert found["adapted"] == {"FT": 2, "MD": 2, "SD": 2}
+    # Each is sent twice; the kit was there
+    size = sum(file.stat().st_size for file in files.values())
+    assert found["clients"]["client-0"]["download_bytes"] == 2 * size
