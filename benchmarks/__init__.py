@@ -21,11 +21,16 @@ TABLES = Path(__file__).resolve().parent / "tables"
 Name = TypeVar("Name")
 
 
-def command_line(page: str | None) -> argparse.ArgumentParser:
+def command_line(text: str | None) -> argparse.ArgumentParser:
     """Of a module whose docstring is its help."""
     return argparse.ArgumentParser(
-        description=page, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def listed(names: Iterable[object]) -> str:
+    """In a line; a name may have commas."""
+    return "; ".join(map(str, names))
 
 
 def some_of(
@@ -34,7 +39,7 @@ def some_of(
     """What was asked for, or all that is known. Ends the command where something is unknown."""
     for name in given:
         if name not in known:
-            parser.error(f"{name!r}: must be some of {'; '.join(map(str, known))}")
+            parser.error(f"{name!r}: must be some of {listed(known)}")
     return list(given or known)
 
 

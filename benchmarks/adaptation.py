@@ -24,7 +24,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
 from benchmarks.lacks import real
 from benchmarks.left_out import against
@@ -176,7 +176,7 @@ def tuning() -> list[dict[str, str]]:
 def main() -> None:
     """Make the table, and keep it; it grows row by row."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {'; '.join(STARTS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(STARTS)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--tuning", action="store_true")
     given = parser.parse_args()

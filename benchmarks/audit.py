@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import Settings
 from osfl.cli import display
 from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
@@ -81,7 +81,7 @@ def in_order(lines: list[dict[str, str]], file: Path, about: str) -> list[dict[s
 def main() -> None:
     """Make the table, and keep it."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: all")
     parser.add_argument("--repeats", type=int, default=2, help="payloads of each client")
     given = parser.parse_args()
     rows = some_of(given.rows, ROWS, parser)

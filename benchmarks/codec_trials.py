@@ -19,7 +19,7 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.decomposition import PCA
 from sklearn.metrics import pairwise_distances_argmin
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import sent
 from benchmarks.main_table import CODED, WORK, config_of, settings_of
 from osfl.codecs import BLOCK, packed, unpacked
@@ -27,7 +27,7 @@ from osfl.config import RunConfig
 from osfl.files import private_folder
 from osfl.models.encoders import load_text_encoder
 from osfl.models.kits import find_kit
-from osfl.payloads import Payload
+from osfl.payloads import Descriptions, DomainVector, Encodings
 from osfl.prompts import DIGITS, fill
 
 SYSTEMS = (*CODED, "OSCAR-pooled")
@@ -38,9 +38,9 @@ MIXTURES = 2_000
 COMPONENTS = 16
 
 
-def numbers_of(payload: Payload) -> np.ndarray:
+def numbers_of(payload: Descriptions | Encodings | DomainVector) -> np.ndarray:
     """What a payload holds for its classes, or its domain: [vectors, d]."""
-    found = payload.domain if hasattr(payload, "domain") else payload.vectors  # type: ignore[attr-defined]
+    found = payload.domain if isinstance(payload, DomainVector) else payload.vectors
     return found.reshape(-1, found.shape[-1]).numpy()
 
 
@@ -108,7 +108,7 @@ def codebooks(public: np.ndarray) -> list[np.ndarray]:
 
 
 def shortest(numbers: np.ndarray) -> float:
-    """Bytes of int4 by the best coder that takes each step by itself: their entropy, and scales."""
+    """Bytes of int4 by the best code for all steps alike: their entropy, and the scales."""
     blocks = numbers.reshape(-1, BLOCK)
     steps = np.rint(7 * blocks / np.abs(blocks).max(axis=1, keepdims=True))
     shares = np.unique(steps, return_counts=True)[1] / steps.size
@@ -136,7 +136,7 @@ def line(system: str) -> dict[str, str]:
         made = [code(one - known) for one in exact]
         arrived = np.stack([numbers for _, numbers in made]) + known
         size = np.mean([size for size, _ in made])
-        return f"{size:.0f}, {decibels(exact, arrived):.1f} dB"
+        return f"{size:.0f} B, {decibels(exact, arrived):.1f} dB"
 
     nothing = np.zeros_like(exact[0])
     prompts = encodings(config.kit, prompts_of(config), pooled).reshape(-1, exact.shape[-1])
@@ -147,7 +147,7 @@ def line(system: str) -> dict[str, str]:
         "int4": by(in_four_bits, nothing),
         "int4, less the prompt's encoding": by(in_four_bits, prompts) if beside else "",
         "int4, rotated": by(rotated, nothing),
-        "int4, by its entropy": f"{np.mean([shortest(one) for one in exact]):.0f}",
+        "int4, by its entropy": f"{np.mean([shortest(one) for one in exact]):.0f} B",
         f"{STAGES} bytes a vector": by(lambda numbers: in_steps(numbers, books), nothing),
         f"{COMPONENTS} of {exact.shape[-1]} components keep (%)": (
             f"{kept_by_components(exact.reshape(-1, exact.shape[-1]), public):.0f}"
@@ -158,7 +158,7 @@ def line(system: str) -> dict[str, str]:
 def main() -> None:
     """Make the table, and keep it."""
     parser = command_line(__doc__)
-    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(SYSTEMS)}; none: all")
+    parser.add_argument("systems", nargs="*", help=f"some of {listed(SYSTEMS)}; none: all")
     given = parser.parse_args()
     systems = some_of(given.systems, SYSTEMS, parser)
     private_folder(WORK)
@@ -166,14 +166,14 @@ def main() -> None:
         "Bytes of a client's numbers for the digits' ten classes, and how far they are above their "
         "errors, by other codings than payload-codec's: the difference to what the server's text "
         "encoder makes of the class's prompt; random signs and Hadamard's rotation in blocks of "
-        f"{BLOCK}; the entropy of int4's steps, which bounds every coder that takes each by "
-        f"itself; residual vector quantisation in {STAGES} stages, and principal components, both "
-        "learned from the encodings of public captions. The payloads of benchmarks.main_table, "
-        "seed 0. Command: `python -m benchmarks.codec_trials`."
+        f"{BLOCK}, as EDEN begins; the entropy of int4's steps, which bounds every code that is "
+        f"the same for all of them; residual vector quantisation in {STAGES} stages, and principal "
+        "components, both learned from the encodings of public captions. The payloads of "
+        "benchmarks.main_table, seed 0. Command: `python -m benchmarks.codec_trials`."
     )
-    lines = [line(system) for system in systems]
-    table = TABLES / "codec-trials"
-    write_table(table, with_others(lines, table.with_suffix(".json"), about, SYSTEMS), about)
+    for system in systems:
+        lines = with_others([line(system)], TABLES / "codec-trials.json", about, SYSTEMS)
+        write_table(TABLES / "codec-trials", lines, about)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from statistics import mean
 import torch
 from scipy import stats
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_figure, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_figure, write_table
 from benchmarks.clients import sent
 from benchmarks.left_out import against
 from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, settings_of
@@ -147,7 +147,9 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
 def main() -> None:
     """Make the table and the plot, and keep them."""
     parser = command_line(__doc__)
-    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(CODED)}; none: all")
+    parser.add_argument(
+        "systems", nargs="*", help=f"some of {listed((*CODED, *UNTRAINED))}; none: all"
+    )
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--at-once", type=int, default=1, help="cells side by side (default 1)")
     parser.add_argument("--without-training", action="store_true")

@@ -23,6 +23,7 @@ from benchmarks import (
     command_line,
     guidance,
     left_out,
+    listed,
     some_of,
     with_others,
     write_figure,
@@ -185,7 +186,7 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
 def main() -> None:
     """Make the table and the plot, and keep them."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: all")
     given = parser.parse_args()
     rows = some_of(given.rows, ROWS, parser)
     WORK.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_figure, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_figure, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings
 from benchmarks.guidance import digest_of
@@ -115,8 +115,8 @@ def descriptions(job: ClientJob, images: Images) -> torch.Tensor:
     latents, logvar = posteriors(kit, images, job)
     rows_of = [(images.labels == label).nonzero().flatten() for label in images.held()]
     learned = feddeo.descriptions_of_each(kit, images, rows_of, latents, logvar, job)
-    # Drawings come class by class, so that these are in their order
-    return torch.cat(list(learned))
+    found = torch.cat(list(learned))
+    return found[torch.cat(rows_of).argsort()]
 
 
 def encodings(job: ClientJob, images: Images) -> torch.Tensor:
@@ -379,7 +379,7 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
 def main() -> None:
     """Make the table and the plot, and keep them."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {'; '.join(MECHANISMS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(MECHANISMS)}; none: all")
     given = parser.parse_args()
     rows = some_of(given.rows, MECHANISMS, parser)
     private_folder(WORK)

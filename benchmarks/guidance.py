@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.costs import Stopwatch
@@ -219,7 +219,7 @@ def digest_of(settings: Mapping[str, object]) -> str:
 def main() -> None:
     """Make the table and keep it; a quick one is printed alone."""
     parser = command_line(__doc__)
-    parser.add_argument("methods", nargs="*", help=f"some of {', '.join(METHODS_OF)}; none: all")
+    parser.add_argument("methods", nargs="*", help=f"some of {listed(METHODS_OF)}; none: all")
     parser.add_argument("--seeds", default="0,1,2", help="of noise and training")
     parser.add_argument("--quick", action="store_true", help="two guidances, hardly any training")
     given = parser.parse_args()

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from scipy.linalg import sqrtm
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import score
 from benchmarks.left_out import COMMON, config_of
@@ -228,7 +228,7 @@ def table(rows: Sequence[str]) -> list[dict[str, str]]:
 def main() -> None:
     """Make the table and keep it."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: all")
     given = parser.parse_args()
     names = some_of(given.rows, ROWS, parser)
     WORK.mkdir(parents=True, exist_ok=True)

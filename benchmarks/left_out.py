@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
 from osfl.cli.compare import as_arguments
@@ -163,7 +163,7 @@ def table(rows: Sequence[str], seed: int, quick: bool) -> list[dict[str, str]]:
 def main() -> None:
     """Make the table and keep it; a quick one is printed alone."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one image a class, hardly trained")
     given = parser.parse_args()

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from scipy import stats
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, for_clients, sent
 from benchmarks.left_out import COMMON as RECIPE
@@ -262,7 +262,7 @@ def name_of(partition: str, seeds: Sequence[int]) -> str:
 def main() -> None:
     """Make the table, and keep it."""
     parser = command_line(__doc__)
-    known = ", ".join(dict.fromkeys((*ROWS, *SKEWED_ROWS)))
+    known = listed(dict.fromkeys((*ROWS, *SKEWED_ROWS)))
     parser.add_argument("rows", nargs="*", help=f"some of {known}; none: all of the partition")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--partition", choices=PARTITIONS, default="domain")

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import Settings, folder_name, names, sent
 from benchmarks.lacks import real
 from benchmarks.left_out import SYSTEMS
@@ -113,7 +113,7 @@ def line(groups: int) -> dict[str, str]:
 def main() -> None:
     """Make the table, and keep it."""
     parser = command_line(__doc__)
-    parser.add_argument("groups", nargs="*", type=int, help=f"some of {GROUPS}; none: all")
+    parser.add_argument("groups", nargs="*", type=int, help=f"some of {listed(GROUPS)}; none: all")
     given = parser.parse_args()
     numbers = some_of(given.groups, GROUPS, parser)
     private_folder(WORK)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import TABLES, command_line, main_table, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, main_table, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, sent
 from benchmarks.lacks import real
@@ -471,7 +471,7 @@ def main() -> None:
     """Make the tables, and keep them."""
     parser = command_line(__doc__)
     known = dict.fromkeys((*SYSTEMS, *HONEST_ROWS))
-    parser.add_argument("systems", nargs="*", help=f"some of {', '.join(known)}; none: all")
+    parser.add_argument("systems", nargs="*", help=f"some of {listed(known)}; none: all")
     parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
     parser.add_argument("--influence", action="store_true", help="what each client gives")
     given = parser.parse_args()

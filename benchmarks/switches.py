@@ -20,7 +20,7 @@ from statistics import mean
 import torch
 from scipy import stats
 
-from benchmarks import TABLES, command_line, some_of, with_others, write_table
+from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import CLIENTS, Settings, folder_name, sent
 from benchmarks.guidance import score
 from benchmarks.lacks import real
@@ -145,7 +145,7 @@ def line(row: str, seeds: Sequence[int]) -> dict[str, str]:
 def main() -> None:
     """Make the table, and keep it; it grows row by row."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {', '.join(ROWS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     given = parser.parse_args()
     rows = some_of(given.rows, ROWS, parser)

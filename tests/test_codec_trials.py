@@ -1,15 +1,16 @@
 """benchmarks/codec_trials.py: each coding by hand, and what a row says of it."""
 
-import math
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import hadamard
 
 from benchmarks import codec_trials
 from benchmarks.clients import CLIENTS
-from osfl.payloads import Descriptions, DomainVector
+from osfl.payloads import Descriptions, DomainVector, Encodings
 from osfl.prompts import DIGITS
 
 
@@ -49,18 +50,29 @@ def test_the_entropy_of_steps_by_hand() -> None:
     assert codec_trials.shortest(numbers) == pytest.approx(16 + 4)
 
 
-def test_a_rotation_spreads_a_single_large_number() -> None:
-    """Alone in its block it takes all steps. Turned, all 64 are as large, and each is exact."""
-    numbers = np.full((1, 64), 0.01)
-    numbers[0, 5] = 1.0
-    _, plain = codec_trials.in_four_bits(numbers)
-    assert np.count_nonzero(plain) == 1
-    single = np.zeros((1, 64))
-    single[0, 5] = 8.0
+def test_a_rotation_spreads_a_single_large_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 alone in its block is 64 numbers of 1 or -1 after it, in another order of signs than
+    Hadamard's, and itself when it is turned back.
+    """
+    seen: list[np.ndarray] = []
+
+    def kept(numbers: np.ndarray) -> tuple[int, np.ndarray]:
+        seen.append(numbers)
+        return 7, numbers
+
+    monkeypatch.setattr(codec_trials, "in_four_bits", kept)
+    single = np.zeros((2, 64))
+    single[1, 5] = 8.0
     size, turned = codec_trials.rotated(single)
-    # By float16's scales
-    assert turned == pytest.approx(single, abs=8e-3)
-    assert 2 < size <= 34
+    assert size == 7
+    assert np.abs(seen[0]) == pytest.approx(np.array([[0.0], [1.0]]).repeat(64, axis=1))
+    assert turned == pytest.approx(single)
+    single[1] = np.eye(64)[6] * 8
+    codec_trials.rotated(single)
+    # Two rows of an orthogonal matrix, each with a sign of its own
+    assert seen[0][1] @ seen[1][1] == pytest.approx(0)
+    plain = np.sign(hadamard(64)[5])
+    assert 0 < np.count_nonzero(np.sign(seen[0][1]) != plain) < 65
 
 
 def test_components_that_hold_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,48 +82,68 @@ def test_components_that_hold_all_or_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert codec_trials.kept_by_components(np.array([[3.0, 4.0]]), public) == pytest.approx(36)
 
 
-def payloads(kind: str) -> dict[str, Descriptions | DomainVector]:
+Sent = dict[str, Descriptions | Encodings | DomainVector]
+SHAPES = {"FedDEO description alone": (10, 4, 64), "OSCAR-pooled": (10, 64)}
+
+
+def payloads(system: str) -> Sent:
     """Of six clients; each class's numbers are its prompt's encoding and a little."""
-    found: dict[str, Descriptions | DomainVector] = {}
+    found: Sent = {}
     generator = torch.Generator().manual_seed(0)
     for client in CLIENTS:
-        if kind == "whole":
-            little = 0.01 * torch.randn(10, 4, 64, generator=generator)
-            found[client] = Descriptions(DIGITS, 1 + little)
+        if shape := SHAPES.get(system):
+            kind = Descriptions if len(shape) == 3 else Encodings
+            found[client] = kind(DIGITS, 1 + 0.01 * torch.randn(*shape, generator=generator))
         else:
             found[client] = DomainVector(DIGITS, torch.randn(4, 64, generator=generator))
     return found
 
 
-@pytest.mark.parametrize("kind", ["whole", "domain"])
+@pytest.mark.parametrize("system", [*SHAPES, "domain-vector"])
 def test_a_row_has_each_codings_bytes_and_errors(
-    kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Near its prompt's encoding a payload's difference is small, and its errors with it."""
-    monkeypatch.setattr(codec_trials, "sent", lambda settings: payloads(kind))
+    monkeypatch.setattr(codec_trials, "sent", lambda settings: payloads(system))
     monkeypatch.setattr(codec_trials, "STAGES", 2)
-    monkeypatch.setattr(codec_trials, "MIXTURES", 100)
+    monkeypatch.setattr(codec_trials, "MIXTURES", 300)
+    monkeypatch.setattr(codec_trials, "TABLES", tmp_path)
+    monkeypatch.setattr(codec_trials, "WORK", tmp_path / "work")
+    monkeypatch.setattr("sys.argv", ["codec_trials", system])
 
     def encodings(kit: str, texts: tuple[str, ...], pooled: bool) -> np.ndarray:
-        assert not pooled
-        noise = np.random.default_rng(len(texts)).normal(size=(len(texts), 4, 64))
-        return np.ones((len(texts), 4, 64)) + (0 if len(texts) == 10 else 0.1 * noise)
+        assert pooled == (system == "OSCAR-pooled")
+        shape = (len(texts), 64) if pooled else (len(texts), 4, 64)
+        noise = np.random.default_rng(len(texts)).normal(size=shape)
+        return np.ones(shape) + (0 if len(texts) == 10 else 0.1 * noise)
 
     monkeypatch.setattr(codec_trials, "encodings", encodings)
-    name = "FedDEO description alone" if kind == "whole" else "domain-vector"
-    row = codec_trials.line(name)
-    vectors = 40 if kind == "whole" else 4
-    assert row[""] == name
-    assert row["2 bytes a vector"].startswith(f"{2 * vectors}, ")
-    by_difference = row["int4, less the prompt's encoding"]
-    if kind == "domain":
-        assert by_difference == ""
+    codec_trials.main()
+    (row,) = json.loads((tmp_path / "codec-trials.json").read_text())["rows"]
+    assert row[""] == system
+    vectors = {"FedDEO description alone": 40, "OSCAR-pooled": 10, "domain-vector": 4}[system]
+    exact = np.stack([codec_trials.numbers_of(sent) for sent in payloads(system).values()])
+    assert exact.shape == (6, vectors, 64)
+    entropy = np.mean([codec_trials.shortest(one) for one in exact])
+    assert row["int4, by its entropy"] == f"{entropy:.0f} B"
+    assert row["2 bytes a vector"].startswith(f"{2 * vectors} B, ")
+    plain = decibels_in(row["int4"])
+    codings = {"int4": codec_trials.in_four_bits, "int4, rotated": codec_trials.rotated}
+    for coding, code in codings.items():
+        arrived = np.stack([code(one)[1] for one in exact])
+        expected = 10 * np.log10((exact**2).sum() / ((exact - arrived) ** 2).sum())
+        assert decibels_in(row[coding]) == pytest.approx(expected, abs=0.06)
+    if system == "domain-vector":
+        assert row["int4, less the prompt's encoding"] == ""
+        # A random direction has a quarter of its square in 16 of 64
+        assert float(row["16 of 64 components keep (%)"]) == pytest.approx(25, abs=8)
         return
-    # A hundredth of the numbers, in as many steps: some 40 dB more
-    plain = float(row["int4"].split(", ")[1].removesuffix(" dB"))
-    assert math.isclose(
-        float(by_difference.split(", ")[1].removesuffix(" dB")), plain + 30, abs_tol=12
-    )
+    # A seventh of what is left, three hundredths, in place of a seventh of one
+    assert decibels_in(row["int4, less the prompt's encoding"]) == pytest.approx(plain + 28, abs=6)
+
+
+def decibels_in(cell: str) -> float:
+    return float(cell.split(" B, ")[1].removesuffix(" dB"))
 
 
 def test_what_the_server_knows_is_public() -> None:

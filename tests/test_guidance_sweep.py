@@ -3,7 +3,6 @@
 One grid for every method that samples, scored on the validation split.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from conftest import quick
 from test_methods import CLASSES
 
-from benchmarks import guidance, with_others
+from benchmarks import guidance
 from osfl.cli.launch import default_config
 from osfl.config import flatten
 from osfl.methods import METHODS
@@ -109,16 +108,6 @@ def test_a_table_names_the_best(base: dict[str, Any], monkeypatch: pytest.Monkey
         "best": "3",
         "default": "3",
     }
-
-
-def test_rows_of_other_methods_stay_if_their_settings_are_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "guidance.json"
-    new = [{"": "OSCAR", "best": "2"}, {"": "FGL", "best": "3"}]
-    assert with_others(new, file, "seeds 0", guidance.ROWS) == [new[1], new[0]]
-    old = [{"": "FGL", "best": "9"}, {"": "Espresso", "best": "5"}]
-    file.write_text(json.dumps({"rows": old, "about": "seeds 0 2 cores"}))
-    assert with_others(new, file, "seeds 0", guidance.ROWS) == [new[1], new[0], old[1]]
-    assert with_others(new, file, "seeds 1", guidance.ROWS) == [new[1], new[0]]
 
 
 @pytest.mark.system

@@ -26,7 +26,7 @@ from threading import Lock
 
 from filelock import FileLock
 
-from benchmarks import TABLES, write_table
+from benchmarks import TABLES, command_line, write_table
 from benchmarks.mutants.mutations import Mutant, find_mutants
 from benchmarks.mutants.trials import (
     Project,
@@ -68,9 +68,7 @@ REST = 5  # of so many mutants that compute, one of the rest is tried besides
 
 def main() -> None:
     """Try the mutants, write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--sample", type=int, default=100, help="of the mutants that compute")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no mutant after these")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")

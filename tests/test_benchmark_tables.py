@@ -1,0 +1,40 @@
+"""benchmarks/__init__.py: which rows a command makes, and which a table keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import command_line, some_of, with_others
+
+ORDER = ("FGL", "OSCAR, pooled", "Espresso")
+
+
+def test_rows_of_others_stay_if_their_settings_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "guidance.json"
+    new = [{"": "OSCAR, pooled", "best": "2"}, {"": "FGL", "best": "3"}]
+    assert with_others(new, file, "seeds 0", ORDER) == [new[1], new[0]]
+    old = [{"": "FGL", "best": "9"}, {"": "Espresso", "best": "5"}]
+    file.write_text(json.dumps({"rows": old, "about": "seeds 0 2 cores"}))
+    assert with_others(new, file, "seeds 0", ORDER) == [new[1], new[0], old[1]]
+    assert with_others(new, file, "seeds 1", ORDER) == [new[1], new[0]]
+
+
+@pytest.mark.parametrize("known", [ORDER, (10, 20), (0.0, 0.5)])
+def test_a_command_makes_what_was_asked_for_or_all(known: tuple[Any, ...]) -> None:
+    parser = command_line("What it makes.")
+    assert some_of([known[1]], known, parser) == [known[1]]
+    assert some_of([], known, parser) == list(known)
+
+
+def test_what_is_unknown_ends_the_command_and_names_what_is_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = command_line("First line.\n\n    python -m it   # as it stands")
+    with pytest.raises(SystemExit) as ended:
+        some_of(["FGL", "FedSomething"], ORDER, parser)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "'FedSomething': must be some of FGL; OSCAR, pooled; Espresso" in said
+    assert "First line.\n\n    python -m it   # as it stands" in parser.format_help()
