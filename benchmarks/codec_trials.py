@@ -21,10 +21,9 @@ from sklearn.metrics import pairwise_distances_argmin
 
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import sent
-from benchmarks.main_table import CODED, WORK, config_of, settings_of
+from benchmarks.main_table import CODED, config_of, settings_of
 from osfl.codecs import BLOCK, packed, unpacked
 from osfl.config import RunConfig
-from osfl.files import private_folder
 from osfl.models.encoders import load_text_encoder
 from osfl.models.kits import find_kit
 from osfl.payloads import Descriptions, DomainVector, Encodings
@@ -52,16 +51,11 @@ def encodings(kit: str, texts: tuple[str, ...], pooled: bool) -> np.ndarray:
     return found.numpy()
 
 
-def prompts_of(config: RunConfig) -> tuple[str, ...]:
-    """A class's own, in their order."""
-    return tuple(fill(config.synthesis.prompt, {"class": name}) for name in DIGITS)
-
-
 def captions_of(config: RunConfig) -> tuple[str, ...]:
     """Public ones: every class in every style of which `votes` may vote, and the prompts."""
     styles = itertools.product(config.votes.words, DIGITS)
     named = [fill(config.votes.prompt, {"domain": a, "class": b}) for a, b in styles]
-    return (*named, *prompts_of(config))
+    return (*named, *config.prompts(DIGITS))
 
 
 def decibels(exact: np.ndarray, coded: np.ndarray) -> float:
@@ -139,7 +133,8 @@ def line(system: str) -> dict[str, str]:
         return f"{size:.0f} B, {decibels(exact, arrived):.1f} dB"
 
     nothing = np.zeros_like(exact[0])
-    prompts = encodings(config.kit, prompts_of(config), pooled).reshape(-1, exact.shape[-1])
+    prompts = encodings(config.kit, tuple(config.prompts(DIGITS)), pooled)
+    prompts = prompts.reshape(-1, exact.shape[-1])
     # What is added to a prompt, or is one vector for a class, has no encoding beside it
     beside = prompts.shape == exact[0].shape
     return {
@@ -161,7 +156,6 @@ def main() -> None:
     parser.add_argument("systems", nargs="*", help=f"some of {listed(SYSTEMS)}; none: all")
     given = parser.parse_args()
     systems = some_of(given.systems, SYSTEMS, parser)
-    private_folder(WORK)
     about = (
         "Bytes of a client's numbers for the digits' ten classes, and how far they are above their "
         "errors, by other codings than payload-codec's: the difference to what the server's text "

@@ -114,7 +114,8 @@ def descriptions(job: ClientJob, images: Images) -> torch.Tensor:
     kit = load_kit_to_learn(job)
     latents, logvar = posteriors(kit, images, job)
     rows_of = [(images.labels == label).nonzero().flatten() for label in images.held()]
-    learned = feddeo.descriptions_of_each(kit, images, rows_of, latents, logvar, job)
+    starts = kit.text(job.config.prompts(job.classes))
+    learned = feddeo.descriptions_of_each(kit, starts, images, rows_of, latents, logvar, job)
     found = torch.cat(list(learned))
     return found[torch.cat(rows_of).argsort()]
 

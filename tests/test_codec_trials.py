@@ -51,8 +51,8 @@ def test_the_entropy_of_steps_by_hand() -> None:
 
 
 def test_a_rotation_spreads_a_single_large_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 alone in its block is 64 numbers of 1 or -1 after it, in another order of signs than
-    Hadamard's, and itself when it is turned back.
+    """8 alone in its block becomes a row of Hadamard's matrix, whose numbers are 1 or -1, or that
+    row with the other sign; and itself when it is turned back.
     """
     seen: list[np.ndarray] = []
 
@@ -61,18 +61,12 @@ def test_a_rotation_spreads_a_single_large_number(monkeypatch: pytest.MonkeyPatc
         return 7, numbers
 
     monkeypatch.setattr(codec_trials, "in_four_bits", kept)
-    single = np.zeros((2, 64))
-    single[1, 5] = 8.0
-    size, turned = codec_trials.rotated(single)
+    size, turned = codec_trials.rotated(8 * np.eye(64))
     assert size == 7
-    assert np.abs(seen[0]) == pytest.approx(np.array([[0.0], [1.0]]).repeat(64, axis=1))
-    assert turned == pytest.approx(single)
-    single[1] = np.eye(64)[6] * 8
-    codec_trials.rotated(single)
-    # Two rows of an orthogonal matrix, each with a sign of its own
-    assert seen[0][1] @ seen[1][1] == pytest.approx(0)
-    plain = np.sign(hadamard(64)[5])
-    assert 0 < np.count_nonzero(np.sign(seen[0][1]) != plain) < 65
+    assert turned == pytest.approx(8 * np.eye(64))
+    signs = (seen[0] * hadamard(64)).mean(axis=1)
+    assert set(signs) == {-1, 1}
+    assert seen[0] == pytest.approx(signs[:, None] * hadamard(64))
 
 
 def test_components_that_hold_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +102,6 @@ def test_a_row_has_each_codings_bytes_and_errors(
     monkeypatch.setattr(codec_trials, "STAGES", 2)
     monkeypatch.setattr(codec_trials, "MIXTURES", 300)
     monkeypatch.setattr(codec_trials, "TABLES", tmp_path)
-    monkeypatch.setattr(codec_trials, "WORK", tmp_path / "work")
     monkeypatch.setattr("sys.argv", ["codec_trials", system])
 
     def encodings(kit: str, texts: tuple[str, ...], pooled: bool) -> np.ndarray:
@@ -149,10 +142,10 @@ def decibels_in(cell: str) -> float:
 def test_what_the_server_knows_is_public() -> None:
     """Each class's prompt, and each class in each style of which clients may vote."""
     config = codec_trials.config_of(codec_trials.settings_of("domain-vector", 0))
-    prompts = codec_trials.prompts_of(config)
+    prompts = config.prompts(DIGITS)
     captions = codec_trials.captions_of(config)
     assert len(prompts) == 10
     assert all(name in prompt for name, prompt in zip(DIGITS, prompts, strict=True))
-    assert captions[-10:] == prompts
+    assert captions[-10:] == tuple(prompts)
     assert len(captions) == 10 * len(config.votes.words) + 10
     assert len(set(captions)) == len(captions)

@@ -82,17 +82,18 @@ def _noised(
     job: ClientJob,
 ) -> list[torch.Tensor]:
     """Of each class, the noised mean of what its images learn by themselves, [L, d] or [1, d]."""
-    prompts = kit.text(job.config.prompts(job.classes)).cpu()
+    prompts = kit.text(job.config.prompts(job.classes))
     alike = job.config.feddeo.tokens == "all"
-    learned = descriptions_of_each(kit, images, rows_of, mean, logvar, job)
+    learned = descriptions_of_each(kit, prompts, images, rows_of, mean, logvar, job)
     found = []
     for label, each in zip(images.held(), learned, strict=True):
-        found.append(private_mean_of_class(each, prompts, label, job.config, alike))
+        found.append(private_mean_of_class(each, prompts.cpu(), label, job.config, alike))
     return found
 
 
 def descriptions_of_each(
     kit: Kit,
+    prompts: torch.Tensor,
     images: Images,
     rows_of: list[torch.Tensor],
     mean: torch.Tensor,
@@ -102,10 +103,10 @@ def descriptions_of_each(
     """What images learn by themselves, class by class: [n, L, d] on the CPU.
 
     Args:
+        prompts: of all classes of the run, [C, L, d], where they begin.
         rows_of: the images of each class that is held.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
     """
-    prompts = kit.text(job.config.prompts(job.classes))
     names = image_names(images)
     settings = job.config.feddeo
     whole = sum(steps_of_each(len(rows), settings) for rows in rows_of)
