@@ -25,8 +25,7 @@ from scipy import stats
 from torch import nn
 
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
-from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
-from benchmarks.lacks import real
+from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, real, sent
 from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, LONG, ROWS, config_of
 from benchmarks.server import job_in

@@ -1,10 +1,11 @@
-"""The clients of the tables: their names, their domains, and what they send.
+"""The clients of the tables: their names, their domains, their images, and what they send.
 
 Payloads are made here by the clients' half, without the network between, and kept in
 `runs/payloads`: a client sends the same whatever its server does, so that tables share them.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from flwr.app import RecordDict
@@ -13,6 +14,7 @@ from benchmarks.guidance import digest_of
 from client_app.work import train
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
+from osfl.data.load import Images, load_images
 from osfl.files import private_folder
 from osfl.methods import METHODS
 from osfl.models.kits import find_kit
@@ -32,6 +34,18 @@ CLIENTS = names(6)
 # Of the clients, in their order
 DOMAINS = ("clipart", "infograph", "neon", "painting", "photo", "sketch")
 Settings = Mapping[str, Scalar]
+
+
+@cache
+def real(split: str) -> list[Images]:
+    """Every client's own images of a split."""
+    own = {"method": "ceiling", "num-clients": len(CLIENTS)}
+    config = parse_run_config({**default_config(), **own})
+    found = []
+    for number in range(len(CLIENTS)):
+        node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
+        found.append(load_images(config.data, node, split, config.seed))
+    return found
 
 
 def sent(settings: Settings) -> dict[str, Payload]:

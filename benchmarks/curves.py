@@ -1,8 +1,8 @@
 """Accuracy along images a class, guidance and sampling steps, with the core-seconds of each; to
 benchmarks/tables/curves.{md,json,png}.
 
-python -m benchmarks.curves                    # every row
-python -m benchmarks.curves domain-vector      # some; the table keeps its other rows
+python -m benchmarks.curves                    # domain-vector's
+python -m benchmarks.curves prompts-domain     # another's; the table keeps its other rows
 
 One setting is changed at a time; the others stay at thirty images a class and client, guidance 2
 and 20 steps. Payloads are made once, with benchmarks.left_out's recipe and a seed of their
@@ -13,7 +13,9 @@ Interrupted, the same command goes on.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from time import process_time
 
 import torch
@@ -30,14 +32,19 @@ from benchmarks import (
     write_table,
 )
 from benchmarks.clients import Settings, folder_name, sent
-from benchmarks.lacks import taught, tested
+from benchmarks.guidance import score
 from benchmarks.left_out import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
+from osfl.config import RunConfig
+from osfl.models.classifiers import new_classifier
+from osfl.models.kits import find_kit
+from osfl.models.training import fit
 from osfl.payloads import Payload
 from osfl.run_folder.layout import RunFolder
 from server_app.synthesis.images import SyntheticSet
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "curves"
+CPU = torch.device("cpu")
 SEED = 100  # no table of results has it
 # Of benchmarks.left_out, with its settings
 ROWS = ("domain-vector", "prompts-domain", "FedDEO description alone")
@@ -101,6 +108,20 @@ def timed_images(folder: RunFolder) -> int:
         return 0
     lines = folder.timings_file.read_text().splitlines()
     return sum(int(json.loads(line)["images"]) for line in lines)
+
+
+def taught(config: RunConfig, pixels: torch.Tensor, labels: torch.Tensor) -> torch.nn.Module:
+    """A model of `config.global_model`, with about as many steps whatever the number of images."""
+    settings = config.global_model
+    batches = -(-len(labels) // settings.batch_size)
+    settings = replace(settings, epochs=max(1, round(627 / batches)), steps=0)
+    model = new_classifier(settings, 10, find_kit("digits"), config.seed, "global-model.init")
+    return fit(model, pixels, labels, settings, config.seed, CPU)
+
+
+def tested(model: torch.nn.Module) -> float:
+    """Top-1 accuracy (%) on the validation split, average of the domains."""
+    return mean(score(config_of({**COMMON, "method": "ceiling"}), model))
 
 
 def first_images(images: SyntheticSet, most: int, wanted: int) -> SyntheticSet:
@@ -186,9 +207,9 @@ def plot(lines: Sequence[Mapping[str, str]], file: Path) -> None:
 def main() -> None:
     """Make the table and the plot, and keep them."""
     parser = command_line(__doc__)
-    parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: all")
+    parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: {ROWS[0]}")
     given = parser.parse_args()
-    rows = some_of(given.rows, ROWS, parser)
+    rows = some_of(given.rows or ROWS[:1], ROWS, parser)
     WORK.mkdir(parents=True, exist_ok=True)
     about = (
         "Top-1 accuracy (%) on the digits' validation split, average of the domains, of one "

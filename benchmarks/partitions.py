@@ -1,8 +1,8 @@
 """What holds whatever liars send: the certified accuracy of an ensemble; to
 benchmarks/tables/partitions.{md,json}.
 
-python -m benchmarks.partitions          # of 10 and of 20 groups
-python -m benchmarks.partitions 20       # of some; the table keeps its other rows
+python -m benchmarks.partitions          # of 20 groups
+python -m benchmarks.partitions 10       # of 10; the table keeps its other rows
 
 Deep Partition Aggregation (Levine & Feizi, arXiv 2006.14768) with clients in place of training
 images. Sixty clients with ten images of the digits each, drawn at random, are parted into groups by
@@ -28,8 +28,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
-from benchmarks.clients import Settings, folder_name, names, sent
-from benchmarks.lacks import real
+from benchmarks.clients import Settings, folder_name, names, real, sent
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
@@ -113,9 +112,11 @@ def line(groups: int) -> dict[str, str]:
 def main() -> None:
     """Make the table, and keep it."""
     parser = command_line(__doc__)
-    parser.add_argument("groups", nargs="*", type=int, help=f"some of {listed(GROUPS)}; none: all")
+    parser.add_argument(
+        "groups", nargs="*", type=int, help=f"some of {listed(GROUPS)}; none: {GROUPS[-1]}"
+    )
     given = parser.parse_args()
-    numbers = some_of(given.groups, GROUPS, parser)
+    numbers = some_of(given.groups or GROUPS[-1:], GROUPS, parser)
     private_folder(WORK)
     about = (
         f"Top-1 accuracy (%) on the test images of all six domains. {NUMBER} clients with ten "

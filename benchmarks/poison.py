@@ -29,8 +29,7 @@ import torch
 
 from benchmarks import TABLES, command_line, listed, main_table, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
-from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, sent
-from benchmarks.lacks import real
+from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, real, sent
 from benchmarks.main_table import config_of
 from benchmarks.server import drawn_by, job_in
 from client_app.work import client_job

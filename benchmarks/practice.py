@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks import TABLES, command_line, some_of, with_others, write_table
 from benchmarks.clients import folder_name, sent
-from benchmarks.curves import first_images
-from benchmarks.lacks import taught, tested
+from benchmarks.curves import first_images, taught, tested
 from benchmarks.main_table import config_of, settings_of
 from benchmarks.server import drawn_by, job_in
 from osfl.files import private_folder, write_atomically

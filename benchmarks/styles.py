@@ -1,36 +1,47 @@
-"""Whether what a kit draws for a client shows its class, style by style; to
+"""What synthetic images lack that real ones have, style by style; to
 benchmarks/tables/styles.{md,json} and styles-painting.png.
 
 python -m benchmarks.styles             # the table, and paintings to look at
 python -m benchmarks.styles neon        # of another style the picture alone
 
-The table: of images drawn under the clients' vectors (domain-vector) and under the styles' names
-(prompts-domain), the share that a classifier takes for their class, by guidance. The classifier has
-learned all clients' real images by the recipe of benchmarks.main_table. The picture: a column for
-each class, and in pairs of rows a client's training images, the same as the kit's autoencoder gives
-them back, and what is drawn under its vector and under its style's name.
+The table looks at images drawn under the clients' vectors, under the styles' names and under
+FedDEO's descriptions, by guidance. Who looks is a classifier that has learned all clients' real
+images by the recipe of benchmarks.main_table:
+
+- each style's share that it takes for their class,
+- distance: Fréchet's, of its features of a style's images and of the validation split's real ones
+  (Heusel et al., arXiv 1706.08500, with this network in place of Inception), averaged over styles,
+- spread: of its features of a class's images that it takes for the class, the squared distance to
+  their mean, in % of the real ones'; averaged over classes and styles.
+
+The picture: a column for each class, and in pairs of rows a client's training images, the same as
+the kit's autoencoder gives them back, and what is drawn under its vector and under its style's
+name.
 """
 
 import io
 from collections.abc import Sequence
+from copy import deepcopy
 from statistics import mean
 
+import numpy as np
 import torch
 from PIL import Image
+from scipy.linalg import sqrtm
 from torch import nn
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from benchmarks import TABLES, command_line, write_table
-from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
-from benchmarks.lacks import real
+from benchmarks import TABLES, command_line, guidance, write_table
+from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, real, sent
 from benchmarks.main_table import WORK, config_of, settings_of
 from benchmarks.poison import of
 from benchmarks.server import drawn_by, job_in
 from benchmarks.switches import of_clients, reconstructed
 from osfl.data.load import Images
 from osfl.files import private_folder, write_atomically
-from osfl.models.classifiers import logits_of
+from osfl.models.classifiers import headless, logits_of, normalise
+from osfl.pixels import to_float
 from server_app.driver import train_one
 from server_app.synthesis.images import SyntheticSet
 
@@ -40,7 +51,15 @@ ROWS = 2
 SCALE = 3
 # Images of each class and client that are looked at by the classifier
 LOOKED_AT = 10
-GUIDANCE = {"domain-vector": (1.0, 1.5, 2.0, 3.0, 4.0), "prompts-domain": (2.0, 3.0, 5.0)}
+GUIDANCE = {
+    "domain-vector": (1.0, 1.5, 2.0, 3.0, 4.0),
+    "prompts-domain": (2.0, 3.0, 5.0),
+    "FedDEO description alone": (2.0,),
+}
+SHOWN = ("domain-vector", "prompts-domain")
+# Directions of features in which distances are taken: a style has few images
+KEPT = 32
+BATCH = 200
 CPU = torch.device("cpu")
 
 
@@ -62,33 +81,89 @@ def classifier() -> nn.Module:
     return model.model
 
 
+def sees(model: nn.Module, images: SyntheticSet | Images) -> torch.Tensor:
+    """Which images a classifier takes for their class [N]."""
+    return logits_of(model, images.pixels, CPU).argmax(dim=1) == images.labels
+
+
 def share_seen(model: nn.Module, images: SyntheticSet | Images) -> float:
-    """Of images, those that a classifier takes for their class (%)."""
-    said = logits_of(model, images.pixels, CPU).argmax(dim=1)
-    return 100 * (said == images.labels).double().mean().item()
+    """Their share (%)."""
+    return 100 * sees(model, images).double().mean().item()
 
 
-def line(name: str, model: nn.Module, parts: Sequence[SyntheticSet]) -> dict[str, str]:
-    """A row of the table: each client's images, and all."""
-    shares = [share_seen(model, part) for part in parts]
+@torch.no_grad()
+def features_of(model: nn.Module, images: SyntheticSet | Images) -> np.ndarray:
+    """What goes into a classifier's last layer [N, f]."""
+    body, _ = headless(deepcopy(model))
+    parts = torch.arange(len(images.labels)).split(BATCH)
+    found = [body(normalise(to_float(images.pixels[rows]), model)) for rows in parts]
+    return torch.cat(found).double().numpy()
+
+
+def frechet_distance(one: np.ndarray, other: np.ndarray) -> float:
+    """|m - m'|^2 + tr(S + S' - 2 (S S')^(1/2)), of two sets of features [N, k], along the KEPT
+    principal directions of the second.
+    """
+    directions = np.linalg.svd(other - other.mean(axis=0), full_matrices=False)[2][:KEPT].T
+    one, other = one @ directions, other @ directions
+    covariances = np.cov(one, rowvar=False), np.cov(other, rowvar=False)
+    root = sqrtm(covariances[0] @ covariances[1]).real
+    apart = one.mean(axis=0) - other.mean(axis=0)
+    return float(apart @ apart + np.trace(covariances[0] + covariances[1] - 2 * root))
+
+
+def spread_within(features: np.ndarray, labels: torch.Tensor, seen: torch.Tensor) -> float:
+    """The squared distance of features [N, f] to the mean of their class, of images that are seen
+    as it [N]; without bias, averaged over the classes that have two.
+    """
+    found = []
+    for label in labels.unique().tolist():
+        own = features[((labels == label) & seen).numpy()]
+        if len(own) > 1:
+            found.append(own.var(axis=0, ddof=1).sum())
+    return float(np.mean(found))
+
+
+def line(
+    name: str,
+    model: nn.Module,
+    parts: Sequence[SyntheticSet | Images],
+    real_ones: Sequence[Images],
+) -> dict[str, str]:
+    """A row of the table: each style's images, and all; beside its real ones."""
     made = {"": name}
-    made |= {style: f"{share:.1f}" for style, share in zip(DOMAINS, shares, strict=True)}
-    return {**made, "average": f"{mean(shares):.1f}"}
+    shares, distances, spreads = [], [], []
+    for style, part, known in zip(DOMAINS, parts, real_ones, strict=True):
+        shares.append(share_seen(model, part))
+        made[style] = f"{shares[-1]:.1f}"
+        own, other = features_of(model, part), features_of(model, known)
+        distances.append(frechet_distance(own, other))
+        of_real = spread_within(other, known.labels, sees(model, known))
+        spreads.append(100 * spread_within(own, part.labels, sees(model, part)) / of_real)
+    made["average"] = f"{mean(shares):.1f}"
+    made["distance"] = f"{mean(distances):.1f}"
+    made["spread (%)"] = f"{mean(spreads):.0f}"
+    return made
+
+
+def first_of(images: Images) -> SyntheticSet:
+    """As many real images of each class as are drawn."""
+    columns = [(images.labels == label).nonzero().flatten() for label in images.held()]
+    rows = torch.cat([column[:LOOKED_AT] for column in columns])
+    return SyntheticSet(images.pixels[rows], images.labels[rows], ("",) * len(rows))
 
 
 def lines() -> list[dict[str, str]]:
-    """The table, with the validation split's real images first."""
+    """The table; first real images of the test split."""
     model = classifier()
-    real_ones = [
-        SyntheticSet(part.pixels, part.labels, (client,) * len(part))
-        for client, part in zip(CLIENTS, real("validation"), strict=True)
-    ]
-    made = [line("real images", model, real_ones)]
+    known = real("validation")
+    made = [line("real images", model, [first_of(part) for part in real("test")], known)]
     for row, figures in GUIDANCE.items():
-        for guidance in figures:
-            images = drawn(row, CLIENTS, LOOKED_AT, {f"{row}.guidance": guidance})
+        (scale,) = guidance.ROWS[row].scales
+        for figure in figures:
+            images = drawn(row, CLIENTS, LOOKED_AT, {scale: figure})
             parts = [of(images, (client,)) for client in CLIENTS]
-            made.append(line(f"{row}, guidance {guidance:g}", model, parts))
+            made.append(line(f"{row}, guidance {figure:g}", model, parts, known))
             print(made[-1], flush=True)
     return made
 
@@ -106,7 +181,7 @@ def picture_of(client: str) -> torch.Tensor:
     own = of(of_clients(), (client,))
     config = config_of(settings_of("ceiling", SEED))
     sets = [own, reconstructed(own, config)]
-    sets += [drawn(row, (client,), ROWS, {}) for row in GUIDANCE]
+    sets += [drawn(row, (client,), ROWS, {}) for row in SHOWN]
     return torch.cat([in_columns(one) for one in sets], dim=1)
 
 
@@ -126,9 +201,12 @@ def main() -> None:
         return
     about = (
         "The share (%) of each style's images that a classifier of all clients' real images takes "
-        f"for their class: the validation split's, and {LOOKED_AT} of each class that are drawn "
-        "under the clients' vectors or the styles' names, by guidance. One seed; the recipe is "
-        "benchmarks.main_table's. Command: `python -m benchmarks.styles`."
+        f"for their class, of {LOOKED_AT} of each class: of the test split, and drawn under the "
+        "clients' vectors, the styles' names or FedDEO's descriptions, by guidance. Distance: "
+        "Fréchet's, of the classifier's features, to the validation split's images; spread: of "
+        "images that are taken for their class, the features' squared distance to the class's "
+        "mean, in % of the validation split's. One seed; the recipe is benchmarks.main_table's. "
+        "Command: `python -m benchmarks.styles`."
     )
     write_table(TABLES / "styles", lines(), about)
 

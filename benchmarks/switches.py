@@ -21,9 +21,8 @@ import torch
 from scipy import stats
 
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
-from benchmarks.clients import CLIENTS, Settings, folder_name, sent
+from benchmarks.clients import CLIENTS, Settings, folder_name, real, sent
 from benchmarks.guidance import score
-from benchmarks.lacks import real
 from benchmarks.left_out import against
 from benchmarks.main_table import config_of, settings_of
 from benchmarks.server import drawn_by, job_in
@@ -61,10 +60,6 @@ SYNTHETIC: dict[str, Settings] = {
     "soft labels": {"label-check": "soft"},
     "guidance 1.5": {"domain-vector.guidance": 1.5},
     "100 images a class": {"synthesis.images-per-class": 100},
-    "100 images a class, four times as many steps": {
-        "synthesis.images-per-class": 100,
-        "global-model.steps": 2508,
-    },
 }
 # Of real images alone
 RECONSTRUCTED = "through the kit's autoencoder"

@@ -1,6 +1,7 @@
 """benchmarks/curves.py: which images a point of a curve has, and where it is drawn."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,3 +109,15 @@ def test_a_curve_is_what_differs_in_one_setting_alone(tmp_path: Path) -> None:
     assert found == [(5, 6, 15), (10, 7, 15), (20, 0, 15), (50, 8, 15)]
     curves.plot(lines, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("count", "epochs"), [(300, 63), (1800, 11), (18_000, 1)])
+def test_a_model_has_as_many_steps_whatever_the_images(
+    count: int, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """627 steps are 63 epochs of 10 batches of 32, or 11 of 57; 563 are one, and no less."""
+    monkeypatch.setattr(curves, "fit", lambda model, pixels, labels, settings, *more: settings)
+    config = curves.config_of({**curves.COMMON, "method": "ceiling", "global-model.steps": 7})
+    pixels = torch.zeros(count, 1, 1, 1, dtype=torch.uint8).expand(-1, 3, 32, 32)
+    settings: Any = curves.taught(config, pixels, torch.zeros(count, dtype=torch.int64))
+    assert (settings.epochs, settings.steps) == (epochs, 0)

@@ -78,7 +78,7 @@ def test_conditions_are_learned_in_as_many_steps() -> None:
         for key, value in settings.items()
         if key.endswith(".steps") and not key.startswith(("synthesis.", "global-model."))
     ]
-    assert len(found) == 25
+    assert len(found) == 23
     assert set(found) == {600}
 
 

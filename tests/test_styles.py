@@ -1,10 +1,13 @@
-"""benchmarks/styles.py: whose images are shown and looked at, and what the table says."""
+"""benchmarks/styles.py: whose images are shown and looked at, and what is said of them, on sets
+whose answer is known.
+"""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -43,16 +46,99 @@ def test_a_column_is_a_class() -> None:
     assert grid[0, 0, 0] == 255
 
 
-def test_a_row_has_each_styles_share() -> None:
-    """Client k's four images show class 0, and k of them say so; of six clients at most four."""
+def gaussian(mean: float, deviation: float, count: int = 50_000) -> np.ndarray:
+    return np.random.default_rng(3).normal(mean, deviation, size=(count, 4))
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "distance"),
+    [
+        (0.0, 1.0, 0.0),
+        # |m|^2 of four numbers
+        (2.0, 1.0, 16.0),
+        # (1 - 3)^2 a direction
+        (0.0, 3.0, 16.0),
+    ],
+)
+def test_frechets_distance_of_gaussians(mean: float, deviation: float, distance: float) -> None:
+    found = styles.frechet_distance(gaussian(mean, deviation), gaussian(0.0, 1.0))
+    assert found == pytest.approx(distance, abs=0.15)
+
+
+def test_a_distance_is_along_the_real_ones_principal_directions() -> None:
+    """Of 40 numbers the real ones deviate by 1 in the last 32 alone. What is 5 away in the first
+    eight is as near as they are; in the last ones it is 32 times 25 away.
+    """
+    chance = np.random.default_rng(7)
+    real = chance.normal(size=(5000, 40))
+    real[:, :8] *= 1e-3
+    assert styles.KEPT == 32
+    beside, away = real.copy(), real.copy()
+    beside[:, :8] += 5
+    away[:, 8:] += 5
+    assert styles.frechet_distance(beside, real) == pytest.approx(0, abs=0.01)
+    assert styles.frechet_distance(away, real) == pytest.approx(32 * 25, rel=0.01)
+
+
+def test_spread_is_of_the_seen_images_of_a_class() -> None:
+    """Class 0 has the features (0, 0) and (2, 4) about (1, 2): 2 + 8 without bias, whatever class
+    1 is. The image at 100 is not seen; of class 1 three are at 0, 0 and 3: 3. Of class 2 there is
+    one, which says nothing.
+    """
+    features = np.array([[0, 0], [2, 4], [100, 0], [0, 0], [0, 0], [3, 0], [9, 9]], dtype=float)
+    labels = torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    seen = torch.tensor([True, True, False, True, True, True, True])
+    assert styles.spread_within(features, labels, seen) == pytest.approx((10 + 3) / 2)
+
+
+def test_features_are_what_the_last_layer_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three batches of two, two and one; the classifier stays whole."""
+    monkeypatch.setattr(styles, "BATCH", 2)
+    body = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(body, nn.Linear(3, 10))
+    shown = images("client-0", [0, 50, 100, 150, 255], [0] * 5)
+    found = styles.features_of(model, shown)
+    expected = normalise(shown.pixels / 127.5 - 1)[:, :, 0, 0]
+    assert found == pytest.approx(expected.numpy(), abs=1e-5)
+    assert isinstance(model[1], nn.Linear)
+
+
+def test_a_row_has_each_styles_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client k's four images show class 0, and k of them say so; of six clients at most four. A
+    feature is the first pixel: of style k these are 10 k and 10 k + 2, and real ones 0 and 1.
+    """
+
+    def features_of(model: object, shown: Any) -> np.ndarray:
+        return shown.pixels[:, 0, 0, :1].double().numpy()
+
+    monkeypatch.setattr(styles, "features_of", features_of)
+    monkeypatch.setattr(styles, "frechet_distance", lambda one, other: one.mean() - other.mean())
+    known = images("", [0, 1], [0, 0])
     parts = []
     for number, client in enumerate(CLIENTS):
         right = min(number, 4)
         parts.append(images(client, [0, 0, 0, 0], [0] * right + [1] * (4 - right)))
-    found = styles.line("a row", Shade(), parts)
+    monkeypatch.setattr(styles, "spread_within", lambda features, labels, seen: 1.0)
+    found = styles.line("a row", Shade(), parts, [known] * 6)
     assert [found[style] for style in DOMAINS] == ["0.0", "25.0", "50.0", "75.0", "100.0", "100.0"]
     assert found["average"] == "58.3"
     assert found[""] == "a row"
+    monkeypatch.undo()
+    monkeypatch.setattr(styles, "features_of", features_of)
+    monkeypatch.setattr(styles, "frechet_distance", lambda one, other: one.mean() - other.mean())
+    monkeypatch.setattr(styles, "sees", lambda model, shown: torch.ones(len(shown.labels)) > 0)
+    parts = [images(client, [10 * k, 10 * k + 2], [0, 0]) for k, client in enumerate(CLIENTS)]
+    found = styles.line("a row", Shade(), parts, [known] * 6)
+    # 1, 11, ... 51 less one half; a variance of 2 beside one of 1/2
+    assert (found["distance"], found["spread (%)"]) == ("25.5", "400")
+
+
+def test_as_many_real_images_of_a_class_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(styles, "LOOKED_AT", 2)
+    own = images("", [10, 20, 11, 21, 12, 22], [0, 1, 0, 1, 0, 1])
+    found = styles.first_of(Images(own.pixels, own.labels))
+    assert found.pixels[:, 0, 0, 0].tolist() == [10, 11, 20, 21]
+    assert found.labels.tolist() == [0, 0, 1, 1]
 
 
 def test_what_is_drawn_is_the_main_tables_row_but_for_what_is_changed(
@@ -96,8 +182,7 @@ def test_the_picture_and_the_table(
         return SyntheticSet(pixels, torch.tensor([0, 1] * len(clients)), owners)
 
     def one_right(split: str) -> list[Any]:
-        assert split == "validation"
-        part = images("", [0, 0], [0, 1])
+        part = images("", {"test": [0, 0], "validation": [7, 7]}[split], [0, 1])
         return [Images(part.pixels, part.labels)] * 6
 
     def reconstructed(own: SyntheticSet, config: Any) -> SyntheticSet:
@@ -113,6 +198,10 @@ def test_the_picture_and_the_table(
     monkeypatch.setattr(styles, "of_clients", lambda: whole)
     monkeypatch.setattr(styles, "reconstructed", reconstructed)
     monkeypatch.setattr(styles, "classifier", Shade)
+    # A distance says what was compared with, and a spread what was looked at
+    monkeypatch.setattr(styles, "features_of", lambda model, shown: shown.pixels.double().numpy())
+    monkeypatch.setattr(styles, "frechet_distance", lambda one, other: other.mean())
+    monkeypatch.setattr(styles, "spread_within", lambda features, labels, seen: features.mean())
     monkeypatch.setattr("sys.argv", ["styles", *([style] if style else [])])
     styles.main()
     client = "client-2" if style else "client-3"
@@ -135,6 +224,9 @@ def test_the_picture_and_the_table(
         return
     rows = json.loads((tmp_path / "styles.json").read_text())["rows"]
     assert [rows[0][""], rows[0]["average"]] == ["real images", "50.0"]
+    assert {row["distance"] for row in rows} == {"7.0"}
+    # Of 0 and, in every second style, 1: a half of two styles in four, beside 7
+    assert [row["spread (%)"] for row in rows] == ["0"] + ["4"] * (len(rows) - 1)
     for row in rows[1:]:
         assert [row[name] for name in DOMAINS] == ["100.0", "50.0"] * 3
         assert row["average"] == "75.0"
@@ -143,8 +235,9 @@ def test_the_picture_and_the_table(
         for row, figures in styles.GUIDANCE.items()
         for guidance in figures
     ]
+    scales = {"FedDEO description alone": "feddeo.guidance-description"}
     assert [one[3] for one in asked[2:]] == [
-        {f"{row}.guidance": guidance}
+        {scales.get(row, f"{row}.guidance"): guidance}
         for row, figures in styles.GUIDANCE.items()
         for guidance in figures
     ]
