@@ -127,6 +127,7 @@ def test_the_table_holds_each_row_against_the_ceiling_of_as_many_steps(
         ("ceiling", 1): (82.0, 83.0),
         ("domain-vector", 0): (70.0, 79.0),
         ("domain-vector", 1): (74.0, 83.0),
+        (adaptation.ALONE, 0): (10.0, 60.0),
     }
 
     def cell(start: str, seed: int, split: str, own: Any = None) -> dict[str, list[float]]:
@@ -135,10 +136,14 @@ def test_the_table_holds_each_row_against_the_ceiling_of_as_many_steps(
         return {"before": [before] * 6, "after": [after - 5, after + 5] * 3}
 
     monkeypatch.setattr(adaptation, "cell", cell)
-    monkeypatch.setattr(sys, "argv", ["adaptation", "--seeds", "0,1", "domain-vector", "ceiling"])
+    monkeypatch.setattr(sys, "argv", ["adaptation", "domain-vector", "ceiling", adaptation.ALONE])
+    monkeypatch.setattr(adaptation, "SEEDS", (0, 1))
     adaptation.main()
     table = json.loads((work / "adaptation.json").read_text())
-    ceiling, vector = table["rows"]
+    ceiling, vector, alone = table["rows"]
+    # Of one seed, and so without an interval
+    assert (alone["as it came"], alone["adapted"], alone["painting"]) == ("10.0", "60.0", "65.0")
+    assert not any("ceiling" in key or key in ("gain", "standard error") for key in alone)
     assert (ceiling[""], vector[""]) == ("ceiling", "domain-vector")
     assert (vector["as it came"], vector["adapted"]) == ("72.0", "81.0")
     # Half of the difference of two
@@ -149,7 +154,9 @@ def test_the_table_holds_each_row_against_the_ceiling_of_as_many_steps(
     assert ceiling["adapted, to the ceiling adapted"] == ""
     assert ceiling["adapted, to the ceiling as it came"] == "+1.0 [+1.0, +1.0] *"
     assert [vector[domain] for domain in DOMAINS] == ["76.0", "86.0"] * 3
-    assert "seeds 0,1" in table["about"]
+    assert vector["as it came, by seed"] == "70.00, 74.00"
+    assert vector["adapted, by seed"] == "79.00, 83.00"
+    assert "seeds 0, 1" in table["about"]
 
 
 def test_the_tuning_is_on_the_validation_split(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
