@@ -1,6 +1,6 @@
 """Where the figures in README and docs come from.
 
-Each module is a command: `python -m benchmarks.NAME`.
+Each module that its README lists is a command: `python -m benchmarks.NAME`.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def write_table(out: Path, rows: Sequence[Mapping[str, object]], about: str) -> 
     head = list(dict.fromkeys(key for row in rows for key in row))
     cells = [head, ["---:"] * len(head), *([str(row.get(key, "")) for key in head] for row in rows)]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "flwr", "diffusers"))
-    about = f"{about} {machine()}, {versions}."
+    about = f"{about} Written on {machine()}, {versions}."
     page = "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", about, ""])
     write_atomically(out.with_suffix(".md"), page.encode(), PUBLIC)
     kept = json.dumps({"rows": rows, "about": about}, indent=1) + "\n"

@@ -190,7 +190,7 @@ def main() -> None:
             "and after each client adapts the global model; seed 0. "
             "Command: `python -m benchmarks.adaptation --tuning`."
         )
-        write_table(TABLES / "adaptation-tuning", tuning(), f"{about} Written on")
+        write_table(TABLES / "adaptation-tuning", tuning(), about)
         return
     about = (
         "Top-1 accuracy (%) on the clients' test images, average of the clients, mean of the seeds "
@@ -205,7 +205,7 @@ def main() -> None:
     )
     for start in rows:
         lines = with_others([line(start)], TABLES / "adaptation.json", about, STARTS)
-        write_table(TABLES / "adaptation", lines, f"{about} Written on")
+        write_table(TABLES / "adaptation", lines, about)
 
 
 if __name__ == "__main__":

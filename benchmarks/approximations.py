@@ -2,7 +2,7 @@
 payloads; to benchmarks/tables/approximations-*.{md,json}.
 
 python -m benchmarks.approximations feddeo   # solvers, a guidance interval, feature caching
-python -m benchmarks.approximations fedlmg   # the gradient at x0, a solver
+python -m benchmarks.approximations fedlmg   # the gradient at x0, a solver, the small decoder
 python -m benchmarks.approximations feddeo-few-steps   # the kit's few-step weights
 
 A run of `osfl run` collects the payloads once. The server's half then draws and trains with them

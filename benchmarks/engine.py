@@ -8,7 +8,7 @@ python -m benchmarks.engine choices       # precision, attention, memory format,
 python -m benchmarks.engine workers       # two real ones; 40 that sleep; a slow one
 python -m benchmarks.engine kills         # 20 times kill -9, against a quiet run
 python -m benchmarks.engine scan          # how soon 100,000 images are found
-python -m benchmarks.engine memory        # while 2,000 and 20,000 images are drawn
+python -m benchmarks.engine memory        # of a server that makes 2,000 and 20,000 grey images
 
 Ratios are of pairs A B A B in one process; with seven pairs, their median lies between the least
 and the largest with 98 % (sign test).

@@ -30,7 +30,7 @@ from server_app.job import ServerJob
 WORK = Path(__file__).resolve().parent.parent / "runs" / "left-out"
 # In the place of public domains' names: all but the one that is tested
 OTHERS = "others"
-# The recipe of configs/tables/recommended.toml; 1,500 images in batches of 32 make 47 steps an
+# The recipe of configs/recipes/digits.toml; 1,500 images in batches of 32 make 47 steps an
 # epoch, the ceiling's 500 make 16
 COMMON: Settings = {
     "num-clients": 6,

@@ -10,9 +10,10 @@ python -m benchmarks.main_table --partition dirichlet    # alpha 0.1: clients of
 By another partition than by domain the table is main-label or main-dirichlet; with --seeds 0,3 it
 is main-seeds-0-3.
 
-Every row and seed has payloads, noise and training of its own, on the same real images. Clients and
-server do what they do in `osfl run`, but in one process, without the network between them, and on a
-GPU where there is one. Interrupted, the same command goes on.
+Every seed has payloads, noise and training of its own, on the same real images; rows whose clients
+do the same share payloads. Clients and server do what they do in `osfl run`, but in one process,
+without the network between them, and on a GPU where there is one. Interrupted, the same command
+goes on.
 """
 
 import json
@@ -282,7 +283,7 @@ def main() -> None:
     table = TABLES / name_of(given.partition, seeds)
     lines = [line(row, seeds, given.partition) for row in rows]
     lines = with_others(lines, table.with_suffix(".json"), about, every)
-    write_table(table, lines, f"{about} Written on")
+    write_table(table, lines, about)
 
 
 if __name__ == "__main__":

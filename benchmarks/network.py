@@ -1,7 +1,7 @@
 """What a federation on a network costs.
 
-All roles in processes of their own, TLS and node keys, on loopback; to
-benchmarks/tables/network-*.md.
+On loopback; to benchmarks/tables/network-*.md. All roles are processes of their own, with TLS and
+node keys, but in `clients`, which is a simulation.
 
 python -m benchmarks.network payloads   # one client, 41 kB to 537 MB: seconds, memory
 python -m benchmarks.network demo       # the demo by six clients over TLS, and in simulation

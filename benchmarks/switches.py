@@ -155,7 +155,7 @@ def main() -> None:
     )
     for row in rows:
         lines = with_others([line(row, seeds)], TABLES / "switches.json", about, ROWS)
-        write_table(TABLES / "switches", lines, f"{about} Written on")
+        write_table(TABLES / "switches", lines, about)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ FedLMG's images are drawn once for each row and seed, with the recipe of benchma
 the same images a global model is trained alone, with its teachers as the method has them, and with
 their outputs softened: at a temperature of 4, where a teacher says more than the class that it is
 sure of. Rows differ in how images are parted among clients, and in how the clients' classifiers are
-trained: as in the papers, or with as many steps of the recipe, which may make better teachers.
+trained: as in the papers, or with as many steps of the recipe, but for its label smoothing, which
+may make better teachers.
 Accuracies are of the digits' validation split. Interrupted, the same command goes on.
 """
 
@@ -177,7 +178,7 @@ def main() -> None:
     )
     for row in rows:
         lines = with_others([line(row, SEEDS)], TABLES / "teachers.json", about, ROWS)
-        write_table(TABLES / "teachers", lines, f"{about} Written on")
+        write_table(TABLES / "teachers", lines, about)
 
 
 if __name__ == "__main__":
