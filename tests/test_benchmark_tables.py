@@ -1,4 +1,4 @@
-"""benchmarks/__init__.py: which rows a command makes, and which a table keeps."""
+"""What benchmarks share: which rows a command makes, which a table keeps, whose images there are."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import command_line, some_of, with_others
+from benchmarks.clients import real
 
 ORDER = ("FGL", "OSCAR, pooled", "Espresso")
 
@@ -38,3 +39,13 @@ def test_what_is_unknown_ends_the_command_and_names_what_is_known(
     said = capsys.readouterr().err
     assert "'FedSomething': must be some of FGL; OSCAR, pooled; Espresso" in said
     assert "First line.\n\n    python -m it   # as it stands" in parser.format_help()
+
+
+def test_clients_have_a_hundred_images_to_learn_from_and_three_hundred_to_be_tested_on() -> None:
+    for split, count in (("train", 100), ("test", 300)):
+        found = real(split)
+        assert [len(part) for part in found] == [count] * 6
+        assert all(len(set(part.labels.tolist())) == 10 for part in found)
+        # Each in its own style
+        means = {round(float(part.pixels.float().mean()), 2) for part in found}
+        assert len(means) == 6
