@@ -1,4 +1,4 @@
-"""What benchmarks share: which rows a command makes, which a table keeps, whose images there are."""
+"""What benchmarks share: rows that a command makes, rows that a table keeps, and whose images."""
 
 import json
 from pathlib import Path
