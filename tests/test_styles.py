@@ -103,9 +103,10 @@ def test_features_are_what_the_last_layer_is_given(monkeypatch: pytest.MonkeyPat
     assert isinstance(model[1], nn.Linear)
 
 
-def test_a_row_has_each_styles_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Client k's four images show class 0, and k of them say so; of six clients at most four. A
-    feature is the first pixel: of style k these are 10 k and 10 k + 2, and real ones 0 and 1.
+@pytest.fixture
+def first_pixels(monkeypatch: pytest.MonkeyPatch) -> SyntheticSet:
+    """A feature is an image's first pixel, and a distance that of the means; real images, whose
+    features are 0 and 1.
     """
 
     def features_of(model: object, shown: Any) -> np.ndarray:
@@ -113,22 +114,29 @@ def test_a_row_has_each_styles_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(styles, "features_of", features_of)
     monkeypatch.setattr(styles, "frechet_distance", lambda one, other: one.mean() - other.mean())
-    known = images("", [0, 1], [0, 0])
+    return images("", [0, 1], [0, 0])
+
+
+def test_a_row_has_each_styles_share(first_pixels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client k's four images show class 0, and k of them say so; of six clients at most four."""
+    monkeypatch.setattr(styles, "spread_within", lambda features, labels, seen: 1.0)
     parts = []
     for number, client in enumerate(CLIENTS):
         right = min(number, 4)
         parts.append(images(client, [0, 0, 0, 0], [0] * right + [1] * (4 - right)))
-    monkeypatch.setattr(styles, "spread_within", lambda features, labels, seen: 1.0)
-    found = styles.line("a row", Shade(), parts, [known] * 6)
+    found = styles.line("a row", Shade(), parts, [first_pixels] * 6)
     assert [found[style] for style in DOMAINS] == ["0.0", "25.0", "50.0", "75.0", "100.0", "100.0"]
     assert found["average"] == "58.3"
     assert found[""] == "a row"
-    monkeypatch.undo()
-    monkeypatch.setattr(styles, "features_of", features_of)
-    monkeypatch.setattr(styles, "frechet_distance", lambda one, other: one.mean() - other.mean())
+
+
+def test_a_row_has_the_styles_mean_distance_and_spread(
+    first_pixels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Style k's features are 10 k and 10 k + 2, and all are seen."""
     monkeypatch.setattr(styles, "sees", lambda model, shown: torch.ones(len(shown.labels)) > 0)
     parts = [images(client, [10 * k, 10 * k + 2], [0, 0]) for k, client in enumerate(CLIENTS)]
-    found = styles.line("a row", Shade(), parts, [known] * 6)
+    found = styles.line("a row", Shade(), parts, [first_pixels] * 6)
     # 1, 11, ... 51 less one half; a variance of 2 beside one of 1/2
     assert (found["distance"], found["spread (%)"]) == ("25.5", "400")
 
