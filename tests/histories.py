@@ -8,21 +8,27 @@ What each gave is kept in runs/histories, and not played again with the same cod
 command goes on.
 
 A SuperLink, what runs ServerApps, and two sites, with TLS and node keys, as processes of their own.
-For each seed a job begins, and processes are killed, stopped and continued, a site's network is
-cut, or the same job is begun a second time, when and how long the seed says. What was killed comes
-back, as a restart policy has it; a job that ended is begun again by the same command. Then:
+For each seed a job begins, and when and how long the seed says
+
+- kill, stop: a process, with all that it started, is killed, or stopped and continued;
+- cut, slow: a site's network is cut, or lets few bytes through;
+- clock: a machine's clock is set minutes ahead or back (`pip install libfaketime`);
+- full: a disk has no room for a byte (as root, to mount one);
+- older: a site comes back with an older release installed;
+- again: the same job is begun a second time.
+
+A fault that this machine cannot make is left out. What was killed comes back, as a restart policy
+has it; a job that ended is begun again by the same command. Then:
 
 - a payload whose client was told that it arrived is on the server's disk;
 - each client has one payload there, and it never changes;
 - images, and what every client's test said of the model, are those of a run in peace;
 - nothing is written beside the run's folder, neither where runs are nor where processes work;
 - the command ends with 0 after its report, and else says an error last.
-
-What the kernel would have to be asked for (a full disk, another clock) is not in it; the first has
-tests of its own.
 """
 
 import argparse
+import errno
 import hashlib
 import json
 import random
@@ -37,7 +43,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -54,7 +61,23 @@ LONGEST = 12.0  # seconds that something stays away
 PATIENCE = 240.0  # seconds for one command
 MOST_COMMANDS = 5
 ANEW = 12.0  # seconds after which a site that was refused is begun again
-KINDS = ("kill", "stop", "cut", "again")
+MACHINES = ("server", "superlink", *SITES)
+# What happens to which
+KINDS = {
+    "kill": MACHINES,
+    "stop": MACHINES,
+    "cut": SITES,
+    "slow": SITES,
+    "clock": MACHINES,
+    "full": ("server", *SITES),
+    "older": SITES,
+    "again": ("",),
+}
+FARTHEST = 600.0  # seconds that a clock is set ahead or back
+SLOW = 20_000.0  # bytes per second in each direction
+OLDER = "0.0.1"  # a release that no run is of
+DISK = "320m"  # of the server, and of each site
+FILLER = "filler"
 
 
 @dataclass(frozen=True)
@@ -65,9 +88,11 @@ class Fault:
     kind: str
     target: str
     seconds: float  # until it is over
+    ahead: float = 0.0  # seconds that the clock is set, of that kind
 
     def __str__(self) -> str:
-        return f"{self.begin:.1f} s: {self.kind} {self.target} for {self.seconds:.1f} s"
+        by = f" by {self.ahead:+.0f} s" if self.ahead else ""
+        return f"{self.begin:.1f} s: {self.kind} {self.target}{by} for {self.seconds:.1f} s"
 
 
 def history_of(seed: int, span: float = SPAN) -> list[Fault]:
@@ -79,10 +104,12 @@ def history_of(seed: int, span: float = SPAN) -> list[Fault]:
     draw = random.Random(seed)
     faults: list[Fault] = []
     for _ in range(draw.randint(1, 4)):
-        kind = draw.choice(KINDS)
-        target = draw.choice(SITES if kind == "cut" else ("server", "superlink", *SITES))
+        kind = draw.choice(list(KINDS))
+        target = draw.choice(KINDS[kind])
         begin = draw.uniform(0, span)
-        fault = Fault(begin, kind, "" if kind == "again" else target, draw.uniform(0, LONGEST))
+        seconds = draw.uniform(0, LONGEST)
+        ahead = draw.uniform(-FARTHEST, FARTHEST) if kind == "clock" else 0.0
+        fault = Fault(begin, kind, target, seconds, ahead)
         if not any(one.target == fault.target and _overlap(one, fault) for one in faults):
             faults.append(fault)
     return sorted(faults, key=lambda fault: fault.begin)
@@ -93,10 +120,15 @@ def _overlap(one: Fault, other: Fault) -> bool:
 
 
 class Line:
-    """A TCP proxy on loopback that can be cut."""
+    """A TCP proxy on loopback that can be cut, or be slow.
+
+    Attributes:
+        port: where it listens.
+    """
 
     def __init__(self, server: int):
         self._server = server
+        self._slow = False
         self._whole = True
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
@@ -117,6 +149,10 @@ class Line:
         with self._lock:
             self._whole = True
 
+    def pace(self, slow: bool) -> None:
+        """Let only `SLOW` bytes a second through, or all."""
+        self._slow = slow
+
     def _accept(self) -> None:
         while True:
             client, _ = self._door.accept()
@@ -125,17 +161,18 @@ class Line:
                     pair = client, socket.create_connection(("127.0.0.1", self._server))
                     self._pairs.append(pair)
                     for way in (pair, pair[::-1]):
-                        threading.Thread(target=_pass, args=way, daemon=True).start()
+                        threading.Thread(target=self._pass, args=way, daemon=True).start()
                     continue
             client.close()
 
-
-def _pass(source: socket.socket, target: socket.socket) -> None:
-    """What comes, until one end is over; then both are."""
-    with suppress(OSError):
-        while some := source.recv(2**16):
-            target.sendall(some)
-    _end((source, target))
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        """What comes, until one end is over; then both are."""
+        with suppress(OSError):
+            while some := source.recv(2**12):
+                if self._slow:
+                    time.sleep(len(some) / SLOW)
+                target.sendall(some)
+        _end((source, target))
 
 
 def _end(pair: Sequence[socket.socket]) -> None:
@@ -167,20 +204,46 @@ class World:
     kit: Path
     lines: dict[str, Line] = field(default_factory=dict)
     due: dict[str, float] = field(default_factory=dict)  # when a site is begun again
+    older: set[str] = field(default_factory=set)  # sites with an older release
+    kinds: set[str] = field(default_factory=lambda: set(KINDS))  # faults that can be made here
 
     @property
     def folder(self) -> Path:
         return self.federation.folder
 
+    def disk_of(self, name: str) -> Path:
+        """Where the server has its runs, or a site its payloads."""
+        return self.folder / "server" if name == "server" else self.folder / "cache" / name
+
+    def clock_of(self, name: str) -> Path:
+        """What says how far a machine's clock is set ahead."""
+        return self.folder / f"clock-{name}"
+
     def begin(self) -> None:
         """Everything, once."""
         make_images(self.folder / "images")
-        self.federation.begin_superlink("process")
-        self.federation.begin_server()
+        if clock_library() is None:
+            self.kinds.discard("clock")
+        for name in KINDS["full"]:
+            self.disk_of(name).mkdir(parents=True)
+            if not mounted(self.disk_of(name)):
+                self.kinds.discard("full")
+        for name in MACHINES:
+            self.set_clock(name, 0.0)
+        self.make_older_release()
+        self.begin_superlink()
+        self.begin_server()
         for site in SITES:
             self.lines[site] = Line(self.federation.fleet)
             self.federation.register(site)
             self.begin_site(site)
+
+    def make_older_release(self) -> None:
+        """What Python finds of one, before what is installed."""
+        release = self.folder / "older" / f"osfl-{OLDER}.dist-info"
+        release.mkdir(parents=True)
+        told = f"Metadata-Version: 2.1\nName: osfl\nVersion: {OLDER}\n"
+        (release / "METADATA").write_text(told)
 
     def begin_site(self, site: str) -> None:
         config = (
@@ -188,16 +251,60 @@ class World:
             f"cache-dir='{self.folder / 'cache' / site}'"
         )
         trusting = self.federation.trusting(site)
-        self.federation.begin_node(site, *trusting, config=config, fleet=self.lines[site].port)
+        port = self.lines[site].port
+        settings = self.settings_of(site)
+        self.federation.begin_node(site, *trusting, config=config, fleet=port, **settings)
+
+    def begin_superlink(self) -> None:
+        self.federation.begin_superlink("process", **self.settings_of("superlink"))
+
+    def begin_server(self) -> None:
+        self.federation.begin_server(**self.settings_of("server"))
+
+    def settings_of(self, name: str) -> dict[str, str]:
+        """What a machine's processes have in their environment."""
+        # So many processes on few cores would wait for each other's threads
+        settings = {"OMP_NUM_THREADS": "1"}
+        if library := clock_library():
+            settings["LD_PRELOAD"] = str(library)
+            settings["FAKETIME_TIMESTAMP_FILE"] = str(self.clock_of(name))
+            settings["FAKETIME_NO_CACHE"] = "1"
+            settings["FAKETIME_DONT_FAKE_MONOTONIC"] = "1"
+            settings["NO_FAKE_STAT"] = "1"
+        if name in self.older:
+            settings["PYTHONPATH"] = str(self.folder / "older")
+        return settings
 
     def back(self, name: str) -> None:
         """What was killed begins again."""
         if name == "superlink":
-            self.federation.begin_superlink("process")
+            self.begin_superlink()
         elif name == "server":
-            self.federation.begin_server()
+            self.begin_server()
         else:
             self.begin_site(name)
+
+    def set_clock(self, name: str, ahead: float) -> None:
+        """So many seconds ahead, from now on."""
+        changed = self.clock_of(name).with_suffix(".new")
+        changed.write_text(f"{ahead:+.3f}")
+        changed.replace(self.clock_of(name))
+
+    def fill(self, name: str) -> None:
+        """Leave no room on its disk, which must be a small one."""
+        assert self.disk_of(name).is_mount(), self.disk_of(name)
+        with open(self.disk_of(name) / FILLER, "wb", buffering=0) as file:
+            for size in (2**20, 1):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+
+    def make_room(self, name: str) -> None:
+        """Of what `fill` took."""
+        (self.disk_of(name) / FILLER).unlink(missing_ok=True)
 
     def tend(self) -> None:
         """As a restart policy: a site that ended or was refused, being online yet, begins anew."""
@@ -244,6 +351,31 @@ class World:
                 process.send_signal(number)
 
 
+@cache
+def clock_library() -> Path | None:
+    """libfaketime, if it is installed: with it before all others a process has another clock."""
+    package = find_spec("libfaketime")
+    places = package.submodule_search_locations if package else None
+    found = [file for place in places or () for file in Path(place).rglob("libfaketime.so.1")]
+    return found[0] if found else None
+
+
+def mounted(folder: Path) -> bool:
+    """A small disk at a folder, if this user may mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def unmount(world: World) -> None:
+    """Its disks, those that are."""
+    for name in KINDS["full"]:
+        if world.disk_of(name).is_mount():
+            subprocess.run(["umount", "--lazy", str(world.disk_of(name))], check=True)
+
+
 class Play:
     """One history, from its job's first command to its last."""
 
@@ -259,6 +391,8 @@ class Play:
         self._asked_again = 0
         self._events: list[tuple[float, Callable[[], None]]] = []
         for fault in faults:
+            if fault.kind not in world.kinds:
+                continue
             begin, end = self._ends_of(fault)
             self._events += [(fault.begin, begin), (fault.begin + fault.seconds, end)]
         self._events.sort(key=lambda event: event[0])
@@ -323,6 +457,25 @@ class Play:
             return stop_it, go_on
         if fault.kind == "cut":
             return world.lines[name].cut, world.lines[name].mend
+        if fault.kind == "slow":
+            return partial(world.lines[name].pace, True), partial(world.lines[name].pace, False)
+        if fault.kind == "clock":
+            return partial(world.set_clock, name, fault.ahead), partial(world.set_clock, name, 0.0)
+        if fault.kind == "full":
+            return partial(world.fill, name), partial(world.make_room, name)
+        if fault.kind == "older":
+
+            def downgrade() -> None:
+                kill_it()
+                world.older.add(name)
+                begin_it()
+
+            def upgrade() -> None:
+                kill_it()
+                world.older.discard(name)
+                begin_it()
+
+            return downgrade, upgrade
         return self._ask, lambda: None
 
     def _ask(self) -> None:
@@ -445,27 +598,34 @@ def played(first: int, count: int, step: int, again: bool) -> None:
         with new_federation(Path(place)) as federation:
             federation.control, federation.fleet = quiet_ports()
             world = World(federation, kit)
-            world.begin()
-            begun = time.monotonic()
-            peace = quiet(world)
-            # Beside others it takes longer, and its last steps are to be hit as well
-            span = max(SPAN, time.monotonic() - begun)
-            for seed in seeds:
-                since = time.monotonic()
-                own = kept_span(seed) or span
-                problems = play(world, seed, peace, own)
-                seconds = time.monotonic() - since
-                faults = history_of(seed, own)
-                found = {
-                    "seed": seed,
-                    "problems": problems,
-                    "seconds": round(seconds),
-                    "span": own,
-                    "faults": [fault.kind for fault in faults],
-                }
-                write_atomically(file_of(seed), json.dumps(found).encode())
-                told = "; ".join(map(str, faults))
-                print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
+            try:
+                world.begin()
+                begun = time.monotonic()
+                peace = quiet(world)
+                # Beside others it takes longer, and its last steps are to be hit as well
+                span = max(SPAN, time.monotonic() - begun)
+                for seed in seeds:
+                    _played_one(world, seed, peace, kept_span(seed) or span)
+            finally:
+                unmount(world)
+
+
+def _played_one(world: World, seed: int, peace: dict[str, object], span: float) -> None:
+    """A seed's history, kept when it is over."""
+    since = time.monotonic()
+    problems = play(world, seed, peace, span)
+    seconds = time.monotonic() - since
+    faults = [fault for fault in history_of(seed, span) if fault.kind in world.kinds]
+    found = {
+        "seed": seed,
+        "problems": problems,
+        "seconds": round(seconds),
+        "span": span,
+        "faults": [fault.kind for fault in faults],
+    }
+    write_atomically(file_of(seed), json.dumps(found).encode())
+    told = "; ".join(map(str, faults))
+    print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
 
 
 def kept_span(seed: int) -> float | None:

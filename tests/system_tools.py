@@ -132,7 +132,7 @@ class Federation:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def begin_superlink(self, isolation: str = "subprocess") -> None:
+    def begin_superlink(self, isolation: str = "subprocess", **settings: str) -> None:
         """Start it with the keys and the database that are there, and wait for its health."""
         if not self.control:
             self.control, self.fleet = free_ports(2)
@@ -166,6 +166,7 @@ class Federation:
             f"--isolation={isolation}",
             "--enable-supernode-auth",
             "--disable-runtime-dependency-installation",
+            **settings,
         )
         unchecked = ssl.create_default_context()
         # Its certificate may be one that nodes refuse
@@ -182,7 +183,7 @@ class Federation:
 
         wait_for(healthy, 60, lambda: self.log("superlink"))
 
-    def begin_server(self) -> None:
+    def begin_server(self, **settings: str) -> None:
         """Where the SuperLink's isolation is `process`: what runs the ServerApps."""
         where = [
             "--runtime-api-address",
@@ -190,7 +191,7 @@ class Federation:
             "--root-certificates",
             str(self.keys / "ca.crt"),
         ]
-        self.begin("server", "flower-superexec", *where)
+        self.begin("server", "flower-superexec", *where, **settings)
 
     def begin_run(self, *arguments: str) -> subprocess.Popen:
         """`osfl run` in the background; its output is in run.log."""

@@ -3,27 +3,53 @@
 import contextlib
 import itertools
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import histories
 import pytest
-from histories import KINDS, LONGEST, SITES, SPAN, Command, Line, Play, history_of, outcome
+from histories import (
+    FARTHEST,
+    KINDS,
+    LONGEST,
+    OLDER,
+    SITES,
+    SLOW,
+    SPAN,
+    Command,
+    Fault,
+    Line,
+    Play,
+    World,
+    clock_library,
+    history_of,
+    mounted,
+    outcome,
+    unmount,
+)
+from system_tools import Federation
+
+import osfl
 
 
 def test_a_seed_is_a_history() -> None:
     """Over many seeds every kind comes, and nothing happens to one process twice at a time."""
     assert history_of(7) == history_of(7)
-    histories = [history_of(seed) for seed in range(200)]
+    histories = [history_of(seed) for seed in range(400)]
     faults = [fault for one in histories for fault in one]
-    assert {fault.kind for fault in faults} == set(KINDS)
-    assert {fault.target for fault in faults} == {"server", "superlink", *SITES, ""}
-    assert {fault.target for fault in faults if fault.kind == "cut"} == set(SITES)
-    assert {fault.target for fault in faults if fault.kind == "again"} == {""}
+    for kind, targets in KINDS.items():
+        assert {fault.target for fault in faults if fault.kind == kind} == set(targets)
+    clocks = [fault.ahead for fault in faults if fault.kind == "clock"]
+    assert -FARTHEST <= min(clocks) < -FARTHEST / 2 < FARTHEST / 2 < max(clocks) <= FARTHEST
+    assert not any(fault.ahead for fault in faults if fault.kind != "clock")
     assert all(0 <= fault.begin <= SPAN and 0 <= fault.seconds <= LONGEST for fault in faults)
     assert {len(one) for one in histories} == {1, 2, 3, 4}
     for one in histories:
@@ -34,7 +60,9 @@ def test_a_seed_is_a_history() -> None:
                 assert first.begin + first.seconds < second.begin
 
 
-def test_a_line_is_cut_and_mended() -> None:
+@pytest.fixture
+def line() -> Line:
+    """To a server that says what it hears."""
     door = socket.create_server(("127.0.0.1", 0))
 
     def answer_all(end: socket.socket) -> None:
@@ -47,8 +75,10 @@ def test_a_line_is_cut_and_mended() -> None:
             threading.Thread(target=answer_all, args=door.accept()[:1], daemon=True).start()
 
     threading.Thread(target=echo, daemon=True).start()
-    line = Line(door.getsockname()[1])
+    return Line(door.getsockname()[1])
 
+
+def test_a_line_is_cut_and_mended(line: Line) -> None:
     def answer() -> bytes:
         with socket.create_connection(("127.0.0.1", line.port), timeout=10) as mine:
             mine.sendall(b"hello")
@@ -66,13 +96,147 @@ def test_a_line_is_cut_and_mended() -> None:
     assert answer() == b"hello"
 
 
+def test_a_slow_line_takes_its_time(line: Line) -> None:
+    """Of 4,000 bytes to and fro at 20,000 a second: two fifths of one, and then no more."""
+
+    def seconds() -> float:
+        with socket.create_connection(("127.0.0.1", line.port), timeout=10) as mine:
+            since = time.monotonic()
+            mine.sendall(bytes(4000))
+            left = 4000
+            while left:
+                left -= len(mine.recv(left))
+            return time.monotonic() - since
+
+    line.pace(True)
+    assert seconds() >= 2 * 4000 / SLOW
+    line.pace(False)
+    assert seconds() < 4000 / SLOW
+
+
+# ---- What happens to a machine ----
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Of a federation that is not begun."""
+    return World(Federation(tmp_path), tmp_path / "kit")
+
+
+@pytest.fixture
+def disk(world: World) -> Iterator[Path]:
+    """The server's, which may be filled."""
+    folder = world.disk_of("server")
+    folder.mkdir()
+    if not mounted(folder):
+        pytest.skip("needs root, to mount a disk")
+    yield folder
+    unmount(world)
+    assert not folder.is_mount()
+
+
+def test_a_full_disk_has_no_room_for_a_byte_until_it_is_made(world: World, disk: Path) -> None:
+    (disk / "kept").write_text("kept")
+    world.fill("server")
+    with pytest.raises(OSError, match="No space left"):
+        (disk / "more").write_text("more")
+    world.make_room("server")
+    (disk / "more").write_text("more")
+    assert sorted(file.name for file in disk.iterdir()) == ["kept", "more"]
+    world.make_room("server")
+
+
+def test_no_disk_is_filled_but_a_small_one(world: World) -> None:
+    world.disk_of("server").mkdir()
+    with pytest.raises(AssertionError):
+        world.fill("server")
+    assert not list(world.disk_of("server").iterdir())
+
+
+def test_a_clock_is_set_ahead_and_back(world: World) -> None:
+    """Of a process that goes on running; its own measure of time does not jump."""
+    if clock_library() is None:
+        pytest.skip("needs libfaketime")
+    code = "import time\nwhile input(): print(time.time(), time.monotonic(), flush=True)"
+    settings = world.settings_of("server")
+    world.set_clock("server", 0.0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **settings},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for ahead in (0.0, 300.0, -500.0, 0.0):
+        world.set_clock("server", ahead)
+        process.stdin.write("time\n")
+        wall, monotonic = map(float, process.stdout.readline().split())
+        assert wall == pytest.approx(time.time() + ahead, abs=1)
+        assert monotonic == pytest.approx(time.monotonic(), abs=1)
+    process.kill()
+
+
+def test_a_site_has_an_older_release_for_a_while(world: World) -> None:
+    """As its ClientApps would tell the server."""
+    world.make_older_release()
+
+    def release() -> str:
+        code = "from client_app import app; print(app._installed_version())"
+        environment = {**os.environ, **world.settings_of("site-0")}
+        asked = [sys.executable, "-c", code]
+        return subprocess.check_output(asked, env=environment, text=True).strip()
+
+    assert release() == osfl.__version__
+    world.older.add("site-0")
+    assert release() == OLDER
+    assert "PYTHONPATH" not in world.settings_of("site-1")
+
+
+def test_a_fault_that_cannot_be_made_here_is_left_out(world: World) -> None:
+    faults = [Fault(1.0, "again", "", 1.0), Fault(2.0, "clock", "server", 1.0, 60.0)]
+    assert len(Play(world, "job", faults)._events) == 4
+    world.kinds.discard("clock")
+    assert [begin for begin, _ in Play(world, "job", faults)._events] == [1.0, 2.0]
+
+
+def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older site is begun anew twice."""
+    seen: list[str] = []
+    world.lines["site-0"] = SimpleNamespace(  # type: ignore[assignment]
+        pace=lambda slow: seen.append(f"slow: {slow}")
+    )
+    for name in ("fill", "make_room"):
+        monkeypatch.setattr(world, name, lambda target, name=name: seen.append(f"{name} {target}"))
+    monkeypatch.setattr(
+        world, "begin_site", lambda site: seen.append(f"{site}: {sorted(world.older)}")
+    )
+    world.set_clock("server", 0.0)
+
+    def ends_of(kind: str, target: str, ahead: float = 0.0) -> list[str]:
+        seen.clear()
+        begin, end = Play(world, "job", [])._ends_of(Fault(0.0, kind, target, 1.0, ahead))
+        for what in (begin, end):
+            what()
+            seen.append(world.clock_of("server").read_text())
+        return seen.copy()
+
+    still = "+0.000"
+    assert ends_of("slow", "site-0") == ["slow: True", still, "slow: False", still]
+    assert ends_of("full", "server") == ["fill server", still, "make_room server", still]
+    assert ends_of("older", "site-0") == ["site-0: ['site-0']", still, "site-0: []", still]
+    assert ends_of("clock", "server", -90.0) == ["-90.000", still]
+
+
 # ---- The checks ----
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Play:
     """A job with both payloads, and a command that ended well."""
-    world = SimpleNamespace(folder=tmp_path, lines={}, federation=None)
+    world = SimpleNamespace(folder=tmp_path, lines={}, federation=None, kinds=set(KINDS))
     made = Play(world, "job", [])  # type: ignore[arg-type]
     (made.run_folder / "payloads").mkdir(parents=True)
     for site in SITES:
@@ -213,7 +377,8 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_summary_is_of_what_was_played(kept_in: Path) -> None:
     assert histories.summary(0, 9) == (
-        "2 histories, 1 with a violation [2], 1.0 hours; faults: 1 kill, 0 stop, 2 cut, 0 again",
+        "2 histories, 1 with a violation [2], 1.0 hours; faults: "
+        "1 kill, 0 stop, 2 cut, 0 slow, 0 clock, 0 full, 0 older, 0 again",
         1,
     )
     assert histories.summary(3, 9)[1] == 0
@@ -301,7 +466,9 @@ def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, floa
 
     monkeypatch.setattr("conftest.make_tiny_kit", lambda place: None)
     monkeypatch.setattr(histories, "new_federation", no_federation)
-    monkeypatch.setattr(histories, "World", lambda *given: SimpleNamespace(begin=lambda: None))
+    made = SimpleNamespace(begin=lambda: None, kinds={"kill", "stop"})
+    monkeypatch.setattr(histories, "World", lambda *given: made)
+    monkeypatch.setattr(histories, "unmount", lambda world: None)
     monkeypatch.setattr(histories, "quiet", lambda world: {})
     monkeypatch.setattr(histories, "play", play)
     return seen
@@ -311,7 +478,11 @@ def test_what_was_played_is_not_played_again(told: list[tuple[int, float]]) -> N
     """Every second seed from 0 on; of 0 to 5, 0 and 2 are there."""
     histories.played(0, 6, 2, False)
     assert told == [(4, SPAN)]
-    assert json.loads(histories.file_of(4).read_text())["problems"] == []
+    found = json.loads(histories.file_of(4).read_text())
+    assert found["problems"] == []
+    # Of its kill, and of its clock, which could not be set here
+    assert [fault.kind for fault in history_of(4)] == ["kill", "clock"]
+    assert found["faults"] == ["kill"]
 
 
 def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> None:

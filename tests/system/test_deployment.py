@@ -17,6 +17,24 @@ ONLINE = "online"
 SECRET = "ward of nobody else"
 
 
+def clock(folder: Path, ahead: float) -> dict[str, str]:
+    """The environment of a node whose clock is so many seconds ahead."""
+    place = folder / f"clock-{ahead}"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        "from datetime import timedelta\n"
+        "from flwr.supercore import date\n"
+        "now = date.now\n"
+        f"date.now = lambda: now() + timedelta(seconds={ahead})\n"
+    )
+    return {"PYTHONPATH": str(place)}
+
+
+def wait_until_in(federation: Federation, name: str) -> None:
+    """Until a node has a place."""
+    wait_for(lambda: "SuperNode ID" in federation.log(name), 60, lambda: federation.log(name))
+
+
 def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     federation: Federation, tmp_path: Path
 ) -> None:
@@ -39,6 +57,11 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     federation.begin_node(
         "distrustful", *federation.trusting("distrustful", other), isolation="process"
     )
+    # Flower refuses who is more than 5 seconds ahead of the server, or 305 behind
+    for name, ahead in (("ahead", 30), ("behind", -400), ("little-behind", -200)):
+        federation.register(name)
+        trusting = federation.trusting(name)
+        federation.begin_node(name, *trusting, isolation="process", **clock(tmp_path, ahead))
     reasons = {
         "revoked": "Failed to activate SuperNode",
         "stranger": "Failed to activate SuperNode",
@@ -49,14 +72,20 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
         process = federation.processes[name]
         assert process.wait(timeout=60) != 0
         assert reason in federation.log(name)
+    # It says nothing of its clock, and its exit code is that of a node that was asked to end
+    for name in ("ahead", "behind"):
+        assert federation.processes[name].wait(timeout=60) == 0
+        assert "SuperNode terminated gracefully" in federation.log(name)
     # Flower's node goes on trying, and says no more than that
     tries = "Connection attempt failed, retrying"
     wait_for(lambda: federation.log("plain").count(tries) > 2, 60, lambda: federation.log("plain"))
-    wait_for(lambda: "SuperNode ID" in federation.log("good"), 60, lambda: federation.log("good"))
-    assert federation.statuses().count(ONLINE) == 1
+    wait_until_in(federation, "good")
+    wait_until_in(federation, "little-behind")
+    assert federation.statuses().count(ONLINE) == 2
 
     # Its database outlives a SuperLink: who was registered is, and who was revoked is not
     federation.end("good")
+    federation.end("little-behind")
     wait_for(
         lambda: federation.statuses().count(ONLINE) == 0,
         120,
@@ -68,7 +97,7 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     for name in ("good", "revoked"):
         federation.begin_node(name, *federation.trusting(name), isolation="process")
     assert federation.processes["revoked"].wait(timeout=60) != 0
-    wait_for(lambda: "SuperNode ID" in federation.log("good"), 60, lambda: federation.log("good"))
+    wait_until_in(federation, "good")
     assert federation.statuses().count(ONLINE) == 1
     assert federation.processes["good"].poll() is None
 
