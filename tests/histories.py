@@ -263,12 +263,12 @@ class World:
 
     def settings_of(self, name: str) -> dict[str, str]:
         """What a machine's processes have in their environment."""
-        # So many processes on few cores would wait for each other's threads
+        # As in the tests: so many processes on few cores would wait for each other's threads
         settings = {"OMP_NUM_THREADS": "1"}
         if library := clock_library():
             settings["LD_PRELOAD"] = str(library)
             settings["FAKETIME_TIMESTAMP_FILE"] = str(self.clock_of(name))
-            settings["FAKETIME_NO_CACHE"] = "1"
+            settings["FAKETIME_CACHE_DURATION"] = "1"
             settings["FAKETIME_DONT_FAKE_MONOTONIC"] = "1"
             settings["NO_FAKE_STAT"] = "1"
         if name in self.older:
@@ -285,7 +285,7 @@ class World:
             self.begin_site(name)
 
     def set_clock(self, name: str, ahead: float) -> None:
-        """So many seconds ahead, from now on."""
+        """So many seconds ahead, within two seconds from now."""
         changed = self.clock_of(name).with_suffix(".new")
         changed.write_text(f"{ahead:+.3f}")
         changed.replace(self.clock_of(name))
