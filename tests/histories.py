@@ -12,13 +12,13 @@ For each seed a job begins, and when and how long the seed says
 
 - kill, stop: a process, with all that it started, is killed, or stopped and continued;
 - cut, slow: a site's network is cut, or lets few bytes through;
-- clock: a machine's clock is set minutes ahead or back (`pip install libfaketime`);
+- clock: a machine's clock is set minutes ahead or back, as far as Python asks it;
 - full: a disk has no room for a byte (as root, to mount one);
 - older: a site comes back with an older release installed;
 - again: the same job is begun a second time.
 
-A fault that this machine cannot make is left out. What was killed comes back, as a restart policy
-has it; a job that ended is begun again by the same command. Then:
+Without root no disk is full. What was killed comes back, as a restart policy has it; a job that
+ended is begun again by the same command. Then:
 
 - a payload whose client was told that it arrived is on the server's disk;
 - each client has one payload there, and it never changes;
@@ -31,6 +31,7 @@ import argparse
 import errno
 import hashlib
 import json
+import os
 import random
 import signal
 import socket
@@ -44,11 +45,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
-from system_tools import TWO_CLASSES, Federation, kill, make_images, new_federation, quick_arguments
+from system_tools import (
+    TWO_CLASSES,
+    Clock,
+    Federation,
+    kill,
+    make_images,
+    new_federation,
+    quick_arguments,
+)
 
 from osfl.cli.guard import end_process_tree
 from osfl.files import write_atomically
@@ -205,6 +213,7 @@ class World:
     lines: dict[str, Line] = field(default_factory=dict)
     due: dict[str, float] = field(default_factory=dict)  # when a site is begun again
     older: set[str] = field(default_factory=set)  # sites with an older release
+    clocks: dict[str, Clock] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=lambda: set(KINDS))  # faults that can be made here
 
     @property
@@ -215,21 +224,15 @@ class World:
         """Where the server has its runs, or a site its payloads."""
         return self.folder / "server" if name == "server" else self.folder / "cache" / name
 
-    def clock_of(self, name: str) -> Path:
-        """What says how far a machine's clock is set ahead."""
-        return self.folder / f"clock-{name}"
-
     def begin(self) -> None:
         """Everything, once."""
         make_images(self.folder / "images")
-        if clock_library() is None:
-            self.kinds.discard("clock")
         for name in KINDS["full"]:
             self.disk_of(name).mkdir(parents=True)
             if not mounted(self.disk_of(name)):
                 self.kinds.discard("full")
         for name in MACHINES:
-            self.set_clock(name, 0.0)
+            self.clocks[name] = Clock(self.folder / "clocks" / name)
         self.make_older_release()
         self.begin_superlink()
         self.begin_server()
@@ -264,15 +267,9 @@ class World:
     def settings_of(self, name: str) -> dict[str, str]:
         """What a machine's processes have in their environment."""
         # As in the tests: so many processes on few cores would wait for each other's threads
-        settings = {"OMP_NUM_THREADS": "1"}
-        if library := clock_library():
-            settings["LD_PRELOAD"] = str(library)
-            settings["FAKETIME_TIMESTAMP_FILE"] = str(self.clock_of(name))
-            settings["FAKETIME_CACHE_DURATION"] = "1"
-            settings["FAKETIME_DONT_FAKE_MONOTONIC"] = "1"
-            settings["NO_FAKE_STAT"] = "1"
+        settings = {"OMP_NUM_THREADS": "1", **self.clocks[name].settings}
         if name in self.older:
-            settings["PYTHONPATH"] = str(self.folder / "older")
+            settings["PYTHONPATH"] += f"{os.pathsep}{self.folder / 'older'}"
         return settings
 
     def back(self, name: str) -> None:
@@ -283,12 +280,6 @@ class World:
             self.begin_server()
         else:
             self.begin_site(name)
-
-    def set_clock(self, name: str, ahead: float) -> None:
-        """So many seconds ahead, within two seconds from now."""
-        changed = self.clock_of(name).with_suffix(".new")
-        changed.write_text(f"{ahead:+.3f}")
-        changed.replace(self.clock_of(name))
 
     def fill(self, name: str) -> None:
         """Leave no room on its disk, which must be a small one."""
@@ -349,15 +340,6 @@ class World:
         for process in self.tree(name):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-
-
-@cache
-def clock_library() -> Path | None:
-    """libfaketime, if it is installed: with it before all others a process has another clock."""
-    package = find_spec("libfaketime")
-    places = package.submodule_search_locations if package else None
-    found = [file for place in places or () for file in Path(place).rglob("libfaketime.so.1")]
-    return found[0] if found else None
 
 
 def mounted(folder: Path) -> bool:
@@ -460,7 +442,8 @@ class Play:
         if fault.kind == "slow":
             return partial(world.lines[name].pace, True), partial(world.lines[name].pace, False)
         if fault.kind == "clock":
-            return partial(world.set_clock, name, fault.ahead), partial(world.set_clock, name, 0.0)
+            clock = world.clocks[name]
+            return partial(clock.set_ahead, fault.ahead), partial(clock.set_ahead, 0.0)
         if fault.kind == "full":
             return partial(world.fill, name), partial(world.make_room, name)
         if fault.kind == "older":

@@ -20,6 +20,7 @@ from histories import (
     FARTHEST,
     KINDS,
     LONGEST,
+    MACHINES,
     OLDER,
     SITES,
     SLOW,
@@ -29,13 +30,12 @@ from histories import (
     Line,
     Play,
     World,
-    clock_library,
     history_of,
     mounted,
     outcome,
     unmount,
 )
-from system_tools import Federation
+from system_tools import Clock, Federation
 
 import osfl
 
@@ -120,7 +120,10 @@ def test_a_slow_line_takes_its_time(line: Line) -> None:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     """Of a federation that is not begun."""
-    return World(Federation(tmp_path), tmp_path / "kit")
+    made = World(Federation(tmp_path), tmp_path / "kit")
+    for name in MACHINES:
+        made.clocks[name] = Clock(tmp_path / "clocks" / name)
+    return made
 
 
 @pytest.fixture
@@ -155,14 +158,14 @@ def test_no_disk_is_filled_but_a_small_one(world: World) -> None:
 
 def test_a_clock_is_set_ahead_and_back(world: World) -> None:
     """Of a process that goes on running; its own measure of time does not jump."""
-    if clock_library() is None:
-        pytest.skip("needs libfaketime")
-    code = "import time\nwhile input(): print(time.time(), time.monotonic(), flush=True)"
-    settings = world.settings_of("server")
-    world.set_clock("server", 0.0)
+    code = (
+        "import time\n"
+        "from flwr.supercore.date import now\n"
+        "while input(): print(time.time(), now().timestamp(), time.monotonic(), flush=True)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, **settings},
+        env={**os.environ, **world.settings_of("server")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -171,11 +174,11 @@ def test_a_clock_is_set_ahead_and_back(world: World) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     for ahead in (0.0, 300.0, -500.0, 0.0):
-        world.set_clock("server", ahead)
-        time.sleep(2.2)
+        world.clocks["server"].set_ahead(ahead)
         process.stdin.write("time\n")
-        wall, monotonic = map(float, process.stdout.readline().split())
+        wall, flowers, monotonic = map(float, process.stdout.readline().split())
         assert wall == pytest.approx(time.time() + ahead, abs=1)
+        assert flowers == pytest.approx(time.time() + ahead, abs=1)
         assert monotonic == pytest.approx(time.monotonic(), abs=1)
     process.kill()
 
@@ -193,7 +196,7 @@ def test_a_site_has_an_older_release_for_a_while(world: World) -> None:
     assert release() == osfl.__version__
     world.older.add("site-0")
     assert release() == OLDER
-    assert "PYTHONPATH" not in world.settings_of("site-1")
+    assert world.settings_of("site-1")["PYTHONPATH"] == str(world.folder / "clocks" / "site-1")
 
 
 def test_a_fault_that_cannot_be_made_here_is_left_out(world: World) -> None:
@@ -214,21 +217,22 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         world, "begin_site", lambda site: seen.append(f"{site}: {sorted(world.older)}")
     )
-    world.set_clock("server", 0.0)
+    monkeypatch.setattr(
+        world.clocks["server"], "set_ahead", lambda ahead: seen.append(f"ahead: {ahead}")
+    )
 
     def ends_of(kind: str, target: str, ahead: float = 0.0) -> list[str]:
         seen.clear()
         begin, end = Play(world, "job", [])._ends_of(Fault(0.0, kind, target, 1.0, ahead))
-        for what in (begin, end):
-            what()
-            seen.append(world.clock_of("server").read_text())
+        begin()
+        seen.append("then")
+        end()
         return seen.copy()
 
-    still = "+0.000"
-    assert ends_of("slow", "site-0") == ["slow: True", still, "slow: False", still]
-    assert ends_of("full", "server") == ["fill server", still, "make_room server", still]
-    assert ends_of("older", "site-0") == ["site-0: ['site-0']", still, "site-0: []", still]
-    assert ends_of("clock", "server", -90.0) == ["-90.000", still]
+    assert ends_of("slow", "site-0") == ["slow: True", "then", "slow: False"]
+    assert ends_of("full", "server") == ["fill server", "then", "make_room server"]
+    assert ends_of("older", "site-0") == ["site-0: ['site-0']", "then", "site-0: []"]
+    assert ends_of("clock", "server", -90.0) == ["ahead: -90.0", "then", "ahead: 0.0"]
 
 
 # ---- The checks ----

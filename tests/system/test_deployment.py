@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from system_tools import TWO_CLASSES, Federation, make_images, quick_arguments, wait_for
+from system_tools import TWO_CLASSES, Clock, Federation, make_images, quick_arguments, wait_for
 
 from osfl.cli import certs
 
@@ -15,19 +15,6 @@ pytestmark = pytest.mark.system
 ONLINE = "online"
 # A domain's name, which is all of a payload
 SECRET = "ward of nobody else"
-
-
-def clock(folder: Path, ahead: float) -> dict[str, str]:
-    """The environment of a node whose clock is so many seconds ahead."""
-    place = folder / f"clock-{ahead}"
-    place.mkdir()
-    (place / "sitecustomize.py").write_text(
-        "from datetime import timedelta\n"
-        "from flwr.supercore import date\n"
-        "now = date.now\n"
-        f"date.now = lambda: now() + timedelta(seconds={ahead})\n"
-    )
-    return {"PYTHONPATH": str(place)}
 
 
 def wait_until_in(federation: Federation, name: str) -> None:
@@ -61,7 +48,9 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     for name, ahead in (("ahead", 30), ("behind", -400), ("little-behind", -200)):
         federation.register(name)
         trusting = federation.trusting(name)
-        federation.begin_node(name, *trusting, isolation="process", **clock(tmp_path, ahead))
+        clock = Clock(tmp_path / f"clock-{name}")
+        clock.set_ahead(ahead)
+        federation.begin_node(name, *trusting, isolation="process", **clock.settings)
     reasons = {
         "revoked": "Failed to activate SuperNode",
         "stranger": "Failed to activate SuperNode",
