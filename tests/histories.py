@@ -66,7 +66,7 @@ SITES = ("site-0", "site-1")
 SPAN = 25.0
 WORK = Path(__file__).resolve().parent.parent / "runs" / "histories"
 LONGEST = 12.0  # seconds that something stays away
-PATIENCE = 240.0  # seconds for one command
+PATIENCE = 300.0  # seconds for one command, beside those that a run in peace takes
 MOST_COMMANDS = 5
 ANEW = 12.0  # seconds after which a site that was refused is begun again
 MACHINES = ("server", "superlink", *SITES)
@@ -361,8 +361,9 @@ def unmount(world: World) -> None:
 class Play:
     """One history, from its job's first command to its last."""
 
-    def __init__(self, world: World, job: str, faults: list[Fault]):
+    def __init__(self, world: World, job: str, faults: list[Fault], span: float = SPAN):
         self.world = world
+        self._patience = PATIENCE + span
         self.job = job
         self.run_folder = world.folder / "server" / job
         self.commands: list[Command] = []
@@ -397,7 +398,7 @@ class Play:
                         return [*self.problems, f"not finished: {self._say()}"]
                     self._asked_again += 1
                     self._ask()
-                if time.monotonic() - began > PATIENCE * (1 + self._asked_again):
+                if time.monotonic() - began > self._patience * (1 + self._asked_again):
                     return [*self.problems, f"no end: {self._say()}"]
                 time.sleep(0.2)
             self._look()
@@ -546,7 +547,7 @@ def outcome(run_folder: Path) -> dict[str, object]:
 
 def play(world: World, seed: int, peace: dict[str, object], span: float = SPAN) -> list[str]:
     """A seed's history; what was violated, also against the run in peace."""
-    run = Play(world, f"history-{seed}", history_of(seed, span))
+    run = Play(world, f"history-{seed}", history_of(seed, span), span)
     problems = run.play()
     if not problems and outcome(run.run_folder) != peace:
         problems = ["its images or tests are others than a quiet run's"]
@@ -564,17 +565,23 @@ def quiet(world: World) -> dict[str, object]:
 
 
 def played(first: int, count: int, step: int, again: bool) -> None:
-    """Every so many seeds' histories in a federation of their own, each kept when it is over.
+    """Every so many seeds' histories, each kept when it is over.
 
     Args:
         again: also those that were, each with the span that it had.
     """
-    from conftest import make_tiny_kit
-
     wanted = range(first, first + count, step)
     seeds = [seed for seed in wanted if again or not file_of(seed).is_file()]
-    if not seeds:
-        return
+    while seeds:
+        seeds = _played_in_one(seeds)
+
+
+def _played_in_one(seeds: list[int]) -> list[int]:
+    """Histories in a federation of their own; those that are left after a violation, whose run
+    might go on there.
+    """
+    from conftest import make_tiny_kit
+
     with tempfile.TemporaryDirectory() as place:
         kit = Path(place) / "kit"
         make_tiny_kit(kit)
@@ -587,14 +594,16 @@ def played(first: int, count: int, step: int, again: bool) -> None:
                 peace = quiet(world)
                 # Beside others it takes longer, and its last steps are to be hit as well
                 span = max(SPAN, time.monotonic() - begun)
-                for seed in seeds:
-                    _played_one(world, seed, peace, kept_span(seed) or span)
+                for number, seed in enumerate(seeds, 1):
+                    if not _is_good(world, seed, peace, kept_span(seed) or span):
+                        return seeds[number:]
             finally:
                 unmount(world)
+    return []
 
 
-def _played_one(world: World, seed: int, peace: dict[str, object], span: float) -> None:
-    """A seed's history, kept when it is over."""
+def _is_good(world: World, seed: int, peace: dict[str, object], span: float) -> bool:
+    """Of a seed's history, which is kept when it is over."""
     since = time.monotonic()
     problems = play(world, seed, peace, span)
     seconds = time.monotonic() - since
@@ -609,6 +618,7 @@ def _played_one(world: World, seed: int, peace: dict[str, object], span: float) 
     write_atomically(file_of(seed), json.dumps(found).encode())
     told = "; ".join(map(str, faults))
     print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
+    return not problems
 
 
 def kept_span(seed: int) -> float | None:

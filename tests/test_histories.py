@@ -456,17 +456,24 @@ def test_one_that_fails_among_several_fails_the_command(
     assert end.value.code == 2
 
 
+VIOLATED = 20
+BEGUN = (-1, 0.0)
+
+
 @pytest.fixture
 def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
-    """The seeds that are played, with their spans, in a federation that is none."""
+    """The seeds that are played, with their spans, in federations that are none, after each time
+    that one of these is begun.
+    """
     seen: list[tuple[int, float]] = []
 
     def play(world: object, seed: int, peace: object, span: float) -> list[str]:
         seen.append((seed, span))
-        return []
+        return ["lost"] if seed == VIOLATED else []
 
     @contextlib.contextmanager
     def no_federation(place: Path) -> Any:
+        seen.append(BEGUN)
         yield SimpleNamespace()
 
     monkeypatch.setattr("conftest.make_tiny_kit", lambda place: None)
@@ -482,7 +489,7 @@ def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, floa
 def test_what_was_played_is_not_played_again(told: list[tuple[int, float]]) -> None:
     """Every second seed from 0 on; of 0 to 5, 0 and 2 are there."""
     histories.played(0, 6, 2, False)
-    assert told == [(4, SPAN)]
+    assert told == [BEGUN, (4, SPAN)]
     found = json.loads(histories.file_of(4).read_text())
     assert found["problems"] == []
     # Of its kill, and of its clock, which could not be set here
@@ -493,8 +500,23 @@ def test_what_was_played_is_not_played_again(told: list[tuple[int, float]]) -> N
 def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> None:
     """So the same faults come at the same seconds."""
     histories.played(1, 3, 1, True)
-    assert told == [(1, SPAN), (2, 60.0), (3, SPAN)]
+    assert told == [BEGUN, (1, SPAN), (2, 60.0), (3, SPAN)]
     assert json.loads(histories.file_of(2).read_text())["span"] == 60.0
+
+
+def test_after_a_violation_the_others_are_played_in_another_federation(
+    told: list[tuple[int, float]],
+) -> None:
+    """In the first the run that was violated might go on."""
+    histories.played(VIOLATED - 1, 3, 1, False)
+    seeds = [VIOLATED - 1, VIOLATED, VIOLATED + 1]
+    before, violated, after = [(seed, SPAN) for seed in seeds]
+    assert told == [BEGUN, before, violated, BEGUN, after]
+    kept = [json.loads(histories.file_of(seed).read_text())["problems"] for seed in seeds]
+    assert kept == [[], ["lost"], []]
+    told.clear()
+    histories.played(VIOLATED, 1, 1, True)
+    assert told == [BEGUN, (VIOLATED, SPAN)]
 
 
 def test_several_share_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
