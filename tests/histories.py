@@ -12,7 +12,7 @@ For each seed a job begins, and when and how long the seed says
 
 - kill, stop: a process, with all that it started, is killed, or stopped and continued;
 - cut, slow: a site's network is cut, or lets few bytes through;
-- clock: a machine's clock is set minutes ahead or back, as far as Python asks it;
+- clock: a machine's clock, as Python and Flower ask it, is set minutes ahead or back;
 - full: a disk has no room for a byte (as root, to mount one);
 - older: a site comes back with an older release installed;
 - again: the same job is begun a second time.
@@ -33,6 +33,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +46,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -66,7 +68,9 @@ SITES = ("site-0", "site-1")
 SPAN = 25.0
 WORK = Path(__file__).resolve().parent.parent / "runs" / "histories"
 LONGEST = 12.0  # seconds that something stays away
-PATIENCE = 300.0  # seconds for one command, beside those that a run in peace takes
+# Seconds for one command, beside those that a run in peace takes: a SuperLink whose clock was ahead
+# may take a site that was killed for online for six minutes, and refuses it until then
+PATIENCE = 450.0
 MOST_COMMANDS = 5
 ANEW = 12.0  # seconds after which a site that was refused is begun again
 MACHINES = ("server", "superlink", *SITES)
@@ -298,7 +302,14 @@ class World:
         (self.disk_of(name) / FILLER).unlink(missing_ok=True)
 
     def tend(self) -> None:
-        """As a restart policy: a site that ended or was refused, being online yet, begins anew."""
+        """As a restart policy: what ended begins anew, and a site that was refused, being online
+        yet.
+        """
+        for name in ("superlink", "server"):
+            process = self.federation.processes.get(name)
+            if process is not None and process.poll() is not None:
+                self.federation.end(name)
+                self.back(name)
         for site in SITES:
             process = self.federation.processes.get(site)
             refused = process is not None and "Exit Code: 305" in self.federation.log(site)
@@ -355,7 +366,7 @@ def unmount(world: World) -> None:
     """Its disks, those that are."""
     for name in KINDS["full"]:
         if world.disk_of(name).is_mount():
-            subprocess.run(["umount", "--lazy", str(world.disk_of(name))], check=True)
+            subprocess.run(["umount", "--lazy", str(world.disk_of(name))], check=False)
 
 
 class Play:
@@ -546,11 +557,16 @@ def outcome(run_folder: Path) -> dict[str, object]:
 
 
 def play(world: World, seed: int, peace: dict[str, object], span: float = SPAN) -> list[str]:
-    """A seed's history; what was violated, also against the run in peace."""
+    """A seed's history; what was violated, also against the run in peace.
+
+    A good one's run is taken away, for the small disk has room for few.
+    """
     run = Play(world, f"history-{seed}", history_of(seed, span), span)
     problems = run.play()
     if not problems and outcome(run.run_folder) != peace:
         problems = ["its images or tests are others than a quiet run's"]
+    if not problems:
+        shutil.rmtree(run.run_folder)
     return problems
 
 
@@ -585,20 +601,28 @@ def _played_in_one(seeds: list[int]) -> list[int]:
     with tempfile.TemporaryDirectory() as place:
         kit = Path(place) / "kit"
         make_tiny_kit(kit)
-        with new_federation(Path(place)) as federation:
-            federation.control, federation.fleet = quiet_ports()
-            world = World(federation, kit)
-            try:
-                world.begin()
-                begun = time.monotonic()
-                peace = quiet(world)
-                # Beside others it takes longer, and its last steps are to be hit as well
-                span = max(SPAN, time.monotonic() - begun)
-                for number, seed in enumerate(seeds, 1):
-                    if not _is_good(world, seed, peace, kept_span(seed) or span):
-                        return seeds[number:]
-            finally:
+        world = None
+        try:
+            with new_federation(Path(place)) as federation:
+                federation.control, federation.fleet = quiet_ports()
+                world = World(federation, kit)
+                return _left_after(world, seeds)
+        finally:
+            # No process writes there any more
+            if world is not None:
                 unmount(world)
+
+
+def _left_after(world: World, seeds: list[int]) -> list[int]:
+    """Seeds after the first whose history had a violation."""
+    world.begin()
+    begun = time.monotonic()
+    peace = quiet(world)
+    # Beside others it takes longer, and its last steps are to be hit as well
+    span = max(SPAN, time.monotonic() - begun)
+    for number, seed in enumerate(seeds, 1):
+        if not _is_good(world, seed, peace, kept_span(seed) or span):
+            return seeds[number:]
     return []
 
 
@@ -643,9 +667,12 @@ def quiet_ports() -> tuple[int, int]:
 
 @cache
 def code() -> str:
-    """Short for all that a history plays with."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    root = Path(__file__).resolve().parent.parent
+    """Short for all that a history plays with, and for whether it may fill disks."""
+    digest = hashlib.sha256(f"{version('flwr')} {os.geteuid() == 0}".encode())
+    tests = Path(__file__).resolve().parent
+    for name in ("histories.py", "system_tools.py", "conftest.py"):
+        digest.update((tests / name).read_bytes())
+    root = tests.parent
     for package in ("osfl", "client_app", "server_app"):
         for file in sorted((root / package).rglob("*.py")):
             digest.update(file.read_bytes())
@@ -683,7 +710,8 @@ def main() -> None:
     if given.at_once < 1:
         parser.error(f"--at-once {given.at_once}: must be 1 or more")
     # Ended by a signal, it ends what it started
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     WORK.mkdir(parents=True, exist_ok=True)
     if given.at_once == 1:
         played(given.first, given.count, given.step, given.again)
@@ -694,6 +722,13 @@ def main() -> None:
         told, bad = summary(given.first, given.count)
         print(told)
         sys.exit(bool(bad or any(ends)))
+
+
+def _leave(*_: object) -> None:
+    """End, and let no other signal break into that."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(1)
 
 
 def side_by_side(first: int, count: int, at_once: int, again: bool) -> list[int]:

@@ -69,7 +69,9 @@ def make_images(folder: Path) -> None:
 
 
 class Clock:
-    """Of one machine's processes: what Python's `time.time` and Flower's own measure say there.
+    """Of one machine's processes: what Python's `time.time` and Flower's `now` say there.
+
+    The system's own clock stays, and so do files' times and what certificates are held against.
 
     Attributes:
         settings: the environment of these processes.
@@ -85,13 +87,23 @@ class Clock:
         self.set_ahead(0.0)
         # Python runs it first of all
         (folder / "sitecustomize.py").write_text(
+            "import sys\n"
             "import time\n"
             "from datetime import timedelta\n"
+            "from pathlib import Path\n"
             "from flwr.supercore import date\n"
-            "now, seconds = date.now, time.time\n"
-            f"ahead = lambda: float(open({str(self._file)!r}).read())\n"
-            "date.now = lambda: now() + timedelta(seconds=ahead())\n"
-            "time.time = lambda: seconds() + ahead()\n"
+            "true_now = date.now\n"
+            "true_time = time.time\n"
+            f"file = Path({str(self._file)!r})\n"
+            "def now():\n"
+            "    return true_now() + timedelta(seconds=float(file.read_text()))\n"
+            "def seconds():\n"
+            "    return true_time() + float(file.read_text())\n"
+            "time.time = seconds\n"
+            # Some have taken it meanwhile
+            "for module in list(sys.modules.values()):\n"
+            "    if getattr(module, 'now', None) is true_now:\n"
+            "        module.now = now\n"
         )
         self.settings = {"PYTHONPATH": str(folder)}
 

@@ -7,8 +7,9 @@ from histories import World, play, quiet, unmount
 from system_tools import Federation
 
 pytestmark = pytest.mark.system
-# Among them: a site's network is slow, and it is killed, while the job is begun twice; another has
-# an older release for a while; the server's disk is full, where this user may mount one
+# Of the first: a site's network is slow, the job is begun twice, the other site is killed. Of the
+# second: a site has an older release, the server's disk is full where this user may mount one, and
+# a site's clock is set back
 SEEDS = (16, 38)
 
 
