@@ -32,6 +32,7 @@ GB = 1e9
 # A server's process with the digits' diffusion model: 0.94 GB, resident, on Linux with torch's CUDA
 # build. A client's has about as much.
 PROCESS_BYTES = 0.95 * GB
+# Farther off than this is wrong, and not only odd
 CLOCK_SECONDS = 300.0
 # Between a file's time and this machine's own, on a disk that another machine has
 DISK_CLOCK_SECONDS = 5.0
@@ -247,8 +248,8 @@ def check_clock(runs: Path, now: Callable[[], float] = time.time) -> Finding:
         now: seconds since 1970.
     """
     cure = (
-        "set it by NTP; Flower refuses a node whose clock is 5 seconds ahead of the server's, or "
-        "5 minutes behind"
+        "set it by NTP; Flower refuses a node whose clock is more than 5 seconds ahead of the "
+        "server's, or more than 305 behind"
     )
     shown = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now()))
     if now() < Path(__file__).stat().st_mtime - CLOCK_SECONDS:
