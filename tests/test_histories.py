@@ -23,6 +23,7 @@ from histories import (
     LONGEST,
     MACHINES,
     OLDER,
+    PATIENCE,
     SITES,
     SLOW,
     SPAN,
@@ -395,6 +396,22 @@ def test_what_ended_begins_anew(world: World, monkeypatch: pytest.MonkeyPatch) -
     now += ANEW + 1
     world.tend()
     assert begun == ["superlink", "server", "site-1"]
+
+
+@pytest.mark.parametrize("span", [25.0, 1000.0])
+def test_a_command_has_longer_where_a_run_in_peace_takes_longer(
+    span: float, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that never ends; every look at the clock takes a second."""
+    clock = itertools.count()
+    monkeypatch.setattr(histories.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(histories.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(world, "tend", lambda: None)
+    run = Play(world, "job", [], span)
+    for name, value in (("_ask", None), ("_look", None), ("_going", True), ("_say", "waiting")):
+        monkeypatch.setattr(run, name, lambda value=value: value)
+    assert run.play() == ["no end: waiting"]
+    assert next(clock) == pytest.approx(PATIENCE + span, abs=3)
 
 
 @pytest.mark.parametrize(
