@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -460,6 +461,39 @@ def test_a_summary_is_of_what_was_played(kept_in: Path) -> None:
         1,
     )
     assert histories.summary(3, 9)[1] == 0
+
+
+def test_code_is_all_that_a_history_plays_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file, Flower's version, and whether disks can be filled; what is tested beside, not."""
+    played_with = ["histories.py", "system_tools.py", "conftest.py"]
+    files = [tmp_path / "tests" / name for name in [*played_with, "test_wire.py"]]
+    files += [tmp_path / package / "a.py" for package in ("osfl", "client_app", "server_app")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("before")
+    monkeypatch.setattr(histories, "__file__", str(files[0]))
+    asked = histories.code.__wrapped__
+    found = [asked()]
+    for file in files:
+        file.write_text("after")
+        found.append(asked())
+    monkeypatch.setattr(histories, "version", lambda name: "another")
+    found.append(asked())
+    monkeypatch.setattr(histories.os, "geteuid", lambda: 0 if os.getuid() else 1)
+    found.append(asked())
+    changed = [one != other for one, other in itertools.pairwise(found)]
+    assert changed == [file.name != "test_wire.py" for file in files] + [True, True]
+
+
+def test_no_second_signal_breaks_into_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    heeded: dict[int, object] = {}
+    monkeypatch.setattr(histories.signal, "signal", heeded.__setitem__)
+    with pytest.raises(SystemExit) as end:
+        histories._leave(signal.SIGINT, None)
+    assert end.value.code == 1
+    assert heeded == {signal.SIGTERM: signal.SIG_IGN, signal.SIGINT: signal.SIG_IGN}
 
 
 def test_histories_of_other_code_do_not_count(
