@@ -28,7 +28,6 @@ ended is begun again by the same command. Then:
 """
 
 import argparse
-import errno
 import hashlib
 import json
 import os
@@ -39,10 +38,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -51,11 +49,15 @@ from pathlib import Path
 
 import psutil
 from system_tools import (
+    FILLER,
     TWO_CLASSES,
     Clock,
     Federation,
+    Line,
+    fill_disk,
     kill,
     make_images,
+    mount_disk,
     new_federation,
     quick_arguments,
 )
@@ -89,7 +91,6 @@ FARTHEST = 600.0  # seconds that a clock is set ahead or back
 SLOW = 20_000.0  # bytes per second in each direction
 OLDER = "0.0.1"  # a release that no run is of
 DISK = "320m"  # of the server, and of each site
-FILLER = "filler"
 
 
 @dataclass(frozen=True)
@@ -131,70 +132,6 @@ def _overlap(one: Fault, other: Fault) -> bool:
     return one.begin <= other.begin + other.seconds and other.begin <= one.begin + one.seconds
 
 
-class Line:
-    """A TCP proxy on loopback that can be cut, or be slow.
-
-    Attributes:
-        port: where it listens.
-    """
-
-    def __init__(self, server: int):
-        self._server = server
-        self._slow = False
-        self._whole = True
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._lock = threading.Lock()
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.port = self._door.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """End all connections, and every new one at once."""
-        with self._lock:
-            self._whole = False
-            for pair in self._pairs:
-                _end(pair)
-            self._pairs.clear()
-
-    def mend(self) -> None:
-        """Let new ones through."""
-        with self._lock:
-            self._whole = True
-
-    def pace(self, slow: bool) -> None:
-        """Let only `SLOW` bytes a second through, or all."""
-        self._slow = slow
-
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._door.accept()
-            with self._lock, suppress(OSError):
-                if self._whole:
-                    pair = client, socket.create_connection(("127.0.0.1", self._server))
-                    self._pairs.append(pair)
-                    for way in (pair, pair[::-1]):
-                        threading.Thread(target=self._pass, args=way, daemon=True).start()
-                    continue
-            client.close()
-
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        """What comes, until one end is over; then both are."""
-        with suppress(OSError):
-            while some := source.recv(2**12):
-                if self._slow:
-                    time.sleep(len(some) / SLOW)
-                target.sendall(some)
-        _end((source, target))
-
-
-def _end(pair: Sequence[socket.socket]) -> None:
-    # To close alone would tell nobody while another thread reads
-    for end in pair:
-        with suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
-        end.close()
-
-
 @dataclass
 class Command:
     """`osfl run`, and what it says."""
@@ -233,7 +170,7 @@ class World:
         make_images(self.folder / "images")
         for name in KINDS["full"]:
             self.disk_of(name).mkdir(parents=True)
-            if not mounted(self.disk_of(name)):
+            if not mount_disk(self.disk_of(name), DISK):
                 self.kinds.discard("full")
         for name in MACHINES:
             self.clocks[name] = Clock(self.folder / "clocks" / name)
@@ -287,15 +224,7 @@ class World:
 
     def fill(self, name: str) -> None:
         """Leave no room on its disk, which must be a small one."""
-        assert self.disk_of(name).is_mount(), self.disk_of(name)
-        with open(self.disk_of(name) / FILLER, "wb", buffering=0) as file:
-            for size in (2**20, 1):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
+        fill_disk(self.disk_of(name))
 
     def make_room(self, name: str) -> None:
         """Of what `fill` took."""
@@ -351,15 +280,6 @@ class World:
         for process in self.tree(name):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-
-
-def mounted(folder: Path) -> bool:
-    """A small disk at a folder, if this user may mount one."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
 
 
 def unmount(world: World) -> None:
@@ -452,7 +372,8 @@ class Play:
         if fault.kind == "cut":
             return world.lines[name].cut, world.lines[name].mend
         if fault.kind == "slow":
-            return partial(world.lines[name].pace, True), partial(world.lines[name].pace, False)
+            pace = world.lines[name].pace
+            return partial(pace, SLOW, SLOW), partial(pace, 0.0, 0.0)
         if fault.kind == "clock":
             clock = world.clocks[name]
             return partial(clock.set_ahead, fault.ahead), partial(clock.set_ahead, 0.0)

@@ -1,5 +1,6 @@
 """Helpers of the system tests."""
 
+import errno
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -32,6 +33,9 @@ ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
 
 # Whether nodes dial a port of their own, by gRPC. Since Flower 1.40 they call the port of `flwr`.
 GRPC = Version(version("flwr")) < Version("1.40")
+
+# What takes a full disk's room.
+FILLER = "filler"
 
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:
@@ -317,17 +321,25 @@ class Federation:
         return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]
 
 
-class ThinLine:
-    """A TCP proxy on loopback, through which a client sends only so many bytes a second.
+class Line:
+    """A client's line to a server: a TCP proxy on loopback that can be slow, or be cut.
 
     Attributes:
         port: where it listens.
         sent: bytes that were passed on to the server.
     """
 
-    def __init__(self, server: int, rate: float):
+    def __init__(self, server: int, to_server: float = 0.0, back: float = 0.0):
+        """
+        Args:
+            server: its port.
+            to_server, back: bytes a second; 0 for all that come.
+        """
         self._server = server
-        self._rate = rate
+        self._whole = True
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self.pace(to_server, back)
         self.sent = 0
         self._door = socket.create_server(("127.0.0.1", 0))
         # Else what the kernel holds back would be minutes of it, heartbeats among them
@@ -335,27 +347,87 @@ class ThinLine:
         self.port = self._door.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                client, _ = self._door.accept()
-                server = socket.create_connection(("127.0.0.1", self._server))
-                for ends, rate in (((client, server), self._rate), ((server, client), 0.0)):
-                    threading.Thread(target=self._pass, args=(*ends, rate), daemon=True).start()
+    def pace(self, to_server: float, back: float) -> None:
+        """From now on let so many bytes a second through; 0 for all that come."""
+        self._rates = {"to server": to_server, "back": back}
 
-    def _pass(self, source: socket.socket, target: socket.socket, rate: float) -> None:
-        with suppress(OSError):
-            while some := source.recv(2**14):
-                if rate:
-                    time.sleep(len(some) / rate)
-                    self.sent += len(some)
-                target.sendall(some)
-        for end in (source, target):
-            end.close()
+    def cut(self) -> None:
+        """End all connections, and every new one at once."""
+        with self._lock:
+            self._whole = False
+            for pair in self._pairs:
+                _end(pair)
+            self._pairs.clear()
+
+    def mend(self) -> None:
+        """Let new ones through."""
+        with self._lock:
+            self._whole = True
 
     def close(self) -> None:
         """Take no more connections."""
         self._door.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._door.accept()
+                self._connect(client)
+
+    def _connect(self, client: socket.socket) -> None:
+        with self._lock, suppress(OSError):
+            if self._whole:
+                server = socket.create_connection(("127.0.0.1", self._server))
+                self._pairs.append((client, server))
+                for way in ((client, server, "to server"), (server, client, "back")):
+                    threading.Thread(target=self._pass, args=way, daemon=True).start()
+                return
+        client.close()
+
+    def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        """What comes, until one end is over; then both are."""
+        with suppress(OSError):
+            while some := source.recv(2**12):
+                if rate := self._rates[way]:
+                    time.sleep(len(some) / rate)
+                if way == "to server":
+                    self.sent += len(some)
+                target.sendall(some)
+        _end((source, target))
+
+
+def _end(pair: Sequence[socket.socket]) -> None:
+    # To close alone would tell nobody while another thread reads
+    for end in pair:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+
+
+def mount_disk(folder: Path, size: str) -> bool:
+    """A small disk in memory at a folder, if this user may mount one.
+
+    Args:
+        size: as `mount` reads it: "320m".
+    """
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def fill_disk(folder: Path) -> None:
+    """Leave no room for a byte on the small disk at a folder; a file there, `FILLER`, takes it."""
+    assert folder.is_mount(), folder
+    # A part is written where the whole has no room; others may write meanwhile
+    with open(folder / FILLER, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(2**20))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import histories
 import pytest
 from histories import (
     ANEW,
+    DISK,
     FARTHEST,
     KINDS,
     LONGEST,
@@ -30,15 +31,13 @@ from histories import (
     SPAN,
     Command,
     Fault,
-    Line,
     Play,
     World,
     history_of,
-    mounted,
     outcome,
     unmount,
 )
-from system_tools import Clock, Federation
+from system_tools import Clock, Federation, Line, mount_disk
 
 import osfl
 
@@ -113,9 +112,9 @@ def test_a_slow_line_takes_its_time(line: Line) -> None:
                 left -= len(some)
             return time.monotonic() - since
 
-    line.pace(True)
+    line.pace(SLOW, SLOW)
     assert seconds() >= 2 * 4000 / SLOW
-    line.pace(False)
+    line.pace(0.0, 0.0)
     assert seconds() < 2 * 4000 / SLOW
 
 
@@ -136,7 +135,7 @@ def disk(world: World) -> Iterator[Path]:
     """The server's, which may be filled."""
     folder = world.disk_of("server")
     folder.mkdir()
-    if not mounted(folder):
+    if not mount_disk(folder, DISK):
         pytest.skip("needs root, to mount a disk")
     yield folder
     unmount(world)
@@ -221,7 +220,7 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(histories.psutil, "Process", lambda number: number)
     monkeypatch.setattr(histories, "kill", lambda number: seen.append(f"killed {number}"))
     world.lines["site-0"] = SimpleNamespace(  # type: ignore[assignment]
-        pace=lambda slow: seen.append(f"slow: {slow}")
+        pace=lambda *rates: seen.append(f"pace: {rates}")
     )
     for name in ("fill", "make_room"):
         monkeypatch.setattr(world, name, lambda target, name=name: seen.append(f"{name} {target}"))
@@ -244,7 +243,11 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
         end()
         return seen.copy()
 
-    assert ends_of("slow", "site-0") == ["slow: True", "then", "slow: False"]
+    assert ends_of("slow", "site-0") == [
+        f"pace: {(SLOW, SLOW)}",
+        "then",
+        "pace: (0.0, 0.0)",
+    ]
     assert ends_of("full", "server") == ["fill server", "then", "make_room server"]
     assert ends_of("older", "site-0") == [
         *("killed 1", "site-0: ['site-0']"),

@@ -4,7 +4,6 @@ And what goes wrong in one.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.proto.node_pb2 import NodeInfo
 from PIL import Image
 from safetensors.torch import load_file
+from system_tools import FILLER, fill_disk, mount_disk
 from typer.testing import CliRunner
 
 import client_app.app
@@ -271,8 +271,7 @@ def small_disk(home: Path) -> Iterator[Path]:
     """Runs are on a file system of their own, of 400 MB."""
     runs = home / "runs"
     runs.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400m", "none", str(runs)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+    if not mount_disk(runs, "400m"):
         pytest.skip("needs root, to mount a small file system")
     yield runs
     subprocess.run(["umount", str(runs)], check=True)
@@ -286,25 +285,21 @@ def test_a_disk_that_fills_loses_nothing(
     Each time the error says so, and the same command goes on.
     """
     config = quick(method="feddeo", kit=str(tiny_kit))
-    ballast = small_disk / "ballast"
     commit = synthesis_images._commit
-
-    def fill() -> None:
-        ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
 
     def fill_after_the_first(index: int, kind: str, reply: Message) -> Message:
         if (index, kind) == (0, "query.acknowledge"):
-            fill()
+            fill_disk(small_disk)
         return reply
 
     def commit_and_fill(job, unit, pixels) -> None:  # type: ignore[no-untyped-def]
         commit(job, unit, pixels)
-        fill()
+        fill_disk(small_disk)
 
     with pytest.raises(OSError, match="No space left on device"):
         start(config, tamper=fill_after_the_first)
     assert [file.name for file in (small_disk / "job" / "payloads").glob("*.pb")] == ["client-0.pb"]
-    ballast.unlink()
+    (small_disk / FILLER).unlink()
     monkeypatch.setattr(synthesis_images, "_commit", commit_and_fill)
     monkeypatch.setattr(synthesis_images, "UNWRITTEN", 0)
     asked: list[tuple[int, str]] = []
@@ -314,7 +309,7 @@ def test_a_disk_that_fills_loses_nothing(
     assert len(list((small_disk / "job" / "units").glob("*.jsonl"))) == 1
     about = json.loads((small_disk / "job" / "payloads" / "client-1.json").read_text())
     assert about["costs"]["resent"] == 1  # its copy was kept
-    ballast.unlink()
+    (small_disk / FILLER).unlink()
     monkeypatch.setattr(synthesis_images, "_commit", commit)
     grid = start(config)
     assert "train" not in [kind for _, kind in grid.sent]

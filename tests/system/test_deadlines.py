@@ -8,7 +8,7 @@ import pytest
 from system_tools import (
     TWO_CLASSES,
     Federation,
-    ThinLine,
+    Line,
     make_images,
     quick_arguments,
     wait_for,
@@ -29,7 +29,7 @@ def test_a_client_that_uploads_slowly_holds_up_nobody(
     Flower's pull of the slow client's reply goes on meanwhile: it lasts as long as the upload.
     """
     federation.begin_superlink()
-    line = ThinLine(federation.fleet, RATE)
+    line = Line(federation.fleet, to_server=RATE)
     make_images(tmp_path / "images")
     for name, port in (("quick", 0), ("slow", line.port)):
         federation.register(name)
