@@ -21,8 +21,10 @@ benchmarks.main_table. Interrupted, the same command goes on.
 """
 
 import json
+from collections import Counter
 from functools import cache
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch.nn import functional as F
@@ -34,6 +36,7 @@ from benchmarks.main_table import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of
+from osfl.payloads import Votes
 from server_app.job import ServerJob
 from server_app.synthesis.images import SyntheticSet
 from server_app.training import train_global
@@ -93,6 +96,20 @@ def certified(said: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Ten
     return winner, margin // 2
 
 
+def drawn_pairs(groups: int) -> Counter[tuple[str, int]]:
+    """Of every class and style, how many groups draw that class in that style."""
+    payloads = sent(SETTINGS)
+    counts: Counter[tuple[str, int]] = Counter()
+    for group in range(groups):
+        of_group: set[tuple[str, int]] = set()
+        for client in CLIENTS[group::groups]:
+            payload = payloads[client]
+            assert isinstance(payload, Votes)
+            of_group.update(zip(payload.classes, payload.winners.tolist(), strict=True))
+        counts.update(of_group)
+    return counts
+
+
 def line(groups: int) -> dict[str, str]:
     """A row of the table."""
     said = torch.stack([votes_of(groups, group) for group in range(groups)])
@@ -101,6 +118,9 @@ def line(groups: int) -> dict[str, str]:
     right = winner == labels
     single = (said == labels).double().mean().item()
     made = {"": str(groups), "clients in each": str(NUMBER // groups)}
+    counts = sorted(drawn_pairs(groups).values())
+    made["pairs a model learns"] = f"{sum(counts) / groups:.0f}"
+    made["models that learn a pair"] = f"{mean(counts):.1f} ({counts[0]} to {counts[-1]})"
     made["one model"] = f"{100 * single:.1f}"
     made["together"] = f"{100 * right.double().mean().item():.1f}"
     for liars in LIARS:
@@ -122,6 +142,7 @@ def main() -> None:
         f"Top-1 accuracy (%) on the test images of all six domains. {NUMBER} clients with ten "
         "images each, drawn at random, parted into groups with a model each, which vote; one "
         "model: their mean. "
+        "Pair: a class in one of the six styles, of which there are sixty. "
         "With liars: at least so many are right whatever so many clients send. `votes`, seed 0; "
         "the recipe is benchmarks.main_table's. Command: `python -m benchmarks.partitions`."
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks import partitions
 from osfl.data.load import Images
+from osfl.payloads import Votes
 from server_app.synthesis.images import SyntheticSet
 
 
@@ -92,6 +94,17 @@ def test_a_group_learns_its_own_clients_images_alone(
     assert sorted(itertools.chain.from_iterable(seen)) == list(range(60))
 
 
+def test_a_group_learns_a_pair_once_however_many_of_its_clients_name_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of thirty groups each has two clients; all of the first fifty-nine say one and the same."""
+    same = Votes(("one", "two"), torch.tensor([4, 0], dtype=torch.uint8))
+    other = Votes(("two",), torch.tensor([4], dtype=torch.uint8))
+    payloads = dict.fromkeys(partitions.CLIENTS[:59], same) | {partitions.CLIENTS[59]: other}
+    monkeypatch.setattr(partitions, "sent", lambda settings: payloads)
+    assert partitions.drawn_pairs(30) == {("one", 4): 30, ("two", 0): 30, ("two", 4): 1}
+
+
 def test_a_row_counts_what_is_right_and_certified(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +120,13 @@ def test_a_row_counts_what_is_right_and_certified(
     monkeypatch.setattr(
         partitions, "real", lambda split: [Images(torch.zeros(4, 3, 4, 4).byte(), labels)]
     )
+    monkeypatch.setattr(
+        partitions, "drawn_pairs", lambda groups: Counter({"a": 3, "b": 10, "c": 5})
+    )
     line = partitions.line(10)
+    # 18 pairs in ten groups
+    assert line["pairs a model learns"] == "2"
+    assert line["models that learn a pair"] == "6.0 (3 to 10)"
     assert line["clients in each"] == "6"
     # 10, 8 and 6 of ten
     assert line["one model"] == "60.0"
