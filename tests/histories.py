@@ -2,7 +2,7 @@
 
 python tests/histories.py 0 1000               # the histories of a thousand seeds
 python tests/histories.py 0 1000 --at-once 4   # in four federations side by side
-python tests/histories.py 17 1 --again         # one of them again
+python tests/histories.py 17 1 --again         # one of them again, with the same span
 
 What each gave is kept in runs/histories, and not played again with the same code: an interrupted
 command goes on.
@@ -11,6 +11,7 @@ A SuperLink, what runs ServerApps, and two sites, with TLS and node keys, as pro
 For each seed a job begins, and when and how long the seed says
 
 - kill, stop: a process, with all that it started, is killed, or stopped and continued;
+- crash: a ServerApp or ClientApp alone is killed, as where memory runs out;
 - cut, slow: a site's network is cut, or lets few bytes through;
 - clock: a machine's clock, as Python and Flower ask it, is set minutes ahead or back;
 - full: a disk has no room for a byte (as root, to mount one);
@@ -40,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -74,12 +75,14 @@ LONGEST = 12.0  # seconds that something stays away
 # may take a site that was killed for online for six minutes, and refuses it until then
 PATIENCE = 450.0
 MOST_COMMANDS = 5
+APPS = ("flwr-serverapp", "flwr-clientapp")
 ANEW = 12.0  # seconds after which a site that was refused is begun again
 MACHINES = ("server", "superlink", *SITES)
 # What happens to which
 KINDS = {
     "kill": MACHINES,
     "stop": MACHINES,
+    "crash": ("server", *SITES),
     "cut": SITES,
     "slow": SITES,
     "clock": MACHINES,
@@ -221,6 +224,13 @@ class World:
             self.begin_server()
         else:
             self.begin_site(name)
+
+    def crash(self, name: str) -> None:
+        """Kill its app, if one runs, and nothing else."""
+        for process in self.tree(name):
+            with suppress(psutil.NoSuchProcess):
+                if any(Path(word).name in APPS for word in process.cmdline()[:2]):
+                    process.kill()
 
     def fill(self, name: str) -> None:
         """Leave no room on its disk, which must be a small one."""
@@ -365,8 +375,15 @@ class Play:
                 with suppress(psutil.NoSuchProcess):
                     world.signal_all(name, signal.SIGCONT)
 
+        def crash_it() -> None:
+            if name in world.federation.processes:
+                with suppress(psutil.NoSuchProcess):
+                    world.crash(name)
+
         if fault.kind == "kill":
             return kill_it, begin_it
+        if fault.kind == "crash":
+            return crash_it, lambda: None
         if fault.kind == "stop":
             return stop_it, go_on
         if fault.kind == "cut":
@@ -501,19 +518,21 @@ def quiet(world: World) -> dict[str, object]:
     return found
 
 
-def played(first: int, count: int, step: int, again: bool) -> None:
+def played(first: int, count: int, step: int, again: bool, span: float | None = None) -> None:
     """Every so many seeds' histories, each kept when it is over.
 
     Args:
-        again: also those that were, each with the span that it had.
+        again: also those that were.
+        span: of each, in seconds; None: what it had when it was last played, with whatever code, or
+            what a run in peace takes.
     """
     wanted = range(first, first + count, step)
     seeds = [seed for seed in wanted if again or not file_of(seed).is_file()]
     while seeds:
-        seeds = _played_in_one(seeds)
+        seeds = _played_in_one(seeds, span)
 
 
-def _played_in_one(seeds: list[int]) -> list[int]:
+def _played_in_one(seeds: list[int], span: float | None) -> list[int]:
     """Histories in a federation of their own; those that are left after a violation, whose run
     might go on there.
     """
@@ -527,14 +546,14 @@ def _played_in_one(seeds: list[int]) -> list[int]:
             with new_federation(Path(place)) as federation:
                 federation.control, federation.fleet = quiet_ports()
                 world = World(federation, kit)
-                return _left_after(world, seeds)
+                return _left_after(world, seeds, span)
         finally:
             # No process writes there any more
             if world is not None:
                 unmount(world)
 
 
-def _left_after(world: World, seeds: list[int]) -> list[int]:
+def _left_after(world: World, seeds: list[int], wanted: float | None) -> list[int]:
     """Seeds after the first whose history had a violation."""
     world.begin()
     begun = time.monotonic()
@@ -542,7 +561,7 @@ def _left_after(world: World, seeds: list[int]) -> list[int]:
     # Beside others it takes longer, and its last steps are to be hit as well
     span = max(SPAN, time.monotonic() - begun)
     for number, seed in enumerate(seeds, 1):
-        if not _is_good(world, seed, peace, kept_span(seed) or span):
+        if not _is_good(world, seed, peace, wanted or kept_span(seed) or span):
             return seeds[number:]
     return []
 
@@ -562,14 +581,15 @@ def _is_good(world: World, seed: int, peace: dict[str, object], span: float) -> 
     }
     write_atomically(file_of(seed), json.dumps(found).encode())
     told = "; ".join(map(str, faults))
-    print(f"{seed}: {problems or 'good'} ({seconds:.0f} s) {told}", flush=True)
+    took = f"{seconds:.0f} s, span {span:.1f}"
+    print(f"{seed}: {problems or 'good'} ({took}) {told}", flush=True)
     return not problems
 
 
 def kept_span(seed: int) -> float | None:
-    """With which span a seed was played; None: it was not."""
-    file = file_of(seed)
-    return float(json.loads(file.read_text())["span"]) if file.is_file() else None
+    """With which span a seed was last played, with whatever code; None: it was not."""
+    files = sorted(WORK.glob(f"{seed:06d}-*.json"), key=lambda file: file.stat().st_mtime)
+    return float(json.loads(files[-1].read_text())["span"]) if files else None
 
 
 def quiet_ports() -> tuple[int, int]:
@@ -626,6 +646,7 @@ def main() -> None:
     parser.add_argument("count", type=int, help="how many seeds")
     parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
     parser.add_argument("--again", action="store_true", help="also those that were played")
+    parser.add_argument("--span", type=float, help="seconds, as it was printed of a history")
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.at_once < 1:
@@ -635,10 +656,13 @@ def main() -> None:
         signal.signal(number, _leave)
     WORK.mkdir(parents=True, exist_ok=True)
     if given.at_once == 1:
-        played(given.first, given.count, given.step, given.again)
+        played(given.first, given.count, given.step, given.again, given.span)
         ends = [0]
     else:
-        ends = side_by_side(given.first, given.count, given.at_once, given.again)
+        more = ["--again"] if given.again else []
+        if given.span:
+            more.append(f"--span={given.span}")
+        ends = side_by_side(given.first, given.count, given.at_once, more)
     if given.step == 1:
         told, bad = summary(given.first, given.count)
         print(told)
@@ -652,13 +676,12 @@ def _leave(*_: object) -> None:
     sys.exit(1)
 
 
-def side_by_side(first: int, count: int, at_once: int, again: bool) -> list[int]:
-    """Processes that each play every so many seeds; their exit codes."""
+def side_by_side(first: int, count: int, at_once: int, more: Sequence[str]) -> list[int]:
+    """Processes that each play every so many seeds, with more arguments; their exit codes."""
     processes = []
     try:
         for number in range(at_once):
             seeds = [str(first + number), str(count - number), "--step", str(at_once)]
-            more = ["--again"] if again else []
             processes.append(subprocess.Popen([sys.executable, __file__, *seeds, *more]))
         return [process.wait() for process in processes]
     finally:

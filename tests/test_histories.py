@@ -37,7 +37,7 @@ from histories import (
     outcome,
     unmount,
 )
-from system_tools import Clock, Federation, Line, mount_disk
+from system_tools import Clock, Federation, Line, mount_disk, wait_for
 
 import osfl
 
@@ -248,6 +248,10 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
         "then",
         "pace: (0.0, 0.0)",
     ]
+    monkeypatch.setattr(world, "crash", lambda name: seen.append(f"crashed {name}"))
+    assert ends_of("crash", "site-0") == ["crashed site-0", "then"]
+    # Which is away
+    assert ends_of("crash", "site-1") == ["then"]
     assert ends_of("full", "server") == ["fill server", "then", "make_room server"]
     assert ends_of("older", "site-0") == [
         *("killed 1", "site-0: ['site-0']"),
@@ -255,6 +259,28 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
         *("killed 2", "site-0: []"),
     ]
     assert ends_of("clock", "server", -90.0) == ["ahead: -90.0", "then", "ahead: 0.0"]
+
+
+def test_a_crash_kills_the_app_and_not_what_began_it(world: World) -> None:
+    """As Flower does it: a process of a site's begins another with the app's name."""
+    app = world.folder / "flwr-clientapp"
+    app.write_text("import time\ntime.sleep(60)\n")
+    begun = f"import subprocess, sys; subprocess.run([sys.executable, {str(app)!r}])"
+    site = subprocess.Popen([sys.executable, "-c", f"{begun}; import time; time.sleep(60)"])
+    world.federation.processes["site-0"] = site
+    try:
+        wait_for(lambda: len(world.tree("site-0")) == 2, 20, lambda: "no app", every=0.1)
+        child = world.tree("site-0")[1]
+        wait_for(lambda: str(app) in child.cmdline(), 20, lambda: "no app", every=0.1)
+        world.crash("site-0")
+        wait_for(lambda: len(world.tree("site-0")) == 1, 20, lambda: "it lives", every=0.1)
+        assert site.poll() is None
+        # Where no app runs nothing happens
+        world.crash("site-0")
+        assert site.poll() is None
+    finally:
+        site.kill()
+        site.wait()
 
 
 # ---- The checks ----
@@ -460,7 +486,7 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_summary_is_of_what_was_played(kept_in: Path) -> None:
     assert histories.summary(0, 9) == (
         "2 histories, 1 with a violation [2], 1.0 hours; faults: "
-        "1 kill, 0 stop, 2 cut, 0 slow, 0 clock, 0 full, 0 older, 0 again",
+        "1 kill, 0 stop, 0 crash, 2 cut, 0 slow, 0 clock, 0 full, 0 older, 0 again",
         1,
     )
     assert histories.summary(3, 9)[1] == 0
@@ -504,14 +530,24 @@ def test_histories_of_other_code_do_not_count(
 ) -> None:
     monkeypatch.setattr(histories, "code", lambda: "other")
     assert histories.summary(0, 9)[0].startswith("0 histories")
-    assert histories.kept_span(0) is None
+    # Yet the same faults come at the same seconds
+    assert histories.kept_span(0) == 60.0
+    assert histories.kept_span(1) is None
+
+
+def test_a_span_is_the_last_ones(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, (name, span) in enumerate((("newest", 40.0), ("a", 50.0), ("z", 70.0))):
+        file = kept_in / f"000001-{name}.json"
+        file.write_text(json.dumps({"span": span}))
+        os.utime(file, (1000 - age, 1000 - age))
+    assert histories.kept_span(1) == 40.0
 
 
 @pytest.mark.parametrize(
     ("count", "more", "asked", "code"),
     [
-        ("1", [], (0, 1, 1, False), 0),
-        ("3", ["--again"], (0, 3, 1, True), 1),
+        ("1", [], (0, 1, 1, False, None), 0),
+        ("3", ["--again", "--span", "90.5"], (0, 3, 1, True, 90.5), 1),
     ],
 )
 def test_the_command_plays_and_tells_of_violations(
@@ -540,7 +576,7 @@ def test_one_of_several_plays_its_share_and_leaves_the_summary_to_the_command(
     monkeypatch.setattr(histories, "played", lambda *given: played.append(given))
     monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
     histories.main()
-    assert played == [(1, 9, 3, False)]
+    assert played == [(1, 9, 3, False, None)]
     assert capsys.readouterr().out == ""
 
 
@@ -554,12 +590,14 @@ def test_one_that_fails_among_several_fails_the_command(
         asked.append(given)
         return [0, 1]
 
-    monkeypatch.setattr("sys.argv", ["histories.py", "3", "9", "--at-once", "2"])
+    monkeypatch.setattr(
+        "sys.argv", ["histories.py", "3", "9", "--at-once", "2", "--again", "--span=7"]
+    )
     monkeypatch.setattr(histories, "side_by_side", failing)
     monkeypatch.setattr(histories.signal, "signal", lambda *given: None)
     with pytest.raises(SystemExit) as end:
         histories.main()
-    assert (asked, end.value.code) == ([(3, 9, 2, False)], True)
+    assert (asked, end.value.code) == ([(3, 9, 2, ["--again", "--span=7.0"])], True)
     monkeypatch.setattr("sys.argv", ["histories.py", "3", "9", "--at-once", "0"])
     with pytest.raises(SystemExit) as end:
         histories.main()
@@ -602,9 +640,9 @@ def test_what_was_played_is_not_played_again(told: list[tuple[int, float]]) -> N
     assert told == [BEGUN, (4, SPAN)]
     found = json.loads(histories.file_of(4).read_text())
     assert found["problems"] == []
-    # Of its kill, and of its clock, which could not be set here
-    assert [fault.kind for fault in history_of(4)] == ["kill", "clock"]
-    assert found["faults"] == ["kill"]
+    # Of its stop, and of its slow line, which could not be had here
+    assert [fault.kind for fault in history_of(4)] == ["stop", "slow"]
+    assert found["faults"] == ["stop"]
 
 
 def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> None:
@@ -612,6 +650,9 @@ def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> No
     histories.played(1, 3, 1, True)
     assert told == [BEGUN, (1, SPAN), (2, 60.0), (3, SPAN)]
     assert json.loads(histories.file_of(2).read_text())["span"] == 60.0
+    told.clear()
+    histories.played(2, 1, 1, True, 90.0)
+    assert told == [BEGUN, (2, 90.0)]
 
 
 def test_after_a_violation_the_others_are_played_in_another_federation(
@@ -639,7 +680,7 @@ def test_several_share_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "sys.exit(first == '6')\n"
     )
     monkeypatch.setattr(histories, "__file__", str(script))
-    assert histories.side_by_side(5, 7, 3, True) == [0, 1, 0]
+    assert histories.side_by_side(5, 7, 3, ["--again"]) == [0, 1, 0]
     seeds = []
     for file in sorted(tmp_path.glob("script.py-*")):
         count, step, again = file.read_text().split()
