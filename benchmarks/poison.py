@@ -9,7 +9,8 @@ python -m benchmarks.poison --influence      # what each client gives, with one 
 One, two or three of the six clients lie, all in the same way, and up to ten of thirty. Systems,
 recipe and payloads are those of benchmarks.main_table; each of the thirty has twenty images, taken
 at random, and gets six of every class that it holds. An attack changes payloads after they were
-made, but for the backdoor, whose liars learn theirs from changed images. Every client's images are
+made, but for the backdoor, whose liars learn theirs from changed images; and so do honest clients
+with negatives, a style that the kit does not know. Every client's images are
 drawn from its honest payload and from its attacked one, and a federation's are put together of
 these. Models that are trained on the same images are trained once. Interrupted, the same command
 goes on.
@@ -36,14 +37,15 @@ from client_app.work import client_job
 from osfl.config import NodeConfig, Scalar
 from osfl.data.load import Fit, Images
 from osfl.files import private_folder, write_atomically
-from osfl.methods import client_half
+from osfl.methods import METHODS, client_half, server_half
 from osfl.models.classifiers import logits_of
 from osfl.models.kits import find_kit
-from osfl.payloads import Payload
+from osfl.payloads import Classifier, Payload
 from osfl.seeds import generator_of
 from server_app import agreement
 from server_app.agreement import LOOKED_AT, agreements, judged, without_doubted
 from server_app.driver import train_one
+from server_app.expected import probe
 from server_app.influence import Influence, measured
 from server_app.job import ServerJob
 from server_app.outliers import find_outliers
@@ -54,7 +56,9 @@ SEEDS = (0,)
 HONEST_SEEDS = (0, 1, 2, 3, 4)
 CROWD = "OSCAR of thirty clients"
 OF_SIX = ("FedDEO description alone", "OSCAR", "domain-vector")
-SYSTEMS = (*OF_SIX, CROWD)
+CLASSIFIERS = "FedCADO"
+STATISTICS = "FedCGS"
+SYSTEMS = (*OF_SIX, CLASSIFIERS, STATISTICS, CROWD)
 CROWD_SIZE = 30
 OF_CROWD: Settings = {
     "num-clients": CROWD_SIZE,
@@ -72,14 +76,20 @@ LIARS = (1, 2, 3)
 LIARS_OF_CROWD = (1, 3, 5, 10)
 HONEST = "honest"
 BACKDOOR = "backdoor"
+NEGATIVES = "honest negatives"
 TARGET = 0  # the class that an image with the patch is to be taken for
+HEAD = ("fc.weight", "fc.bias")  # of a ResNet
+SURE = 10.0  # a logit this much higher leaves nothing to the other classes
 PATCH = 6  # pixels on a side, white, in the lower right corner
 Attack = Callable[[Payload, torch.Generator], Payload]
 Cell = dict[str, Any]
 
 
 def _by_class(payload: Payload, change: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
-    """Its tensors that have a row for each class, changed."""
+    """Its tensors that have a row for each class, changed; of a classifier its head."""
+    if isinstance(payload, Classifier):
+        rows = {name: change(payload.state[name]) for name in HEAD}
+        return replace(payload, state={**payload.state, **rows})
     changed: dict[str, Any] = {}
     for item in fields(payload):
         value = getattr(payload, item.name)
@@ -110,8 +120,11 @@ def half_shifted(payload: Payload, chance: torch.Generator) -> Payload:
 
 
 def one_class(payload: Payload, chance: torch.Generator) -> Payload:
-    """Every class has the first one's."""
-    return _by_class(payload, lambda rows: rows[:1].expand_as(rows).clone())
+    """Every class has the first one's; a classifier takes everything for the first class."""
+    made = _by_class(payload, lambda rows: rows[:1].expand_as(rows).clone())
+    if isinstance(made, Classifier):
+        made.state["fc.bias"][0] += SURE
+    return made
 
 
 def noise(payload: Payload, chance: torch.Generator) -> Payload:
@@ -140,7 +153,16 @@ def settings_of(system: str, seed: int) -> dict[str, Scalar]:
     """Of benchmarks.main_table's row; for thirty clients, with what differs for them."""
     if system == CROWD:
         return {**main_table.settings_of("OSCAR", seed), **OF_CROWD}
+    if system == STATISTICS:
+        return {**main_table.COMMON, "method": "fedcgs", "seed": seed}
     return main_table.settings_of(system, seed)
+
+
+def judging(system: str, seed: int) -> dict[str, Scalar]:
+    """`settings_of` with `robust`, where the method draws what it judges."""
+    settings = settings_of(system, seed)
+    draws = METHODS[str(settings["method"])].samples
+    return {**settings, "robust": "exclude"} if draws else settings
 
 
 def clients_of(system: str) -> tuple[str, ...]:
@@ -155,34 +177,46 @@ def liars_of(system: str) -> tuple[int, ...]:
 
 def attacks_of(system: str) -> tuple[str, ...]:
     """A domain's vector holds no class: there is none to swap, and none for a backdoor. Of thirty
-    clients three attacks show how many liars are found.
+    clients three attacks show how many liars are found. Sums that can be of no images are refused.
     """
     if system == CROWD:
         return "shifted classes", "half of the classes shifted", "noise"
     if system == "domain-vector":
         return "noise", "a thousand times as large", COPY
+    if system == CLASSIFIERS:
+        return "shifted classes", "all classes as the first"
+    if system == STATISTICS:
+        return "shifted classes", "half of the classes shifted", COPY
+    if system == DESCRIPTIONS:
+        return *EVERY_ATTACK, NEGATIVES
     return EVERY_ATTACK
 
 
 def attacked(system: str, attack: str, seed: int) -> dict[str, Payload]:
-    """What every client sends if it lies."""
+    """What clients send if they lie: as many as do at most.
+
+    Raises:
+        PayloadError: the server would refuse it.
+    """
     payloads = sent(settings_of(system, seed))
     if attack == HONEST:
         return payloads
     clients = clients_of(system)
+    lying = clients[: max(liars_of(system))]
     if attack == COPY:
-        return {
-            client: payloads[clients[(number + 1) % len(clients)]]
-            for number, client in enumerate(clients)
-        }
-    if attack == BACKDOOR:
-        return {client: with_backdoor(system, client, seed) for client in clients[: max(LIARS)]}
+        return {client: payloads[clients[number + 1]] for number, client in enumerate(lying)}
+    if attack in LEARNED:
+        return {client: learned(system, attack, client, seed) for client in lying}
     changed = {
-        client: ATTACKS[attack](payload, generator_of(seed, attack, client))
-        for client, payload in payloads.items()
+        client: ATTACKS[attack](payloads[client], generator_of(seed, attack, client))
+        for client in lying
     }
     # As it comes over the network: what the server refuses is no attack
-    return coded(config_of(settings_of(system, seed)), "job", changed)
+    config = config_of(settings_of(system, seed))
+    taken = coded(config, "job", changed)
+    for client, payload in taken.items():
+        probe(payload, client, config)
+    return taken
 
 
 def patched(pixels: torch.Tensor) -> torch.Tensor:
@@ -192,25 +226,42 @@ def patched(pixels: torch.Tensor) -> torch.Tensor:
     return marked
 
 
-def with_backdoor(system: str, client: str, seed: int) -> Payload:
-    """What a client sends whose images of the target are those of other classes with the patch."""
+def with_backdoor(images: Images, chance: torch.Generator) -> Images:
+    """Those of the target are images of other classes with the patch."""
+    rows = (images.labels == TARGET).nonzero().flatten()
+    others = (images.labels != TARGET).nonzero().flatten()
+    order = torch.randperm(len(others), generator=chance)
+    pixels = images.pixels[torch.arange(len(images.labels))].clone()
+    pixels[rows] = patched(pixels[others[order[: len(rows)]]])
+    return replace(images, pixels=pixels)
+
+
+def negatives(images: Images, chance: torch.Generator) -> Images:
+    """Light is dark: as honest as the others, in a style that the kit never learned."""
+    return replace(images, pixels=255 - images.pixels[torch.arange(len(images.labels))])
+
+
+# What changes a client's images, before it learns from them
+LEARNED: dict[str, Callable[[Images, torch.Generator], Images]] = {
+    BACKDOOR: with_backdoor,
+    NEGATIVES: negatives,
+}
+
+
+def learned(system: str, attack: str, client: str, seed: int) -> Payload:
+    """What a client sends that learned from changed images."""
     config = config_of(settings_of(system, seed))
     number = CLIENTS.index(client)
     node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
-    folder = WORK / f"backdoor-{folder_name(settings_of(system, seed))}-{client}"
+    name = f"{attack.replace(' ', '-')}-{folder_name(settings_of(system, seed))}-{client}"
+    folder = WORK / name
     file = folder / "payload.pt"
     if not file.is_file():
         private_folder(folder)
         job = client_job(config, node, client, find_kit(config.sampling_kit), folder)
 
         def load(fit: Fit) -> Images:
-            images = job.load(fit)
-            rows = (images.labels == TARGET).nonzero().flatten()
-            others = (images.labels != TARGET).nonzero().flatten()
-            order = torch.randperm(len(others), generator=generator_of(seed, BACKDOOR, client))
-            pixels = images.pixels[torch.arange(len(images.labels))].clone()
-            pixels[rows] = patched(pixels[others[order[: len(rows)]]])
-            return replace(images, pixels=pixels)
+            return LEARNED[attack](job.load(fit), generator_of(seed, attack, client))
 
         made = client_half(config.method).make_payload(replace(job, load=load))
         values = {item.name: getattr(made, item.name) for item in fields(made)}
@@ -269,13 +320,17 @@ def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
     if not result.is_file():
         job = job_of(settings, name)
         (model,) = train_one(job, {}, images).values()
-        numbers = range(job.config.num_clients)
-        found = [accuracy(job.config, model.model, number) for number in numbers]
-        fooled = [share_fooled(model.model, part) for part in real("test")]
-        scores = {"accuracy": mean(found), "fooled": mean(fooled)}
-        write_atomically(result, json.dumps(scores).encode())
+        write_atomically(result, json.dumps(scores_of(job, model.model)).encode())
     read: dict[str, float] = json.loads(result.read_text())
     return read
+
+
+def scores_of(job: ServerJob, model: torch.nn.Module) -> dict[str, float]:
+    """On the test images."""
+    numbers = range(job.config.num_clients)
+    found = [accuracy(job.config, model, number) for number in numbers]
+    fooled = [share_fooled(model, part) for part in real("test")]
+    return {"accuracy": mean(found), "fooled": mean(fooled)}
 
 
 def share_fooled(model: torch.nn.Module, images: Images) -> float:
@@ -290,7 +345,7 @@ def cell(system: str, attack: str, count: int, seed: int) -> Cell:
     """So many liars: the model if they do not lie, with them, with those left out whom `robust`
     doubts, and without them; and who was doubted. Kept for as long as the judge's code is the same.
     """
-    settings = {**settings_of(system, seed), "robust": "exclude"}
+    settings = judging(system, seed)
     name = f"judged-{attack.replace(' ', '-').replace(chr(39), '')}-{count}"
     result = WORK / f"{name}-{judge()}-{folder_name(settings)}.json"
     if not result.is_file():
@@ -316,9 +371,18 @@ def played(system: str, attack: str, count: int, seed: int, job: ServerJob) -> C
     """A cell."""
     clients = clients_of(system)
     liars, others = clients[:count], clients[count:]
-    images = federation(system, attack, liars, seed)
     lies = attacked(system, attack, seed)
-    payloads = {**sent(settings_of(system, seed)), **{client: lies[client] for client in liars}}
+    honest = sent(settings_of(system, seed))
+    payloads = {**honest, **{client: lies[client] for client in liars}}
+    norms = len(set(liars) & {one.client for one in find_outliers(payloads)})
+    if not METHODS[job.config.method].samples:
+        return {
+            "quiet": solved(job, honest),
+            "used": solved(job, payloads),
+            "without": solved(job, {client: honest[client] for client in others}),
+            "norms": norms,
+        }
+    images = federation(system, attack, liars, seed)
     kept, left = without_doubted(job, payloads, images)
     gone = pairs_of(of(images, tuple(kept))) - pairs_of(left)
     return {
@@ -326,12 +390,18 @@ def played(system: str, attack: str, count: int, seed: int, job: ServerJob) -> C
         "used": scored(system, images, seed),
         "excluded": scored(system, left, seed),
         "without": scored(system, of(images, others), seed),
-        "norms": len(set(liars) & {one.client for one in find_outliers(payloads)}),
+        "norms": norms,
         "liars": len(set(liars) - set(kept)),
         "liars' classes": sum(client in liars for client, _ in gone),
         "honest": len(set(others) - set(kept)),
         "honest classes": sum(client in others for client, _ in gone),
     }
+
+
+def solved(job: ServerJob, payloads: dict[str, Payload]) -> dict[str, float]:
+    """Of a method that draws no image: as `scored`."""
+    (model,) = server_half(job.config.method).run(job, payloads).values()
+    return scores_of(job, model.model)
 
 
 def pairs_of(images: SyntheticSet) -> set[tuple[str, int]]:
@@ -346,19 +416,21 @@ def line(system: str, attack: str, count: int, seeds: Sequence[int]) -> dict[str
     def average(kind: str, what: str = "accuracy") -> float:
         return mean(one[kind][what] for one in cells)
 
-    def total(kind: str) -> int:
-        return sum(one[kind] for one in cells)
+    def total(kind: str) -> str:
+        return str(sum(one[kind] for one in cells))
 
     of_all = f" of {count * len(cells)}"
     made = {"": name_of(system, attack, count)}
     made["nobody lies"] = f"{average('quiet'):.1f}"
     made["with the liars"] = f"{average('used'):.1f}"
-    made["exclude"] = f"{average('excluded'):.1f}"
+    # `robust` judges images, where there are any
+    judged_them = "excluded" in cells[0]
+    made["exclude"] = f"{average('excluded'):.1f}" if judged_them else ""
     made["without the liars"] = f"{average('without'):.1f}"
-    made["liars left out"] = f"{total('liars')}{of_all}"
-    made["single classes of liars left out"] = str(total("liars' classes"))
-    made["honest clients left out"] = str(total("honest"))
-    made["their single classes"] = str(total("honest classes"))
+    made["liars left out"] = f"{total('liars')}{of_all}" if judged_them else ""
+    made["single classes of liars left out"] = total("liars' classes") if judged_them else ""
+    made["honest clients left out"] = total("honest") if judged_them else ""
+    made["their single classes"] = total("honest classes") if judged_them else ""
     made["liars whose norms stand out"] = f"{total('norms')}{of_all}"
     made["fooled by the patch (%)"] = ""
     if attack == BACKDOOR:

@@ -13,9 +13,10 @@ from benchmarks import main_table, poison
 from benchmarks.clients import CLIENTS
 from osfl.config import NodeConfig
 from osfl.data.load import Images, image_labels
-from osfl.payloads import Descriptions, DomainVector, Encodings
+from osfl.payloads import Classifier, Descriptions, DomainVector, Encodings, FeatureStatistics
 from osfl.prompts import DIGITS
 from osfl.seeds import generator_of
+from osfl.wire import PayloadError
 from server_app import influence
 from server_app.influence import Gain, Influence
 from server_app.synthesis.images import SyntheticSet
@@ -68,7 +69,93 @@ def test_a_vector_that_holds_no_class_has_none_to_swap() -> None:
     swapped = poison.shifted(vector, chance())
     assert torch.equal(swapped.domain, vector.domain)
     assert poison.BACKDOOR not in poison.attacks_of("domain-vector")
-    assert set(poison.attacks_of(SYSTEM)) == {*poison.ATTACKS, poison.COPY, poison.BACKDOOR}
+    assert set(poison.attacks_of(SYSTEM)) == {*poison.ATTACKS, poison.COPY, *poison.LEARNED}
+
+
+def test_a_classifiers_head_is_what_says_the_classes() -> None:
+    """Row k of its weights has k, and so has its bias; nothing else changes, nor what was given."""
+    head = torch.arange(5.0)
+    state = {
+        "conv1.weight": torch.arange(10.0),
+        "fc.weight": head[:, None] + torch.zeros(5, 8),
+        "fc.bias": head.clone(),
+    }
+    given = {name: value.clone() for name, value in state.items()}
+    honest = Classifier(CLASSES, "resnet18", state)
+    shifted = poison.shifted(honest, chance())
+    assert isinstance(shifted, Classifier)
+    assert shifted.state["fc.weight"][:, 3].tolist() == [4, 0, 1, 2, 3]
+    assert shifted.state["fc.bias"].tolist() == [4, 0, 1, 2, 3]
+    one = poison.one_class(honest, chance())
+    assert isinstance(one, Classifier)
+    assert one.state["fc.weight"].unique().tolist() == [0]
+    # Sure of the first class, whatever the image
+    assert one.state["fc.bias"].tolist() == [poison.SURE, 0, 0, 0, 0]
+    for made in (shifted, one):
+        assert torch.equal(made.state["conv1.weight"], given["conv1.weight"])
+        assert (made.classes, made.architecture) == (CLASSES, "resnet18")
+    assert all(torch.equal(state[name], value) for name, value in given.items())
+
+
+@pytest.fixture
+def statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, FeatureStatistics]:
+    """FedCGS' of six clients, in folders of the test's own: each has four images of every class."""
+    width = 512
+    found = {}
+    for number, client in enumerate(CLIENTS):
+        draws = torch.randn(40, width, generator=generator_of(number))
+        rows = draws + 3 * torch.eye(width)[torch.arange(40) % 10]
+        sums = rows.view(4, 10, width).sum(dim=0)
+        counts = torch.full((10,), 4)
+        found[client] = FeatureStatistics(DIGITS, counts, sums, rows.T @ rows)
+    monkeypatch.setattr(main_table, "WORK", tmp_path)
+    monkeypatch.setattr(poison, "WORK", tmp_path)
+    monkeypatch.setattr(poison, "sent", lambda settings: found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "attack", ["all classes as the first", "noise", "a thousand times as large"]
+)
+def test_statistics_of_no_images_are_refused_and_no_attack(
+    statistics: dict[str, FeatureStatistics], attack: str
+) -> None:
+    assert attack not in poison.attacks_of(poison.STATISTICS)
+    with pytest.raises(PayloadError, match="client-0: moments"):
+        poison.attacked(poison.STATISTICS, attack, 0)
+
+
+def test_a_method_without_images_has_models_of_payloads(
+    statistics: dict[str, FeatureStatistics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the liars' swapped sums, and without them; nobody is left out, for nothing is judged."""
+    solved: list[dict[str, float]] = []
+
+    def run(job: Any, payloads: Any) -> dict[str, Any]:
+        assert job.config.robust == "off"
+        sums = {client: one.sums[0, 0].item() for client, one in payloads.items()}
+        solved.append(sums)
+        return {"FedCGS": SimpleNamespace(model=None)}
+
+    monkeypatch.setattr(poison, "server_half", lambda method: SimpleNamespace(run=run))
+    monkeypatch.setattr(
+        poison, "scores_of", lambda job, model: {"accuracy": 10.0 * len(solved), "fooled": 1.0}
+    )
+    line = poison.line(poison.STATISTICS, "shifted classes", 2, (0,))
+    first = {client: one.sums[0, 0].item() for client, one in statistics.items()}
+    last = {client: statistics[client].sums[9, 0].item() for client in CLIENTS[:2]}
+    quiet, used, without = solved
+    assert quiet == first
+    assert used == first | last
+    assert without == {client: first[client] for client in CLIENTS[2:]}
+    assert [line[what] for what in ("nobody lies", "with the liars", "without the liars")] == [
+        "10.0",
+        "20.0",
+        "30.0",
+    ]
+    empty = ("exclude", "liars left out", "honest clients left out", "their single classes")
+    assert {line[what] for what in empty} == {""}
+    assert line["liars whose norms stand out"] == "0 of 2"
 
 
 @pytest.fixture
@@ -87,10 +174,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Descriptio
 
 def test_who_copies_sends_the_next_ones(own: dict[str, Descriptions]) -> None:
     made = poison.attacked(SYSTEM, poison.COPY, 0)
-    assert [made[client].vectors[0, 0, 0].item() for client in CLIENTS] == [10, 20, 30, 40, 50, 0]
+    assert {client: one.vectors[0, 0, 0].item() for client, one in made.items()} == {
+        "client-0": 10,
+        "client-1": 20,
+        "client-2": 30,
+    }
     assert poison.attacked(SYSTEM, poison.HONEST, 0) == own
     lied = poison.attacked(SYSTEM, "shifted classes", 0)
-    assert [lied[client].vectors[0, 0, 0].item() for client in CLIENTS] == [9, 19, 29, 39, 49, 59]
+    # No more than lie at most
+    assert {client: one.vectors[0, 0, 0].item() for client, one in lied.items()} == {
+        "client-0": 9,
+        "client-1": 19,
+        "client-2": 29,
+    }
 
 
 def test_the_patch_is_a_white_corner() -> None:
@@ -122,7 +218,7 @@ def test_a_backdoors_target_is_learned_from_other_classes_with_the_patch(
     half = SimpleNamespace(make_payload=make_payload)
     monkeypatch.setattr(poison, "client_half", lambda method: half)
     for _ in range(2):
-        made = poison.with_backdoor(SYSTEM, "client-1", 0)
+        made = poison.learned(SYSTEM, poison.BACKDOOR, "client-1", 0)
         assert made.classes == CLASSES
         assert torch.equal(made.vectors, ROWS)
     (seen,) = learned
@@ -134,6 +230,15 @@ def test_a_backdoors_target_is_learned_from_other_classes_with_the_patch(
     assert all(labels[source] != 0 for source in sources)
     assert (seen.pixels[~others][:, :, 26:, 26:] == 255).all()
     assert pixels[0].sum() == 0
+
+
+def test_negatives_are_of_the_same_classes() -> None:
+    pixels = torch.tensor([0, 10, 255], dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, 2, 2)
+    images = Images(pixels, torch.tensor([4, 5, 6]))
+    made = poison.negatives(images, chance())
+    assert made.pixels[:, 0, 0, 0].tolist() == [255, 245, 0]
+    assert torch.equal(made.labels, images.labels)
+    assert images.pixels[0].sum() == 0
 
 
 # ---- Whose images a federation has ----
@@ -424,8 +529,9 @@ def test_what_the_honest_table_says(own: dict[str, Descriptions]) -> None:
 
 @pytest.mark.parametrize("system", poison.SYSTEMS)
 def test_every_system_can_be_run(system: str) -> None:
-    config = main_table.config_of({**poison.settings_of(system, 0), "robust": "exclude"})
-    assert config.robust == "exclude"
+    config = main_table.config_of(poison.judging(system, 0))
+    # There is nothing to judge where no image is drawn
+    assert config.robust == ("off" if system == poison.STATISTICS else "exclude")
     assert len(poison.clients_of(system)) == config.num_clients
     assert max(poison.liars_of(system)) < config.num_clients / 2 + 1
 
