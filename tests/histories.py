@@ -55,6 +55,7 @@ from system_tools import (
     Clock,
     Federation,
     Line,
+    apps_of,
     fill_disk,
     kill,
     make_images,
@@ -75,7 +76,6 @@ LONGEST = 12.0  # seconds that something stays away
 # may take a site that was killed for online for six minutes, and refuses it until then
 PATIENCE = 450.0
 MOST_COMMANDS = 5
-APPS = ("flwr-serverapp", "flwr-clientapp")
 ANEW = 12.0  # seconds after which a site that was refused is begun again
 MACHINES = ("server", "superlink", *SITES)
 # What happens to which
@@ -227,10 +227,9 @@ class World:
 
     def crash(self, name: str) -> None:
         """Kill its app, if one runs, and nothing else."""
-        for process in self.tree(name):
+        for app in apps_of(self.federation.processes[name]):
             with suppress(psutil.NoSuchProcess):
-                if any(Path(word).name in APPS for word in process.cmdline()[:2]):
-                    process.kill()
+                app.kill()
 
     def fill(self, name: str) -> None:
         """Leave no room on its disk, which must be a small one."""
@@ -377,8 +376,7 @@ class Play:
 
         def crash_it() -> None:
             if name in world.federation.processes:
-                with suppress(psutil.NoSuchProcess):
-                    world.crash(name)
+                world.crash(name)
 
         if fault.kind == "kill":
             return kill_it, begin_it

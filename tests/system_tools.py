@@ -34,6 +34,8 @@ ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
 # Whether nodes dial a port of their own, by gRPC. Since Flower 1.40 they call the port of `flwr`.
 GRPC = Version(version("flwr")) < Version("1.40")
 
+APPS = ("flwr-serverapp", "flwr-clientapp")
+
 # What takes a full disk's room.
 FILLER = "filler"
 
@@ -137,6 +139,17 @@ def kill(process: psutil.Process) -> None:
         with suppress(psutil.NoSuchProcess):
             member.kill()
     psutil.wait_procs(members, timeout=10)
+
+
+def apps_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """The ServerApps or ClientApps that Flower's process runs now, each in one of its own."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if any(Path(word).name in APPS for word in child.cmdline()[:2]):
+                    found.append(child)
+    return found
 
 
 @dataclass

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import TWO_CLASSES, Federation, kill, make_images, quick_arguments, wait_for
+from system_tools import (
+    TWO_CLASSES,
+    Federation,
+    apps_of,
+    kill,
+    make_images,
+    quick_arguments,
+    wait_for,
+)
 
 from osfl import wire
 
@@ -19,8 +27,9 @@ def test_everything_dies_once_while_payloads_cross_the_network(
 ) -> None:
     """FedLMG's 45 MB classifiers, over gRPC with TLS and node keys, in Flower's chunks.
 
-    kill -9 of a client while it trains, of the SuperLink, and of the server while it draws; each
-    comes back as its restart policy would do it.
+    kill -9 of a client's app alone while it trains, as where memory runs out, of another client, of
+    the SuperLink, and of the server while it draws; each comes back as its restart policy would do
+    it.
     """
     federation.begin_superlink("process")
     federation.begin_server()
@@ -52,38 +61,40 @@ def test_everything_dies_once_while_payloads_cross_the_network(
     def log() -> str:
         return federation.log("run")[-3000:]
 
-    # A client while it trains, and the SuperLink
-    wait_for(lambda: bool(list(caches[1].rglob("progress"))), 300, log)
-    kill(psutil.Process(federation.processes["site-1"].pid))
+    def training() -> list[int]:
+        return [k for k in range(2) if list(caches[k].rglob("progress"))]
+
+    # The app of who trains first, then the other client, and the SuperLink
+    wait_for(lambda: bool(training()), 300, log, every=0.1)
+    first = training()[0]
+    other = 1 - first
+    (app,) = apps_of(federation.processes[f"site-{first}"])
+    app.kill()
+    wait_for(lambda: other in training(), 300, log, every=0.1)
+    kill(psutil.Process(federation.processes[f"site-{other}"].pid))
     kill(psutil.Process(federation.processes["superlink"].pid))
-    assert not list(caches[1].rglob("payload.pb"))
+    assert not any(list(cache.rglob("payload.pb")) for cache in caches)
     federation.begin_superlink("process")
 
     def delivered() -> int:
         # It is refused while the SuperLink takes it for online. On a busy machine one that was
         # refused may go on: it says why, and waits for the SuperExec that it began beside
-        refused = "Exit Code: 305" in federation.log("site-1")
-        if refused or federation.processes["site-1"].poll() is not None:
-            federation.end("site-1")
+        site = f"site-{other}"
+        refused = "Exit Code: 305" in federation.log(site)
+        if refused or federation.processes[site].poll() is not None:
+            federation.end(site)
             time.sleep(15)  # every start costs seconds of both cores
-            begin_site(1)
+            begin_site(other)
         return len(list((folder / "payloads").glob("*.pb")))
 
     wait_for(lambda: delivered() == 2, 300, log)
+    # Its SuperNode went on, and said so
+    assert "failed (code 8); it will be asked again" in federation.log("run")
 
     # The server, while it draws. The same command goes on at once: nobody is asked again, no unit
     # is drawn again
     wait_for(lambda: len(list((folder / "units").glob("*.jsonl"))) >= 2, 120, log)
-    servers = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "flwr-serverapp" in " ".join(p.info["cmdline"] or [])
-    ]
-    (server,) = [
-        p
-        for p in servers
-        if federation.processes["server"].pid in {parent.pid for parent in p.parents()}
-    ]
+    (server,) = apps_of(federation.processes["server"])
     kill(server)
     kept = {
         f: f.stat().st_mtime_ns
