@@ -533,7 +533,7 @@ def test_a_client_id_is_taken_once(tmp_path: Path) -> None:
         joined(grid, settings(num_clients=3), tmp_path)
 
 
-def test_a_client_is_who_its_key_says(tmp_path: Path) -> None:
+def test_a_client_is_who_its_key_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of three keys two have names: b's calls itself a, and the third is nobody and calls itself b.
     A key without a name may be whom no key names.
     """
@@ -543,6 +543,13 @@ def test_a_client_is_who_its_key_says(tmp_path: Path) -> None:
     assert members.nodes == {"a": 0, "c": 3}
     assert "key is registered as 'b', and its client id is 'a'; set client-id" in members.failed[1]
     assert "client id 'b' is the name of another node's key" in members.failed[2]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition(", so")[0] for line in warned] == ["c: its key has no name"]
+    # Nobody is warned where no key has a name
+    caplog.clear()
+    grid = NodesGrid({0: fit("a")})
+    joined(grid, settings(num_clients=1), tmp_path)
+    assert "no name" not in caplog.text
 
 
 def test_a_key_whose_name_is_no_client_id_lets_nobody_in(tmp_path: Path) -> None:

@@ -166,6 +166,12 @@ class Members:
                 f"its client id {client!r} is the name of another node's key, and its own key has "
                 "no name"
             )
+        if not name and names:
+            log.warning(
+                "%s: its key has no name, so any node with such a key could be it; register its "
+                "key with --name",
+                client,
+            )
 
     def _keep(self, node: int, joined: tuple[str, str]) -> None:
         client, architecture = joined
