@@ -434,7 +434,7 @@ def line(system: str, attack: str, count: int, seeds: Sequence[int]) -> dict[str
     made["liars whose norms stand out"] = f"{total('norms')}{of_all}"
     made["fooled by the patch (%)"] = ""
     if attack == BACKDOOR:
-        kinds = ("used", "excluded", "without")
+        kinds = ("quiet", "used", "excluded", "without")
         made["fooled by the patch (%)"] = ", ".join(f"{average(k, 'fooled'):.1f}" for k in kinds)
     return made
 
@@ -571,7 +571,7 @@ def main() -> None:
         "ones of six or thirty clients lie. With the liars: `robust = off`; without: a "
         "federation of the others alone. A client whose norms stand out is reported by every run. "
         "Fooled: of test images of "
-        f"another class with a white patch, those taken for class {TARGET}, in the same three. "
+        f"another class with a white patch, those taken for class {TARGET}, in the same four. "
         f"Seeds {SEEDS}; recipe and payloads are benchmarks.main_table's. "
         "Command: `python -m benchmarks.poison`."
     )

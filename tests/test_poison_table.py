@@ -350,6 +350,16 @@ def test_a_cell_counts_who_was_doubted(
     assert len(trained) == 8
 
 
+def test_a_backdoors_row_says_how_many_are_fooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nobody lies, with the liar, with those left out that are doubted, and without the liar."""
+    fooled = {"quiet": 0.8, "used": 2.8, "excluded": 2.7, "without": 0.9}
+    found = {kind: {"accuracy": 90.0, "fooled": value} for kind, value in fooled.items()}
+    counts = dict.fromkeys(("norms", "liars", "liars' classes", "honest", "honest classes"), 0)
+    monkeypatch.setattr(poison, "cell", lambda *_: {**found, **counts})
+    line = poison.line(SYSTEM, poison.BACKDOOR, 1, (0,))
+    assert line["fooled by the patch (%)"] == "0.8, 2.8, 2.7, 0.9"
+
+
 LEFT_OUT = ("client-0", "client-5")
 CLASSES_OUT = [("client-1", 0), ("client-2", 1)]
 
