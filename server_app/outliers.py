@@ -1,22 +1,26 @@
-"""A first word on poison: whose payload is far larger, or far smaller, than the others'.
+"""A first word on poison: whose payload is far larger or smaller than the others', or has one and
+the same for all classes.
 
 A payload scaled by 1e6 passes every check of the wire format, and a run's accuracy falls without a
-word. Norms show it; labels that were swapped leave them as they are. What is found is reported and
-not refused: an honest client may be an exception.
+word. Norms show it, and spreads show who sends one class under every name; labels that were swapped
+leave both as they are. What is found is reported and not refused: an honest client may be an
+exception.
 
 The rule, for each of a payload's tensors by itself: of a client's numbers the root mean square r
 (a norm that does not grow with the classes or images that the client holds), of ln r the distance
-to the other clients' median, in their median absolute deviations (MAD).
+to the other clients' median, in their median absolute deviations (MAD). The same for the spread of
+a tensor with a row for each class: r of what is left of it without the rows' mean, as a share of r.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
+from osfl.payload_fields import fields_of
 from osfl.payloads import Classifier, Payload
 
 # Six honest clients of the digits, each a domain of its own, differ by up to 3 times in FedLMG's
@@ -27,7 +31,7 @@ FACTOR = 5.0
 DEVIATIONS = 5.0  # a MAD of a normal distribution is 1 / 1.4826 of a standard deviation
 FLOOR = 0.01  # a norm below it counts as this: between biases that are nearly zero nothing is far
 
-Norms = dict[str, dict[str, float]]  # by tensor, then client
+Measures = dict[str, dict[str, float]]  # by tensor, then client
 
 
 @dataclass(frozen=True)
@@ -38,27 +42,39 @@ class Outlier:
     tensor: str
     times: float  # the others' median
     tensors: int
+    what: str = "norm"
 
     def __str__(self) -> str:
         more = f" (so have {self.tensors - 1} more of its tensors)" if self.tensors > 1 else ""
         return (
-            f"{self.client}: {self.tensor} has a norm of {self.times:.3g} times the others' "
+            f"{self.client}: {self.tensor} has a {self.what} of {self.times:.3g} times the others' "
             f"median{more}"
         )
 
 
 def find_outliers(payloads: Mapping[str, Payload]) -> list[Outlier]:
-    """The clients whose norms are far from the other clients', by name."""
+    """The clients whose norms or spreads are far from the other clients', by name; who has far
+    norms is named for these.
+    """
+    spreads = _far_of_each(_measured(payloads, _class_rows, _spread))
+    norms = _far_of_each(_measured(payloads, _tensors, _norm))
+    found = []
+    for client in sorted(norms.keys() | spreads.keys()):
+        what = "norm" if client in norms else "spread over its classes"
+        tensors = norms.get(client) or spreads[client]
+        worst = max(tensors, key=lambda tensor: abs(math.log(tensors[tensor])))
+        found.append(Outlier(client, worst, tensors[worst], len(tensors), what))
+    return found
+
+
+def _far_of_each(measured: Iterable[Measures]) -> dict[str, dict[str, float]]:
+    """Of each client with tensors that are far: how many times the others' median these have."""
     far = defaultdict[str, dict[str, float]](dict)
-    for norms in _norms(payloads).values():
-        for tensor, by_client in norms.items():
+    for measures in measured:
+        for tensor, by_client in measures.items():
             for client, times in _far(by_client).items():
                 far[client][tensor] = times
-    found = []
-    for client, tensors in sorted(far.items()):
-        worst = max(tensors, key=lambda tensor: abs(math.log(tensors[tensor])))
-        found.append(Outlier(client, worst, tensors[worst], len(tensors)))
-    return found
+    return far
 
 
 def _far(norms: Mapping[str, float]) -> dict[str, float]:
@@ -76,19 +92,30 @@ def _far(norms: Mapping[str, float]) -> dict[str, float]:
     return far
 
 
-def _norms(payloads: Mapping[str, Payload]) -> dict[str, Norms]:
-    """The root mean squares of all tensors, by what can be compared.
+def _measured(
+    payloads: Mapping[str, Payload],
+    parts: Callable[[Payload], Iterator[tuple[str, torch.Tensor]]],
+    measure: Callable[[torch.Tensor], float],
+) -> Iterable[Measures]:
+    """Of the real numbers of some parts of payloads, by what can be compared.
 
     Classifiers of one architecture.
     """
-    found = defaultdict[str, Norms](lambda: defaultdict(dict))
+    found = defaultdict[str, Measures](lambda: defaultdict(dict))
     for client, payload in payloads.items():
         kind = payload.architecture if isinstance(payload, Classifier) else ""
-        for tensor, value in _tensors(payload):
+        for tensor, value in parts(payload):
             if value.is_floating_point() and value.numel():
-                norm = torch.linalg.vector_norm(value).item() / math.sqrt(value.numel())
-                found[kind][tensor][client] = max(norm, FLOOR)
-    return found
+                found[kind][tensor][client] = max(measure(value), FLOOR)
+    return found.values()
+
+
+def _norm(value: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(value).item() / math.sqrt(value.numel())
+
+
+def _spread(rows: torch.Tensor) -> float:
+    return _norm(rows - rows.mean(dim=0)) / max(_norm(rows), FLOOR)
 
 
 def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,3 +126,19 @@ def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
         value = getattr(payload, item.name)
         if isinstance(value, torch.Tensor):
             yield item.name, value
+
+
+def _class_rows(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
+    """What has a row for each class, of more than one, and no more rules for its values (shares may
+    all be equal); of a classifier the head's weight.
+    """
+    if isinstance(payload, Classifier):
+        matrices = [item for item in payload.state.items() if item[1].ndim == 2]
+        yield from matrices[-1:]
+        return
+    kind: type = type(payload)
+    for name, value in _tensors(payload):
+        field = fields_of(kind)[name]
+        by_class = any(shape.dimensions[0] == "classes" for shape in field.shapes)
+        if by_class and not field.values and len(payload.classes) > 1:
+            yield name, value

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from osfl import wire
 from osfl.cli.main import app as cli
-from osfl.payloads import Classifier, Descriptions, Payload
+from osfl.payloads import Classifier, Descriptions, DomainVector, Mixtures, Payload
 from osfl.protocol import COST_KEYS, pack_payload
 from osfl.run_folder.layout import MOST_ENDS, RunFolder
 from server_app.federation import collect as collecting
@@ -157,6 +158,84 @@ def test_one_of_six_that_is_scaled_is_named(method: str, factor: float) -> None:
         assert outlier.times == pytest.approx(factor / 1.16, rel=0.3)
     else:
         assert 0 < outlier.times <= FLOOR
+
+
+def of_classes(seed: int, scale: float = 1.0) -> Descriptions:
+    """Three classes, each with numbers of its own about what they share."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 2 + torch.randn(3, 4, 8, generator=generator)
+    return Descriptions(("cat", "dog", "horse"), scale * rows)
+
+
+def test_who_sends_one_class_under_every_name_is_named() -> None:
+    """Its norm is like the others'; and one that is scaled is named for its norm alone."""
+    honest = {f"client-{k}": of_classes(k) for k in range(6)}
+    assert find_outliers(honest) == []
+    one = honest["client-2"]
+    same = replace(one, vectors=one.vectors[:1].expand(3, 4, 8))
+    (outlier,) = find_outliers(honest | {"client-2": same})
+    assert (outlier.client, outlier.tensor, outlier.tensors) == ("client-2", "vectors", 1)
+    # A spread is, by hand, the rows' distance from their mean as a share of the norm
+    spreads = []
+    for name, payload in honest.items():
+        rows = payload.vectors
+        middle = (rows[0] + rows[1] + rows[2]) / 3
+        apart = sum((row - middle).square().sum() for row in rows) / rows.square().sum()
+        if name != "client-2":
+            spreads.append(float(apart) ** 0.5)
+    assert outlier.times == pytest.approx(FLOOR / median(spreads))
+    assert str(outlier).startswith("client-2: vectors has a spread over its classes of 0.0")
+    (outlier,) = find_outliers(honest | {"client-2": of_classes(2, scale=100.0)})
+    assert outlier.what == "norm"
+    both = replace(same, vectors=100 * same.vectors)
+    (outlier,) = find_outliers(honest | {"client-2": both})
+    assert (outlier.what, outlier.tensors) == ("norm", 1)
+
+
+def test_a_spread_is_of_classes_and_of_nothing_else() -> None:
+    """A client with one class has none, nor have shares, or a vector for a whole domain."""
+    honest = {f"client-{k}": of_classes(k) for k in range(6)}
+    single = Descriptions(("cat",), of_classes(7).vectors[:1])
+    assert find_outliers(honest | {"client-6": single}) == []
+    vectors = {
+        f"client-{k}": DomainVector(("cat", "dog"), of_classes(k).vectors[0]) for k in range(5)
+    }
+    flat = DomainVector(("cat", "dog"), vectors["client-0"].domain[:1].expand(4, 8))
+    assert find_outliers(vectors | {"client-5": flat}) == []
+
+
+def test_shares_may_be_equal_in_all_classes() -> None:
+    """Of two clusters each: one client's have a half everywhere, the others' differ by class."""
+    uneven = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.3, 0.7]])
+    even = torch.full((3, 2), 0.5)
+
+    def mixtures(seed: int, weights: torch.Tensor) -> Mixtures:
+        conditions = of_classes(seed).vectors[:, None].expand(3, 2, 4, 8)
+        return Mixtures(("cat", "dog", "horse"), conditions, weights)
+
+    honest = {f"client-{k}": mixtures(k, uneven) for k in range(5)}
+    assert find_outliers(honest | {"client-5": mixtures(5, even)}) == []
+
+
+def test_a_classifiers_spread_is_its_heads() -> None:
+    """One whose head has the same row for every class; another layer may have such."""
+
+    def classifier(seed: int, head: bool = True, body: bool = True) -> Classifier:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(3, 16, generator=generator)
+        layer = torch.randn(4, 9, generator=generator)
+        state = {
+            "layer.weight": layer if body else layer[:1].expand(4, 9).clone(),
+            "fc.weight": rows if head else rows[:1].expand(3, 16).clone(),
+            "fc.bias": torch.zeros(3),
+        }
+        return Classifier(("cat", "dog", "horse"), "resnet18", state)
+
+    honest = {f"client-{k}": classifier(k) for k in range(5)}
+    assert find_outliers(honest | {"client-5": classifier(5, body=False)}) == []
+    (outlier,) = find_outliers(honest | {"client-5": classifier(5, head=False)})
+    assert (outlier.client, outlier.tensor) == ("client-5", "fc.weight")
+    assert outlier.what == "spread over its classes"
 
 
 def test_two_of_six_are_named_and_nobody_else() -> None:
