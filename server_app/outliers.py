@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from osfl.payload_fields import fields_of
-from osfl.payloads import Classifier, Payload
+from osfl.payloads import Classifier, FeatureStatistics, Payload
 
 # Six honest clients of the digits, each a domain of its own, differ by up to 3 times in FedLMG's
 # tensors (the first BatchNorm sees the colours) and by 1.4 in the other methods' payloads; four
 # whose images and classes are very uneven by up to 3.7 (biases begin at zero and grow with the
-# steps). Where others differ more than that, five of their MADs are farther.
+# steps). Spreads differ by up to 2.3 (FedCGS, by label). Where others differ more than that, five of
+# their MADs are farther.
 FACTOR = 5.0
 DEVIATIONS = 5.0  # a MAD of a normal distribution is 1 / 1.4826 of a standard deviation
 FLOOR = 0.01  # a norm below it counts as this: between biases that are nearly zero nothing is far
@@ -135,6 +136,11 @@ def _class_rows(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(payload, Classifier):
         matrices = [item for item in payload.state.items() if item[1].ndim == 2]
         yield from matrices[-1:]
+        return
+    if isinstance(payload, FeatureStatistics):
+        # Sums differ by how many images a class has
+        if len(payload.classes) > 1:
+            yield "sums", payload.sums / payload.counts[:, None]
         return
     kind: type = type(payload)
     for name, value in _tensors(payload):

@@ -19,7 +19,14 @@ from typer.testing import CliRunner
 
 from osfl import wire
 from osfl.cli.main import app as cli
-from osfl.payloads import Classifier, Descriptions, DomainVector, Mixtures, Payload
+from osfl.payloads import (
+    Classifier,
+    Descriptions,
+    DomainVector,
+    FeatureStatistics,
+    Mixtures,
+    Payload,
+)
 from osfl.protocol import COST_KEYS, pack_payload
 from osfl.run_folder.layout import MOST_ENDS, RunFolder
 from server_app.federation import collect as collecting
@@ -215,6 +222,26 @@ def test_shares_may_be_equal_in_all_classes() -> None:
 
     honest = {f"client-{k}": mixtures(k, uneven) for k in range(5)}
     assert find_outliers(honest | {"client-5": mixtures(5, even)}) == []
+
+
+def test_a_spread_of_sums_is_that_of_the_classes_means() -> None:
+    """The same rows, of four images each and of very different counts; and one row for all."""
+    even = torch.tensor([4, 4, 4])
+    uneven = torch.tensor([1, 20, 400])
+
+    def statistics(seed: int, counts: torch.Tensor, same: bool = False) -> FeatureStatistics:
+        rows = of_classes(seed).vectors[:, 0]
+        means = rows[:1].expand(3, 8) if same else rows
+        sums = means * counts[:, None]
+        # Whose norm is of no interest here
+        return FeatureStatistics(("cat", "dog", "horse"), counts, sums, torch.ones(8, 8))
+
+    uneven_ones = {f"client-{k}": statistics(k, uneven) for k in range(5)}
+    assert find_outliers(uneven_ones | {"client-5": statistics(5, uneven)}) == []
+    (outlier,) = find_outliers(uneven_ones | {"client-5": statistics(5, uneven, same=True)})
+    assert (outlier.client, outlier.what) == ("client-5", "spread over its classes")
+    even_ones = {f"client-{k}": statistics(k, even) for k in range(5)}
+    assert find_outliers(even_ones) == []
 
 
 def test_a_classifiers_spread_is_its_heads() -> None:
