@@ -26,8 +26,8 @@ from osfl.payloads import Classifier, FeatureStatistics, Payload
 # Six honest clients of the digits, each a domain of its own, differ by up to 3 times in FedLMG's
 # tensors (the first BatchNorm sees the colours) and by 1.4 in the other methods' payloads; four
 # whose images and classes are very uneven by up to 3.7 (biases begin at zero and grow with the
-# steps). Spreads differ by up to 2.3 (FedCGS, by label). Where others differ more than that, five of
-# their MADs are farther.
+# steps). Spreads differ by up to 2.3 (FedCGS, by label). Where others differ more than that, five
+# of their MADs are farther.
 FACTOR = 5.0
 DEVIATIONS = 5.0  # a MAD of a normal distribution is 1 / 1.4826 of a standard deviation
 FLOOR = 0.01  # a norm below it counts as this: between biases that are nearly zero nothing is far
