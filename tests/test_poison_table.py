@@ -155,7 +155,7 @@ def test_a_method_without_images_has_models_of_payloads(
     ]
     empty = ("exclude", "liars left out", "honest clients left out", "their single classes")
     assert {line[what] for what in empty} == {""}
-    assert line["liars whose norms stand out"] == "0 of 2"
+    assert line["liars that stand out"] == "0 of 2"
 
 
 @pytest.fixture
@@ -354,8 +354,9 @@ def test_a_backdoors_row_says_how_many_are_fooled(monkeypatch: pytest.MonkeyPatc
     """If nobody lies, with the liar, with those left out that are doubted, and without the liar."""
     fooled = {"quiet": 0.8, "used": 2.8, "excluded": 2.7, "without": 0.9}
     found = {kind: {"accuracy": 90.0, "fooled": value} for kind, value in fooled.items()}
-    counts = dict.fromkeys(("norms", "liars", "liars' classes", "honest", "honest classes"), 0)
+    counts = dict.fromkeys(("liars", "liars' classes", "honest", "honest classes"), 0)
     monkeypatch.setattr(poison, "cell", lambda *_: {**found, **counts})
+    monkeypatch.setattr(poison, "standing_out", lambda *_: 0)
     line = poison.line(SYSTEM, poison.BACKDOOR, 1, (0,))
     assert line["fooled by the patch (%)"] == "0.8, 2.8, 2.7, 0.9"
 
@@ -364,18 +365,22 @@ LEFT_OUT = ("client-0", "client-5")
 CLASSES_OUT = [("client-1", 0), ("client-2", 1)]
 
 
-def test_norms_that_stand_out_are_counted(
+def test_who_stands_out_is_counted(
     own: dict[str, Descriptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every run reports them, with `robust` or without."""
+    """By norms or spreads; every run reports it, with `robust` or without."""
     scores = {"accuracy": 1.0, "fooled": 1.0}
     alike = dict.fromkeys(CLIENTS, own["client-1"])
     monkeypatch.setattr(poison, "sent", lambda settings: alike)
     monkeypatch.setattr(poison, "drawn", drawn)
     monkeypatch.setattr(poison, "without_doubted", lambda job, payloads, images: (payloads, images))
     monkeypatch.setattr(poison, "scored", lambda *_: scores)
-    assert poison.cell(SYSTEM, "a thousand times as large", 2, 0)["norms"] == 2
-    assert poison.cell(SYSTEM, "shifted classes", 2, 0)["norms"] == 0
+    line = poison.line(SYSTEM, "a thousand times as large", 2, (0,))
+    assert line["liars that stand out"] == "2 of 2"
+    line = poison.line(SYSTEM, "all classes as the first", 2, (0,))
+    assert line["liars that stand out"] == "2 of 2"
+    line = poison.line(SYSTEM, "shifted classes", 2, (0,))
+    assert line["liars that stand out"] == "0 of 2"
 
 
 def test_models_of_the_same_images_are_trained_once(
