@@ -1,6 +1,7 @@
 """The server of the tables: a job in a folder of its own, and the images that it draws."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from benchmarks.clients import CLIENTS
 from osfl.config import RunConfig
@@ -10,7 +11,9 @@ from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.driver import plan_held
 from server_app.job import ServerJob
+from server_app.methods import fedcado, fedlmg
 from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.workers import Sample
 
 
 def job_in(config: RunConfig, name: str, clients: Sequence[str] = CLIENTS) -> ServerJob:
@@ -19,8 +22,16 @@ def job_in(config: RunConfig, name: str, clients: Sequence[str] = CLIENTS) -> Se
     return ServerJob(config, folder, Status(folder.path), tuple(clients))
 
 
+def sampler_of(config: RunConfig) -> Callable[..., Sample]:
+    """What draws a method's images; FedCADO's has FedLMG's frame."""
+    if config.method == "fedcado":
+        return partial(fedlmg.sampler, settings=config.fedcado, sample=fedcado.sample)
+    found: Callable[..., Sample] = server_half(config.method).sampler
+    return found
+
+
 def drawn_by(job: ServerJob, payloads: Mapping[str, Payload]) -> SyntheticSet:
     """A plan's images, each under what its client sent; those that are there are read."""
-    sampler = server_half(job.config.method).sampler
+    sampler = sampler_of(job.config)
     planned = plan_held(job, payloads)
     return render(job, planned, lambda device: sampler(job, device, payloads))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,18 @@ import torch
 
 from benchmarks import main_table, poison
 from benchmarks.clients import CLIENTS
+from benchmarks.server import sampler_of
 from osfl.config import NodeConfig
 from osfl.data.load import Images, image_labels
+from osfl.methods import server_half
 from osfl.payloads import Classifier, Descriptions, DomainVector, Encodings, FeatureStatistics
 from osfl.prompts import DIGITS
 from osfl.seeds import generator_of
 from osfl.wire import PayloadError
 from server_app import influence
+from server_app.driver import plan_held
 from server_app.influence import Gain, Influence
+from server_app.methods import fedlmg
 from server_app.synthesis.images import SyntheticSet
 
 SYSTEM = "FedDEO description alone"
@@ -289,6 +294,23 @@ def test_thirty_clients_share_what_six_have(own: dict[str, Descriptions]) -> Non
     assert config.synthesis.images_per_class == 6
     job = poison.job_of(settings, "crowd")
     assert job.clients == tuple(sorted(poison.clients_of(poison.CROWD)))
+
+
+def test_classifiers_draw_as_in_their_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FedCADO's settings, and the same images of each client."""
+    seen: dict[str, Any] = {}
+
+    def taken(job: Any, payloads: Any, sampler: Any, **more: Any) -> None:
+        seen.update(more, sampler=sampler)
+
+    monkeypatch.setattr(fedlmg, "synthesise_and_train", taken)
+    config = main_table.config_of(poison.settings_of(poison.CLASSIFIERS, 0))
+    server_half("fedcado").run(SimpleNamespace(config=config), {})
+    made = sampler_of(config)
+    assert isinstance(made, partial)
+    assert (made.func, made.keywords) == (seen["sampler"].func, seen["sampler"].keywords)
+    assert made.keywords["settings"].guidance == 7.5
+    assert seen["plan"] is plan_held
 
 
 def test_liars_images_are_beside_the_others_honest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
