@@ -23,6 +23,7 @@ benchmarks.main_table. Interrupted, the same command goes on.
 import json
 from collections import Counter
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -34,6 +35,7 @@ from benchmarks.clients import Settings, folder_name, names, real, sent
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
+from osfl.data.parts import class_names
 from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of
 from osfl.payloads import Votes
@@ -99,7 +101,9 @@ def certified(said: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Ten
 def drawn_pairs(groups: int) -> Counter[tuple[str, int]]:
     """Of every class and style, how many groups draw that class in that style."""
     payloads = sent(SETTINGS)
-    counts: Counter[tuple[str, int]] = Counter()
+    config = config_of(SETTINGS)
+    every = product(class_names(config.data), range(len(config.votes.words)))
+    counts = Counter(dict.fromkeys(every, 0))
     for group in range(groups):
         of_group: set[tuple[str, int]] = set()
         for client in CLIENTS[group::groups]:
@@ -142,7 +146,7 @@ def main() -> None:
         f"Top-1 accuracy (%) on the test images of all six domains. {NUMBER} clients with ten "
         "images each, drawn at random, parted into groups with a model each, which vote; one "
         "model: their mean. "
-        "Pair: a class in one of the six styles, of which there are sixty. "
+        "Pair: a class in a style; ten classes and six styles make sixty. "
         "With liars: at least so many are right whatever so many clients send. `votes`, seed 0; "
         "the recipe is benchmarks.main_table's. Command: `python -m benchmarks.partitions`."
     )

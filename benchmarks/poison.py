@@ -9,11 +9,11 @@ python -m benchmarks.poison --influence      # what each client gives, with one 
 One, two or three of the six clients lie, all in the same way, and up to ten of thirty. Systems,
 recipe and payloads are those of benchmarks.main_table; each of the thirty has twenty images, taken
 at random, and gets six of every class that it holds. An attack changes payloads after they were
-made, but for the backdoor, whose liars learn theirs from changed images; and so do honest clients
-with negatives, a style that the kit does not know. Every client's images are
-drawn from its honest payload and from its attacked one, and a federation's are put together of
-these. Models that are trained on the same images are trained once. Interrupted, the same command
-goes on.
+made, but for the backdoor, whose liars learn theirs from changed images. With negatives nobody
+lies: clients learn from negatives of their images, a style that the kit does not know. Every
+client's images are drawn from its honest payload and from its attacked one, and a federation's are
+put together of these. Models that are trained on the same images are trained once. Interrupted, the
+same command goes on.
 """
 
 import ast
@@ -433,13 +433,13 @@ def line(system: str, attack: str, count: int, seeds: Sequence[int]) -> dict[str
     made["nobody lies"] = f"{average('quiet'):.1f}"
     made["with the liars"] = f"{average('used'):.1f}"
     # `robust` judges images, where there are any
-    judged_them = "excluded" in cells[0]
-    made["exclude"] = f"{average('excluded'):.1f}" if judged_them else ""
+    with_judge = "excluded" in cells[0]
+    made["exclude"] = f"{average('excluded'):.1f}" if with_judge else ""
     made["without the liars"] = f"{average('without'):.1f}"
-    made["liars left out"] = f"{total('liars')}{of_all}" if judged_them else ""
-    made["single classes of liars left out"] = total("liars' classes") if judged_them else ""
-    made["honest clients left out"] = total("honest") if judged_them else ""
-    made["their single classes"] = total("honest classes") if judged_them else ""
+    made["liars left out"] = f"{total('liars')}{of_all}" if with_judge else ""
+    made["single classes of liars left out"] = total("liars' classes") if with_judge else ""
+    made["honest clients left out"] = total("honest") if with_judge else ""
+    made["their single classes"] = total("honest classes") if with_judge else ""
     found = sum(standing_out(system, attack, count, seed) for seed in seeds)
     made["liars that stand out"] = f"{found}{of_all}"
     made["fooled by the patch (%)"] = ""
@@ -540,6 +540,8 @@ def write_influences(systems: Sequence[str]) -> None:
         "Command: `python -m benchmarks.poison --influence`."
     )
     rows = [(system, attack) for system in OF_SIX for attack in (HONEST, *attacks_of(system))]
+    # In which nobody lies
+    rows.remove((DESCRIPTIONS, NEGATIVES))
     order = [f"{system}: {attack}" for system, attack in rows]
     for system, attack in rows:
         if system in systems:
@@ -580,7 +582,8 @@ def main() -> None:
         "Top-1 accuracy (%) on all clients' test images, mean of the clients, where the first "
         "ones of six or thirty clients lie. With the liars: `robust = off`; without: a "
         "federation of the others alone. Who stands out, by norms or spreads, is reported by every "
-        "run. Fooled: of test images of "
+        "run. Of honest negatives nobody lies: these columns are of clients whose images are "
+        "negatives. Fooled: of test images of "
         f"another class with a white patch, those taken for class {TARGET}, in the same four. "
         f"Seeds {SEEDS}; recipe and payloads are benchmarks.main_table's. "
         "Command: `python -m benchmarks.poison`."

@@ -57,8 +57,9 @@ def find_outliers(payloads: Mapping[str, Payload]) -> list[Outlier]:
     """The clients whose norms or spreads are far from the other clients', by name; who has far
     norms is named for these.
     """
-    spreads = _far_of_each(_measured(payloads, _class_rows, _spread))
     norms = _far_of_each(_measured(payloads, _tensors, _norm))
+    # A large one may be a class with few images, whose numbers scatter
+    spreads = _far_of_each(_measured(payloads, _class_rows, _spread), large=False)
     found = []
     for client in sorted(norms.keys() | spreads.keys()):
         what = "norm" if client in norms else "spread over its classes"
@@ -68,18 +69,23 @@ def find_outliers(payloads: Mapping[str, Payload]) -> list[Outlier]:
     return found
 
 
-def _far_of_each(measured: Iterable[Measures]) -> dict[str, dict[str, float]]:
-    """Of each client with tensors that are far: how many times the others' median these have."""
+def _far_of_each(measured: Iterable[Measures], large: bool = True) -> dict[str, dict[str, float]]:
+    """Of each client with tensors that are far: how many times the others' median these have.
+
+    Args:
+        large: also those that have more than the others.
+    """
     far = defaultdict[str, dict[str, float]](dict)
     for measures in measured:
         for tensor, by_client in measures.items():
             for client, times in _far(by_client).items():
-                far[client][tensor] = times
+                if large or times < 1:
+                    far[client][tensor] = times
     return far
 
 
 def _far(norms: Mapping[str, float]) -> dict[str, float]:
-    """How many times the others' median a norm is, of the clients where that is far."""
+    """How many times the others' median a norm or a spread is, of the clients where that is far."""
     far = {}
     for client, norm in norms.items():
         others = np.log([other for name, other in norms.items() if name != client])
@@ -116,7 +122,7 @@ def _norm(value: torch.Tensor) -> float:
 
 
 def _spread(rows: torch.Tensor) -> float:
-    return _norm(rows - rows.mean(dim=0)) / max(_norm(rows), FLOOR)
+    return _norm(rows - rows.mean(dim=0)) / _norm(rows)
 
 
 def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,8 +136,16 @@ def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _class_rows(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
-    """What has a row for each class, of more than one, and no more rules for its values (shares may
-    all be equal); of a classifier the head's weight.
+    """What has a row for each class, of more than one, and is not nearly zero."""
+    if len(payload.classes) > 1:
+        for name, rows in _by_class(payload):
+            if _norm(rows) > FLOOR:
+                yield name, rows
+
+
+def _by_class(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of what has a row for each class that without more rules for its values (shares may all be
+    equal); of a classifier the last matrix, which is most architectures' head.
     """
     if isinstance(payload, Classifier):
         matrices = [item for item in payload.state.items() if item[1].ndim == 2]
@@ -139,12 +153,11 @@ def _class_rows(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
         return
     if isinstance(payload, FeatureStatistics):
         # Sums differ by how many images a class has
-        if len(payload.classes) > 1:
-            yield "sums", payload.sums / payload.counts[:, None]
+        yield "sums", payload.sums / payload.counts[:, None]
         return
     kind: type = type(payload)
     for name, value in _tensors(payload):
         field = fields_of(kind)[name]
         by_class = any(shape.dimensions[0] == "classes" for shape in field.shapes)
-        if by_class and not field.values and len(payload.classes) > 1:
+        if by_class and not field.values:
             yield name, value

@@ -94,6 +94,7 @@ FARTHEST = 600.0  # seconds that a clock is set ahead or back
 SLOW = 20_000.0  # bytes per second in each direction
 OLDER = "0.0.1"  # a release that no run is of
 DISK = "320m"  # of the server, and of each site
+SpanOf = Callable[[int], float | None]  # a seed's span, if it is known
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class Fault:
 
     def __str__(self) -> str:
         by = f" by {self.ahead:+.0f} s" if self.ahead else ""
-        return f"{self.begin:.1f} s: {self.kind} {self.target}{by} for {self.seconds:.1f} s"
+        lasts = f" for {self.seconds:.1f} s" if self.kind != "crash" else ""
+        return f"{self.begin:.1f} s: {self.kind} {self.target}{by}{lasts}"
 
 
 def history_of(seed: int, span: float = SPAN) -> list[Fault]:
@@ -159,6 +161,7 @@ class World:
     older: set[str] = field(default_factory=set)  # sites with an older release
     clocks: dict[str, Clock] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=lambda: set(KINDS))  # faults that can be made here
+    crashed: set[Fault] = field(default_factory=set)  # where there was an app to kill
 
     @property
     def folder(self) -> Path:
@@ -225,11 +228,13 @@ class World:
         else:
             self.begin_site(name)
 
-    def crash(self, name: str) -> None:
-        """Kill its app, if one runs, and nothing else."""
-        for app in apps_of(self.federation.processes[name]):
+    def crash(self, name: str) -> bool:
+        """Kill its app and nothing else; returns whether one ran."""
+        apps = apps_of(self.federation.processes[name])
+        for app in apps:
             with suppress(psutil.NoSuchProcess):
                 app.kill()
+        return bool(apps)
 
     def fill(self, name: str) -> None:
         """Leave no room on its disk, which must be a small one."""
@@ -375,8 +380,8 @@ class Play:
                     world.signal_all(name, signal.SIGCONT)
 
         def crash_it() -> None:
-            if name in world.federation.processes:
-                world.crash(name)
+            if name in world.federation.processes and world.crash(name):
+                world.crashed.add(fault)
 
         if fault.kind == "kill":
             return kill_it, begin_it
@@ -520,17 +525,20 @@ def played(first: int, count: int, step: int, again: bool, span: float | None = 
     """Every so many seeds' histories, each kept when it is over.
 
     Args:
-        again: also those that were.
-        span: of each, in seconds; None: what it had when it was last played, with whatever code, or
-            what a run in peace takes.
+        again: also those that were, each with the span that it had, with whatever code.
+        span: of each, in seconds; None: what a run in peace takes.
     """
     wanted = range(first, first + count, step)
     seeds = [seed for seed in wanted if again or not file_of(seed).is_file()]
+
+    def span_of(seed: int) -> float | None:
+        return span or (kept_span(seed) if again else None)
+
     while seeds:
-        seeds = _played_in_one(seeds, span)
+        seeds = _played_in_one(seeds, span_of)
 
 
-def _played_in_one(seeds: list[int], span: float | None) -> list[int]:
+def _played_in_one(seeds: list[int], span_of: SpanOf) -> list[int]:
     """Histories in a federation of their own; those that are left after a violation, whose run
     might go on there.
     """
@@ -544,22 +552,22 @@ def _played_in_one(seeds: list[int], span: float | None) -> list[int]:
             with new_federation(Path(place)) as federation:
                 federation.control, federation.fleet = quiet_ports()
                 world = World(federation, kit)
-                return _left_after(world, seeds, span)
+                return _left_after(world, seeds, span_of)
         finally:
             # No process writes there any more
             if world is not None:
                 unmount(world)
 
 
-def _left_after(world: World, seeds: list[int], wanted: float | None) -> list[int]:
+def _left_after(world: World, seeds: list[int], span_of: SpanOf) -> list[int]:
     """Seeds after the first whose history had a violation."""
     world.begin()
     begun = time.monotonic()
     peace = quiet(world)
     # Beside others it takes longer, and its last steps are to be hit as well
-    span = max(SPAN, time.monotonic() - begun)
+    span = round(max(SPAN, time.monotonic() - begun), 1)
     for number, seed in enumerate(seeds, 1):
-        if not _is_good(world, seed, peace, wanted or kept_span(seed) or span):
+        if not _is_good(world, seed, peace, span_of(seed) or span):
             return seeds[number:]
     return []
 
@@ -569,7 +577,7 @@ def _is_good(world: World, seed: int, peace: dict[str, object], span: float) -> 
     since = time.monotonic()
     problems = play(world, seed, peace, span)
     seconds = time.monotonic() - since
-    faults = [fault for fault in history_of(seed, span) if fault.kind in world.kinds]
+    faults = [fault for fault in history_of(seed, span) if _came(world, fault)]
     found = {
         "seed": seed,
         "problems": problems,
@@ -582,6 +590,10 @@ def _is_good(world: World, seed: int, peace: dict[str, object], span: float) -> 
     took = f"{seconds:.0f} s, span {span:.1f}"
     print(f"{seed}: {problems or 'good'} ({took}) {told}", flush=True)
     return not problems
+
+
+def _came(world: World, fault: Fault) -> bool:
+    return fault.kind in world.kinds and (fault.kind != "crash" or fault in world.crashed)
 
 
 def kept_span(seed: int) -> float | None:
@@ -647,6 +659,8 @@ def main() -> None:
     parser.add_argument("--span", type=float, help="seconds, as it was printed of a history")
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.span is not None and given.span <= 0:
+        parser.error(f"--span {given.span:g}: must be more than 0 seconds")
     if given.at_once < 1:
         parser.error(f"--at-once {given.at_once}: must be 1 or more")
     # Ended by a signal, it ends what it started

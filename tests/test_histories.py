@@ -248,8 +248,20 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
         "then",
         "pace: (0.0, 0.0)",
     ]
-    monkeypatch.setattr(world, "crash", lambda name: seen.append(f"crashed {name}"))
+    found = [True]
+
+    def crash(name: str) -> bool:
+        seen.append(f"crashed {name}")
+        return found[0]
+
+    monkeypatch.setattr(world, "crash", crash)
     assert ends_of("crash", "site-0") == ["crashed site-0", "then"]
+    assert {fault.target for fault in world.crashed} == {"site-0"}
+    # Where no app ran it is no fault
+    world.crashed.clear()
+    found[0] = False
+    assert ends_of("crash", "site-0") == ["crashed site-0", "then"]
+    assert world.crashed == set()
     # Which is away
     assert ends_of("crash", "site-1") == ["then"]
     assert ends_of("full", "server") == ["fill server", "then", "make_room server"]
@@ -272,11 +284,11 @@ def test_a_crash_kills_the_app_and_not_what_began_it(world: World) -> None:
         wait_for(lambda: len(world.tree("site-0")) == 2, 20, lambda: "no app", every=0.1)
         child = world.tree("site-0")[1]
         wait_for(lambda: str(app) in child.cmdline(), 20, lambda: "no app", every=0.1)
-        world.crash("site-0")
+        assert world.crash("site-0")
         wait_for(lambda: len(world.tree("site-0")) == 1, 20, lambda: "it lives", every=0.1)
         assert site.poll() is None
         # Where no app runs nothing happens
-        world.crash("site-0")
+        assert not world.crash("site-0")
         assert site.poll() is None
     finally:
         site.kill()
@@ -530,7 +542,7 @@ def test_histories_of_other_code_do_not_count(
 ) -> None:
     monkeypatch.setattr(histories, "code", lambda: "other")
     assert histories.summary(0, 9)[0].startswith("0 histories")
-    # Yet the same faults come at the same seconds
+    # Which `--again` plays yet with the same span
     assert histories.kept_span(0) == 60.0
     assert histories.kept_span(1) is None
 
@@ -602,6 +614,10 @@ def test_one_that_fails_among_several_fails_the_command(
     with pytest.raises(SystemExit) as end:
         histories.main()
     assert end.value.code == 2
+    monkeypatch.setattr("sys.argv", ["histories.py", "3", "9", "--span", "0"])
+    with pytest.raises(SystemExit) as end:
+        histories.main()
+    assert end.value.code == 2
 
 
 VIOLATED = 20
@@ -626,7 +642,8 @@ def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, floa
 
     monkeypatch.setattr("conftest.make_tiny_kit", lambda place: None)
     monkeypatch.setattr(histories, "new_federation", no_federation)
-    made = SimpleNamespace(begin=lambda: None, kinds={"kill", "stop"})
+    crashed = {fault for fault in history_of(11) if fault.kind == "crash"}
+    made = SimpleNamespace(begin=lambda: None, kinds={"stop", "crash"}, crashed=crashed)
     monkeypatch.setattr(histories, "World", lambda *given: made)
     monkeypatch.setattr(histories, "unmount", lambda world: None)
     monkeypatch.setattr(histories, "quiet", lambda world: {})
@@ -643,6 +660,17 @@ def test_what_was_played_is_not_played_again(told: list[tuple[int, float]]) -> N
     # Of its stop, and of its slow line, which could not be had here
     assert [fault.kind for fault in history_of(4)] == ["stop", "slow"]
     assert found["faults"] == ["stop"]
+
+
+def test_a_crash_that_killed_nothing_is_no_fault(told: list[tuple[int, float]]) -> None:
+    """Of 11 and 24 one each; 11's had an app to kill."""
+    assert ["crash" in {fault.kind for fault in history_of(seed)} for seed in (11, 24)] == [
+        True
+    ] * 2
+    histories.played(11, 1, 1, False)
+    histories.played(24, 1, 1, False)
+    kinds = [json.loads(histories.file_of(seed).read_text())["faults"] for seed in (11, 24)]
+    assert kinds == [["crash"], ["stop", "stop"]]
 
 
 def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> None:

@@ -199,6 +199,28 @@ def test_who_sends_one_class_under_every_name_is_named() -> None:
     assert (outlier.what, outlier.tensors) == ("norm", 1)
 
 
+def test_a_large_spread_is_nobodys_lie() -> None:
+    """Of a client whose classes have one image each the rows scatter more than means do."""
+    honest = {f"client-{k}": of_classes(k) for k in range(6)}
+    rows = honest["client-1"].vectors
+    scattered = replace(honest["client-1"], vectors=rows - rows.mean())
+    calm = {name: replace(one, vectors=2 + 0.1 * (one.vectors - 2)) for name, one in honest.items()}
+    assert find_outliers(calm) == []
+    assert find_outliers(calm | {"client-1": scattered}) == []
+
+
+def test_what_is_nearly_zero_has_no_spread() -> None:
+    """A head that began at zero and had few steps."""
+    calm = {f"client-{k}": of_classes(k, scale=FLOOR / 4) for k in range(5)}
+    flat = replace(of_classes(5), vectors=torch.full((3, 4, 8), FLOOR / 2))
+    assert find_outliers(calm | {"client-5": flat}) == []
+    large = {f"client-{k}": of_classes(k, scale=FLOOR) for k in range(5)}
+    assert [
+        one.client
+        for one in find_outliers(large | {"client-5": replace(flat, vectors=flat.vectors * 4)})
+    ] == ["client-5"]
+
+
 def test_a_spread_is_of_classes_and_of_nothing_else() -> None:
     """A client with one class has none, nor have shares, or a vector for a whole domain."""
     honest = {f"client-{k}": of_classes(k) for k in range(6)}

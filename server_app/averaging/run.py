@@ -176,7 +176,8 @@ class RoundsGrid:
         first: rounds that were done before.
         likes: for each architecture the state dict that a reply must look like; without numbers.
         costs: of each client, summed over the rounds; bytes as serialised.
-        warn: told of clients whose model's norms are far from the others', of all rounds so far.
+        warn: told of clients whose model's norms or spreads are far from the others', of all rounds
+            so far.
         contents: what a strategy has for a spare, by its architecture, where it may be another than
             those of the clients that the strategy asks.
     """
@@ -236,7 +237,10 @@ class RoundsGrid:
         ]
 
     def _look_for_outliers(self, usable: Mapping[str, RecordDict], sent: RecordDict) -> None:
-        """Tell of models whose norms are far from the others'; each client once. They are used."""
+        """Tell of models whose norms or spreads are far from the others'; each client once.
+
+        They are used.
+        """
         number = self.first + int(cast(int, sent.config_records["config"]["server-round"]))
         models: dict[str, Payload] = {}
         for client, content in usable.items():

@@ -109,6 +109,7 @@ class Members:
         self.nodes = {client: self.joined[client] for client in sorted(chosen)}
         for spare in new[places:]:
             self._status.client(spare, "spare")
+        self._warn_of_nameless()
 
     def spares(self) -> list[str]:
         """Who is fit and has no place."""
@@ -166,12 +167,17 @@ class Members:
                 f"its client id {client!r} is the name of another node's key, and its own key has "
                 "no name"
             )
-        if not name and names:
-            log.warning(
-                "%s: its key has no name, so any node with such a key could be it; register its "
-                "key with --name",
-                client,
-            )
+
+    def _warn_of_nameless(self) -> None:
+        """Where some keys have names."""
+        names = self._exchange.names
+        for client, node in sorted(self.joined.items()):
+            if names and node not in names:
+                log.warning(
+                    "%s: its key has no name, so any node with such a key could be it; register "
+                    "its key with --name",
+                    client,
+                )
 
     def _keep(self, node: int, joined: tuple[str, str]) -> None:
         client, architecture = joined

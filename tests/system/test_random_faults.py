@@ -7,9 +7,9 @@ from histories import World, play, quiet, unmount
 from system_tools import Federation
 
 pytestmark = pytest.mark.system
-# Of the first: a site's ClientApp crashes; the other has an older release, then a slow network. Of
-# the second: the server's disk is full where this user may mount one, its ServerApp crashes, and
-# the job is begun twice
+# Of the first: a site's ClientApp crashes if one runs; the other has an older release, then a slow
+# network. Of the second: the server's disk is full where this user may mount one, its ServerApp
+# crashes if one runs, and the job is begun twice
 SEEDS = (112, 134)
 
 
