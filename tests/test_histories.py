@@ -683,6 +683,15 @@ def test_again_is_with_the_span_that_it_had(told: list[tuple[int, float]]) -> No
     assert told == [BEGUN, (2, 90.0)]
 
 
+def test_without_again_a_run_in_peace_says_the_span(
+    told: list[tuple[int, float]], kept_in: Path
+) -> None:
+    """Whatever it was with other code, or on a machine that was less busy."""
+    (kept_in / "000001-other.json").write_text(json.dumps({"span": 90.0}))
+    histories.played(1, 1, 1, False)
+    assert told == [BEGUN, (1, SPAN)]
+
+
 def test_after_a_violation_the_others_are_played_in_another_federation(
     told: list[tuple[int, float]],
 ) -> None:
