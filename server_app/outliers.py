@@ -104,7 +104,7 @@ def _measured(
     parts: Callable[[Payload], Iterator[tuple[str, torch.Tensor]]],
     measure: Callable[[torch.Tensor], float],
 ) -> Iterable[Measures]:
-    """Of the real numbers of some parts of payloads, by what can be compared.
+    """Of some parts of payloads, by what can be compared.
 
     Classifiers of one architecture.
     """
@@ -112,8 +112,7 @@ def _measured(
     for client, payload in payloads.items():
         kind = payload.architecture if isinstance(payload, Classifier) else ""
         for tensor, value in parts(payload):
-            if value.is_floating_point() and value.numel():
-                found[kind][tensor][client] = max(measure(value), FLOOR)
+            found[kind][tensor][client] = max(measure(value), FLOOR)
     return found.values()
 
 
@@ -126,13 +125,14 @@ def _spread(rows: torch.Tensor) -> float:
 
 
 def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of real numbers."""
     if isinstance(payload, Classifier):
-        yield from payload.state.items()
-        return
-    for item in fields(payload):
-        value = getattr(payload, item.name)
-        if isinstance(value, torch.Tensor):
-            yield item.name, value
+        values: Mapping[str, object] = payload.state
+    else:
+        values = {item.name: getattr(payload, item.name) for item in fields(payload)}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            yield name, value
 
 
 def _class_rows(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
@@ -148,7 +148,7 @@ def _by_class(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
     equal); of a classifier the last matrix, which is most architectures' head.
     """
     if isinstance(payload, Classifier):
-        matrices = [item for item in payload.state.items() if item[1].ndim == 2]
+        matrices = [item for item in _tensors(payload) if item[1].ndim == 2]
         yield from matrices[-1:]
         return
     if isinstance(payload, FeatureStatistics):
