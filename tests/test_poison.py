@@ -26,6 +26,7 @@ from osfl.payloads import (
     FeatureStatistics,
     Mixtures,
     Payload,
+    Votes,
 )
 from osfl.protocol import COST_KEYS, pack_payload
 from osfl.run_folder.layout import MOST_ENDS, RunFolder
@@ -293,9 +294,12 @@ def test_two_of_six_are_named_and_nobody_else() -> None:
     assert [outlier.client for outlier in find_outliers(honest | bad)] == ["client-2", "client-4"]
 
 
-@pytest.mark.parametrize("method", ["fgl", "prompts-domain"])
-def test_texts_have_no_norm(method: str) -> None:
+@pytest.mark.parametrize("method", ["fgl", "prompts-domain", "votes"])
+def test_texts_and_votes_have_no_norm(method: str) -> None:
     assert find_outliers({f"client-{k}": SENT[method] for k in range(3)}) == []
+    same = Votes(("cat", "dog"), torch.tensor([3, 3], dtype=torch.uint8))
+    other = Votes(("cat", "dog"), torch.tensor([0, 9], dtype=torch.uint8))
+    assert find_outliers({"client-0": same, "client-1": other, "client-2": other}) == []
 
 
 def test_one_tensor_of_many_is_named() -> None:
