@@ -460,6 +460,24 @@ def test_a_judge_is_its_code_without_what_is_said_of_it(monkeypatch: pytest.Monk
 # ---- What each client gives ----
 
 
+def test_who_is_honest_is_no_liar_in_the_table_of_influences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients with negatives are left to the other table."""
+    played: list[tuple[str, str]] = []
+
+    def line(system: str, attack: str, seeds: Any) -> dict[str, str]:
+        played.append((system, attack))
+        return {"": f"{system}: {attack}"}
+
+    monkeypatch.setattr(poison, "influence_line", line)
+    monkeypatch.setattr(poison, "with_others", lambda lines, *_: lines)
+    monkeypatch.setattr(poison, "write_table", lambda *_: None)
+    poison.write_influences([SYSTEM])
+    attacks = [poison.HONEST, *poison.EVERY_ATTACK]
+    assert played == [(SYSTEM, attack) for attack in attacks]
+
+
 def test_what_the_table_of_influences_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seeds; the first client lies. In the second one it harms, and so does an honest one."""
 
