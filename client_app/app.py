@@ -35,7 +35,7 @@ from osfl.config import (
     without_guarantee,
 )
 from osfl.data.parts import check_images, client_name
-from osfl.files import OWNER_ONLY, private_folder
+from osfl.files import OWNER_ONLY, own_folder, private_folder
 from osfl.methods import METHODS
 from osfl.models.initialisation import initial_weights
 from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
@@ -158,7 +158,8 @@ def train(message: Message, context: Context) -> Message:
     job_id = _job_id(message)
     kit = _kit(config, node)
     folder = _cache(node, job_id) / f"{client}-{cache_key(config, node, kit)}"
-    private_folder(folder)
+    own_folder(folder.parent)
+    own_folder(folder)
     # A server that lost sight of this node asks again: the second waits, and finds the payload
     with FileLock(folder / "lock", mode=OWNER_ONLY):
         reply = work.train(message.content, config, node, client, job_id, kit, folder)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import IO, Any
@@ -74,6 +75,34 @@ def private_folder(folder: Path) -> None:
     except FileExistsError:
         if not folder.is_dir():
             raise
+
+
+def own_folder(folder: Path) -> None:
+    """Make a folder for its owner alone, or check the one that is there.
+
+    Raises:
+        OSError: it cannot be made, or as `check_own_folder`.
+    """
+    private_folder(folder)
+    check_own_folder(folder)
+
+
+def check_own_folder(folder: Path) -> None:
+    """Check that no other user can have prepared a folder whose name they can guess.
+
+    The folders above it may be links, or shared: the user chose them.
+
+    Raises:
+        OSError: it is a link, belongs to another user, or every user may write in it.
+    """
+    about = folder.lstat()
+    name = plain(folder, 1000)
+    if stat.S_ISLNK(about.st_mode):
+        raise OSError(f"{name} is a link to another folder; remove the link, or set another folder")
+    if about.st_uid != os.geteuid():
+        raise OSError(f"{name} belongs to another user (uid {about.st_uid}); set another folder")
+    if about.st_mode & stat.S_IWOTH:
+        raise OSError(f"{name} can be written by every user; run chmod o-w on it")
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import LoopGrid, quick
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 from typer.testing import CliRunner, Result
 
 from client_app.app import app
@@ -268,6 +269,41 @@ def test_a_picture_that_makes_pillow_raise_is_damaged(tmp_path: Path) -> None:
     assert read_picture(tmp_path / "x.png") is None
 
 
+def test_a_picture_is_whole_or_damaged(tmp_path: Path) -> None:
+    """Pillow decodes a PNG that lacks up to 20 bytes, and one with bytes behind its end."""
+    file = tmp_path / "x.png"
+    noise = np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file)
+    content = file.read_bytes()
+    assert np.array_equal(read_picture(file).permute(1, 2, 0).numpy(), noise)
+    damages = [content[:-cut] for cut in range(1, 40)]
+    damages += [content + b"x", content + content, content[:-1] + b"x"]
+    # The checksum of the pixels' chunk, and the length of the end
+    damages += [content[:at] + b"\xaa" + content[at + 1 :] for at in (-14, -12)]
+    for damaged_content in damages:
+        file.write_bytes(damaged_content)
+        assert read_picture(file) is None, len(damaged_content)
+
+
+def test_a_picture_of_another_format_is_damaged(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (8, 8))
+    for name in ("BMP", "GIF", "TIFF", "PPM"):
+        picture.save(tmp_path / "x.png", name)
+        assert read_picture(tmp_path / "x.png") is None, name
+
+
+@pytest.mark.parametrize(("size", "whole"), [((4096, 4096), True), ((4096, 4097), False)])
+def test_pixels_beyond_the_bound_are_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], whole: bool
+) -> None:
+    """Four PNGs of 0.5 MB with 169 million pixels each took 7 GB."""
+    Image.new("L", size).save(tmp_path / "x.png")
+    decoded = []
+    load = PngImageFile.load
+    monkeypatch.setattr(PngImageFile, "load", lambda self: decoded.append(1) or load(self))
+    assert (read_picture(tmp_path / "x.png") is not None, bool(decoded)) == (whole, whole)
+
+
 def test_of_a_run_that_goes_on_what_is_there_is_looked_at(home: Path, config: dict) -> None:
     """A payload and a model have their records, and these have them; the rest may come yet."""
     folder = open_run_folder(parse_run_config(config), "job", 0)
@@ -338,6 +374,60 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "shards.json").write_bytes(GARBAGE)
     assert "shards.json is damaged" in say("shards", run, tmp_path / "out").output
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("method",), 5),
+        (("accuracy", "FT", "average"), "95"),
+        (("accuracy", "FT", "client-0"), None),
+        (("accuracy", "FT"), {}),
+        (("accuracy", "FT"), [95.0]),
+        (("over_images", "FT"), "95"),
+        (("over_images",), {}),
+        (("clients", "client-0"), 3),
+        (("clients", "client-0", "upload_bytes"), "3"),
+        (("server", "synthetic_images"), "20"),
+        (("server", "seconds_per_image"), {}),
+        (("not_tested",), [1]),
+        (("warnings",), "text"),
+        (("warnings",), [{}]),
+        (("versions", "torch"), 2),
+        (("config",), []),
+    ],
+)
+def test_show_refuses_metrics_of_other_types(run: Path, keys: tuple, value: object) -> None:
+    """With one sentence that names the file, and no traceback."""
+    metrics = json.loads((run / "metrics.json").read_text())
+    inner = metrics
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    shown = say("show", run)
+    assert shown.exit_code == 1
+    assert "metrics.json is not as it was written" in shown.output
+    assert isinstance(shown.exception, SystemExit)
+
+
+def test_show_prints_no_terminal_codes(run: Path) -> None:
+    text = (run / "metrics.json").read_text()
+    metrics = json.loads(text.replace("client-0", "client\\u001b[2J-0"))
+    metrics["warnings"] = ["\x1b]52;c;cm0gLXJm\x07[bold]"]
+    metrics["not_tested"] = ["\u202ex"]
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    shown = say("show", run)
+    assert shown.exit_code == 0
+    assert not re.search("[\x1b\x07\u202e]", shown.output)
+    assert "[bold]" in shown.output
+
+
+def test_show_names_the_runs_beside_a_folder_that_is_missing(run: Path) -> None:
+    shown = say("show", run.parent / "jop")
+    assert shown.exit_code == 1
+    assert "there is no such folder" in shown.output
+    assert "job" in shown.output.rpartition(":")[2]
 
 
 def test_a_table_runs_again_what_is_damaged(run: Path) -> None:
@@ -467,6 +557,52 @@ def test_resuming_names_what_is_in_the_way(job: Path, config: dict) -> None:
             go(config)
     go(config)
     assert wrong(run) == []
+
+
+def prepared(folder: Path, how: str) -> Path:
+    """A job's folder as another user could have prepared it; returns where it would be written."""
+    target = folder.with_name("elsewhere")
+    target.mkdir(parents=True)
+    (target / "status.json").write_text("theirs")
+    if how == "link":
+        folder.symlink_to(target)
+        return target
+    target.rename(folder)
+    if how == "of another user":
+        os.chown(folder, NOBODY, NOBODY)
+    else:
+        folder.chmod(0o777)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("link", "is a link"),
+        ("of another user", "belongs to another user"),
+        ("open to all", "can be written by every user"),
+    ],
+)
+def test_a_folder_that_others_may_have_prepared_is_refused(
+    home: Path, config: dict, how: str, words: str
+) -> None:
+    """At the server, at a client, and by `osfl run` before anything starts."""
+    if how == "of another user" and os.geteuid():
+        pytest.skip("only root can give a folder to another user")
+    target = prepared(home / "runs" / "job", how)
+    with pytest.raises(ConfigError, match=words):
+        open_run_folder(parse_run_config(config), "job", 0)
+    settings = (f"runs-dir={home / 'runs'}", "job-id=job", "num-clients=2", "method=fedcgs")
+    refused = say("run", *settings)
+    assert refused.exit_code == 1
+    assert words in refused.output
+    assert [file.name for file in target.iterdir()] == ["status.json"]
+    assert (target / "status.json").read_text() == "theirs"
+    cache = prepared(home / "cache" / "other", how)
+    config["join-timeout"] = config["deadline"] = 1.0
+    with pytest.raises(Exception, match=words):
+        go(config, "other")
+    assert [file.name for file in cache.iterdir()] == ["status.json"]
 
 
 def test_a_run_is_its_owners_alone(finished: Path) -> None:

@@ -136,9 +136,24 @@ def test_the_page_is_for_every_screen(tmp_path: Path) -> None:
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     assert "prefers-color-scheme:dark" in page
     assert "<script" not in page
-    assert "http" not in page
+    assert not re.search("https?:", page)
     tables = len(re.findall("<table", page))
     assert len(re.findall(r'<div class="wide( long)?"><table', page)) == tables > 3
+
+
+def test_the_page_may_load_and_run_nothing(tmp_path: Path) -> None:
+    """A policy before the first content: no script, no address, no form; its own pictures alone."""
+    page = page_of(run_folder(tmp_path / "x", {"FT": MATRIX}), ("cat", "dog"))
+    found = re.search('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    assert page.index(found[0]) < min(page.index("<title>"), page.index("<style>"))
+    policy = dict(part.split(" ", 1) for part in found[1].split("; "))
+    assert policy == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": "'unsafe-inline'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
 
 
 def test_a_large_run_has_a_page_of_less_than_5_mb(tmp_path: Path) -> None:

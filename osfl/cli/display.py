@@ -158,7 +158,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
         1, len(metrics["clients"])
     )
     for warning in metrics.get("warnings", []):
-        console.print(f"worth a look: {warning}", highlight=False, markup=False)
+        console.print(f"worth a look: {words(warning)}", highlight=False)
     server = metrics["server"]
     each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""
     console.print(

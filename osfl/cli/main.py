@@ -4,6 +4,7 @@ What does the work is imported when it is asked for.
 """
 
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -207,10 +208,24 @@ def show(
     from osfl.run_folder.status import read_status
 
     with display.named_errors():
+        if not os.path.isdir(folder):
+            raise ConfigError(f"{folder}: there is no such folder{_runs_beside(folder)}")
         if not os.path.lexists(metrics := RunFolder(folder).metrics_file):
             phase = read_status(folder).get("phase", "no run at all")
             raise ConfigError(f"{metrics} does not exist; this run has not finished ({phase})")
         display.print_metrics(read_metrics(folder))
+
+
+def _runs_beside(folder: Path) -> str:
+    """The runs that lie where a folder was looked for, as the end of a message."""
+    from osfl.run_folder.verify import is_run
+
+    with suppress(OSError):
+        found = sorted(entry.name for entry in folder.parent.iterdir() if is_run(entry))
+        if found:
+            names = ", ".join(found[:SHOWN]) + (", ..." if len(found) > SHOWN else "")
+            return f". Runs in {folder.parent}: {names}"
+    return ""
 
 
 @app.command()

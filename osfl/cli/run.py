@@ -1,5 +1,6 @@
 """`osfl run`: a simulation on this machine, or a job for a real federation."""
 
+import os
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ from osfl.cli import display, launch
 from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
 from osfl.data.named import check_root
 from osfl.data.partition import DataError
-from osfl.files import open_private, private_folder
+from osfl.files import check_own_folder, open_private, private_folder
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.report import read_metrics
 from osfl.run_folder.status import read_status
@@ -111,6 +112,8 @@ def _simulate(
 ) -> None:
     folder = RunFolder(root / job_id)
     cache = root / ".client-cache"
+    if os.path.lexists(folder.path):
+        check_own_folder(folder.path)
     folder.forget_status()
     with launch.local_superlink(root, cache) as environment:
         run_id = launch.submit(overrides, "osfl", environment, federation)

@@ -26,6 +26,7 @@ SHA256SUMS                of a finished run: the digests of its records (osfl/ru
 """
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -41,6 +42,7 @@ from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
 from osfl.files import (
     OWNER_ONLY,
     DamageError,
+    own_folder,
     private_folder,
     read_json,
     write_atomically,
@@ -55,6 +57,11 @@ SUMS = "SHA256SUMS"
 NOT_A_RECORD = frozenset({"status.json", "server.log"})  # they change when nobody is at work
 MADE_ANEW = "the same `osfl run` again makes it anew"
 _ROW = {"file": str, "client": str, "class": str, "seed": int, "sha256": str}
+# Stable Diffusion's images have a million pixels; several are read at once
+MOST_PICTURE_PIXELS = 4096 * 4096
+MOST_PICTURE_BYTES = 4 * MOST_PICTURE_PIXELS
+# The last chunk: length, name, checksum
+PNG_END = b"\0\0\0\0IEND" + bytes.fromhex("ae426082")
 LOCK_SECONDS = 5.0  # for a server that is just ending
 # How often the server may end while it reads what a client sent: once may be another's doing.
 MOST_ENDS = 2
@@ -471,7 +478,7 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
     Raises:
         ConfigError: the job id belongs to a run with another configuration or of an older version,
             or a server is at work on it; the disk cannot hold the run; results are there, but no
-            config.json.
+            config.json; another user could have prepared the folder (`own_folder`).
         DamageError: config.json cannot be read.
     """
     root = runs_root(config)
@@ -483,7 +490,10 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
             f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, this run needs about "
             f"{needed_bytes / 1e6:,.0f} MB"
         )
-    private_folder(folder.path)
+    try:
+        own_folder(folder.path)
+    except OSError as error:
+        raise ConfigError(f"job-id = {job_id!r}: {error}, or use another job-id") from None
     with folder.alone():
         _bind(folder, flatten(config))
     return folder
@@ -542,15 +552,36 @@ def image_name(client: str, label: int, class_name: str, index: int) -> str:
 
 
 def read_picture(file: Path) -> "torch.Tensor | None":
-    """uint8 [3, H, W], or None if the file is missing or damaged."""
+    """Return a synthetic image as uint8 [3, H, W], or None if the file is missing or damaged."""
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        with Image.open(file) as image:
+        if file.stat().st_size > MOST_PICTURE_BYTES:
+            return None
+        content = file.read_bytes()
+        if not _is_whole_png(content):
+            return None
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             return pil_to_tensor(image)
     except Exception:  # what Pillow raises at a damaged file is its plugins' choice
         return None
+
+
+def _is_whole_png(content: bytes) -> bool:
+    """Check every chunk, the end and the size of a PNG, without its pixels.
+
+    Pillow decodes the pixels of a file that lacks its last 20 bytes, or has others behind them.
+    """
+    from PIL import Image
+
+    stream = io.BytesIO(content)
+    with Image.open(stream, formats=["PNG"]) as image:
+        if image.width * image.height > MOST_PICTURE_PIXELS:
+            return False
+        # Reads as far as the name of the last chunk
+        image.verify()
+    return content[stream.tell() - 8 :] == PNG_END
 
 
 def picture_digest(picture: "torch.Tensor") -> str:

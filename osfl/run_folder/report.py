@@ -31,6 +31,8 @@ _METRICS = {
     "rounds": int,
     "versions": dict,
     "not_tested": list,
+    "confusion": dict,
+    "config": dict,
 }
 PACKAGES = (
     "osfl",
@@ -284,16 +286,37 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         DamageError: it is missing, or not as `write_report` wrote it.
     """
     metrics = read_json(folder / "metrics.json", cure=MADE_ANEW)
-    good = all(isinstance(metrics.get(key), kind) for key, kind in _METRICS.items())
-    if good:
-        rows = [*metrics["accuracy"].values(), *metrics["clients"].values(), metrics["server"]]
-        good = all(isinstance(row, dict) for row in rows)
-        good = good and all("average" in row for row in metrics["accuracy"].values())
-        good = good and set(metrics["accuracy"]) <= set(metrics["over_images"])
-        good = good and {"synthetic_images", "seconds_per_image"} <= set(metrics["server"])
-    if not good:
+    if not _are_metrics(metrics):
         raise DamageError(f"{folder / 'metrics.json'} is not as it was written; {MADE_ANEW}")
     return metrics
+
+
+def _are_metrics(metrics: dict[str, Any]) -> bool:
+    """Check the types of all that `osfl show` prints and `osfl compare` adds up."""
+    if not all(isinstance(metrics.get(key), kind) for key, kind in _METRICS.items()):
+        return False
+    accuracy = metrics["accuracy"]
+    rows = [*accuracy.values(), *metrics["clients"].values()]
+    if not all(isinstance(row, dict) and all(map(_is_number, row.values())) for row in rows):
+        return False
+    warnings = metrics.get("warnings", [])
+    if not isinstance(warnings, list):
+        return False
+    texts = [*metrics["not_tested"], *warnings, *metrics["versions"].values()]
+    server = metrics["server"]
+    seconds = server.get("seconds_per_image", "")
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all("average" in row for row in accuracy.values())
+        and set(accuracy) <= set(metrics["over_images"])
+        and all(map(_is_number, metrics["over_images"].values()))
+        and isinstance(server.get("synthetic_images"), int)
+        and (seconds is None or _is_number(seconds))
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _timing(line: str) -> dict[str, Any] | None:

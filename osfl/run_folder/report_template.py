@@ -55,6 +55,7 @@ TEMPLATE = (
     """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
 <title>OSFL · {{ m.job_id }}</title>
 <style>"""
     + STYLE
