@@ -165,7 +165,7 @@ def placeholder(start: bytes) -> str:
     if not start:
         return "it is empty"
     if words.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer, not the file; run git lfs pull, or fetch the file again"
+        return "it is a Git LFS pointer, not the file (git lfs pull fetches it)"
     if words.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "it is a web page, such as an error message of a download; fetch the file again"
+        return "it is a web page, such as an error message of a download"
     return ""

@@ -310,7 +310,7 @@ def _check_text(folder: KitFolder, file: str) -> None:
     with open(folder.path / file, "rb") as opened:
         problem = placeholder(opened.read(200))
     if problem:
-        raise KitError(f"{folder.setting}: {file} cannot be loaded: {problem}")
+        raise KitError(f"{folder.setting}: {file} cannot be loaded: {problem}. Fetch it again")
 
 
 def _check_code(folder: KitFolder, file: str, settings: Mapping[str, Any]) -> None:

@@ -32,6 +32,10 @@ class NotFiniteError(ValueError):
         return "sampling gave NaN or infinity; lower the guidance"
 
 
+class PrecisionError(ValueError):
+    """A network overflows in a number format of 16 bits, whatever the clients sent."""
+
+
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (z [B, ...], t []) -> e [B, ...]
 
 
