@@ -393,19 +393,25 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
     """
     try:
         unet = UNet2DConditionModel.load_config(source, subfolder="unet")
-        text = text_shape(source)
-    except (OSError, ValueError) as error:
-        raise KitError(f"kit = {source!r} cannot be read: {error}") from error
-    size = unet["sample_size"]
-    return (
-        text,
-        (unet["in_channels"], size, size),
-        unet.get("projection_class_embeddings_input_dim") or 0,
-    )
+        size = unet["sample_size"]
+        latent = unet["in_channels"], size, size
+        return text_shape(source), latent, unet.get("projection_class_embeddings_input_dim") or 0
+    # Whatever the libraries raise for settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"kit = {source!r} cannot be read: {plain(error)}") from error
 
 
 def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
-    """The timesteps that a schedule of so many steps takes, from T down."""
+    """The timesteps that a schedule of so many steps takes, from T down.
+
+    Raises:
+        KitError: the schedule has fewer timesteps than these steps.
+    """
+    if steps > scheduler.config.num_train_timesteps:
+        raise KitError(
+            f"synthesis.steps = {steps}: the kit's schedule has "
+            f"{scheduler.config.num_train_timesteps} timesteps; set synthesis.steps to no more"
+        )
     scheduler.set_timesteps(steps)
     # Where T / steps is rounded up, diffusers' trailing spacing has a further one, below 0
     return [t for t in scheduler.timesteps.tolist() if t >= 0]

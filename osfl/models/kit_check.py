@@ -273,6 +273,8 @@ def _check_part(folder: KitFolder, part: str, kind: str) -> None:
         return
     if kind != "backbone":
         _check_settings_files(folder, part)
+    if kind == "image_encoder" and part:
+        _check_settings_files(folder, "feature_extractor")
     if kind in SCHEDULERS:
         _check_scheduler(folder, file_in(part, "scheduler_config.json"))
     for group in NEEDED.get(kind, ()):
