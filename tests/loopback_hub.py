@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
         if with_body:
             self.server.fetched.append(file.relative_to(self.server.root).as_posix())
             changed = file.relative_to(self.server.root).as_posix() in self.server.tampered
-            self.wfile.write(content[:-1] + b"?" if changed else content)
+            self.wfile.write(content[:-1] + b"!" if changed else content)
 
     def send_json(self, value: object) -> None:
         content = json.dumps(value).encode()
