@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,6 +12,9 @@ from osfl.words import plain
 
 OWNER_ONLY = 0o600
 PUBLIC = 0o644  # of what is meant for others: certificates, kits
+# Bounds of a JSON file that is read; whoever reads it again recurses for every level.
+MOST_BYTES = 2**28
+MOST_LEVELS = 100
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
 
 
@@ -114,15 +118,18 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | _NO_LINKS, OWNER_ONLY)
 
 
-def read_json(file: Path, kind: type | tuple[type, ...] = dict, cure: str = "") -> Any:
-    """What a JSON file holds.
+def read_json(
+    file: Path, kind: type | tuple[type, ...] = dict, cure: str = "", most_bytes: int = MOST_BYTES
+) -> Any:
+    """Return the content of a JSON file.
 
     Args:
         kind: what it must be.
         cure: how the message goes on, such as "the same run again makes it anew".
+        most_bytes: the size above which it is not read.
 
     Raises:
-        DamageError: it is missing, no file, no JSON or of another kind.
+        DamageError: it is missing, no file, no JSON, of another kind, too large or nested too deep.
         PermissionError: this user may not read it.
     """
     cure = f"; {cure}" if cure else ""
@@ -130,11 +137,64 @@ def read_json(file: Path, kind: type | tuple[type, ...] = dict, cure: str = "") 
         problem = "is not a file" if os.path.lexists(file) else "is missing"
         raise DamageError(f"{plain(file, 1000)} {problem}{cure}")
     try:
-        value = json.loads(file.read_bytes())
+        value = parse_json(read_bounded(file, most_bytes))
     except PermissionError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamageError(f"{plain(file, 1000)} is damaged ({plain(error, 100)}){cure}") from None
     if not isinstance(value, kind):
         raise DamageError(f"{plain(file, 1000)} is damaged (another kind of JSON){cure}")
     return value
+
+
+def read_bounded(file: Path, most_bytes: int) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        ValueError: it has more bytes than `most_bytes`, or is a placeholder of the real file.
+        OSError: it cannot be read.
+    """
+    with open(file, "rb") as opened:
+        content = opened.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes:,} bytes")
+    if problem := placeholder(content):
+        raise ValueError(problem)
+    return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than `MOST_LEVELS`.
+    """
+    too_deep = f"it is nested deeper than {MOST_LEVELS} levels"
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return value
+    raise ValueError(too_deep)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def placeholder(start: bytes) -> str:
+    """Say what a file is in place of weights or settings, by its first bytes; "" if neither."""
+    words = start[:200].lstrip().lower()
+    if not start:
+        return "it is empty"
+    if words.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, not the file (git lfs pull fetches it)"
+    if words.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "it is a web page, such as an error message of a download"
+    return ""

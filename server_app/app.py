@@ -197,9 +197,9 @@ def check_server(config: RunConfig) -> None:
     if method.samples:
         check_workers(config.synthesis, device)
         check_sampling_kit(config)
-        from osfl.models.diffusion import check_schedule  # seconds to import
+        from osfl.models.diffusion import check_schedule, timesteps  # seconds to import
 
-        check_schedule(find_kit(config.sampling_kit))
+        timesteps(check_schedule(find_kit(config.sampling_kit)), config.synthesis.steps)
     for key, settings in initial_models(config):
         kit = find_kit(config.kit) if settings.init == "kit" else ""
         new_classifier(settings, classes, kit, config.seed, key)

@@ -7,6 +7,7 @@ training.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from server_app.job import GlobalModel, ServerJob
 from server_app.label_check import second_opinions, without_doubtful
 from server_app.synthesis.images import SyntheticSet, render
 from server_app.synthesis.plan import ImageJob, balanced_counts, plan_counts, plan_images
-from server_app.synthesis.workers import Sample
+from server_app.synthesis.workers import MakeSampler, Sample
 from server_app.training import train_global
 
 P = TypeVar("P", bound=Payload)
@@ -48,6 +49,12 @@ def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet)
     return {"FT": train_global(job, "FT", images.pixels, images.labels, teacher, 1.0)}
 
 
+def _in_float32(job: ServerJob) -> ServerJob:
+    """The same job, drawn by networks in float32."""
+    synthesis = replace(job.config.synthesis, dtype="float32")
+    return replace(job, config=replace(job.config, synthesis=synthesis))
+
+
 def synthesise_and_train(
     job: ServerJob,
     payloads: Mapping[str, P],
@@ -73,15 +80,18 @@ def synthesise_and_train(
     Raises:
         PayloadError: a client's payload leads the sampling or the training astray.
         NotFiniteError: the sampling is led astray, and by no payload.
+        PrecisionError: the kit's networks overflow in the number format of `synthesis.dtype`.
     """
 
-    def make_sampler(device: torch.device) -> Sample:
-        return sampler(job, device, payloads)
+    def drawing(job: ServerJob) -> MakeSampler:
+        def make_sampler(device: torch.device) -> Sample:
+            return sampler(job, device, payloads)
+
+        return public_domains.with_public(job, make_sampler)
 
     planned = plan(job, payloads) + public_domains.plan(job)
     others = public_domains.ingredients(job)
-    drawing = public_domains.with_public(job, make_sampler)
-    images = render(job, planned, drawing, divisible, others)
+    images = render(job, planned, drawing(job), divisible, others, drawing(_in_float32(job)))
     believed, images = without_doubted(job, payloads, images)
     models = train(job, believed, images)
     report_influences(job, believed, images)

@@ -17,12 +17,14 @@ class Hub(ThreadingHTTPServer):
 
     Attributes:
         fetched: the files whose content was sent.
+        tampered: files that are sent with other bytes than their stated SHA-256 is of.
     """
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
         self.fetched: list[str] = []
+        self.tampered: set[str] = set()
 
     @property
     def address(self) -> str:
@@ -130,12 +132,17 @@ class Handler(BaseHTTPRequestHandler):
         content = file.read_bytes()
         self.send_response(200)
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        # Of large files, as the hub states it
+        if file.suffix == ".safetensors":
+            self.send_header("X-Linked-Etag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("X-Linked-Size", str(len(content)))
         self.send_header("X-Repo-Commit", REVISION)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if with_body:
             self.server.fetched.append(file.relative_to(self.server.root).as_posix())
-            self.wfile.write(content)
+            changed = file.relative_to(self.server.root).as_posix() in self.server.tampered
+            self.wfile.write(content[:-1] + b"!" if changed else content)
 
     def send_json(self, value: object) -> None:
         content = json.dumps(value).encode()

@@ -28,7 +28,7 @@ from osfl.payloads import Concepts, Mixtures
 from osfl.seeds import seed_of
 from server_app.methods import espresso, fedbip, feddeo, feddisc, prompts_only
 from server_app.synthesis.plan import ImageJob, plan_images
-from server_app.synthesis.samplers import z_sampling
+from server_app.synthesis.samplers import ddim, ddim_schedule, z_sampling
 
 HELD = {"a": [1, 3], "b": [0]}
 PLAN = plan_images("m", 0, HELD, 3)  # a 1 three times, a 3, b 0
@@ -79,6 +79,67 @@ def assert_made(kit: Kit, pictures: torch.Tensor, z_0: np.ndarray) -> None:
 
 def empty_mean(kit: Kit) -> np.ndarray:
     return analytic.mu(numbers(kit.text([""])))
+
+
+# ---- The schedule ----
+
+
+def spaced(spacing: str, one: bool) -> Kit:
+    """The analytic kit with another spacing of its timesteps and another last level."""
+    kit = analytic_kit()
+    scheduler = type(kit.scheduler).from_config(
+        kit.scheduler.config, timestep_spacing=spacing, set_alpha_to_one=one
+    )
+    return replace(kit, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize("steps", [2, 7, 10, 50, 61, 103, 999])
+@pytest.mark.parametrize("spacing", ["linspace", "leading", "trailing"])
+def test_a_step_ends_where_the_next_begins(spacing: str, steps: int, one: bool) -> None:
+    """61 and 103: diffusers' trailing spacing has a step more, at t = -1."""
+    rows = ddim_schedule(spaced(spacing, one), steps)
+    assert len(rows) == steps
+    taken = [t for t, _, _ in rows]
+    assert taken == sorted(set(taken), reverse=True)
+    a = analytic.alphas_cumprod()
+    ends = [float(a_prev) for _, _, a_prev in rows]
+    assert ends == pytest.approx([*a[taken[1:]], 1.0 if one else a[0]], rel=1e-5)
+    assert [float(a_t) for _, a_t, _ in rows] == pytest.approx(a[taken], rel=1e-5)
+
+
+@pytest.mark.parametrize("steps", [10, 50, 250])
+def test_an_even_schedule_is_what_it_was(steps: int) -> None:
+    """Bit for bit: t - T / steps is the next timestep where that is whole."""
+    for spacing in ("leading", "trailing"):
+        kit = spaced(spacing, True)
+        gap = 1000 // steps
+        for t, a_t, a_prev in ddim_schedule(kit, steps):
+            assert torch.equal(a_t, kit.alphas_cumprod[t])
+            before = kit.alphas_cumprod[t - gap] if t >= gap else torch.tensor(1.0)
+            assert torch.equal(a_prev, before)
+
+
+@pytest.mark.parametrize("steps", [10, 61])
+@pytest.mark.parametrize("spacing", ["linspace", "leading", "trailing"])
+def test_no_noise_is_left_whatever_the_spacing(spacing: str, steps: int) -> None:
+    """Every step towards the point mu, by the exact prediction of eps, ends at mu."""
+    kit = spaced(spacing, True)
+    a = kit.alphas_cumprod.double()
+    z = drawn(4, *SHAPE)
+    made = ddim(kit, z, steps, lambda z, t: (z - a[t].sqrt() * 3) / (1 - a[t]).sqrt())
+    assert float(made.std()) < 1e-4
+    assert float(made.mean()) == pytest.approx(3, abs=1e-4)
+
+
+@pytest.mark.parametrize("spacing", ["linspace", "trailing"])
+def test_the_deviation_of_the_distribution_comes_out(spacing: str) -> None:
+    """With the exact denoiser of N(mu, s^2), samples have about its deviation s."""
+    kit = spaced(spacing, True)
+    c = torch.zeros(1, analytic.LENGTH, analytic.WIDTH, dtype=torch.float64)
+    z = drawn(2000, *SHAPE)
+    made = ddim(kit, z, 61, lambda z, t: kit.eps(z, t, c.expand(len(z), -1, -1)))
+    assert float(made.std()) == pytest.approx(DEVIATION, rel=0.05)
 
 
 # ---- The denoiser ----

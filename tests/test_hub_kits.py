@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import socket
@@ -13,7 +14,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from conftest import LoopGrid, quick
-from loopback_hub import REVISION, Hub, hub
+from loopback_hub import REVISION, Handler, Hub, hub
 from test_round import nodes
 from typer.testing import CliRunner
 
@@ -226,6 +227,79 @@ def test_what_is_not_taken_is_named_before_it_is_fetched(
     with pytest.raises(KitError, match=f"kit = 'owner/{name}'.*{re.escape(message)}"):
         find_kit(f"owner/{name}", DIFFUSION_PARTS)
     assert weights_of(served) == []
+
+
+def with_code(folder: Path, file: str) -> Path:
+    """A repository whose settings name code of its own."""
+    known = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**known, "auto_map": {"AutoProcessor": "code.P"}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "file"),
+    [
+        (hub_layouts.blip, "captioner", "preprocessor_config.json"),
+        (hub_layouts.blip, "captioner", "tokenizer_config.json"),
+        (hub_layouts.dinov2, "image_encoder", "preprocessor_config.json"),
+        (hub_layouts.dinov2, "image_encoder", "config.json"),
+    ],
+)
+def test_a_model_that_brings_code_is_refused_before_its_weights_are_fetched(
+    served: Hub, layout: Callable[[Path], Path], kind: str, file: str
+) -> None:
+    name = f"code-{kind}-{file.partition('.')[0]}"
+    with_code(layout(served.root / "owner" / name), file)
+    with pytest.raises(KitError, match=f"{file} has auto_map, which names Python code"):
+        find_model(f"owner/{name}", kind, kind)
+    assert weights_of(served) == []
+
+
+def test_weights_of_another_digest_than_the_hub_states_are_removed(served: Hub) -> None:
+    file = "text_encoder/model.safetensors"
+    served.tampered.add(f"owner/sd15/{file}")
+    with pytest.raises(KitError, match=f"{file} as fetched has another SHA-256 than the hub"):
+        find_kit("owner/sd15", ["text_encoder"])
+    folder = Path(find_kit("owner/sd15"))
+    assert not os.path.lexists(folder / file)
+    served.tampered.clear()
+    find_kit("owner/sd15", ["text_encoder"])
+    check_kit(str(folder), ["text_encoder"])
+    # A copy that lay there unchecked
+    copy = (folder / file).resolve()
+    copy.write_bytes(copy.read_bytes()[:-1] + b"!")
+    with pytest.raises(KitError, match=f"{file} as fetched has another SHA-256 than the hub"):
+        find_kit("owner/sd15", ["text_encoder"])
+
+
+def test_settings_of_many_megabytes_are_not_fetched(served: Hub) -> None:
+    folder = served.root / "owner" / "large"
+    shutil.copytree(served.root / "owner" / "dinov2", folder)
+    known = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(known + " " * 9_000_000)
+    with pytest.raises(KitError, match="config.json has 9 MB; settings have at most 8, and it is"):
+        find_model("owner/large", "image_encoder", "image-encoder")
+    assert served.fetched == []
+
+
+def test_a_listing_that_leads_out_of_its_folder_is_refused(
+    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Handler.files
+
+    def listed(self: Handler, repository: Path) -> list[dict]:
+        size = {"size": 9, "oid": "0" * 40}
+        return [*files(self, repository), {"type": "file", "path": "../../config.json", **size}]
+
+    monkeypatch.setattr(Handler, "files", listed)
+    monkeypatch.setattr(
+        Handler, "send_tree", lambda self, repository, below: self.send_json(self.files(repository))
+    )
+    (served.root / "config.json").write_text("{}")
+    with pytest.raises(KitError, match="image-encoder = 'owner/dinov2'"):
+        find_model("owner/dinov2", "image_encoder", "image-encoder")
+    outside = [file for file in tmp_path.rglob("config.json") if "snapshots" not in file.parts]
+    assert outside == []
 
 
 def test_what_the_hub_has_not_is_told(served: Hub) -> None:

@@ -1,9 +1,11 @@
 """Where classifiers' initial weights come from: a kit, a file, a folder, torchvision's own."""
 
 import hashlib
+import json
+import pickle
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +21,7 @@ from torchvision.models import ResNet50_Weights, VisionTransformer, get_model_we
 
 from osfl.config import ClassifierConfig, ConfigError, parse_run_config
 from osfl.models import classifiers, initialisation
-from osfl.models.classifiers import ClassifierError
+from osfl.models.classifiers import ClassifierError, build_classifier, load_initialisation
 from osfl.models.used_parts import kit_parts, used_parts
 from osfl.payloads import Classifier
 from server_app.app import check_server
@@ -340,3 +342,67 @@ def test_what_is_fetched_must_have_the_digits_of_its_name(
     with pytest.raises(ConfigError, match="init = 'imagenet': .*cannot be fetched .*hash"):
         initialisation._fetch(f"{address}/{name}", place, "init")
     assert not place.exists()
+
+
+# ---- Files that are something else ----
+
+
+def numbers_of_another_kind(file: Path) -> None:
+    torch.save([1.5, 2], file)
+
+
+def numbers_by_number(file: Path) -> None:
+    torch.save({1: torch.zeros(2)}, file)
+
+
+def packed(shape: object) -> Callable[[Path], None]:
+    """Weights in 4 bits with an odd shape beside them."""
+    state = {"conv1.weight": torch.zeros(4, dtype=torch.uint8), "conv1.weight.shape": shape}
+    return lambda file: save_file(state, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("a.pth", lambda file: file.write_text("<!DOCTYPE html><html>"), "it is a web page"),
+        ("a.pth", lambda file: file.write_text("version https://git-lfs.github"), "a Git LFS"),
+        ("a.pth", lambda file: file.write_bytes(b""), "it is empty"),
+        ("a.pth", lambda file: file.write_text("\x1b[31mno weights"), "it is cut short, damaged"),
+        ("a.pth", lambda file: file.write_bytes(pickle.dumps(Path("/"))), "it is cut short"),
+        ("a.pth", numbers_of_another_kind, "is not a state dict"),
+        ("a.pth", numbers_by_number, "is not a state dict"),
+        ("a.safetensors", lambda file: file.write_text("<html>"), "it is a web page"),
+        ("a.safetensors", lambda file: file.write_bytes(b"\0" * 4), "cannot be read"),
+        ("a.safetensors", lambda file: file.write_bytes(b"\xff" * 40), "header too large"),
+        ("a.safetensors", packed(torch.tensor(5)), "cut short, damaged"),
+        ("a.safetensors", packed(torch.tensor([1.5, 2.0])), "cut short, damaged"),
+    ],
+)
+def test_a_file_that_holds_no_weights_is_named_in_our_words(
+    tmp_path: Path, name: str, make: Callable[[Path], object], message: str
+) -> None:
+    make(tmp_path / name)
+    model = build_classifier("resnet18", 3)
+    with pytest.raises(ClassifierError, match=f"classifier.init = .*{message}") as caught:
+        load_initialisation(model, tmp_path / name, "classifier.init")
+    assert "weights_only" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "resnet18.pth"
+    torch.save(build_classifier("resnet18", 3).state_dict(), file)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ClassifierError, match="cut short") as caught:
+        load_initialisation(build_classifier("resnet18", 3), file, "classifier.init")
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"architecture": None}, {"architecture": 5}])
+def test_settings_of_timm_without_an_architecture_are_refused(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    pytest.importorskip("timm")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ClassifierError, match="timm cannot build it"):
+        build_classifier(f"hf-hub:{tmp_path}", 3)

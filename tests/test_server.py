@@ -27,13 +27,14 @@ from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.report import gather, write_report
 from osfl.run_folder.status import Status
 from osfl.seeds import generator_of
+from osfl.wire import PayloadError
 from server_app import driver
 from server_app.job import ServerJob
 from server_app.methods import feddeo, fedlmg, local, prompts_only
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
-from server_app.synthesis.samplers import NotFiniteError, to_images
+from server_app.synthesis.samplers import NotFiniteError, PrecisionError, to_images
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,35 @@ def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) 
         assert (made.labels.tolist(), made.clients) == ([1, 1, 4, 4, 7, 7], ("a",) * 4 + ("b",) * 2)
         assert made.pixels.shape == (6, 3, 16, 16)
         assert (made.pixels[:, 0, 8, 8] // 20).tolist() == made.labels.tolist()
+
+
+@pytest.mark.parametrize(("finite_in_float32", "blamed"), [(True, False), (False, True)])
+def test_an_overflow_in_16_bits_is_no_clients_fault(
+    home: Path, tiny_kit: Path, finite_in_float32: bool, blamed: bool
+) -> None:
+    """The first image that is not finite, of client b, is drawn again in float32."""
+    config = parse_run_config(quick(kit=str(tiny_kit), synthesis__dtype="float16"))
+    folder = open_run_folder(config, "job", 0)
+    for client in ("a", "b"):
+        folder.store_payload(client, client.encode(), {"sha256": client})
+    job = ServerJob(config, folder, Status(folder.path), ("a", "b"))
+    again: list[str] = []
+
+    def overflowing(jobs):  # type: ignore[no-untyped-def]
+        raise NotFiniteError([row for row, image in enumerate(jobs) if image.client == "b"])
+
+    def in_float32(jobs):  # type: ignore[no-untyped-def]
+        again.extend(image.client for image in jobs)
+        if not finite_in_float32:
+            raise NotFiniteError([0])
+        return torch.zeros(len(jobs), 3, 32, 32, dtype=torch.uint8)
+
+    plan = plan_images("m", 0, {"a": [1], "b": [1]}, 1)
+    makers = [lambda device: overflowing, lambda device: in_float32]
+    expected = (PayloadError, "payload of b") if blamed else (PrecisionError, "set synthesis.dtype")
+    with pytest.raises(expected[0], match=expected[1]):
+        render(job, plan, makers[0], in_float32=makers[1])
+    assert again == ["b"]
 
 
 def test_a_unit_that_does_not_fit_is_sampled_in_parts(home: Path, tiny_kit: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from osfl.config import ConfigError
 from osfl.config.names import BACKBONES
 from osfl.models.kits import find_model, is_hub_id
+from osfl.words import plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,8 +44,9 @@ def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module"
     try:
         return timm.create_model(wanted, pretrained=False, num_classes=num_classes)
     # Whatever timm raises for a name or a file of settings
-    except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"{key} = {architecture!r}: timm cannot build it: {error}") from error
+    except Exception as error:
+        reason = plain(error) or type(error).__name__
+        raise ConfigError(f"{key} = {architecture!r}: timm cannot build it: {reason}") from error
 
 
 def backbone_weights(architecture: str, key: str) -> Path:

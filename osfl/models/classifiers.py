@@ -6,7 +6,6 @@ Torchvision architectures, an option for small images, and their pretrained init
 import math
 import re
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,12 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig, ConfigError
-from osfl.files import PUBLIC, write_atomically
+from osfl.files import PUBLIC, DamageError, placeholder, write_atomically
 from osfl.models.backbones import build_backbone, is_backbone
+from osfl.models.headers import check_header
 from osfl.models.initialisation import initial_weights
 from osfl.models.kits import KitError
 from osfl.pixels import Pixels, to_float
 from osfl.seeds import seed_of
+from osfl.words import plain
 
 # Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to
 # them.
@@ -176,6 +177,43 @@ def normalise(images: torch.Tensor, model: nn.Module | None = None) -> torch.Ten
     return (shares - mean) / std
 
 
+def _state_in(file: Path, key: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of weights, by their names.
+
+    Raises:
+        ClassifierError: it cannot be read, or holds something else.
+    """
+    about = f"{key} = {str(file)!r}"
+    cure = "Fetch it again; 'none' starts from random weights"
+    try:
+        if file.suffix == ".safetensors":
+            check_header(file)
+            weights = unpack(load_file(file))
+        else:
+            weights = _unpickled(file)
+    except (DamageError, SafetensorError, OSError) as error:
+        raise ClassifierError(f"{about} cannot be read: {plain(error)}. {cure}") from None
+    # All that torch and pickle raise for a damaged file; their words tell of unsafe ways to read it
+    except Exception as error:
+        raise ClassifierError(
+            f"{about} cannot be read ({type(error).__name__}): it is cut short, damaged, or no "
+            f"file of weights alone. {cure}"
+        ) from None
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items()
+    ):
+        raise ClassifierError(f"{about} is not a state dict: it must hold tensors by name")
+    return weights
+
+
+def _unpickled(file: Path) -> Any:
+    with open(file, "rb") as opened:
+        problem = placeholder(opened.read(200))
+    if problem:
+        raise DamageError(problem)
+    return torch.load(file, weights_only=True, map_location="cpu")
+
+
 def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None:
     """Load every tensor of `file` (safetensors, or a torchvision `.pth`) that fits, in place.
 
@@ -187,28 +225,7 @@ def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None
     Raises:
         ClassifierError: the file is missing or damaged, or anything but the head does not fit.
     """
-    try:
-        weights = (
-            unpack(load_file(file))
-            if file.suffix == ".safetensors"
-            else torch.load(file, weights_only=True)
-        )
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        SafetensorError,
-        UnpicklingError,
-    ) as error:  # all that torch raises for a damaged file
-        raise ClassifierError(
-            f"{key} = {str(file)!r} cannot be read: {error}. 'none' starts from random weights"
-        ) from error
-    if not isinstance(weights, dict) or not all(
-        isinstance(value, torch.Tensor) for value in weights.values()
-    ):
-        raise ClassifierError(
-            f"{key} = {str(file)!r} is not a state dict: it must hold tensors by name"
-        )
+    weights = _state_in(file, key)
     initial = model.state_dict()
     fitting = {}
     for name, tensor in weights.items():
@@ -220,7 +237,7 @@ def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None
         absent = model.load_state_dict(fitting, strict=False).missing_keys
     # A tensor of another shape under an older name
     except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
+        reason = plain(str(error).splitlines()[-1].strip())
         raise ClassifierError(
             f"{key} = {str(file)!r} does not fit this architecture or stem: {reason}"
         ) from error

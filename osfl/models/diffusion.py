@@ -24,7 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
-from osfl.models.kit_check import check_kit
+from osfl.models.fits import Misfit, check_loaded
+from osfl.models.headers import Shapes
+from osfl.models.kit_check import check_kit, check_small_decoder
 from osfl.models.kits import (
     DIFFUSION_PARTS,
     SMALL_DECODER,
@@ -32,6 +34,7 @@ from osfl.models.kits import (
     find_model,
     variant_of,
 )
+from osfl.words import plain
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -188,29 +191,85 @@ def load_kit(
     device = torch.device(device)
     check_kit(source, DIFFUSION_PARTS)
     scheduler = check_schedule(source)
+    vae = _network(source, "vae", dtype)
+    unet = _network(source, "unet", dtype)
     try:
-        vae = AutoencoderKL.from_pretrained(
-            source,
-            subfolder="vae",
-            torch_dtype=dtype,
-            low_cpu_mem_usage=False,
-            use_safetensors=True,
-            variant=variant_of(source, "vae"),
-        )
-        unet = UNet2DConditionModel.from_pretrained(
-            source,
-            subfolder="unet",
-            torch_dtype=dtype,
-            low_cpu_mem_usage=False,
-            use_safetensors=True,
-            variant=variant_of(source, "unet"),
-        )
         text = load_text_encoder(source, device, dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise KitError(f"kit = {source!r} cannot be loaded: {error}") from error
+    except KitError:
+        raise
+    # Whatever the library raises for settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"kit = {source!r} cannot be loaded: {plain(error)}") from error
     for module in (vae, unet):
         module.to(device).eval().requires_grad_(False)
     return Kit(vae, unet, text, scheduler, device, dtype)
+
+
+def _network(
+    source: str, kind: str, dtype: torch.dtype, key: str = "kit", part: str | None = None
+) -> Any:
+    """Load one of diffusers' networks with all its tensors.
+
+    Args:
+        source: a folder.
+        kind: which part it is.
+        key: of the configuration, for the error.
+        part: where in the folder it is; None: in one of its kind's name.
+
+    Raises:
+        KitError: it cannot be loaded, or its file lacks a tensor.
+    """
+    setting = f"{key} = {source!r}"
+    part = kind if part is None else part
+    try:
+        network, info = _network_class(kind).from_pretrained(
+            source,
+            subfolder=part,
+            torch_dtype=dtype,
+            low_cpu_mem_usage=False,
+            use_safetensors=True,
+            variant=variant_of(source, part, kind),
+            output_loading_info=True,
+        )
+    # Whatever the library raises for settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+    check_loaded(info, setting, kind)
+    return network
+
+
+def _network_class(kind: str) -> Any:
+    # Seconds to import, and few runs use one
+    from diffusers import AutoencoderTiny
+
+    return {
+        "vae": AutoencoderKL,
+        "unet": UNet2DConditionModel,
+        "image_normalizer": StableUnCLIPImageNormalizer,
+        SMALL_DECODER: AutoencoderTiny,
+    }[kind]
+
+
+def misfit_of_network(place: Path, kind: str, shapes: Shapes, sharded: bool) -> Misfit:
+    """Compare a file's tensors with those of the network that a folder's settings describe.
+
+    Args:
+        sharded: whether they are of several files, of which diffusers maps no old names.
+    """
+    network_class = _network_class(kind)
+    with torch.device("meta"):
+        network = network_class.from_config(network_class.load_config(place))
+    state: dict[str, Any] = dict(shapes)
+    if not sharded:
+        network._fix_state_dict_keys_on_load(state)
+    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    missing = [name for name in wanted if name not in state]
+    mismatched = [
+        (name, tuple(state[name]), shape)
+        for name, shape in wanted.items()
+        if name in state and tuple(state[name]) != shape
+    ]
+    return Misfit(tuple(missing), tuple(mismatched))
 
 
 def check_schedule(source: str) -> DDIMScheduler:
@@ -219,10 +278,16 @@ def check_schedule(source: str) -> DDIMScheduler:
     Raises:
         KitError: it cannot be read, or ends at pure noise (a_T = 0): there x0hat is infinite.
     """
+    check_kit(source, ("scheduler",))
     try:
         scheduler = DDIMScheduler.from_pretrained(source, subfolder="scheduler")
-    except (OSError, ValueError) as error:
-        raise KitError(f"kit = {source!r}: its scheduler/ cannot be read: {error}") from error
+    # Whatever the library raises for settings that somebody wrote
+    except Exception as error:
+        raise KitError(
+            f"kit = {source!r}: its scheduler/ cannot be read: {plain(error)}"
+        ) from error
+    if not bool(torch.isfinite(scheduler.alphas_cumprod).all()):
+        raise KitError(f"kit = {source!r}: its scheduler's alphas_cumprod is not finite")
     if not bool((scheduler.alphas_cumprod > 0).all()):
         raise KitError(
             f"kit = {source!r} has zero terminal SNR: its scheduler's alphas_cumprod ends at 0, "
@@ -243,20 +308,13 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
     Raises:
         KitError: it is not there, is damaged, or is of other latents or images than the kit's.
     """
-    from diffusers import AutoencoderTiny
-
-    source = find_model(source, SMALL_DECODER, "synthesis.small-decoder")
-    try:
-        small = AutoencoderTiny.from_pretrained(
-            source,
-            subfolder=subfolder,
-            torch_dtype=kit.dtype,
-            low_cpu_mem_usage=False,
-            use_safetensors=True,
-            variant=variant_of(source, subfolder, SMALL_DECODER),
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise KitError(f"synthesis.small-decoder = {source!r} cannot be loaded: {error}") from error
+    key = "synthesis.small-decoder"
+    source = find_model(source, SMALL_DECODER, key)
+    if subfolder:
+        check_kit(source, (SMALL_DECODER,))
+    else:
+        check_small_decoder(source)
+    small = _network(source, SMALL_DECODER, kit.dtype, key, subfolder)
     small.to(kit.device).eval().requires_grad_(False)
     c, h, w = kit.latent_shape
     if small.config.latent_channels != c:
@@ -335,21 +393,28 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
     """
     try:
         unet = UNet2DConditionModel.load_config(source, subfolder="unet")
-        text = text_shape(source)
-    except (OSError, ValueError) as error:
-        raise KitError(f"kit = {source!r} cannot be read: {error}") from error
-    size = unet["sample_size"]
-    return (
-        text,
-        (unet["in_channels"], size, size),
-        unet.get("projection_class_embeddings_input_dim") or 0,
-    )
+        size = unet["sample_size"]
+        latent = unet["in_channels"], size, size
+        return text_shape(source), latent, unet.get("projection_class_embeddings_input_dim") or 0
+    # Whatever the libraries raise for settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"kit = {source!r} cannot be read: {plain(error)}") from error
 
 
 def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
-    """The timesteps that a schedule of so many steps takes, from T down."""
+    """The timesteps that a schedule of so many steps takes, from T down.
+
+    Raises:
+        KitError: the schedule has fewer timesteps than these steps.
+    """
+    if steps > scheduler.config.num_train_timesteps:
+        raise KitError(
+            f"synthesis.steps = {steps}: the kit's schedule has "
+            f"{scheduler.config.num_train_timesteps} timesteps; set synthesis.steps to no more"
+        )
     scheduler.set_timesteps(steps)
-    return scheduler.timesteps.tolist()
+    # Where T / steps is rounded up, diffusers' trailing spacing has a further one, below 0
+    return [t for t in scheduler.timesteps.tolist() if t >= 0]
 
 
 @torch.no_grad()
@@ -448,17 +513,13 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
     Raises:
         KitError: they are not there, or damaged.
     """
+    check_kit(kit, ("image_normalizer", "image_noising_scheduler"))
+    normalizer = _network(kit, "image_normalizer", torch.float32)
     try:
-        normalizer = StableUnCLIPImageNormalizer.from_pretrained(
-            kit,
-            subfolder="image_normalizer",
-            low_cpu_mem_usage=False,
-            use_safetensors=True,
-            variant=variant_of(kit, "image_normalizer"),
-        )
         scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise KitError(f"kit = {kit!r} is no Stable unCLIP: {error}") from error
+    # Whatever the library raises for settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"kit = {kit!r} is no Stable unCLIP: {plain(error)}") from error
     return EmbeddingNoise(normalizer.float().requires_grad_(False), scheduler)
 
 

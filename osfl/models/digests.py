@@ -110,5 +110,10 @@ def _alone() -> Iterator[None]:
         lock.release()
 
 
+def cache_folder() -> Path:
+    """Return the folder for what this machine remembers; it may not be there."""
+    return Path(os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser()
+
+
 def _cache_file() -> Path:
-    return Path(os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / "digests.json"
+    return cache_folder() / "digests.json"

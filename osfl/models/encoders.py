@@ -3,14 +3,14 @@
 The only file that imports transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -19,15 +19,26 @@ from transformers import (
     BlipForConditionalGeneration,
     BlipProcessor,
     CLIPImageProcessor,
+    CLIPTextConfig,
     CLIPTextModel,
     CLIPTokenizer,
     CLIPVisionModelWithProjection,
     Dinov2Model,
+    PreTrainedModel,
 )
+from transformers.utils import logging
 
 from osfl.costs import FlopMeter
-from osfl.models.kit_check import CAPTIONERS, IMAGE_ENCODERS
+from osfl.models.fits import Misfit, check_loaded
+from osfl.models.headers import Shapes
+from osfl.models.kit_check import (
+    CAPTIONERS,
+    IMAGE_ENCODERS,
+    check_captioner,
+    check_image_encoder,
+)
 from osfl.models.kits import KitError, find_model, variant_of
+from osfl.words import plain
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -72,21 +83,76 @@ class TextEncoder:
 
 def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> TextEncoder:
     """The `text_encoder/` and `tokenizer/` of a Stable-Diffusion-format folder."""
-    model = CLIPTextModel.from_pretrained(
+    model, info = CLIPTextModel.from_pretrained(
         kit,
         subfolder="text_encoder",
         dtype=dtype,
         use_safetensors=True,
         variant=variant_of(kit, "text_encoder"),
+        trust_remote_code=False,
+        output_loading_info=True,
     )
-    tokenizer = CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer")
+    check_loaded(info, f"kit = {kit!r}", "text_encoder")
+    tokenizer = _tokenizer(kit, model.config)
     return TextEncoder(model.to(device).eval().requires_grad_(False), tokenizer)
+
+
+def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
+    """Return a kit's tokenizer, which makes no more tokens than the text encoder has places.
+
+    Settings without a length stand for one of 10^30 tokens.
+    """
+    tokenizer = CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer", trust_remote_code=False)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
+    return tokenizer
+
+
+def misfit_of_encoder(place: Path, kind: str, shapes: Shapes) -> Misfit:
+    """Compare a file's tensors with those of the model that a folder's settings describe.
+
+    transformers itself loads tensors without numbers, so that old names are mapped as it maps them.
+    """
+    of_model = _model_class(place, kind)
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    with _quiet():
+        _, info = of_model.from_pretrained(
+            None,
+            config=of_model.config_class.from_pretrained(place, trust_remote_code=False),
+            state_dict=state,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    mismatched = [(name, tuple(has), tuple(want)) for name, has, want in info["mismatched_keys"]]
+    return Misfit(tuple(sorted(info["missing_keys"])), tuple(sorted(mismatched)))
+
+
+def _model_class(place: Path, kind: str) -> type[PreTrainedModel]:
+    if kind == "text_encoder":
+        return CLIPTextModel
+    found = AutoConfig.from_pretrained(place, trust_remote_code=False).model_type
+    return _IMAGE_ENCODERS[found] if kind == "image_encoder" else _CAPTIONERS[found][0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the library's own reports and bars, until the end."""
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def text_shape(kit: str) -> tuple[int, int]:
     """(L, d) of a kit's text encoder, without loading its weights."""
-    width = AutoConfig.from_pretrained(kit, subfolder="text_encoder").hidden_size
-    return CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer").model_max_length, width
+    config = CLIPTextConfig.from_pretrained(kit, subfolder="text_encoder", trust_remote_code=False)
+    return _tokenizer(kit, config).model_max_length, config.hidden_size
 
 
 @dataclass(frozen=True)
@@ -203,30 +269,27 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
         KitError: neither is there, or it is another kind of model.
     """
     source = find_model(source, "image_encoder", "image-encoder")
-    folders = {"subfolder": "image_encoder"}, {"subfolder": "feature_extractor"}
+    check_image_encoder(source)
+    of_kit = (Path(source) / "image_encoder" / "config.json").is_file()
+    part, settings = ("image_encoder", "feature_extractor") if of_kit else ("", "")
+    setting = f"image-encoder = {source!r}"
     try:
-        try:
-            kind = AutoConfig.from_pretrained(source, **folders[0]).model_type
-        except (OSError, ValueError):  # not a kit: the encoder itself
-            folders = {}, {}
-            kind = AutoConfig.from_pretrained(source).model_type
-        if kind not in _IMAGE_ENCODERS:
-            raise KitError(
-                f"image-encoder = {source!r} is a {kind!r}; it must be one of "
-                f"{', '.join(IMAGE_ENCODERS)}"
-            )
-        model = _IMAGE_ENCODERS[kind].from_pretrained(
+        model, info = _model_class(Path(source) / part, "image_encoder").from_pretrained(
             source,
-            **folders[0],
+            subfolder=part,
             dtype=torch.float32,
             use_safetensors=True,
-            variant=variant_of(source, folders[0].get("subfolder", ""), "image_encoder"),
+            variant=variant_of(source, part, "image_encoder"),
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-        processor = AutoImageProcessor.from_pretrained(source, **folders[1])
-    except KitError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise KitError(f"image-encoder = {source!r} cannot be loaded: {error}") from error
+        processor = AutoImageProcessor.from_pretrained(
+            Path(source) / settings, trust_remote_code=False
+        )
+    # Whatever the library raises for settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+    check_loaded(info, setting, "image_encoder")
     return ImageEncoder(model.to(device).eval().requires_grad_(False), processor)
 
 
@@ -258,24 +321,24 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
         KitError: it is not there, damaged, or another kind of model.
     """
     source = find_model(source, "captioner", "captioner")
-    folder = Path(source) / "captioner"
-    place = str(folder) if folder.is_dir() else source
+    check_captioner(source)
+    of_kit = (Path(source) / "captioner" / "config.json").is_file()
+    place = Path(source) / "captioner" if of_kit else Path(source)
+    setting = f"captioner = {str(place)!r}"
     try:
-        kind = AutoConfig.from_pretrained(place).model_type
-        if kind not in _CAPTIONERS:
-            raise KitError(
-                f"captioner = {place!r} is a {kind!r}; it must be one of {', '.join(CAPTIONERS)}"
-            )
+        kind = AutoConfig.from_pretrained(place, trust_remote_code=False).model_type
         of_model, of_processor = _CAPTIONERS[kind]
-        model = of_model.from_pretrained(
+        model, info = of_model.from_pretrained(
             place,
             dtype=torch.float32,
             use_safetensors=True,
-            variant=variant_of(place, "", "captioner"),
+            variant=variant_of(str(place), "", "captioner"),
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-        processor = of_processor.from_pretrained(place)
-    except KitError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise KitError(f"captioner = {place!r} cannot be loaded: {error}") from error
+        processor = of_processor.from_pretrained(place, trust_remote_code=False)
+    # Whatever the library raises for settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+    check_loaded(info, setting, "captioner")
     return Captioner(model.to(device).eval().requires_grad_(False), processor)

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from huggingface_hub import (
+    DryRunFileInfo,
     HfApi,
     constants,
     get_cached_repo_tree,
@@ -25,10 +26,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.hf_api import RepoFile
 from tqdm.auto import tqdm
 
+from osfl.models.digests import sha256_of
 from osfl.models.kit_check import check_settings
-from osfl.models.kits import SETTINGS, KitError, KitFolder, Progress
+from osfl.models.kits import MOST_SETTINGS_BYTES, SETTINGS, KitError, KitFolder, Progress
+from osfl.words import plain
 
 HUB_SECONDS = 10.0  # for the hub's answer
 # The small files of every part, by which the others are chosen.
@@ -38,6 +42,8 @@ SMALL = (
     "*.safetensors.index.json",
     "*.safetensors.index.fp16.json",
 )
+
+_SHA256 = re.compile(r"^[0-9a-f]{64}$")
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +113,11 @@ def _told(key: str, name: str) -> Iterator[None]:
         ) from None
     except RevisionNotFoundError:
         raise KitError(f"{setting}: the model has no revision {revision!r}") from None
+    except KitError:
+        raise
+    # Such as a file's name that leads out of its folder
+    except ValueError as error:
+        raise KitError(f"{setting}: the hub's answer cannot be used: {plain(error)}") from None
     except (httpx.HTTPError, OSError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
             raise KitError(
@@ -135,10 +146,29 @@ def _settings(key: str, name: str) -> KitFolder:
     except (LocalEntryNotFoundError, CachedRepoTreeNotFoundError):
         # Without it, `snapshot_download` waits for a silent hub without end
         HfApi().model_info(repository, revision=revision, timeout=HUB_SECONDS)
+        seen = snapshot_download(
+            repository, revision=revision, allow_patterns=[*SMALL], dry_run=True
+        )
+        _check_sizes(f"{key} = {name!r}", seen)
         folder = Path(found())
         files = get_cached_repo_tree(repository, revision=folder.name)
     names = frozenset(file.path for file in files)
     return KitFolder(f"{key} = {name!r}", folder, names)
+
+
+def _check_sizes(setting: str, files: Iterable[DryRunFileInfo]) -> None:
+    """Check the sizes of settings that would be fetched, by the hub's answers to HEAD requests.
+
+    Raises:
+        KitError: one is larger than any real one.
+    """
+    for file in files:
+        size = file.file_size or 0
+        if size > MOST_SETTINGS_BYTES:
+            raise KitError(
+                f"{setting}: {plain(file.filename, 200)} has {size / 1e6:,.0f} MB; "
+                f"settings have at most {MOST_SETTINGS_BYTES / 1e6:,.0f}, and it is not fetched"
+            )
 
 
 def _fetch_parts(
@@ -147,20 +177,59 @@ def _fetch_parts(
     """Fetch the files that are loaded of some parts, one after the other.
 
     A file that was begun goes on where it was.
+
+    Raises:
+        KitError: as `check_settings`, or a file is not the one that the hub states.
     """
     sizes = _missing(model, name, parts, kind)
-    if not sizes:
-        return
     repository = name.partition("@")[0]
+    stated = _stated_digests(model, repository, [*sizes])
+    for file in sorted({file for part in parts for file in model.loaded(part, kind)} - {*sizes}):
+        _check_digest(model, file, "")
     commit = model.path.name
     total = sum(sizes.values())
+    if not sizes:
+        return
     log.info("fetching %.1f MB of %s: %s", total / 1e6, name, ", ".join(sizes))
     before = 0
     for file in sizes:
         bar = _bar(partial(_report, progress, before, total))
         hf_hub_download(repository, file, revision=commit, tqdm_class=bar)
+        _check_digest(model, file, stated.get(file, ""))
         before += sizes[file]
         progress(before, total)
+
+
+def _stated_digests(model: KitFolder, repository: str, files: list[str]) -> dict[str, str]:
+    """Return the SHA-256 that the hub's listing states of large files."""
+    if not files:
+        return {}
+    paths = HfApi().get_paths_info(repository, files, revision=model.path.name)
+    return {path.path: path.lfs.sha256 for path in paths if isinstance(path, RepoFile) and path.lfs}
+
+
+def _check_digest(model: KitFolder, file: str, stated: str) -> None:
+    """Hold a fetched file against the SHA-256 that the hub states.
+
+    The client library names a large file's copy by the hub's `X-Linked-Etag`, its SHA-256, and does
+    not compute it.
+
+    Args:
+        stated: in the hub's listing; "" where it says none.
+
+    Raises:
+        KitError: it is another; the copy is removed.
+    """
+    link = model.path / file
+    copy = link.resolve()
+    wanted = {stated.lower(), *_SHA256.findall(copy.name)} - {""}
+    if wanted and wanted != {sha256_of(copy)}:
+        link.unlink()
+        copy.unlink(missing_ok=True)
+        raise KitError(
+            f"{model.setting}: {plain(file, 200)} as fetched has another SHA-256 than the hub "
+            "states; it was damaged or changed on its way, and is removed. Fetch it again"
+        )
 
 
 def _missing(model: KitFolder, name: str, parts: tuple[str, ...], kind: str) -> dict[str, int]:

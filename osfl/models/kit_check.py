@@ -9,18 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from osfl.files import DamageError, placeholder
+from osfl.models.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit
+from osfl.models.headers import Shapes, tensor_shapes
 from osfl.models.kits import (
     DIFFUSION_PARTS,
     LORA,
+    SETTINGS,
     SMALL_DECODER,
     WEIGHTS,
     KitError,
     KitFolder,
     file_in,
     find_model,
+    inner_settings,
 )
+from osfl.words import plain
 
 CAPTIONERS = ("blip", "blip-2")  # by their model_type
 IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
@@ -41,6 +45,8 @@ TAKEN = (
     "OSFL takes kits of Stable Diffusion 1.x and 2.x, such as "
     "stable-diffusion-v1-5/stable-diffusion-v1-5, and for FedDISC Stable unCLIP"
 )
+# Parts that a library loads by their settings.
+MODELS = (*DIFFUSERS_MODELS, *TRANSFORMERS_MODELS)
 # Of each group, one file must be there.
 NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "tokenizer": (("tokenizer.json", "vocab.json"),),
@@ -52,6 +58,21 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("tokenizer.json", "vocab.txt", "vocab.json"),
     ),
 }
+SCHEDULERS = ("scheduler", "image_noising_scheduler")
+# Settings of a noise schedule: their words, the default first, and the ranges of their numbers
+SCHEDULE_WORDS: Mapping[str, tuple[Any, ...]] = {
+    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "timestep_spacing": ("leading", "linspace", "trailing"),
+    "set_alpha_to_one": (True, False),
+    "rescale_betas_zero_snr": (False, True),
+}
+SCHEDULE_NUMBERS: Mapping[str, tuple[float, float]] = {
+    "num_train_timesteps": (2, 100_000),
+    "steps_offset": (0, 1),
+    "beta_start": (1e-8, 1.0),
+    "beta_end": (1e-8, 1.0),
+}
+CODE_KEYS = ("auto_map", "custom_pipelines")
 # The way out where a part is missing.
 INSTEAD = {
     "captioner": "name one with captioner=",
@@ -60,8 +81,6 @@ INSTEAD = {
     SMALL_DECODER: "name one with synthesis.small-decoder=",
     LORA: "name some with synthesis.lora=",
 }
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_kit(
@@ -85,9 +104,10 @@ def check_kit(
         return
     folder = open_kit(kit, key)
     _check_each(folder, parts)
-    for part in parts:
-        _check_weights(folder, part, part)
+    shapes = {part: _check_weights(folder, part, part) for part in parts}
     _check_all(folder, parts, image_condition)
+    for part in parts:
+        _check_fit(folder, part, part, shapes[part])
 
 
 def check_settings(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -> None:
@@ -137,7 +157,7 @@ def check_captioner(source: str) -> None:
     folder = open_kit(find_model(source, "captioner", "captioner"), "captioner")
     part = folder.place_of("captioner")
     _check_part(folder, part, "captioner")
-    _check_weights(folder, part, "captioner")
+    _check_fit(folder, part, "captioner", _check_weights(folder, part, "captioner"))
 
 
 def check_image_encoder(source: str) -> None:
@@ -149,9 +169,10 @@ def check_image_encoder(source: str) -> None:
     folder = open_kit(find_model(source, "image_encoder", "image-encoder"), "image-encoder")
     part = folder.place_of("image_encoder")
     _check_part(folder, part, "image_encoder")
-    _check_weights(folder, part, "image_encoder")
+    shapes = _check_weights(folder, part, "image_encoder")
     settings = "feature_extractor" if part else ""
     _need(folder, settings, ("preprocessor_config.json", "processor_config.json"))
+    _check_fit(folder, part, "image_encoder", shapes)
 
 
 def check_small_decoder(source: str) -> None:
@@ -164,7 +185,7 @@ def check_small_decoder(source: str) -> None:
     key = "synthesis.small-decoder"
     folder = open_kit(find_model(source, SMALL_DECODER, key), key)
     _check_part(folder, "", SMALL_DECODER)
-    _check_weights(folder, "", SMALL_DECODER)
+    _check_fit(folder, "", SMALL_DECODER, _check_weights(folder, "", SMALL_DECODER))
 
 
 def check_lora(source: str, kit: str) -> None:
@@ -236,12 +257,11 @@ def _shapes(folder: KitFolder, file: str) -> Shapes:
     if not folder.has(file):
         raise KitError(f"{folder.setting} lacks {file}, which its index names; fetch it")
     try:
-        with safe_open(folder.path / file, framework="np") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
-    except (SafetensorError, OSError) as error:
+        return tensor_shapes(folder.path / file)
+    except DamageError as error:
         raise KitError(
             f"{folder.setting}: {file} cannot be loaded: {error}. Fetch it again"
-        ) from error
+        ) from None
 
 
 # ---- One part ----
@@ -251,6 +271,12 @@ def _check_part(folder: KitFolder, part: str, kind: str) -> None:
     """Whether a part has the files that its loader reads, and is of a kind that it takes."""
     if part.endswith(".safetensors"):
         return
+    if kind != "backbone":
+        _check_settings_files(folder, part)
+    if kind == "image_encoder" and part:
+        _check_settings_files(folder, "feature_extractor")
+    if kind in SCHEDULERS:
+        _check_scheduler(folder, file_in(part, "scheduler_config.json"))
     for group in NEEDED.get(kind, ()):
         _need(folder, part, group)
     if kind not in WEIGHTS:
@@ -265,21 +291,102 @@ def _check_part(folder: KitFolder, part: str, kind: str) -> None:
         raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
 
 
-def _check_weights(folder: KitFolder, part: str, kind: str) -> None:
-    """Whether a part's weights can be read, and have the sizes of its settings."""
+def _check_settings_files(folder: KitFolder, part: str) -> None:
+    """Check the files beside the weights, before a library reads them or runs what they name.
+
+    Raises:
+        KitError: one cannot be read, or asks for code of the model's own.
+    """
+    for file in (file_in(part, name) for name in SETTINGS):
+        if not (folder.path / file).is_file():
+            continue
+        if not file.endswith(".json"):
+            _check_text(folder, file)
+            continue
+        settings = folder.settings(file)
+        if file.endswith("config.json"):
+            _check_code(folder, file, settings)
+
+
+def _check_text(folder: KitFolder, file: str) -> None:
+    with open(folder.path / file, "rb") as opened:
+        problem = placeholder(opened.read(200))
+    if problem:
+        raise KitError(f"{folder.setting}: {file} cannot be loaded: {problem}. Fetch it again")
+
+
+def _check_code(folder: KitFolder, file: str, settings: Mapping[str, Any]) -> None:
+    for key, value in inner_settings(settings):
+        if key in CODE_KEYS and value:
+            raise KitError(
+                f"{folder.setting}: {file} has {key}, which names Python code of the model's own. "
+                "OSFL runs none; take a model that the installed libraries know"
+            )
+
+
+def _check_scheduler(folder: KitFolder, file: str) -> None:
+    """Check the settings of a noise schedule that are used; a missing one has its default.
+
+    Raises:
+        KitError: one of them has another type or is out of range.
+    """
+    if not folder.has(file):
+        return  # said where it is needed
+    settings = folder.settings(file)
+    for key, allowed in SCHEDULE_WORDS.items():
+        if settings.get(key, allowed[0]) not in allowed:
+            raise _odd(folder, file, settings, key, f"one of {', '.join(map(repr, allowed))}")
+    for key, (low, high) in SCHEDULE_NUMBERS.items():
+        value = settings.get(key, low)
+        whole = isinstance(low, int)
+        if not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
+            kind = "a whole number" if whole else "a number"
+            raise _odd(folder, file, settings, key, f"{kind} from {low} to {high}")
+    betas = settings.get("trained_betas")
+    if betas is not None and not _are_betas(betas, settings.get("num_train_timesteps", 1000)):
+        wanted = "null, or a number from 0 to 1 for each of num_train_timesteps"
+        raise _odd(folder, file, settings, "trained_betas", wanted)
+
+
+def _are_betas(values: object, count: int) -> bool:
+    if not isinstance(values, list) or len(values) != count:
+        return False
+    return all(isinstance(value, (int, float)) and 0 <= value < 1 for value in values)
+
+
+def _odd(
+    folder: KitFolder, file: str, settings: Mapping[str, Any], key: str, wanted: str
+) -> KitError:
+    value = plain(repr(settings.get(key)), 100)
+    return KitError(f"{folder.setting}: {file} says {key} = {value}; it must be {wanted}")
+
+
+def _check_weights(folder: KitFolder, part: str, kind: str) -> Shapes:
+    """Return the shapes of a part's tensors, of its models' kinds; they have its settings' sizes.
+
+    Raises:
+        KitError: a file of weights cannot be read, or has other sizes.
+    """
     if part.endswith(".safetensors"):
-        _shapes(folder, part)
-        return
+        return _shapes(folder, part)
     if kind not in WEIGHTS:
-        return
+        return {}
     if kind == LORA:
         _check_lora_names(folder, folder.weights(part, kind)[0])
-        return
+        return {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
             shapes |= _shapes(folder, file)
     _check_sizes(folder, part, kind, folder.settings(file_in(part, "config.json")), shapes)
+    return shapes
+
+
+def _check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes) -> None:
+    """Check that the weights of a model have all its tensors."""
+    if kind in MODELS:
+        sharded = folder.weights(part, kind)[0].endswith(".json")
+        check_fit(folder, part, kind, shapes, sharded)
 
 
 def _need(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
@@ -338,7 +445,7 @@ def _check_sizes(
     folder: KitFolder, part: str, kind: str, config: Mapping[str, Any], shapes: Shapes
 ) -> None:
     """Whether some tensors, which others of their file hang on, have the settings' sizes."""
-    text = config.get("text_config", config) if kind == "text_encoder" else config
+    text = _text_settings(folder, part, config) if kind == "text_encoder" else config
     # (end of the tensor's name, axis, the setting's name, its value)
     wanted = {
         "unet": (
@@ -370,6 +477,17 @@ def _check_sizes(
             )
 
 
+def _text_settings(folder: KitFolder, part: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a text encoder, which a whole CLIP has as `text_config`."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise KitError(
+            f"{folder.setting}: {file_in(part, 'config.json')} says text_config = "
+            f"{plain(repr(text), 100)}; it must be an object of settings"
+        )
+    return text
+
+
 # ---- Parts together ----
 
 
@@ -386,11 +504,13 @@ def _check_pipeline(folder: KitFolder) -> None:
                 "StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
             )
         return
-    found = str(folder.settings("model_index.json").get("_class_name", ""))
+    index = folder.settings("model_index.json")
+    _check_code(folder, "model_index.json", index)
+    found = str(index.get("_class_name", ""))
     if found not in PIPELINES:
         known = (name for start, name in OTHER_PIPELINES.items() if found.startswith(start))
         what = next(known, "another model")
-        raise KitError(f"{folder.setting} is {what} ({found or 'unnamed'}); {TAKEN}")
+        raise KitError(f"{folder.setting} is {what} ({plain(found, 100) or 'unnamed'}); {TAKEN}")
 
 
 def _check_together(folder: KitFolder, small_decoder: bool, image_condition: bool | None) -> None:
@@ -412,7 +532,7 @@ def _check_together(folder: KitFolder, small_decoder: bool, image_condition: boo
         raise KitError(
             f"{folder.setting} predicts {predicted!r}; it must be epsilon or v_prediction. {TAKEN}"
         )
-    width = text.get("text_config", text).get("hidden_size", 512)
+    width = _text_settings(folder, "text_encoder", text).get("hidden_size", 512)
     if width != unet.get("cross_attention_dim", 1280):
         raise KitError(
             f"{folder.setting}: text width {width}, but the UNet expects "

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from osfl.files import parse_json, read_bounded
 from osfl.methods import DIFFUSION_PARTS, LORA, SMALL_DECODER
 from osfl.models.digests import sha256_of
+from osfl.words import plain
 
 # How the file of a part's weights begins: diffusers' name, or transformers'.
 WEIGHTS: Mapping[str, str] = {
@@ -33,6 +35,8 @@ WEIGHTS: Mapping[str, str] = {
 # Of the weights: those of half precision are taken where there are no others.
 VARIANTS = ("", ".fp16")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
+_SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+MOST_SETTINGS_BYTES = 2**23  # the tokenizer of CLIP has 2.2 MB
 # What else the loaders read of a part.
 SETTINGS: tuple[str, ...] = (
     "config.json",
@@ -59,6 +63,11 @@ def initialisation_part(architecture: str, kit: str) -> str:
     if architecture == "resnet34" and not (Path(kit) / file).is_file():
         return "classifiers/resnet18.safetensors"
     return file
+
+
+def _is_shard(name: object) -> bool:
+    """Whether an index names a plain file of its own folder."""
+    return isinstance(name, str) and bool(_SHARD.fullmatch(name))
 
 
 class KitError(ValueError):
@@ -152,6 +161,14 @@ def file_in(part: str, name: str) -> str:
     return f"{part}/{name}" if part else name
 
 
+def inner_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, those of inner settings too."""
+    for key, value in settings.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from inner_settings(value)
+
+
 @dataclass(frozen=True)
 class KitFolder:
     """A kit's files: those in a folder, and those that the hub has."""
@@ -174,12 +191,12 @@ class KitFolder:
         """A file of settings.
 
         Raises:
-            KitError: it is missing, or no JSON object.
+            KitError: it is missing, no JSON object, too large or nested too deep.
         """
         try:
-            content = json.loads((self.path / file).read_bytes())
+            content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
         except (OSError, ValueError) as error:
-            raise KitError(f"{self.setting}: {file} cannot be loaded: {error}") from error
+            raise KitError(f"{self.setting}: {file} cannot be loaded: {plain(error)}") from None
         if not isinstance(content, dict):
             raise KitError(f"{self.setting}: {file} cannot be loaded: it is no JSON object")
         return content
@@ -219,9 +236,10 @@ class KitFolder:
             raise KitError(
                 f"{self.setting}: {index} cannot be loaded: it has no weight_map or metadata"
             )
-        if strange := [name for name in shards.values() if Path(str(name)).name != name]:
+        if strange := [name for name in shards.values() if not _is_shard(name)]:
             raise KitError(
-                f"{self.setting}: {index} names {strange[0]!r}, which is no file beside it"
+                f"{self.setting}: {index} names {plain(repr(strange[0]), 100)}; it must name "
+                "safetensors beside it, by letters, digits, '.', '_' and '-'"
             )
         return [file_in(part, shard) for shard in sorted(set(shards.values()))]
 
@@ -311,11 +329,17 @@ def image_size(kit: str) -> int:
     """Pixels on a side of the kit's images.
 
     Raises:
-        FileNotFoundError: the kit is not there.
+        KitError: the kit is not there, or its settings do not say so.
     """
-    unet = json.loads((Path(kit) / "unet" / "config.json").read_bytes())
-    vae = json.loads((Path(kit) / "vae" / "config.json").read_bytes())
-    return unet["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+    folder = KitFolder(f"kit = {kit!r}", Path(kit))
+    side = folder.settings("unet/config.json").get("sample_size")
+    blocks = folder.settings("vae/config.json").get("block_out_channels")
+    if not isinstance(side, int) or not isinstance(blocks, list):
+        raise KitError(
+            f"{folder.setting}: sample_size in unet/config.json must be a whole number, and "
+            "block_out_channels in vae/config.json a list"
+        )
+    return int(side * 2 ** (len(blocks) - 1))
 
 
 def variant_of(kit: str, part: str, kind: str = "") -> str | None:

@@ -28,7 +28,7 @@ from osfl.run_folder.layout import image_name, picture_digest, read_picture, rea
 from osfl.wire import PayloadError
 from server_app.job import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
-from server_app.synthesis.samplers import NotFiniteError
+from server_app.synthesis.samplers import NotFiniteError, PrecisionError
 from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
@@ -65,6 +65,7 @@ def render(
     make_sampler: MakeSampler,
     divisible: bool = True,
     others: Mapping[str, str] | None = None,
+    in_float32: MakeSampler | None = None,
 ) -> SyntheticSet:
     """Make every image of a plan that is not there yet, and load them all.
 
@@ -73,15 +74,20 @@ def render(
         divisible: whether a unit may be sampled in batches, and in smaller ones where it does not
             fit into memory.
         others: owners of images that are no clients, and what shapes their images.
+        in_float32: as `make_sampler`, with networks in float32: an image that is not finite is
+            drawn again with it, to tell an overflow from a bad payload.
 
     Raises:
         PayloadError: sampling with a client's payload is led astray.
         NotFiniteError: it is without one.
+        PrecisionError: an image is finite in float32 alone.
         OSError: images cannot be read, however often they are written.
     """
     digests = {client: job.folder.payload_digest(client) for client in job.clients}
     ingredients = {**digests, **(others or {})}
     units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, _shaping(job))
+    if job.config.synthesis.dtype != "float32" and in_float32:
+        make_sampler = _comparing(make_sampler, in_float32, job.config.synthesis.dtype)
     make_sampler = _blaming(make_sampler, digests)
     if divisible:
         make_sampler = _in_batches(make_sampler, job.config.synthesis.batch_size)
@@ -213,6 +219,31 @@ def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeS
                 raise
 
         return checked
+
+    return make
+
+
+def _comparing(make_sampler: MakeSampler, in_float32: MakeSampler, dtype: str) -> MakeSampler:
+    """The same, but an image that is finite in float32 alone is no client's fault."""
+
+    def make(device: torch.device) -> Sample:
+        sample = make_sampler(device)
+
+        def compared(jobs: Sequence[ImageJob]) -> torch.Tensor:
+            try:
+                return sample(jobs)
+            except NotFiniteError as error:
+                try:
+                    in_float32(device)([jobs[error.rows[0]]])
+                # Of this one image: the first has the rows of the batch
+                except NotFiniteError:
+                    raise error from None
+                raise PrecisionError(
+                    f"synthesis.dtype = {dtype!r}: the kit's networks overflow in this number "
+                    "format, and not in float32; set synthesis.dtype to 'float32'"
+                ) from error
+
+        return compared
 
     return make
 

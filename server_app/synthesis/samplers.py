@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
-from osfl.models.diffusion import FEW_STEP_SOLVERS, Kit, ddim_step, new_solver
+from osfl.models.diffusion import FEW_STEP_SOLVERS, Kit, ddim_step, new_solver, timesteps
 from osfl.pixels import to_uint8
 from server_app.synthesis.progress import step_done
 
@@ -32,22 +32,28 @@ class NotFiniteError(ValueError):
         return "sampling gave NaN or infinity; lower the guidance"
 
 
+class PrecisionError(ValueError):
+    """A network overflows in a number format of 16 bits, whatever the clients sent."""
+
+
 Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (z [B, ...], t []) -> e [B, ...]
 
 
 def ddim_schedule(kit: Kit, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(t, a_t, a_prev) of every step, from T down.
+    """Return (t, a_t, a_prev) of every step, from T down, spaced as the kit's scheduler says.
 
-    Timesteps spaced as the kit's scheduler spaces them.
+    A step ends at the noise level where the next one begins, the last at the scheduler's final one.
+    diffusers' DDIM subtracts a fixed gap from t, which leaves noise behind unless the timesteps are
+    evenly spaced whole numbers.
     """
-    kit.scheduler.set_timesteps(steps)
-    gap = kit.scheduler.config.num_train_timesteps // steps
-    alphas_cumprod = kit.alphas_cumprod
-    a_final = kit.scheduler.final_alpha_cumprod.to(kit.device)
-    return [
-        (t, alphas_cumprod[t], alphas_cumprod[t - gap] if t >= gap else a_final)
-        for t in kit.scheduler.timesteps.tolist()
-    ]
+    taken = timesteps(kit.scheduler, steps)
+    a_t = [kit.alphas_cumprod[t] for t in taken]
+    return list(zip(taken, a_t, [*a_t[1:], _final_alpha(kit)], strict=True))
+
+
+def _final_alpha(kit: Kit) -> torch.Tensor:
+    """Return 1, or a_0 where the kit says `set_alpha_to_one = false`."""
+    return kit.scheduler.final_alpha_cumprod.to(kit.device)
 
 
 def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tensor:
