@@ -4,15 +4,17 @@ from importlib.util import find_spec
 
 from flwr.app import RecordDict
 
-from osfl.config import ConfigError, NodeConfig
+from osfl.config import ConfigError, NodeConfig, RunConfig
 from osfl.sealing import fingerprint, unpack_public_key
+from osfl.words import plain
 
 
-def sealing_key(content: RecordDict, node: NodeConfig) -> bytes | None:
+def sealing_key(content: RecordDict, config: RunConfig, node: NodeConfig) -> bytes | None:
     """The server's public key, 32 bytes, from its question; None: payloads go open.
 
     Raises:
-        ConfigError: the site seals to another key, or to one and the run has none.
+        ConfigError: the site seals to another key, or the message lacks the key that the site or
+            the run-config asks for.
         ValueError: what came is no key.
     """
     public = unpack_public_key(content)
@@ -20,6 +22,12 @@ def sealing_key(content: RecordDict, node: NodeConfig) -> bytes | None:
         raise ConfigError(
             "sealing-key: to seal a payload this node needs the package pyhpke; install what "
             "osfl needs again"
+        )
+    if public is None and config.sealing_key:
+        raise ConfigError(
+            f"sealing-key = {plain(config.sealing_key, 200)!r}: the message lacks the server's "
+            "public key, so the payload would go unsealed. It must carry the key; or set "
+            'sealing-key = ""'
         )
     if not node.seal_to:
         return public
