@@ -89,7 +89,7 @@ def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
     if METHODS[config.method].client or METHODS[config.method].rounds:
-        sealing_key(message.content, config, node)
+        sealing_key(message.content, node, config.sealing_key)
     _same_kit(message, config, check_node(config, node))
     record = ConfigRecord(
         {

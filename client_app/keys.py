@@ -4,13 +4,16 @@ from importlib.util import find_spec
 
 from flwr.app import RecordDict
 
-from osfl.config import ConfigError, NodeConfig, RunConfig
+from osfl.config import ConfigError, NodeConfig
 from osfl.sealing import fingerprint, unpack_public_key
 from osfl.words import plain
 
 
-def sealing_key(content: RecordDict, config: RunConfig, node: NodeConfig) -> bytes | None:
+def sealing_key(content: RecordDict, node: NodeConfig, of_the_run: str = "") -> bytes | None:
     """The server's public key, 32 bytes, from its question; None: payloads go open.
+
+    Args:
+        of_the_run: the run-config's sealing-key; "": it has none.
 
     Raises:
         ConfigError: the site seals to another key, or the message lacks the key that the site or
@@ -23,9 +26,9 @@ def sealing_key(content: RecordDict, config: RunConfig, node: NodeConfig) -> byt
             "sealing-key: to seal a payload this node needs the package pyhpke; install what "
             "osfl needs again"
         )
-    if public is None and config.sealing_key:
+    if public is None and of_the_run:
         raise ConfigError(
-            f"sealing-key = {plain(config.sealing_key, 200)!r}: the message lacks the server's "
+            f"sealing-key = {plain(of_the_run, 200)!r}: the message lacks the server's "
             "public key, so the payload would go unsealed. It must carry the key; or set "
             'sealing-key = ""'
         )

@@ -63,7 +63,7 @@ def train(
             node.min_class_images,
             ", ".join(names[label] for label in left_out),
         )
-    seal_to = sealing_key(content, config, node)
+    seal_to = sealing_key(content, node, config.sealing_key)
     if METHODS[config.method].rounds:
         from client_app.local_training import train_round
 
