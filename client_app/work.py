@@ -32,7 +32,7 @@ from osfl.data.parts import class_names
 from osfl.devices import pick_device, saves_memory
 from osfl.files import DamageError, open_private, write_atomically
 from osfl.methods import METHODS, client_half
-from osfl.protocol import SentModel, pack_payload, unpack_model
+from osfl.protocol import SentModel, pack_payload, sent_costs, unpack_model
 from osfl.sealing import seal
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def train(
     if seal_to is not None:
         # What the disk has is open: it is this client's own
         blob = seal(blob, seal_to, job_id, client)
-    return pack_payload(blob, costs)
+    return pack_payload(blob, sent_costs(costs))
 
 
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:

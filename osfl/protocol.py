@@ -65,7 +65,7 @@ def acknowledged_digest(content: RecordDict) -> str:
 
 
 def sent_costs(costs: Mapping[str, float]) -> dict[str, float]:
-    """Return the costs that may leave the client, of all that it measured."""
+    """Return the costs that a client sends, of all that it measured."""
     keys = PRIVATE_COST_KEYS if costs["epsilon"] else COST_KEYS
     return {key: costs[key] for key in keys}
 
@@ -80,7 +80,7 @@ def pack_payload(blob: bytes, costs: Mapping[str, float]) -> RecordDict:
         {
             "payload": pack_bytes(blob, "osfl.payload.v1"),
             "header": header,
-            "costs": MetricRecord(sent_costs(costs)),
+            "costs": MetricRecord({**costs}),
         }
     )
 
@@ -106,8 +106,8 @@ def unpack_payload(
         blob = unpack_bytes(arrays["payload"])
         sha256 = content.config_records["header"]["sha256"]
         figures = cast(Mapping[str, float], content.metric_records["costs"])
-        keys = PRIVATE_COST_KEYS if figures["epsilon"] else COST_KEYS
-        costs = {key: float(figures[key]) for key in keys}
+        needed = PRIVATE_COST_KEYS if figures["epsilon"] else COST_KEYS
+        costs = {key: float(figures[key]) for key in COST_KEYS if key in needed or key in figures}
         del arrays["payload"]  # and with it the one in `content`, not the other way round
     except wire.PayloadError:
         raise

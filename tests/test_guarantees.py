@@ -578,6 +578,10 @@ def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     learned = f"without what was done for privacy, somebody could learn {method.reveals}."
     assert f"Each client sent {method.sends}. From it, {learned}" in unescape(page)
     assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page
+    # Images, seconds, compute and memory of two clients
+    assert page.count("<td>not sent</td>") == 8
+    assert "what the work cost it" not in page
+    assert not {"images", "seconds", "flops"} & set(found["clients"]["client-0"])
 
 
 def test_the_runs_seed_does_not_take_feddiscs_noise_away(tiny_unclip: Path) -> None:
