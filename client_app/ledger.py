@@ -84,18 +84,32 @@ class Ledger:
             ConfigError: the sum would exceed the limit, or the ledger is damaged.
         """
         with self._alone():
-            draws = self.draws()
-            if not any(_is(draw, job_id, key) and not draw.kept for draw in draws):
-                draws.append(Draw(job_id, key, epsilon, delta, kept=False))
-            total = _sum(draw.epsilon for draw in draws)
-            if limit and total > _exact(limit):
-                raise ConfigError(
-                    f"node-config epsilon-total = {limit:g}: with job {job_id!r} this client would "
-                    f"have spent epsilon = {float(total):g}. Its site may raise the total, or "
-                    "begin a new ledger with other images"
-                )
+            draws = self._with(job_id, key, epsilon, delta, limit)
             self._write(draws)
-        return float(total), float(_sum(draw.delta for draw in draws))
+        return float(_sum(draw.epsilon for draw in draws)), float(_sum(d.delta for d in draws))
+
+    def check(self, job_id: str, key: str, epsilon: float, limit: float) -> None:
+        """Check that a draw would stay within the limit; nothing is booked.
+
+        Raises:
+            ConfigError: as `spend`.
+        """
+        self._with(job_id, key, epsilon, 0.0, limit)
+
+    def _with(
+        self, job_id: str, key: str, epsilon: float, delta: float, limit: float
+    ) -> list[Draw]:
+        draws = self.draws()
+        if not any(_is(draw, job_id, key) and not draw.kept for draw in draws):
+            draws.append(Draw(job_id, key, epsilon, delta, kept=False))
+        total = _sum(draw.epsilon for draw in draws)
+        if limit and total > _exact(limit):
+            raise ConfigError(
+                f"node-config epsilon-total = {limit:g}: with job {job_id!r} this client would "
+                f"have spent epsilon = {float(total):g}. Its site may raise the total, or begin "
+                "a new ledger with other images"
+            )
+        return draws
 
     def mark_kept(self, job_id: str, key: str) -> None:
         """Note that a draw's payload is finished: from here on another one costs again."""

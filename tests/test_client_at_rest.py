@@ -195,6 +195,21 @@ def test_sums_are_of_the_decimals_that_a_site_wrote(tmp_path: Path) -> None:
         ledger.spend("job-3", "k", 1e-9, 0.0, 0.3)
 
 
+def test_a_draw_can_be_checked_before_it_is_booked(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "a")
+    ledger.spend("one", "k", 0.2, 0.0)
+    # Not finished: the same draw is within it, another one is not
+    ledger.check("one", "k", 0.2, 0.3)
+    with pytest.raises(
+        ConfigError, match="with job 'two' this client would have spent epsilon = 0.4"
+    ):
+        ledger.check("two", "k", 0.2, 0.3)
+    ledger.mark_kept("one", "k")
+    with pytest.raises(ConfigError, match="with job 'one' this client"):
+        ledger.check("one", "k", 0.2, 0.3)
+    assert [draw.job for draw in ledger.draws()] == ["one"]
+
+
 def test_a_draw_that_was_not_finished_is_booked_once(site: Site, tiny_kit: Path) -> None:
     config = quick(method="votes", kit=str(tiny_kit), epsilon=1.0)
     site.fails = True
