@@ -16,7 +16,7 @@ from client_app.decoded import load_once
 from client_app.job import ClientJob
 from client_app.ledger import Draw, Ledger, ledger_folder
 from client_app.local_training import _load_correction, _save_correction
-from client_app.methods import prompts_domain, votes
+from client_app.methods import domain, votes
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import Images
 from osfl.files import DamageError, read_record, write_record
@@ -52,7 +52,7 @@ class Site:
         self.home = home
         self.made = 0
         self.fails = False
-        for half in (prompts_domain, votes):
+        for half in (domain, votes):
             monkeypatch.setattr(half, "make_payload", self._counted(half.make_payload))
 
     def _counted(self, make: Callable[[ClientJob], Payload]) -> Callable[[ClientJob], Payload]:

@@ -1,6 +1,7 @@
 """Which files of a site a run's settings may name, and which rows of a data set are read."""
 
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 from conftest import quick
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
+from datasets import ClassLabel, Dataset, Features, Image, List, Value
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from PIL import Image as Picture
 from test_round import nodes
@@ -29,6 +30,7 @@ from osfl.config import (
 )
 from osfl.config.markers import marks_of
 from osfl.data.load import load_images
+from osfl.data.offline import check_rows
 from osfl.data.partition import DataError
 
 # Texts that no machine resolves as a path
@@ -41,13 +43,13 @@ NO_PATHS = {
 }
 CAPTIONED: dict[str, Any] = {"method": "oscar"}
 TRAINED: dict[str, Any] = {"method": "fedlmg"}
-IN_A_FOLDER = {"data__name": "folder", "data__classes": "a, b"}
+IN_A_FOLDER = {"data__name": "folder", "data__classes": "a, b", "kit": "o/n"}
 IN_A_DATA_SET = {"data__name": "hf:owner/name", "data__classes": "a, b"}
 USES = {
     "kit": ("kit", {"method": "feddeo"}),
     "feddisc.kit": ("feddisc__kit", {"method": "feddisc"}),
     "captioner": ("captioner", CAPTIONED),
-    "image-encoder": ("image_encoder", {"method": "fgl"}),
+    "image-encoder": ("image_encoder", {"method": "espresso"}),
     "classifier.init": ("classifier__init", TRAINED),
     "classifier.architecture": (
         "classifier__architecture",
@@ -265,21 +267,17 @@ def address() -> Iterator[str]:
 FEATURES = Features({"image": Image(), "label": ClassLabel(names=["a", "b"])})
 
 
-def saved(folder: Path, places: list[str | None], features: Features = FEATURES) -> None:
+def saved(folder: Path, places: list[str]) -> None:
     """A part whose images stay where they are: `save_to_disk` would take them in."""
     rows = {"image": [{"bytes": None, "path": place} for place in places]}
-    stored = Features({**features, "image": features["image"]})
     plain = Features({"image": {"bytes": Value("binary"), "path": Value("string")}})
     part = Dataset.from_dict(rows, plain)
     part = part.add_column("label", [n % 2 for n in range(len(places))])
-    part = part.cast_column("label", stored["label"])
+    part = part.cast_column("label", FEATURES["label"])
     part.save_to_disk(str(folder))
     info = folder / "dataset_info.json"
-    text = part.cast_column("image", Image()).info.features.to_dict()
-    import json
-
     about = json.loads(info.read_text())
-    about["features"] = text
+    about["features"] = FEATURES.to_dict()
     info.write_text(json.dumps(about))
 
 
@@ -312,7 +310,7 @@ def test_rows_elsewhere_on_the_disk_are_not_opened(tmp_path: Path) -> None:
 
 def test_rows_inside_the_data_set_are_read(tmp_path: Path) -> None:
     inside = [picture(tmp_path / "part" / "images" / f"{n}.png") for n in range(8)]
-    saved(tmp_path / "part", [*inside])
+    saved(tmp_path / "part", inside)
     assert len(read(tmp_path / "part")) > 0
 
 
@@ -329,9 +327,6 @@ def test_media_are_neither_labels_nor_lists(tmp_path: Path, address: str) -> Non
         }
     )
     nested = Dataset.from_dict(rows, plain).cast_column("image", List(Image()))
-    DatasetDict(train=nested)
-    from osfl.data.offline import check_rows
-
     data = parse_run_config(quick(method="feddeo", **IN_A_DATA_SET, kit="o/n")).data
     with pytest.raises(DataError, match="has no single images in it"):
         check_rows(nested, data, tmp_path, "part")
