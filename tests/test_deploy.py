@@ -196,8 +196,7 @@ def test_a_privacy_ledger_lies_on_a_volume_apart_from_the_cache() -> None:
             (volume,) = (each for each in service["volumes"] if each.endswith(":/ledger"))
             assert volume.removeprefix("${OSFL_LEDGER:-").partition(":")[0].rstrip("}") in named
     unit = (ROOT / "deploy" / "systemd" / "osfl-client.service").read_text()
-    assert "StateDirectory=osfl osfl-ledger\n" in unit
-    assert " OSFL_STATE=/var/lib/osfl-ledger\n" in unit
+    assert " OSFL_CACHE=/var/lib/osfl/cache OSFL_STATE=/var/lib/osfl/ledger\n" in unit
 
 
 def test_every_client_says_which_folders_a_run_may_name() -> None:
