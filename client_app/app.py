@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +21,11 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 import osfl
+from client_app import payload_cache
 from client_app.keys import sealing_key
+from client_app.paths import check_architecture, check_paths
 from osfl.config import (
+    NODE_NOT_IDENTITY,
     NOT_IDENTITY,
     ConfigError,
     NodeConfig,
@@ -86,7 +89,7 @@ def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
     if METHODS[config.method].client or METHODS[config.method].rounds:
-        sealing_key(message.content, node)
+        sealing_key(message.content, node, config.sealing_key)
     _same_kit(message, config, check_node(config, node))
     record = ConfigRecord(
         {
@@ -168,17 +171,29 @@ def train(message: Message, context: Context) -> Message:
 
 @app.query("acknowledge")
 def acknowledge(message: Message, context: Context) -> Message:
-    """The server has the payload on its disk, or the rounds are over.
+    """Forget the payload that the server names, which it has stored; or what rounds kept.
 
-    Forget what was kept for the job; but not a payload with a guarantee: if the server asks again,
-    a new one would give away as much again.
+    Another run may have the same job id: its payload stays. So does one with a guarantee: another
+    draw would give away as much again.
     """
     config, node, client = _settings(context)
-    if METHODS[config.method].private and config.epsilon:
-        return Message(RecordDict(), reply_to=message)
-    for folder in _cache(node, _job_id(message)).glob(f"{client}-{'?' * KEY_LENGTH}"):
+    job_id = _job_id(message)
+    for folder in _forgettable(message, config, node, _cache(node, job_id), client):
         shutil.rmtree(folder, ignore_errors=True)
     return Message(RecordDict(), reply_to=message)
+
+
+def _forgettable(
+    message: Message, config: RunConfig, node: NodeConfig, job: Path, client: str
+) -> list[Path]:
+    """The folders of a job that its acknowledgement allows to remove."""
+    if METHODS[config.method].rounds:
+        own = job / f"{client}-{cache_key(config, node, _kit(config, node))}"
+        return [] if payload_cache.has_payload(own) else [own]
+    # What `osfl.protocol.pack_acknowledgement` packs; that module imports torch
+    stored = str(message.content.config_records["job"].get("sha256", ""))
+    folders = job.glob(f"{client}-{'?' * KEY_LENGTH}")
+    return [folder for folder in folders if payload_cache.may_forget(folder, stored)]
 
 
 @app.evaluate()
@@ -187,6 +202,7 @@ def evaluate(message: Message, context: Context) -> Message:
     from client_app import work
 
     config, node, client = _settings(context)
+    check_architecture(str(message.content.config_records["header"]["architecture"]), node)
     return Message(work.evaluate(message.content, config, node, client), reply_to=message)
 
 
@@ -194,6 +210,8 @@ def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """(run-config, node-config, client id), checked."""
     config = parse_run_config(context.run_config)
     node = parse_node_config(context.node_config)
+    # Before anything that the run names is read
+    check_paths(config, node)
     return own_settings(config, node, context.node_id)
 
 
@@ -322,12 +340,11 @@ def _cache(node: NodeConfig, job_id: str) -> Path:
 
 
 def cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
-    """Of everything that could shape a payload.
+    """A digest of everything that could shape a payload.
 
-    To whom it is sealed does not, nor where global models are kept.
+    Node-config keys that are marked `NotIdentity` do not, nor does the kit's path: its files do.
     """
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
-    apart = ("seal_to", "models_dir")
-    own = {key: value for key, value in asdict(node).items() if key not in apart}
+    own = {k: v for k, v in flatten(node).items() if k not in NODE_NOT_IDENTITY}
     about = [shaping, own, kit_digest(kit, kit_parts(config, kit)) if kit else ""]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

@@ -17,7 +17,7 @@ import torch
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.load import Images
 from osfl.data.parts import has_rows, list_folder
-from osfl.files import write_atomically
+from osfl.files import read_record, write_atomically, write_record
 
 
 def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
@@ -66,18 +66,24 @@ def _keep(pixels: Path, about: Path, key: str, decoded: torch.Tensor, labels: to
     content = io.BytesIO()
     np.save(content, decoded.numpy(), allow_pickle=False)
     about.unlink(missing_ok=True)
-    write_atomically(pixels, content.getvalue(), 0o600)
-    header = {"key": key, "bytes": content.tell(), "labels": labels.tolist()}
-    write_atomically(about, json.dumps(header).encode(), 0o600)
+    write_atomically(pixels, content.getvalue())
+    digest = hashlib.sha256(content.getbuffer()).hexdigest()
+    write_record(about, {"key": key, "pixels": digest, "labels": labels.tolist()})
 
 
 def _kept(pixels: Path, about: Path, key: str) -> Images | None:
+    """The images that were kept; None: there are none under this key, or they are damaged."""
     try:
-        header = json.loads(about.read_bytes())
-        if header["key"] != key or header["bytes"] != pixels.stat().st_size:
+        header = read_record(about)
+        if header["key"] != key or header["pixels"] != _digest_of(pixels):
             return None
         # A copy on writing: nobody changes the file by way of the tensor
         mapped = np.load(pixels, mmap_mode="c", allow_pickle=False)
         return Images(torch.from_numpy(mapped), torch.tensor(header["labels"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

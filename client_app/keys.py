@@ -6,13 +6,18 @@ from flwr.app import RecordDict
 
 from osfl.config import ConfigError, NodeConfig
 from osfl.sealing import fingerprint, unpack_public_key
+from osfl.words import plain
 
 
-def sealing_key(content: RecordDict, node: NodeConfig) -> bytes | None:
+def sealing_key(content: RecordDict, node: NodeConfig, of_the_run: str = "") -> bytes | None:
     """The server's public key, 32 bytes, from its question; None: payloads go open.
 
+    Args:
+        of_the_run: the run-config's sealing-key; "": it has none.
+
     Raises:
-        ConfigError: the site seals to another key, or to one and the run has none.
+        ConfigError: the site seals to another key, or the message lacks the key that the site or
+            the run-config asks for.
         ValueError: what came is no key.
     """
     public = unpack_public_key(content)
@@ -20,6 +25,12 @@ def sealing_key(content: RecordDict, node: NodeConfig) -> bytes | None:
         raise ConfigError(
             "sealing-key: to seal a payload this node needs the package pyhpke; install what "
             "osfl needs again"
+        )
+    if public is None and of_the_run:
+        raise ConfigError(
+            f"sealing-key = {plain(of_the_run, 200)!r}: the message lacks the server's "
+            "public key, so the payload would go unsealed. It must carry the key; or set "
+            'sealing-key = ""'
         )
     if not node.seal_to:
         return public

@@ -3,19 +3,21 @@
 Train the global model on the local images for some epochs, and send it back.
 """
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
 from flwr.app import MetricRecord, RecordDict
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import nn
 
 from client_app.job import ClientJob
 from osfl.config import ConfigError
 from osfl.costs import Stopwatch, peak_memory_mb
-from osfl.files import write_atomically
+from osfl.files import DamageError, write_atomically
 from osfl.models import classifiers
 from osfl.models.training import fit
 from osfl.protocol import pack_state, unpack_state
@@ -36,6 +38,7 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     Raises:
         ClassifierError: too few images, or the training diverged.
         ConfigError: the model is not of this client's architecture.
+        DamageError: FedDyn's state is not as it was written.
     """
     settings = job.config.classifier
     request = content.config_records["config"]
@@ -132,15 +135,38 @@ def _load_correction(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, t
     kept = sorted(folder.glob("feddyn-*.safetensors"))
     if not kept:
         return {name: torch.zeros_like(p) for name, p in like.items()}
-    state = load(kept[-1].read_bytes())
+    state = _undamaged(kept[-1])
     return {name: state[name].to(p.device) for name, p in like.items()}
+
+
+def _undamaged(file: Path) -> dict[str, torch.Tensor]:
+    """The state in a file whose metadata has its SHA-256.
+
+    Raises:
+        DamageError: it is another.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            written = (opened.metadata() or {}).get("sha256")
+        state = load(file.read_bytes())
+    except (SafetensorError, OSError):
+        written = None
+    if written is None or written != _digest_of(state):
+        raise DamageError(
+            f"{file.name}: what FedDyn keeps between rounds is damaged, and cannot be made anew; "
+            "start the run again under another job-id"
+        )
+    return state
+
+
+def _digest_of(state: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(save(state)).hexdigest()
 
 
 def _save_correction(folder: Path, number: int, state: dict[str, torch.Tensor]) -> None:
     """Keep the last two rounds': a server that was killed may ask for a round again."""
-    write_atomically(
-        folder / f"feddyn-{number:06d}.safetensors",
-        save({n: t.cpu().contiguous() for n, t in state.items()}),
-    )
+    own = {n: t.cpu().contiguous() for n, t in state.items()}
+    file = folder / f"feddyn-{number:06d}.safetensors"
+    write_atomically(file, save(own, {"sha256": _digest_of(own)}))
     for old in sorted(folder.glob("feddyn-*.safetensors"))[:-2]:
         old.unlink()

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from flwr.app import MetricRecord, RecordDict
 
+from client_app import payload_cache
 from client_app.decoded import files_key, load_once
 from client_app.job import ClientJob
 from client_app.keys import sealing_key
-from client_app.ledger import spend
+from client_app.ledger import BookedDraw, Ledger, ledger_folder
 from osfl import wire
 from osfl.config import ConfigError, NodeConfig, RunConfig
 from osfl.costs import Stopwatch, peak_memory_mb, release_memory
@@ -29,9 +30,9 @@ from osfl.data.load import (
 )
 from osfl.data.parts import class_names
 from osfl.devices import pick_device, saves_memory
-from osfl.files import open_private, read_json, write_atomically
+from osfl.files import DamageError, open_private, write_atomically
 from osfl.methods import METHODS, client_half
-from osfl.protocol import SentModel, pack_payload, unpack_model
+from osfl.protocol import SentModel, pack_payload, sent_costs, unpack_model
 from osfl.sealing import seal
 
 if TYPE_CHECKING:
@@ -62,16 +63,16 @@ def train(
             node.min_class_images,
             ", ".join(names[label] for label in left_out),
         )
-    seal_to = sealing_key(content, node)
+    seal_to = sealing_key(content, node, config.sealing_key)
     if METHODS[config.method].rounds:
         from client_app.local_training import train_round
 
         return train_round(content, client_job(config, node, client, kit, folder), folder)
     blob, costs = _payload(config, node, client, job_id, kit, folder)
     if seal_to is not None:
-        # What costs.json and the disk have is open: they are this client's own
+        # What the disk has is open: it is this client's own
         blob = seal(blob, seal_to, job_id, client)
-    return pack_payload(blob, costs)
+    return pack_payload(blob, sent_costs(costs))
 
 
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:
@@ -149,18 +150,17 @@ def _payload(
     config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path
 ) -> tuple[bytes, dict[str, float]]:
     """(serialised payload, what it cost), made here unless it is in `folder`."""
-    stored = folder / "payload.pb"
-    if stored.exists():  # the server lost our answer; training again would only cost time
-        costs = read_json(folder / "costs.json", cure="remove its folder, and it is made anew")
-        return _within_limit(stored.read_bytes(), config), {**costs, "resent": 1.0}
+    draw = _booked_draw(config, node, client, job_id, folder)
+    if (cached := _cached_payload(draw, config, folder)) is not None:
+        if draw is not None:
+            draw.finish()
+        return _within_limit(cached.blob, config), {**cached.costs, "resent": 1.0}
     watch = Stopwatch()
-    if config.epsilon and METHODS[config.method].private:
-        cache = folder.parent.parent
-        delta = config.guaranteed_delta
-        spent = spend(cache, client, job_id, config.epsilon, delta, node.epsilon_total)
+    if draw is not None:
+        spent = draw.book(config.epsilon, config.guaranteed_delta, node.epsilon_total)
         log.info(
             "%s: epsilon = %g and delta = %g; in all jobs so far %g and %g",
-            *(client, config.epsilon, delta, *spent),
+            *(client, config.epsilon, config.guaranteed_delta, *spent),
         )
     job = client_job(config, node, client, kit, folder)
     payload = client_half(config.method).make_payload(job)
@@ -174,11 +174,44 @@ def _payload(
         "epsilon": config.epsilon,
         "delta": config.guaranteed_delta,
     }
-    write_atomically(folder / "costs.json", json.dumps(costs).encode())
-    write_atomically(stored, blob)
+    payload_cache.store(folder, blob, costs)
+    if draw is not None:
+        draw.finish()
     del payload, job
     release_memory()  # sending takes the payload's size twice
     return _within_limit(blob, config), costs
+
+
+def _booked_draw(
+    config: RunConfig, node: NodeConfig, client: str, job_id: str, folder: Path
+) -> BookedDraw | None:
+    """The ledger's entry of this payload; None: it has no guarantee."""
+    if not (config.epsilon and METHODS[config.method].private):
+        return None
+    ledger = Ledger(ledger_folder(node), client, older=folder.parent.parent)
+    return BookedDraw(ledger, job_id, folder.name.removeprefix(f"{client}-"))
+
+
+def _cached_payload(
+    draw: BookedDraw | None, config: RunConfig, folder: Path
+) -> payload_cache.CachedPayload | None:
+    """The payload in `folder`; None: there is none that can be sent, and it is to be made.
+
+    Raises:
+        ConfigError: it is damaged, and another noisy one would cost epsilon again.
+    """
+    try:
+        return payload_cache.load(folder)
+    except DamageError as error:
+        log.error("the cached payload: %s", error)
+        if draw is None or draw.is_pending():
+            log.warning("it was not sent, and is made anew")
+            return None
+    raise ConfigError(
+        "the cached payload is damaged, and was not sent. Another one is another noisy message, "
+        f"and would spend epsilon = {config.epsilon:g} again. To spend it, this site must remove "
+        "the folder that its log names, and the job be started again"
+    )
 
 
 def client_job(

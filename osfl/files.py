@@ -1,10 +1,11 @@
 """Files that are either whole or not there, and that only their owner reads."""
 
+import hashlib
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,6 +54,38 @@ def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: b
         raise
     if durable:
         _sync_folder(path.parent)
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that carries the SHA-256 of its own content, whole or not at all.
+
+    Raises:
+        OSError: as `write_atomically`.
+    """
+    record = {"sha256": _digest_of(content), "content": content}
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def read_record(path: Path, hint: str = "") -> dict[str, Any]:
+    """Read the content of `write_record`.
+
+    Args:
+        hint: the end of the message, such as "restore it from a backup".
+
+    Raises:
+        DamageError: the file is missing, or is not as it was written.
+        PermissionError: this user may not read it.
+    """
+    record = read_json(path, cure=hint)
+    content = record.get("content")
+    if not isinstance(content, dict) or record.get("sha256") != _digest_of(content):
+        end = f"; {hint}" if hint else ""
+        raise DamageError(f"{plain(path, 1000)} is damaged (its SHA-256 differs){end}")
+    return content
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

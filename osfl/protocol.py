@@ -5,7 +5,8 @@ What a message asks with, and what its reply says:
 - `query.join`: digests of the kit's weights, and the key that payloads are sealed to; client id,
   installed version, architecture.
 - `train`: job id, and that key; payload (as bytes), header, costs.
-- `query.acknowledge`: job id, for the payload is stored and its copy can go; nothing.
+- `query.acknowledge`: job id, and the SHA-256 of the open payload that the server has stored, whose
+  copy at the client can go; nothing.
 - `evaluate`: global model, its architecture and name, job id, whether the client adapts it first;
   confusion matrix, seconds.
 - `train`, of a method with rounds: model, its architecture, round, job id; trained model, number of
@@ -16,6 +17,7 @@ Everything else that a client needs is in the run-config, which Flower gives to 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -42,9 +44,33 @@ COSTS = {
     "delta": 1.0,
 }
 COST_KEYS = tuple(COSTS)
+# With a guarantee nothing else is sent: seconds, FLOPs, memory and counts are exact functions of
+# the images
+PRIVATE_COST_KEYS = ("resent", "epsilon", "delta")
 
 
-def pack_payload(blob: bytes, costs: dict[str, float]) -> RecordDict:
+def pack_acknowledgement(job_id: str, sha256: str = "") -> RecordDict:
+    """The content of `query.acknowledge`.
+
+    Args:
+        sha256: of the open payload that the server has stored; "" after the last round of a method
+            with rounds, which has none.
+    """
+    return RecordDict({"job": ConfigRecord({"job": job_id, "sha256": sha256})})
+
+
+def acknowledged_digest(content: RecordDict) -> str:
+    """Return the SHA-256 that an acknowledgement names; "" if it names none."""
+    return str(content.config_records["job"].get("sha256", ""))
+
+
+def sent_costs(costs: Mapping[str, float]) -> dict[str, float]:
+    """Return the costs that a client sends, of all that it measured."""
+    keys = PRIVATE_COST_KEYS if costs["epsilon"] else COST_KEYS
+    return {key: costs[key] for key in keys}
+
+
+def pack_payload(blob: bytes, costs: Mapping[str, float]) -> RecordDict:
     """The reply to `train`.
 
     The payload goes as arrays: Flower sends those in chunks of 5 MB, a config as one piece.
@@ -79,7 +105,9 @@ def unpack_payload(
         wire.check_size(size_of(arrays["payload"]) - overhead, expected)
         blob = unpack_bytes(arrays["payload"])
         sha256 = content.config_records["header"]["sha256"]
-        costs = {key: float(content.metric_records["costs"][key]) for key in COST_KEYS}  # type: ignore[arg-type]
+        figures = cast(Mapping[str, float], content.metric_records["costs"])
+        needed = PRIVATE_COST_KEYS if figures["epsilon"] else COST_KEYS
+        costs = {key: float(figures[key]) for key in COST_KEYS if key in needed or key in figures}
         del arrays["payload"]  # and with it the one in `content`, not the other way round
     except wire.PayloadError:
         raise

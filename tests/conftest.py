@@ -7,6 +7,9 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Clients in tests are on the user's own machine, as in a simulation
+os.environ.setdefault("OSFL_ALLOWED_DIRS", "/")
+
 import subprocess
 import sys
 import tomllib
@@ -155,6 +158,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OSFL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OSFL_STATE", str(tmp_path_factory.mktemp("state")))
         yield
 
 
@@ -192,6 +196,7 @@ def home(
     monkeypatch.setattr(digits, "load_split", partial(few_digits, digits.load_split))
     monkeypatch.setenv("OSFL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OSFL_STATE", str(tmp_path / "state"))
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 0.01)
     monkeypatch.setattr("server_app.federation.exchange.RETRY_SECONDS", 0.0)
     load._digits_partition.cache_clear()

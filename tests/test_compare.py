@@ -169,6 +169,20 @@ def outcome(row: str, seed: int, **kwargs) -> compare.Outcome:  # type: ignore[n
     return compare.Outcome(compare.Cell(row, seed, f"{row}-{seed}", ()), **kwargs)
 
 
+def test_costs_that_were_not_sent_are_said(tmp_path: Path) -> None:
+    """With an epsilon a client sends none; bytes are counted by the server."""
+    private = metrics("votes", {"FT": {"a": 40.0, "average": 40.0}})
+    for about in private["clients"].values():
+        about["epsilon"] = 1.0
+        for key in ("flops", "seconds", "peak_memory_mb"):
+            about.pop(key)
+    records = compare.records_of(outcome("votes", 0, metrics=private))
+    assert records[0]["client_flops"] is None
+    assert compare._costs(records)[2:5] == ["not sent"] * 3
+    assert compare._costs(records)[0] == "1.0 kB"
+    assert "votes,0,40.0,40.0,40.0,1,1000,2000000.0,,,,0.25" in compare.as_csv(records)
+
+
 def test_figures_by_hand(tmp_path: Path) -> None:
     """FedX: averages 50 and 54 give 52.0 ± 2.8; Local's models become their mean.
 

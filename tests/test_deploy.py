@@ -102,7 +102,7 @@ def test_state_and_database_are_their_users_alone() -> None:
         lines = file.read_text().splitlines()
         assert {"StateDirectoryMode=0700", "UMask=0077"} <= set(lines), file.name
     recipe = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert "install -d -m 700 -o osfl -g osfl /data\n" in recipe
+    assert "install -d -m 700 -o osfl -g osfl /data /ledger\n" in recipe
     keys = (ROOT / "deploy" / "compose_keys.sh").read_text()
     assert 'chmod 700 "$volume"' in keys
     guide = (ROOT / "docs" / "deployment.md").read_text()
@@ -155,7 +155,9 @@ def test_every_client_has_its_own_volume_and_key() -> None:
     }
     assert len(clients) == 6
     for name, service in clients.items():
-        assert service["volumes"] == [f"{name}:/data", "./kits:/app/kits:ro"]
+        ledger = name.replace("client", "ledger")
+        volumes = [f"{name}:/data", f"{ledger}:/ledger", "./kits:/app/kits:ro"]
+        assert service["volumes"] == volumes
         number = name.removeprefix("client-")
         assert words(service)[-1] == f"client-id='{name}' partition-id={number} num-partitions=6"
 
@@ -180,3 +182,27 @@ def test_images_hold_no_kit_no_data_and_no_secret() -> None:
     assert sent[0] == "*"
     assert {line.removeprefix("!") for line in sent[1:]} == {*copied, "**/__pycache__"}
     assert re.findall(r"^USER (.*)$", recipe, re.MULTILINE)[-1] == "osfl"
+
+
+def test_a_privacy_ledger_lies_on_a_volume_apart_from_the_cache() -> None:
+    """What empties a cache must not begin a new budget."""
+    recipe = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert "OSFL_CACHE=/data/cache OSFL_STATE=/ledger " in recipe
+    for file in (COMPOSE, CLIENT):
+        named = yaml.safe_load(file.read_text())["volumes"]
+        for service in services(file).values():
+            if words(service)[:1] != ["flower-supernode"]:
+                continue
+            (volume,) = (each for each in service["volumes"] if each.endswith(":/ledger"))
+            assert volume.removeprefix("${OSFL_LEDGER:-").partition(":")[0].rstrip("}") in named
+    unit = (ROOT / "deploy" / "systemd" / "osfl-client.service").read_text()
+    assert " OSFL_CACHE=/var/lib/osfl/cache OSFL_STATE=/var/lib/osfl/ledger\n" in unit
+
+
+def test_every_client_says_which_folders_a_run_may_name() -> None:
+    for file in (COMPOSE, CLIENT):
+        for service in services(file).values():
+            command = words(service)
+            if command[:1] == ["flower-supernode"]:
+                assert "allowed-dirs='/app/kits'" in command[-1]
+    assert "allowed-dirs='/srv/kits'" in (ROOT / "deploy/systemd/environment").read_text()

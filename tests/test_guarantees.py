@@ -578,3 +578,21 @@ def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     learned = f"without what was done for privacy, somebody could learn {method.reveals}."
     assert f"Each client sent {method.sends}. From it, {learned}" in unescape(page)
     assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page
+    # Images, seconds, compute and memory of two clients
+    assert page.count("<td>not sent</td>") == 8
+    assert "what the work cost it" not in page
+    assert not {"images", "seconds", "flops"} & set(found["clients"]["client-0"])
+
+
+def test_the_runs_seed_does_not_take_feddiscs_noise_away(tiny_unclip: Path) -> None:
+    """One image per class: the server knows the seed, and would know the embedding."""
+    settings = {"feddisc__kit": str(tiny_unclip), "feddisc__noise_level": 900}
+    data = digits_like(3, 8)
+    sent = [
+        feddisc.make_payload(kit_job_of(tiny_unclip, data, method="feddisc", **settings)).vectors
+        for _ in range(2)
+    ]
+    width = sent[0].shape[-1] // 2
+    assert not torch.allclose(sent[0][..., :width], sent[1][..., :width], atol=1e-3)
+    # The level's own encoding is no secret
+    torch.testing.assert_close(sent[0][..., width:], sent[1][..., width:])

@@ -394,6 +394,20 @@ def test_a_damaged_memory_is_none(
     assert len(reads) == 2
 
 
+def test_a_remembered_digest_that_changed_at_rest_is_not_taken(
+    home: Path, tmp_path: Path, reads: list[Path]
+) -> None:
+    """It would be another kit's, and with a guarantee another noisy payload."""
+    file = large(tmp_path / "weights")
+    first = digests.sha256_of(file)
+    memory = home / "cache" / "digests.json"
+    other = first[:-1] + ("0" if first[-1] != "0" else "1")
+    memory.write_text(memory.read_text().replace(first, other))
+    digests._here.clear()
+    assert digests.sha256_of(file) == first
+    assert len(reads) == 2
+
+
 def test_without_a_place_to_remember_files_are_read(
     tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

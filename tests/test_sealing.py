@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from test_round import metrics, nodes
 from typer.testing import CliRunner
 
@@ -170,6 +170,21 @@ def test_a_site_seals_to_the_key_that_it_knows() -> None:
         sealing_key(RecordDict(), site)
     with pytest.raises(ConfigError, match=r"seal-to = .* has the fingerprint [0-9a-f]{64}"):
         sealing_key(question(bytes(32)), site)
+
+
+def test_a_run_with_a_key_gets_no_open_payload(home: Path, tiny_kit: Path) -> None:
+    """Whoever carries the messages has taken the key's record out."""
+    public = bytes(range(32))
+    assert sealing_key(question(public), NodeConfig(), "/server.key") == public
+    with pytest.raises(ConfigError, match="sealing-key = '/server.key': the message lacks the"):
+        sealing_key(RecordDict(), NodeConfig(), "/server.key")
+    config = quick(method="feddeo", kit=str(tiny_kit), sealing_key="/server.key")
+    record = {"job": ConfigRecord({"job": "job"}), "kit": ConfigRecord({})}
+    for kind in ("query.join", "train"):
+        message = Message(RecordDict(record), dst_node_id=100, message_type=kind)
+        message.metadata.__dict__["_message_id"] = "1"
+        with pytest.raises(ConfigError, match="the message lacks the server's public key"):
+            app(message, Context(1, 100, nodes(2)[0], RecordDict(), config))
 
 
 @pytest.mark.parametrize("bad", [b"short", bytes(33), "text" * 8, 7])

@@ -1,9 +1,7 @@
 """votes: which prompt is nearest, who wins, with what probability, and what is drawn of it."""
 
 import itertools
-import json
 import math
-import os
 import random
 import shutil
 from collections import Counter
@@ -25,7 +23,7 @@ from test_wiring import CPU, PLAN, composed, config_of, prompts_of, server
 
 from benchmarks.votes import chances
 from client_app.app import app, own_settings
-from client_app.ledger import spend
+from client_app.ledger import Ledger
 from client_app.mechanisms import happens_exp, permute_and_flip
 from client_app.methods import votes as client_half
 from osfl.config import ConfigError, NodeConfig, parse_run_config
@@ -233,17 +231,15 @@ def test_candidates_are_names(settings: dict[str, str], problem: str) -> None:
 
 
 def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Path) -> None:
-    assert spend(tmp_path, "a", "one", 1.0, 1e-5, 0.0) == (1.0, 1e-5)
-    assert spend(tmp_path, "a", "two", 0.5, 0.0, 1.5) == (1.5, 1e-5)
-    assert spend(tmp_path, "b", "one", 0.25, 0.0, 1.0) == (0.25, 0)
+    site = Ledger(tmp_path, "a")
+    assert site.spend("one", "k", 1.0, 1e-5) == (1.0, 1e-5)
+    assert site.spend("two", "k", 0.5, 0.0, 1.5) == (1.5, 1e-5)
+    assert Ledger(tmp_path, "b").spend("one", "k", 0.25, 0.0, 1.0) == (0.25, 0)
     with pytest.raises(ConfigError, match=r"epsilon-total = 1.5: with job 'three'"):
-        spend(tmp_path, "a", "three", 0.1, 0.0, 1.5)
-    assert spend(tmp_path, "a", "three", 0.1, 2e-5, 2.0) == pytest.approx((1.6, 3e-5))
-    file = tmp_path / "a.epsilon"
-    assert [json.loads(line)["job"] for line in file.read_text().splitlines()] == [
-        *("one", "two", "three")
-    ]
-    assert file.stat().st_mode & 0o777 == 0o600
+        site.spend("three", "k", 0.1, 0.0, 1.5)
+    assert site.spend("three", "k", 0.1, 2e-5, 2.0) == (1.6, 3e-5)
+    assert [draw.job for draw in site.draws()] == ["one", "two", "three"]
+    assert site.file.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_payload_that_is_asked_for_again_is_the_same_one(
@@ -263,11 +259,11 @@ def test_a_payload_that_is_asked_for_again_is_the_same_one(
 
     first = sent()
     assert sent() == first
-    (ledger,) = Path(os.environ["OSFL_CACHE"]).rglob("client-0.epsilon")
-    assert len(ledger.read_text().splitlines()) == 1
+    ledger = Ledger(home / "state", "client-0")
+    assert len(ledger.draws()) == 1
     config["seed"] = 5
     assert sent() != first
-    assert len(ledger.read_text().splitlines()) == 2
+    assert len(ledger.draws()) == 2
 
 
 # ---- The server ----

@@ -288,6 +288,15 @@ def test_the_costs_of_real_work_are_taken() -> None:
         unpack_payload(pack_payload(b"x", {**large, "images": 0.5}), DESCRIPTIONS)
 
 
+def test_costs_may_be_missing_with_a_guarantee_alone() -> None:
+    private = {"resent": 0.0, "epsilon": 1.0, "delta": 1e-5}
+    assert unpack_payload(pack_payload(b"x", private), DESCRIPTIONS)[2] == private
+    with pytest.raises(wire.PayloadError, match="'seconds' is missing"):
+        unpack_payload(pack_payload(b"x", {**private, "epsilon": 0.0}), DESCRIPTIONS)
+    with pytest.raises(wire.PayloadError, match="'delta' is missing"):
+        unpack_payload(pack_payload(b"x", {"resent": 0.0, "epsilon": 1.0}), DESCRIPTIONS)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_infinity_are_named(value: float) -> None:
     bad = descriptions()

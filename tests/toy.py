@@ -45,6 +45,7 @@ def run_toy(folder: Path, kit: Path) -> subprocess.CompletedProcess:
         **os.environ,
         "OSFL_RUNS": str(folder / "runs"),
         "OSFL_CACHE": str(folder / "cache"),
+        "OSFL_STATE": str(folder / "state"),
     }
     command = [sys.executable, "go.py", str(folder), str(ROOT / "tests"), str(kit)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

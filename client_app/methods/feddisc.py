@@ -24,12 +24,12 @@ import torch
 from sklearn.cluster import KMeans
 
 from client_app.job import ClientJob
-from client_app.mechanisms import private_mean
+from client_app.mechanisms import private_mean, standard_normal
 from osfl.config import RunConfig
 from osfl.models.diffusion import EmbeddingNoise, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
 from osfl.payloads import Embeddings
-from osfl.seeds import generator_of, seed_of
+from osfl.seeds import seed_of
 
 
 def make_payload(job: ClientJob) -> Embeddings:
@@ -54,9 +54,7 @@ def make_payload(job: ClientJob) -> Embeddings:
         own = [embeddings[images.labels == label] for label in held]
         noised_means = [private_vectors(rows, add_noise, job.config) for rows in own]
         return Embeddings(names, torch.stack(noised_means))
-    noise = torch.randn(
-        embeddings.shape, generator=generator_of(job.config.seed, "feddisc", job.client)
-    )
+    noise = standard_normal(embeddings.shape).float()
     noised = add_noise(embeddings, torch.full((len(embeddings),), settings.noise_level), noise)
     vectors = [
         class_vectors(

@@ -449,7 +449,10 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
     clients = metrics["clients"].values()
     server = metrics["server"]
 
-    def most(key: str) -> float:
+    def most(key: str) -> float | None:
+        # With a guarantee a client sends no costs
+        if any(about.get("epsilon") and key not in about for about in clients):
+            return None
         return max(about.get(key, 0) for about in clients)
 
     costs = {
@@ -678,19 +681,20 @@ def _words(text: object) -> str:
 
 
 def _costs(group: list[dict[str, Any]]) -> list[str]:
-    def mean(key: str) -> float:
-        return float(np.mean([record[key] for record in group]))
+    def mean(key: str, text: Callable[[float], str]) -> str:
+        values = [record[key] for record in group]
+        return "not sent" if None in values else text(float(np.mean(values)))
 
+    kit = " + kit" if any(r["kit_not_counted"] for r in group) else ""
     seconds = [r["server_seconds_per_image"] for r in group if r["server_seconds_per_image"]]
     return [
-        human_bytes(mean("upload_bytes")),
-        human_bytes(mean("download_bytes"))
-        + (" + kit" if any(r["kit_not_counted"] for r in group) else ""),
-        human_flops(mean("client_flops")),
-        f"{mean('client_seconds'):.0f}",
-        f"{mean('client_memory_mb'):,.0f}",
+        mean("upload_bytes", human_bytes),
+        mean("download_bytes", human_bytes) + kit,
+        mean("client_flops", human_flops),
+        mean("client_seconds", "{:.0f}".format),
+        mean("client_memory_mb", "{:,.0f}".format),
         f"{np.mean(seconds):.3f}" if seconds else "",
-        f"{mean('rounds'):.0f}",
+        mean("rounds", "{:.0f}".format),
     ]
 
 

@@ -303,6 +303,9 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
             "FLWR_HOME": str(home),
             "OSFL_RUNS": str(runs),
             "OSFL_CACHE": str(cache),
+            "OSFL_STATE": str(runs / ".client-state"),
+            # Simulated clients are this user: settings may name whatever the user may read
+            "OSFL_ALLOWED_DIRS": "/",
         }
         log = open(Path(scratch) / "superlink.log", "wb")  # noqa: SIM115  (lives as long as the process)
         command = [

@@ -11,7 +11,9 @@ there (`feddeo.guidance-text`) and snake_case here.
 from osfl.config.markers import ConfigError, OneOf, Range, Scalar
 from osfl.config.names import is_identifier, split_names
 from osfl.config.parse import (
+    NODE_NOT_IDENTITY,
     NOT_IDENTITY,
+    SITE_PATHS,
     approximations,
     flatten,
     node_schema,
@@ -45,7 +47,9 @@ from osfl.config.sections import (
 )
 
 __all__ = [
+    "NODE_NOT_IDENTITY",
     "NOT_IDENTITY",
+    "SITE_PATHS",
     "ClassifierConfig",
     "ConditionTraining",
     "ConfigError",

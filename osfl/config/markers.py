@@ -34,7 +34,21 @@ class Doc:
 
 @dataclass(frozen=True)
 class NotIdentity:
-    """A key that may differ between a run and its resumption: how long, and where."""
+    """A key that may differ between a run and its resumption: how long, and where.
+
+    In the node-config: a key that does not shape a payload.
+    """
+
+
+@dataclass(frozen=True)
+class SitePath:
+    """A run-config key that can name a file or folder of the machines that use it.
+
+    Attributes:
+        on: "server"; or "client", where the site's `allowed-dirs` bound it.
+    """
+
+    on: str
 
 
 @dataclass(frozen=True)

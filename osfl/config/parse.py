@@ -13,6 +13,7 @@ from osfl.config.markers import (
     OneOf,
     Range,
     Scalar,
+    SitePath,
     marks_of,
 )
 from osfl.config.problems import problems
@@ -150,3 +151,8 @@ def _type_name(kind: Any) -> str:
 # Keys that may differ between a run and its resumption: how long to wait and where, not what is
 # computed.
 NOT_IDENTITY = frozenset(key for key, kind in schema().items() if marks_of(kind, NotIdentity))
+NODE_NOT_IDENTITY = frozenset(
+    key for key, kind in node_schema().items() if marks_of(kind, NotIdentity)
+)
+# Keys that can name a file or folder of the machine that uses them, and where that is.
+SITE_PATHS = {key: mark.on for key, kind in schema().items() for mark in marks_of(kind, SitePath)}

@@ -17,7 +17,8 @@ MOST_SEALED = 2**31 - 1000
 FEWEST_WITH_INFLUENCE = 3
 # Each client costs a training
 MOST_WITH_INFLUENCE = 20
-_HUB_DATA = re.compile(r"hf:[\w.-]+/[\w.-]+(@[\w./-]+)?")
+# No part begins with a dot: hf:../images would be a folder here
+_HUB_DATA = re.compile(r"hf:\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 
 
 def problems(run: RunConfig) -> Iterator[str]:
@@ -302,6 +303,11 @@ def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:
         )
     for architecture in split_names(settings.architecture):
         of_timm = architecture.startswith(BACKBONES)
+        if architecture.startswith("timm:") and set(architecture.removeprefix("timm:")) & set(":/"):
+            yield (
+                f"{section}.architecture = {plain(architecture, 200)!r}: must be timm:NAME, a name "
+                "of timm's alone; for a folder or a model of the hub set hf-hub:..."
+            )
         if of_timm and settings.init in ("kit", "imagenet"):
             yield (
                 f"{section}.init = {settings.init!r}: there is none of {architecture}; take "

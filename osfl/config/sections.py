@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from osfl.config.markers import Approximate, Doc, NotIdentity, OneOf, Range
+from osfl.config.markers import Approximate, Doc, NotIdentity, OneOf, Range, SitePath
 from osfl.config.names import named_words, split_names
 from osfl.methods import METHODS
 from osfl.prompts import fill
@@ -30,6 +30,7 @@ class DataConfig:
             "(`<data-dir>/{train,test}/<class>/*`); or `hf:OWNER/NAME@REVISION`, a data set of the "
             "Hugging Face hub."
         ),
+        SitePath("client"),
     ]
     subset: Annotated[
         str, Doc("Of a hub's data set that has several: which (its configuration's name).")
@@ -111,6 +112,7 @@ class DataConfig:
             "simulations and method = ceiling. With a hub's data set: a copy of it on every "
             "machine, in place of the hub."
         ),
+        SitePath("client"),
     ]
 
     def word(self, name: str) -> str:
@@ -129,6 +131,7 @@ class ClassifierConfig:
             "timm's format. The clients' may be several, comma-separated: a simulated client i "
             "takes the i-th, and so on in turn."
         ),
+        SitePath("client"),
     ]
     small_stem: Annotated[
         bool,
@@ -142,6 +145,7 @@ class ClassifierConfig:
             "(safetensors, or torchvision's .pth), or of a folder of `<architecture>.*` for "
             "several architectures."
         ),
+        SitePath("client"),
     ]
     trained: Annotated[
         str, OneOf("all", "head"), Doc("What is trained: all, or the last layer alone.")
@@ -287,6 +291,7 @@ class SynthesisConfig:
             "Weights that let the UNet draw in few steps: kit (its `lora/`), a file, a folder, or "
             "a hub id such as `latent-consistency/lcm-lora-sdv1-5`; empty: none."
         ),
+        SitePath("server"),
         Approximate("", "few-step weights"),
     ]
     base_steps: Annotated[
@@ -318,6 +323,7 @@ class SynthesisConfig:
             "Through which a classifier that guides sees the image: kit (its `small_decoder/`), or "
             "a folder or hub id such as `madebyollin/taesd`; empty: the decoder itself."
         ),
+        SitePath("server"),
         Approximate("", "guidance through a small decoder", methods=("fedlmg", "fedcado")),
     ]
     checkpointing: Annotated[
@@ -475,7 +481,9 @@ class FGLConfig:
 class FedDISCConfig:
     """FedDISC: cluster centres of image embeddings."""
 
-    kit: Annotated[str, Doc("A Stable unCLIP folder or hub id; empty: the run's kit.")]
+    kit: Annotated[
+        str, Doc("A Stable unCLIP folder or hub id; empty: the run's kit."), SitePath("client")
+    ]
     clusters: Annotated[int, Range(1, 1000), Doc("K: clusters of a class.")]
     noise_level: Annotated[int, Range(0, 999), Doc("Timestep of the noise on image embeddings.")]
     guidance_cluster: Annotated[Scale, Doc("Guidance scale of a cluster's centre.")]
@@ -607,6 +615,7 @@ class RoundsConfig:
             "FedDF: the server's unlabelled images: public (the digits' public split), or the "
             "absolute path of a folder of images."
         ),
+        SitePath("server"),
     ]
     proxy_images: Annotated[
         int,
@@ -699,6 +708,7 @@ class RunConfig:
             "Absolute path on the server of the private key that payloads are sealed to (`osfl "
             "certs sealing`): the SuperLink then holds ciphertext alone. Empty: they are not."
         ),
+        SitePath("server"),
         NotIdentity(),
     ]
     sealed_store: Annotated[
@@ -782,6 +792,7 @@ class RunConfig:
     runs_dir: Annotated[
         str,
         Doc("Folder of all runs, an absolute path; empty: `$OSFL_RUNS`, else `~/.osfl/runs`."),
+        SitePath("server"),
         NotIdentity(),
     ]
     kit: Annotated[
@@ -791,9 +802,15 @@ class RunConfig:
             "`stable-diffusion-v1-5/stable-diffusion-v1-5`, `@REVISION` behind it or not. "
             "Node-config kit goes first."
         ),
+        SitePath("client"),
+        SitePath("client"),
     ]
-    captioner: Annotated[str, Doc("A BLIP or BLIP-2 folder or hub id; empty: the kit's.")]
-    image_encoder: Annotated[str, Doc("A DINOv2 or CLIP folder or hub id; empty: the kit's.")]
+    captioner: Annotated[
+        str, Doc("A BLIP or BLIP-2 folder or hub id; empty: the kit's."), SitePath("client")
+    ]
+    image_encoder: Annotated[
+        str, Doc("A DINOv2 or CLIP folder or hub id; empty: the kit's."), SitePath("client")
+    ]
     device: Annotated[
         str,
         Doc("The server's: auto, cpu, cuda, cuda:1, and so on; a client's is in its node-config."),
@@ -880,10 +897,23 @@ class NodeConfig:
             "`data.root`."
         ),
     ] = ""
-    kit: Annotated[str, Doc("Where the kit is on this machine; empty: the run's.")] = ""
-    device: Annotated[str, Doc("auto, cpu, cuda, cuda:1, and so on.")] = "auto"
+    allowed_dirs: Annotated[
+        str,
+        Doc(
+            "Absolute folders, comma-separated: a path in a run's settings must lie below one of "
+            "them, links followed, or is refused here. Shipped kits and the hub's cache are always "
+            "allowed. Empty: `$OSFL_ALLOWED_DIRS`, else nothing more."
+        ),
+        NotIdentity(),
+    ] = ""
+    kit: Annotated[
+        str, Doc("Where the kit is on this machine; empty: the run's."), NotIdentity()
+    ] = ""
+    device: Annotated[str, Doc("auto, cpu, cuda, cuda:1, and so on."), NotIdentity()] = "auto"
     architecture: Annotated[
-        str, Doc("This client's classifier, one that the run allows; empty: the run's.")
+        str,
+        Doc("This client's classifier, one that the run allows; empty: the run's."),
+        NotIdentity(),
     ] = ""
     domain: Annotated[
         str, Doc("The domain's name, for prompts-domain; empty: the simulation's.")
@@ -891,14 +921,24 @@ class NodeConfig:
     cache_dir: Annotated[
         str,
         Doc(
-            "Where finished payloads are kept until the server has them; empty: `$OSFL_CACHE`, "
-            "else `~/.osfl/cache`."
+            "Where finished payloads are kept until the server has them, and those with an "
+            "epsilon until the site removes them; empty: `$OSFL_CACHE`, else `~/.osfl/cache`."
         ),
+        NotIdentity(),
+    ] = ""
+    ledger_dir: Annotated[
+        str,
+        Doc(
+            "An absolute path: where the privacy ledger is kept, the sum of every epsilon that "
+            "was spent. It must outlive the cache. Empty: `$OSFL_STATE`, else `~/.osfl/state`."
+        ),
+        NotIdentity(),
     ] = ""
     checkpointing: Annotated[
         str,
         OneOf("off", "on", "auto", ""),
         Doc("As the run-config's; empty: the run's."),
+        NotIdentity(),
     ] = ""
     epsilon: Annotated[
         float,
@@ -907,20 +947,23 @@ class NodeConfig:
             "The largest `epsilon` of a payload of this site: a larger one of the run is lowered "
             "to it, and methods that give no guarantee are refused; 0: the run's."
         ),
+        NotIdentity(),
     ] = 0.0
     delta: Annotated[
         float,
         Range(1e-12, 0.01),
         Doc("The largest `delta` of a payload of this site: a larger one of the run is lowered."),
+        NotIdentity(),
     ] = 1e-5
     epsilon_total: Annotated[
         float,
         Range(0, 1000),
         Doc(
             "The most that all jobs together may give away of this site's images; then its client "
-            "refuses. What was spent is kept in `cache-dir`, by `client-id`, which it needs. 0: no "
-            "limit."
+            "refuses. What was spent is kept in `ledger-dir`, by `client-id`, which it needs. 0: "
+            "no limit."
         ),
+        NotIdentity(),
     ] = 0.0
     seal_to: Annotated[
         str,
@@ -928,6 +971,7 @@ class NodeConfig:
             "Fingerprint of the server's sealing key, 64 hex digits: this site sends no payload "
             "that is not sealed to that key. Empty: it takes the run's key, or none."
         ),
+        NotIdentity(),
     ] = ""
     min_class_images: Annotated[
         int,
@@ -945,4 +989,5 @@ class NodeConfig:
             "`<job>-<model>-<client>.safetensors`, and with `adaptation.steps` the adapted ones "
             "beside them, `-adapted`. Empty: it keeps none."
         ),
+        NotIdentity(),
     ] = ""

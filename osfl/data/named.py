@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from osfl.config import DataConfig, NodeConfig, split_names
+from osfl.data.offline import check_rows
 from osfl.data.partition import DataError, node_rows
 from osfl.words import identifier, plain
 
@@ -105,6 +106,7 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         chosen = _split(splits, held_out, "test", source)
     else:
         chosen = _split(splits, config.train_split, "train", source)
+    check_rows(chosen, config, _home(config, node), source)
     chosen = _labelled(chosen, config, source)
     labels = np.asarray(chosen["label"])
     if node.data_dir:
@@ -124,6 +126,11 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         wanted[config.domain_column] = "domain"
     held = chosen.select(np.sort(rows)).select_columns(list(wanted))
     return held.rename_columns({old: new for old, new in wanted.items() if old != new})
+
+
+def _home(config: DataConfig, node: NodeConfig) -> Path | None:
+    folder = node.data_dir or config.root
+    return Path(folder).expanduser() if folder else None
 
 
 def domain_of(rows: "Dataset") -> str:
@@ -158,6 +165,11 @@ def _read(name: str, subset: str, root: str) -> "DatasetDict":
         if _is_saved(folder):
             return _saved(folder)
     repository, revision = repository_of(name)
+    if not root and Path(repository).exists():
+        raise DataError(
+            f"data.name = {name!r}: a folder here has this name, and the data set of the hub is "
+            "not read in its place. Set data.root to the folder's absolute path, or rename it"
+        )
     try:
         return load_dataset(
             str(Path(root).expanduser()) if root else repository,

@@ -1,7 +1,6 @@
 """SHA-256 of files, remembered: gigabytes of weights are read once, not at every start."""
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from osfl.files import OWNER_ONLY, private_folder, write_atomically
+from osfl.files import OWNER_ONLY, private_folder, read_record, write_record
 
 SMALL_BYTES = 2**20  # a file below it is read each time
 YOUNG_SECONDS = 2.0  # a file that has just changed may change again within its clock's tick
@@ -85,16 +84,15 @@ def _remember(file: Path, about: list[int], digest: str) -> None:
     kept = dict(list(kept.items())[1 - MOST_FILES :])
     kept[str(file.resolve())] = {"about": about, "sha256": digest}
     with suppress(OSError):
-        write_atomically(_cache_file(), (json.dumps(kept, indent=1) + "\n").encode(), 0o600)
+        write_record(_cache_file(), kept)
 
 
 def _known() -> dict[str, Any]:
     """What is remembered; nothing where the file is missing or damaged."""
     try:
-        known = json.loads(_cache_file().read_bytes())
+        return read_record(_cache_file())
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
 
 
 @contextmanager

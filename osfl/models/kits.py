@@ -102,11 +102,11 @@ def find_kit(name: str, parts: Iterable[str] = (), progress: Progress = _silent)
         return str(fetch_kit(name, parts, progress))
     if "/" in name or "\\" in name:
         return str(Path(name).expanduser()) if name.startswith("~") else name
-    for root in _kit_roots():
+    for root in kit_roots():
         if (root / name / "model_index.json").is_file():
             return str(root / name)
     shipped = sorted(
-        {p.parent.name for root in _kit_roots() for p in root.glob("*/model_index.json")}
+        {p.parent.name for root in kit_roots() for p in root.glob("*/model_index.json")}
     )
     raise FileNotFoundError(
         f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an "
@@ -137,7 +137,7 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
-def _kit_roots() -> list[Path]:
+def kit_roots() -> list[Path]:
     """The installed package's kits.
 
     Not beside this file, which may be the copy in a Flower bundle, where kits are left out.

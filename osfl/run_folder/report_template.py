@@ -189,6 +189,7 @@ TEMPLATE = (
 {% for name, c in m.clients.items() %}
 <tr><td>{{ name }}</td><td>{{ c.upload_bytes|bytes }}</td><td>{% if c.download_bytes is defined %}{{ c.download_bytes|bytes }}{% else %}–{% endif %}</td>
 {% if c.seconds is defined %}<td>{{ "%.0f"|format(c.images) }}</td><td>{{ "%.1f"|format(c.seconds) }}</td><td>{{ c.flops|flops }}</td><td>{{ (c.peak_memory_mb * 1e6)|bytes }}</td>
+{% elif c.epsilon %}<td>not sent</td><td>not sent</td><td>not sent</td><td>not sent</td>
 {% else %}<td>–</td><td>0</td><td>0</td><td>–</td>{% endif %}</tr>
 {% endfor %}
 </table></div></details>
@@ -199,7 +200,7 @@ TEMPLATE = (
 <p class="note">Each client sent {{ m.sends }}. From it{% if m.epsilons and m.epsilons[0] > 0 %}, without what was done for privacy,{% endif %} somebody could learn {{ m.reveals }}.
 {% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for one image replaced, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. That does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}.
 {% else %}There is no guarantee of differential privacy{% if m.epsilons and m.epsilons[-1] > 0 %} for some clients{% endif %}.
-{% endif %}Beside it, and without a guarantee, each sent what the work cost it, and the confusion matrix of its own test images{% if m.adapted %}, also of the model that it adapted with its training images{% endif %}.
+{% endif %}Beside it, and without a guarantee, each sent {% if not m.epsilons or m.epsilons[0] == 0 %}what the work cost it, and {% endif %}the confusion matrix of its own test images{% if m.adapted %}, also of the model that it adapted with its training images{% endif %}.
 <code>osfl audit</code>, run by a client, measures what its payload gives away of whose images made it.</p>
 {% endif %}
 <h2>How to repeat it</h2>

@@ -23,6 +23,7 @@ from osfl.protocol import (
     ACKNOWLEDGE,
     HEADER_BYTES,
     check_costs,
+    pack_acknowledgement,
     pack_state,
     size_of,
     unpack_state,
@@ -160,7 +161,7 @@ def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:
     exchange = Exchange(grid, under_way.THANKS_SECONDS)
     end = time.monotonic() + under_way.THANKS_SECONDS
     for node in nodes.values():
-        exchange.push(node, ACKNOWLEDGE, RecordDict({"job": ConfigRecord({"job": job_id})}))
+        exchange.push(node, ACKNOWLEDGE, pack_acknowledgement(job_id))
     while exchange.pull(ignore, ignore, ignore, end) and time.monotonic() < end:
         exchange.rest(end)
     exchange.end()

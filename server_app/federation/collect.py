@@ -12,7 +12,7 @@ from osfl.config import RunConfig
 from osfl.costs import release_memory
 from osfl.log import log
 from osfl.payloads import Payload
-from osfl.protocol import ACKNOWLEDGE, unpack_payload
+from osfl.protocol import ACKNOWLEDGE, pack_acknowledgement, unpack_payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 from osfl.sealing import (
@@ -93,7 +93,8 @@ class Collection:
         # Of a sealed one the seal finds damage, and its digest is no open payload's
         known = None if self.folder.sealed_to(client) else sha256
         if self._accept(client, known, limits) and client in self.members.nodes:
-            self._thanks.push(self.members.nodes[client], ACKNOWLEDGE, self._job)
+            named = known or wire.digest(self._opened(client))
+            self._acknowledge(self.members.nodes[client], named)
 
     def ask(self, client: str, node: int) -> None:
         """Ask a client for its payload."""
@@ -161,7 +162,11 @@ class Collection:
         upload.blob = b""
         release_memory()  # to decode needs the payload's size three times
         if self._accept(client, sha256, self.expected(client)):
-            self._thanks.push(node, ACKNOWLEDGE, self._job)
+            self._acknowledge(node, sha256)
+
+    def _acknowledge(self, node: int, sha256: str) -> None:
+        """Name the payload that is stored: a client forgets no other one."""
+        self._thanks.push(node, ACKNOWLEDGE, pack_acknowledgement(self._job_id, sha256))
 
     def _accept(self, client: str, sha256: str | None, limits: wire.Expected) -> bool:
         try:  # from the disk, so that `decode` alone has the bytes

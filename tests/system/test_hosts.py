@@ -289,7 +289,7 @@ def test_a_run_between_hosts_whose_link_is_slow_and_cut(
     before = site.sent_bytes()
     wait_for(lambda: site.sent_bytes() > before + PAYLOAD / 4, 60, log)
     (made,) = cache.rglob("payload.pb")
-    costs = json.loads((made.parent / "costs.json").read_text())
+    costs = json.loads((made.parent / "payload.json").read_text())["content"]["costs"]
 
     ip("-n", server.namespace, "link", "set", site.name, "down")
     cut_at = site.sent_bytes()
