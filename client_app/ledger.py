@@ -6,6 +6,7 @@ with epsilon 3 (basic composition; Dwork et al., 2006).
 
 import json
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -25,19 +26,40 @@ def spend(
     Raises:
         ConfigError: it would be more than the site allows.
     """
-    file = folder / f"{client}.epsilon"
+    file = _file(folder, client)
     with FileLock(f"{file}.lock", mode=OWNER_ONLY):
-        lines = file.read_text().splitlines() if file.is_file() else []
-        spent = [json.loads(line) for line in lines]
+        spent = _spent(file)
         total = sum(float(one["epsilon"]) for one in spent) + epsilon
         deltas = sum(float(one.get("delta", 0)) for one in spent) + delta
-        if limit and total > limit:
-            raise ConfigError(
-                f"node-config epsilon-total = {limit:g}: with job {job_id!r} this client would "
-                "have given away more; its site may raise the total, or begin a new one with other "
-                "images"
-            )
+        _refuse_beyond(total, limit, f"job {job_id!r}")
+        lines = [json.dumps(one) for one in spent]
         lines.append(json.dumps({"job": job_id, "epsilon": epsilon, "delta": delta}))
         # Whole or not at all: a torn line could not be added up
         write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
     return total, deltas
+
+
+def check_total(folder: Path, client: str, epsilon: float, limit: float) -> None:
+    """Check that one more message is within what the site allows; nothing is written down.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    spent = sum(float(one["epsilon"]) for one in _spent(_file(folder, client)))
+    _refuse_beyond(spent + epsilon, limit, "this run")
+
+
+def _file(folder: Path, client: str) -> Path:
+    return folder / f"{client}.epsilon"
+
+
+def _spent(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def _refuse_beyond(total: float, limit: float, asker: str) -> None:
+    if limit and total > limit:
+        raise ConfigError(
+            f"node-config epsilon-total = {limit:g}: with {asker} this client would have given "
+            "away more; its site may raise the total, or begin a new one with other images"
+        )

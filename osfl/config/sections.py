@@ -17,6 +17,11 @@ from osfl.prompts import fill
 Scale = Annotated[float, Range(0, 100)]
 Weight = Annotated[float, Range(0, 1e4)]
 Switch = Annotated[str, OneOf("off", "on", "auto")]
+# What a node-config key says that fixes a run-config key of the same name
+PINNED = (
+    "The only `data.{}` that this site accepts; empty or 0: any, but with an `epsilon` or "
+    "`epsilon-total` here the run-config's default alone."
+)
 
 
 @dataclass(frozen=True)
@@ -660,7 +665,7 @@ class RunConfig:
     ]
     delta: Annotated[
         float,
-        Range(1e-12, 0.01),
+        Range(1e-9, 0.01),
         Doc(
             "With `epsilon`: the chance that the guarantee does not hold; far below 1 / images. "
             "`votes` has none."
@@ -910,15 +915,16 @@ class NodeConfig:
     ] = 0.0
     delta: Annotated[
         float,
-        Range(1e-12, 0.01),
+        Range(1e-9, 0.01),
         Doc("The largest `delta` of a payload of this site: a larger one of the run is lowered."),
     ] = 1e-5
     epsilon_total: Annotated[
         float,
         Range(0, 1000),
         Doc(
-            "The most that all jobs together may give away of this site's images; then its client "
-            "refuses. What was spent is kept in `cache-dir`, by `client-id`, which it needs. 0: no "
+            "The most `epsilon` that the payloads of all jobs together may spend; then the client "
+            "refuses. A run without an epsilon, and a method without a guarantee, are refused at "
+            "once. What was spent is kept in `cache-dir`, by `client-id`, which it needs. 0: no "
             "limit."
         ),
     ] = 0.0
@@ -946,3 +952,35 @@ class NodeConfig:
             "beside them, `-adapted`. Empty: it keeps none."
         ),
     ] = ""
+    test_results: Annotated[
+        str,
+        OneOf("exact", "off", ""),
+        Doc(
+            "Whether this site answers a test of a global model with its confusion matrix, for "
+            "which no guarantee holds: exact, or off. Empty: off where `epsilon` or "
+            "`epsilon-total` is set here, else exact."
+        ),
+    ] = ""
+    classes: Annotated[
+        str,
+        Doc(
+            "The only `data.classes` that this site accepts, comma-separated, in the run's order; "
+            "empty: any. With an `epsilon` here, text labels require it."
+        ),
+    ] = ""
+    image_column: Annotated[str, Doc(PINNED.format("image-column"))] = ""
+    label_column: Annotated[str, Doc(PINNED.format("label-column"))] = ""
+    domain_column: Annotated[str, Doc(PINNED.format("domain-column"))] = ""
+    train_split: Annotated[str, Doc(PINNED.format("train-split"))] = ""
+    test_split: Annotated[str, Doc(PINNED.format("test-split"))] = ""
+    test_share: Annotated[float, Range(0, 0.99), Doc(PINNED.format("test-share"))] = 0.0
+
+    @property
+    def demands_guarantee(self) -> bool:
+        """Whether this site sends no payload without differential privacy."""
+        return bool(self.epsilon or self.epsilon_total)
+
+    @property
+    def tells_tests(self) -> bool:
+        """Whether the confusion matrix of a global model leaves this site."""
+        return (self.test_results or ("off" if self.demands_guarantee else "exact")) == "exact"
