@@ -2,8 +2,9 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,17 @@ import analytic_classifier
 import pytest
 import torch
 from analytic import random_pixels
-from conftest import LoopGrid, defaults, quick
+from conftest import ROOT, LoopGrid, defaults, quick
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageColumn
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from PIL import Image
 
-from client_app.app import app, own_settings
+from client_app.app import app, cache_key, own_settings
 from client_app.errors import ClientError, PublicConfigError
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.pins import USUAL
+from osfl.error_codes import CODES, DETAILS, OTHER
 from osfl.methods import METHODS
 from osfl.models import classifiers
 from osfl.protocol import WITHHELD, SentModel, pack_model
@@ -313,6 +315,21 @@ def test_no_run_asks_for_the_values_of_a_column_of_texts(
             asks(kind, config, node)
     assert "its labels are texts" in caplog.text
     asks("query.join", config, {**node, "classes": "Ada_Abel,Ada_Berg"})
+
+
+def test_what_a_site_allows_shapes_no_payload(part: Path) -> None:
+    """A site that changes it makes no second draw of a payload that it has."""
+    parsed = parse_run_config(run_config())
+    pinned = dict.fromkeys((*USUAL, "classes", "test_results"), "x")
+    here = cache_key(parsed, replace(NodeConfig(), **pinned), "")
+    assert here == cache_key(parsed, NodeConfig(), "")
+
+
+def test_the_codes_are_in_the_docs() -> None:
+    page = (ROOT / "docs" / "privacy.md").read_text()
+    listed = re.findall(r"^\| `([A-Z]+)` \|", page, re.MULTILINE)
+    assert set(listed) == {*CODES.values(), OTHER}
+    assert DETAILS in page
 
 
 def test_a_cut_by_the_runs_seed_needs_a_test_split() -> None:

@@ -213,8 +213,9 @@ class AdaptationConfig:
         Range(0, 10_000_000),
         Doc(
             "Steps that every client trains the global model on its own images after the test, to "
-            "test it once more, left-out clients too. Nothing else is sent of it, and with an "
-            "epsilon not even that. 0: none. A finished run that is called again tests again."
+            "test it once more, left-out clients too. Nothing else is sent of it. With an epsilon "
+            "not even that is, and only sites with a `models-dir` adapt. 0: none. A finished run "
+            "that is called again tests again."
         ),
         NotIdentity(),
     ]
