@@ -84,7 +84,8 @@ def config_of(method: str, kit: Path, unclip: Path, **settings: Any) -> dict[str
         "classifier__steps": 1,
         "classifier__init": "none",
         "global_model__init": "none",
-        "adaptation__steps": 3,
+        # Local has no global model that a client could adapt
+        "adaptation__steps": 0 if method == "local" else 3,
         "num_clients": 1,
         "epsilon": 2.0,
         "delta": 1e-4,
@@ -195,6 +196,7 @@ def test_one_image_changes_nothing_but_what_is_noisy(
     differing = {key for key in here.keys() | there.keys() if here.get(key) != there.get(key)}
     measured = {key for key in differing if key.rpartition(".")[2] in MEASURED}
     assert differing - measured == set()
+    # To be removed, with MEASURED, once costs depend on settings alone: F7 of issue 52
     if measured:
         pytest.xfail(f"costs depend on what was measured: {sorted(measured)}")
 
