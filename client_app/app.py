@@ -6,7 +6,6 @@ where it is needed: torch takes seconds.
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -18,11 +17,12 @@ from pathlib import Path
 from filelock import FileLock
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable
 
 import osfl
 from client_app import payload_cache
+from client_app.errors import PublicConfigError, plain_errors, private_errors, public_words
 from client_app.keys import sealing_key
+from client_app.ledger import Ledger, ledger_folder
 from client_app.paths import check_architecture, check_paths
 from osfl.config import (
     NODE_NOT_IDENTITY,
@@ -37,51 +37,20 @@ from osfl.config import (
     split_names,
     without_guarantee,
 )
+from osfl.data.overlap import check_apart
 from osfl.data.parts import check_images, client_name
+from osfl.data.pins import check_pins
 from osfl.files import OWNER_ONLY, own_folder, private_folder
 from osfl.methods import METHODS
 from osfl.models.initialisation import initial_weights
 from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
 from osfl.models.kits import find_kit, kit_digest, weights_digests
 from osfl.models.used_parts import kit_parts, models_apart
-from osfl.words import plain_lines, plain_record
 
 KEY_LENGTH = 12
-MOST_ERROR = 4000  # characters of an error that is sent to the server
-log = logging.getLogger("flwr")  # in which Flower writes what a client raises
-log.addFilter(plain_record)
 
-
-class ClientError(RuntimeError):
-    """What a client raised, in words that can be sent: printable, and not too many."""
-
-
-def plain_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A Flower mod: Flower sends the words of an exception to the server as they are.
-
-    Raises:
-        ClientError: in place of an exception whose words a terminal would obey, or that has too
-            many of them; the traceback is the same.
-    """
-    try:
-        return call_next(message, context)
-    except Exception as error:
-        if (told := _in_plain_words(error)) is error:
-            raise
-    raise told
-
-
-def _in_plain_words(error: Exception) -> Exception:
-    words = plain_lines(error, MOST_ERROR)
-    try:
-        if str(error) == words:
-            return error
-    except Exception:  # it has no words at all
-        log.error("an error without words: %s", type(error).__name__)
-    return ClientError(f"{type(error).__name__}: {words}").with_traceback(error.__traceback__)
-
-
-app = ClientApp(mods=[plain_errors])
+# The first is the outermost
+app = ClientApp(mods=[plain_errors, private_errors])
 
 
 @app.query("join")
@@ -89,8 +58,11 @@ def join(message: Message, context: Context) -> Message:
     """Say who this node is; a node that cannot take part says why before any work is done."""
     config, node, client = _settings(context)
     if METHODS[config.method].client or METHODS[config.method].rounds:
-        sealing_key(message.content, node, config.sealing_key)
-    _same_kit(message, config, check_node(config, node))
+        with public_words():
+            sealing_key(message.content, node, config.sealing_key)
+    kit = check_node(config, node)
+    _same_kit(message, config, kit)
+    _check_budget(config, node, client, kit)
     record = ConfigRecord(
         {
             "client": client,
@@ -112,8 +84,10 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
             initial weights or the device.
     """
     check_images(config.data, node, config.seed)
+    if node.demands_guarantee and node.tells_tests:
+        check_apart(config.data, node, config.seed)
     if config.guaranteed_delta and find_spec("dp_accounting") is None:
-        raise ConfigError(
+        raise PublicConfigError(
             f"epsilon = {config.epsilon:g}: for method {config.method!r} this node needs the "
             "package dp-accounting: pip install 'osfl[privacy]'"
         )
@@ -128,6 +102,24 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
 
         pick_device(node.device)
     return kit
+
+
+def _check_budget(config: RunConfig, node: NodeConfig, client: str, kit: str) -> None:
+    """Check before the work that `epsilon-total` leaves enough for this job's payload.
+
+    Raises:
+        PublicConfigError: it does not. It says nothing of images, only of earlier jobs.
+    """
+    sends = METHODS[config.method].client and client not in config.testers
+    if not (node.epsilon_total and sends):
+        return
+    key = cache_key(config, node, kit)
+    # A payload that was made before is sent again, which costs nothing
+    if config.job_id and payload_cache.has_payload(_cache(node, config.job_id) / f"{client}-{key}"):
+        return
+    ledger = Ledger(ledger_folder(node), client, older=_cache(node, ""))
+    with public_words():
+        ledger.check(config.job_id, key, config.epsilon, node.epsilon_total)
 
 
 def _check_models_dir(folder: str) -> None:
@@ -208,8 +200,9 @@ def evaluate(message: Message, context: Context) -> Message:
 
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """(run-config, node-config, client id), checked."""
-    config = parse_run_config(context.run_config)
-    node = parse_node_config(context.node_config)
+    with public_words():
+        config = parse_run_config(context.run_config)
+        node = parse_node_config(context.node_config)
     # Before anything that the run names is read
     check_paths(config, node)
     return own_settings(config, node, context.node_id)
@@ -221,48 +214,78 @@ def own_settings(
     """(run-config with this client's own classifier and epsilon, node-config, client id).
 
     Raises:
-        ConfigError: a client id that can be no file's name, a classifier that is not the run's, or
-            a method without the guarantee that this site asks for.
+        ConfigError: a client id that can be no file's name, or as `_own_config`.
         DataError: there is no folder, domain or data set for the node.
     """
+    with public_words():
+        own = _own_config(config, node)
     client = node.client_id or client_name(config.data, node, config.seed) or f"node-{node_id}"
     if not is_identifier(client):
         raise ConfigError(
             f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not "
             "'average'"
         )
+    return own, node, client
+
+
+def _own_config(config: RunConfig, node: NodeConfig) -> RunConfig:
+    """The run-config with this client's own classifier, epsilon and delta. Reads no data.
+
+    Raises:
+        ConfigError: a classifier that is not the run's, a run without the guarantee that this site
+            demands, or other columns, splits or classes than this site names.
+    """
+    check_pins(config.data, node)
     classifier = replace(config.classifier, architecture=_architecture(config, node))
-    method = METHODS[config.method]
-    if node.epsilon and not method.private and (method.payload or method.rounds):
-        raise ConfigError(
-            f"node-config epsilon = {node.epsilon:g}: this site sends no payload without a "
-            f"guarantee, and method {config.method!r} gives none"
-        )
     if node.seal_to and not re.fullmatch("[0-9a-fA-F]{64}", node.seal_to):
         raise ConfigError(
             f"node-config seal-to = {node.seal_to!r}: must be the 64 hex digits that `osfl certs "
             "sealing` prints"
         )
-    if node.seal_to and method.open_models:
+    if node.seal_to and METHODS[config.method].open_models:
         raise ConfigError(
             f"node-config seal-to = {node.seal_to!r}: this site sends no open payload, and with "
             f"method {config.method!r} models go to and fro, which are not sealed"
+        )
+    # The lower of both, of those that there are
+    epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
+    _check_guarantee(config, node, epsilon)
+    delta = min(config.delta, node.delta)
+    return replace(config, classifier=classifier, epsilon=epsilon, delta=delta)
+
+
+def _check_guarantee(config: RunConfig, node: NodeConfig, epsilon: float) -> None:
+    """Check that a site which demands a guarantee sends no payload without one.
+
+    Args:
+        epsilon: this client's own.
+
+    Raises:
+        ConfigError: it would.
+    """
+    method = METHODS[config.method]
+    sends = bool(method.payload or method.rounds)
+    key = "epsilon" if node.epsilon else "epsilon-total"
+    demand = f"node-config {key} = {node.epsilon or node.epsilon_total:g}: this site sends no"
+    if node.demands_guarantee and sends and not method.private:
+        raise ConfigError(
+            f"{demand} payload without a guarantee, and method {config.method!r} gives none"
+        )
+    if node.epsilon_total and sends and not epsilon:
+        raise ConfigError(
+            f"{demand} payload whose epsilon is not counted; set epsilon in the run-config, or in "
+            "this node-config"
         )
     if node.epsilon_total and not node.client_id:
         raise ConfigError(
             f"node-config epsilon-total = {node.epsilon_total:g}: needs a client-id, by which what "
             "was given away is found again"
         )
-    # The lower of both, of those that there are
-    epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
     if epsilon and (problem := without_guarantee(config)):
         raise ConfigError(
-            f"node-config epsilon = {epsilon:g}: this site sends nothing without a guarantee. The "
-            f"run has {problem}"
+            f"node-config epsilon = {epsilon:g}: this site sends no payload without a guarantee. "
+            f"The run has {problem}"
         )
-    delta = min(config.delta, node.delta)
-    own = replace(config, classifier=classifier, epsilon=epsilon, delta=delta)
-    return own, node, client
 
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:

@@ -81,7 +81,8 @@ class Ledger:
             limit: of the sum of epsilon; 0: none.
 
         Raises:
-            ConfigError: the sum would exceed the limit, or the ledger is damaged.
+            ConfigError: the sum would exceed the limit.
+            DamageError: the ledger is damaged.
         """
         with self._alone():
             draws = self._with(job_id, key, epsilon, delta, limit)
@@ -104,8 +105,9 @@ class Ledger:
             draws.append(Draw(job_id, key, epsilon, delta, kept=False))
         total = _sum(draw.epsilon for draw in draws)
         if limit and total > _exact(limit):
+            asker = f"job {job_id!r}" if job_id else "this run"
             raise ConfigError(
-                f"node-config epsilon-total = {limit:g}: with job {job_id!r} this client would "
+                f"node-config epsilon-total = {limit:g}: with {asker} this client would "
                 f"have spent epsilon = {float(total):g}. Its site may raise the total, or begin "
                 "a new ledger with other images"
             )
@@ -128,17 +130,15 @@ class Ledger:
         """Return all draws; those of an older version's ledger if there is no other one.
 
         Raises:
-            ConfigError: the ledger is damaged.
+            DamageError: the ledger is damaged.
         """
         hint = "restore the site's ledger from a backup: without it the sum is unknown"
+        if not self.file.exists():
+            return self._older_draws()
         try:
-            if not self.file.exists():
-                return self._older_draws()
             return [Draw(**draw) for draw in read_record(self.file, hint)["draws"]]
-        except DamageError as error:
-            raise ConfigError(str(error)) from None
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
+            raise DamageError(
                 f"{plain(self.file, 1000)} is damaged ({plain(error, 100)}); {hint}"
             ) from None
 

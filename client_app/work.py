@@ -28,11 +28,12 @@ from osfl.data.load import (
     load_images,
     small_classes,
 )
+from osfl.data.overlap import check_apart
 from osfl.data.parts import class_names
 from osfl.devices import pick_device, saves_memory
 from osfl.files import DamageError, open_private, write_atomically
 from osfl.methods import METHODS, client_half
-from osfl.protocol import SentModel, pack_payload, sent_costs, unpack_model
+from osfl.protocol import WITHHELD, SentModel, pack_payload, sent_costs, unpack_model
 from osfl.sealing import seal
 
 if TYPE_CHECKING:
@@ -78,34 +79,72 @@ def train(
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:
     """The reply to `evaluate`: the confusion matrix of a global model on this node's test images.
 
-    Asked to adapt it, of what this client makes of it with its own training images first. With an
-    epsilon that is not told, for nothing but the noised payload may come of these. A node with a
-    `models-dir` keeps the model.
+    Asked to adapt it, of what this client makes of it with its own training images first. What a
+    site does not tell (`test-results`, and with an epsilon all that comes of adapting) ends in its
+    own log and its `models-dir`, and cannot make the reply another one. A node with a `models-dir`
+    keeps the model.
 
     Raises:
-        ClassifierError: it cannot be adapted.
+        ClassifierError: the model is not of its architecture, or cannot be adapted.
+        DataError: there are no test images, or they are not told apart from training images.
     """
     watch = Stopwatch()
     from osfl.models import classifiers
 
+    guaranteed = bool(config.epsilon or node.demands_guarantee)
+    sent = unpack_model(content)
+    names = class_names(config.data)
+    model = classifiers.rebuild(sent.state, sent.architecture, len(names), sent.small_stem)
+    if not node.tells_tests or (sent.adapts and guaranteed):
+        _test_unheard(model, sent, config, node, client)
+        return _withheld()
+    if node.demands_guarantee:
+        check_apart(config.data, node, config.seed)
+    matrix = _test(model, sent, config, node, client)
+    # With a guarantee the time it took is not told, either
+    seconds = 0.0 if guaranteed else watch.seconds
+    cells = [cell for row in matrix for cell in row]
+    return RecordDict({"metrics": MetricRecord({"seconds": seconds, "confusion": cells})})
+
+
+def _withheld() -> RecordDict:
+    """The reply of a site that keeps a test to itself: it depends on no image."""
+    return RecordDict({"metrics": MetricRecord({"seconds": 0.0, WITHHELD: 1})})
+
+
+def _test_unheard(
+    model: "nn.Module", sent: SentModel, config: RunConfig, node: NodeConfig, client: str
+) -> None:
+    """Test a model for this site alone. Whether that works is for its own log."""
+    # An adapted model that nobody keeps and nobody hears of is of no use
+    if sent.adapts and not node.models_dir:
+        return
+    try:
+        _test(model, sent, config, node, client)
+    except Exception:
+        log.exception("%s: the test that this site keeps to itself failed", client)
+
+
+def _test(
+    model: "nn.Module", sent: SentModel, config: RunConfig, node: NodeConfig, client: str
+) -> list[list[int]]:
+    """Adapt the model if asked to, test it, keep it where the site keeps models."""
+    from osfl.models import classifiers
+
     names = class_names(config.data)
     device = pick_device(node.device)
-    sent = unpack_model(content)
-    model = classifiers.rebuild(sent.state, sent.architecture, len(names), sent.small_stem)
     if sent.adapts:
         _adapt(model, config, node, client, device)
     images = load_images(config.data, node, "test", config.seed)
     matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), device)
-    if sent.adapts:
+    if sent.adapts or not node.tells_tests:
         right = sum(row[label] for label, row in enumerate(matrix))
-        log.info("%s: adapted, it says %d of %d test images right", client, right, len(images))
+        what = "adapted" if sent.adapts else sent.name
+        log.info("%s: %s, it says %d of %d test images right", client, what, right, len(images))
     # Local's are other clients' classifiers
     if node.models_dir and config.method != "local":
         _keep_model(sent, model, names, client, Path(node.models_dir).expanduser())
-    metrics: dict[str, int | float | list[int] | list[float]] = {"seconds": watch.seconds}
-    if not (sent.adapts and config.epsilon):
-        metrics["confusion"] = [cell for row in matrix for cell in row]
-    return RecordDict({"metrics": MetricRecord(metrics)})
+    return matrix
 
 
 def _adapt(

@@ -8,7 +8,7 @@ What a message asks with, and what its reply says:
 - `query.acknowledge`: job id, and the SHA-256 of the open payload that the server has stored, whose
   copy at the client can go; nothing.
 - `evaluate`: global model, its architecture and name, job id, whether the client adapts it first;
-  confusion matrix, seconds.
+  confusion matrix, seconds; or that the site withholds the former.
 - `train`, of a method with rounds: model, its architecture, round, job id; trained model, number of
   images, costs.
 
@@ -29,6 +29,8 @@ from osfl.config import is_identifier
 
 JOIN = "query.join"
 ACKNOWLEDGE = "query.acknowledge"
+# In a reply to `evaluate`, in place of the confusion matrix that its site does not tell
+WITHHELD = "withheld"
 
 PART_BYTES = 2**26
 HEADER_BYTES = 500  # of a tensor's name, type, shape and place in safetensors' format, at most

@@ -169,8 +169,8 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     home: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It keeps the model and says in its own log how good it is; nobody counts as not tested."""
-    sites = [{**nodes(2)[0], "epsilon": 1.0, "models-dir": str(home / "kept")}, nodes(2)[1]]
-    config, _ = run(settings(root), sites)
+    own = {"epsilon": 1.0, "test-results": "exact", "models-dir": str(home / "kept")}
+    config, _ = run(settings(root), [{**nodes(2)[0], **own}, nodes(2)[1]])
     assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
     assert set(of_run(home, "tests/real.adapted.json")) == {"client-1"}
     found = of_run(home, "metrics.json")

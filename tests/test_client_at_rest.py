@@ -260,7 +260,7 @@ def test_a_damaged_ledger_is_no_new_budget(
     ledger = Ledger(tmp_path, "a")
     ledger.spend("one", "k", 0.5, 1e-6)
     ledger.file.write_bytes(damage(ledger.file.read_bytes()))
-    with pytest.raises(ConfigError, match="damaged .* restore the site's ledger from a backup"):
+    with pytest.raises(DamageError, match="damaged .* restore the site's ledger from a backup"):
         ledger.spend("two", "k", 0.5, 1e-6)
 
 
@@ -268,7 +268,7 @@ def test_a_figure_that_was_changed_in_the_ledger_is_noticed(tmp_path: Path) -> N
     ledger = Ledger(tmp_path, "a")
     ledger.spend("one", "k", 0.5, 1e-6)
     ledger.file.write_text(ledger.file.read_text().replace("0.5", "0.1"))
-    with pytest.raises(ConfigError, match="SHA-256 differs"):
+    with pytest.raises(DamageError, match="SHA-256 differs"):
         ledger.draws()
 
 
@@ -284,7 +284,7 @@ def test_a_ledger_of_an_older_version_is_taken_over(
     assert f"the privacy ledger moves from {cache}" in caplog.text
     assert [draw.job for draw in Ledger(tmp_path / "state", "a").draws()] == ["old", "older", "new"]
     (cache / "b.epsilon").write_text('{"job": "old", "epsi')
-    with pytest.raises(ConfigError, match=r"b.epsilon is damaged"):
+    with pytest.raises(DamageError, match=r"b.epsilon is damaged"):
         Ledger(tmp_path / "state", "b", older=cache).draws()
 
 

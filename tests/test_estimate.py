@@ -236,3 +236,4 @@ def test_a_dry_run_says_what_noise_leaves(
     assert "the guarantee's noise is as long as a mean can be (clip-norm)" in result.output
     assert "learns by itself, in 60 passes (domain-vector.epochs); steps and" in result.output
     assert ("most of that is noise" in result.output) == drowned
+    assert "it does not cover its list of classes, the counts of images, nor test" in result.output

@@ -17,6 +17,7 @@ from osfl.cli import launch
 from osfl.config import ConfigError, DataConfig, NodeConfig, parse_run_config
 from osfl.data import named
 from osfl.data.load import count_images, domain_name, image_labels, load_images
+from osfl.data.named import load_rows
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, class_names, client_name
 from osfl.pixels import LazyPixels, concatenated
@@ -105,8 +106,27 @@ def test_a_domain_is_a_client_and_a_share_is_its_test(parquet: Path) -> None:
         assert domain_name(config, node(part), 0) == domain
         seen |= train | test
     assert seen == everything()
-    other = pictures(config, node(0), "test", seed=1)
-    assert other != pictures(config, node(0), "test")
+
+
+@pytest.mark.parametrize("classes", ["alarm_clock,Dog,mouse", "mouse,Dog,alarm_clock", "Dog,mouse"])
+def test_the_test_share_is_the_same_whatever_the_run(parquet: Path, classes: str) -> None:
+    """With another seed, order or choice of classes no training image becomes a test image."""
+    stored = pictures(data(parquet), node(0), "test")
+    places = {CLASSES.index(name.replace("_", " ")) for name in classes.split(",")}
+    for seed in (0, 1, 8):
+        tests = load_rows(data(parquet, classes=classes), node(0), "test", seed)["image"]
+        found = {tuple(image.getpixel((0, 0))) for image in tests}
+        assert found == {(0, label * 50, number) for _, label, number in stored if label in places}
+
+
+def test_a_split_is_not_both_trained_on_and_tested_on(parquet: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.test-split = 'train': must not be data.train-s"):
+        parse_run_config({**defaults(), "data.test-split": "train"})
+    # A saved part's own test split counts where the run names none
+    DatasetDict(train=rows(), test=rows(4)).save_to_disk(tmp_path / "part")
+    site = NodeConfig(data_dir=str(tmp_path / "part"))
+    with pytest.raises(DataError, match="data.train-split = 'test': is also the split of the test"):
+        load_images(data(train_split="test"), site, "train", 0)
 
 
 def test_nobody_has_a_domain_whose_images_are_of_several(parquet: Path) -> None:
@@ -313,9 +333,9 @@ def test_names_and_revisions() -> None:
 def test_the_share_is_at_least_one_of_two() -> None:
     """Of one image nothing is held out, of two one, of ten with 0.99 nine."""
     labels = np.array([0, 1, 1, *[2] * 10])
-    test = named._share(np.arange(13), labels, 0.01, "test", 0)
+    test = named._share(np.arange(13), labels, 0.01, "test")
     assert Counter(labels[test].tolist()) == {1: 1, 2: 1}
-    test = named._share(np.arange(13), labels, 0.99, "test", 0)
+    test = named._share(np.arange(13), labels, 0.99, "test")
     assert Counter(labels[test].tolist()) == {0: 1, 1: 1, 2: 9}
 
 

@@ -18,8 +18,8 @@ from conftest import ROOT, LoopGrid, defaults, quick
 from flwr.app import Context, Error, Message, RecordDict
 from typer.testing import CliRunner
 
-from client_app.app import ClientError, plain_errors
 from client_app.app import app as client_app
+from client_app.errors import ClientError, plain_errors
 from osfl.cli import compare, launch
 from osfl.cli.display import client_rows, console, print_error
 from osfl.cli.main import app as cli

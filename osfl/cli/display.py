@@ -3,6 +3,7 @@
 It is imported when there is something to show: `osfl --help` does without rich.
 """
 
+import math
 import subprocess
 import time
 from collections.abc import Iterator
@@ -129,6 +130,11 @@ def counting_bar() -> Progress:
     return Progress(*columns, console=console)
 
 
+def _percent(value: float | None) -> str:
+    """One decimal; "-" where nothing was told."""
+    return "-" if value is None or math.isnan(value) else f"{value:.1f}"
+
+
 def print_metrics(metrics: dict[str, Any]) -> None:
     """The table at the end of a run."""
     names = list(metrics["clients"])
@@ -141,7 +147,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     for model in metrics["accuracy"]:
         table.add_column(words(model), justify="right")
     for name in (*names, "average"):
-        cells = [f"{row[name]:.1f}" if name in row else "-" for row in metrics["accuracy"].values()]
+        cells = [_percent(row.get(name)) for row in metrics["accuracy"].values()]
         table.add_row(
             words(name),
             *cells,
@@ -149,6 +155,11 @@ def print_metrics(metrics: dict[str, Any]) -> None:
             end_section=name == names[-1],
         )
     console.print(table)
+    if withheld := metrics.get("withheld"):
+        console.print(
+            "[bold yellow]test results withheld[/] (node-config test-results): "
+            f"{', '.join(map(words, withheld))}; averages are over the others"
+        )
     if metrics["not_tested"]:
         console.print(
             "[bold yellow]not tested everywhere[/]: "

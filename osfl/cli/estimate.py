@@ -149,6 +149,11 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
         )
         if noise.needed > noise.images:
             lines.append("so most of that is noise: take a larger epsilon, or method=votes")
+    if config.epsilon:
+        lines.append(
+            "epsilon covers the payload's numbers; it does not cover its list of classes, the "
+            "counts of images, nor test results (node-config test-results)"
+        )
     if config.epsilon and config.method in ("feddeo", "domain-vector"):
         passes = config.feddeo.epochs if config.method == "feddeo" else config.domain_vector.epochs
         lines.append(

@@ -207,6 +207,11 @@ def _of_data(run: RunConfig) -> Iterator[str]:
             "has its own"
         )
     yield from _of_class_names(classes)
+    if run.data.test_split == run.data.train_split:
+        yield (
+            f"data.test-split = {run.data.test_split!r}: must not be data.train-split; set it to "
+            'another split, or to "" for a share of the training split'
+        )
     try:
         named_words(run.data.words)
     except ValueError as error:

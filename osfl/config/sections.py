@@ -17,6 +17,11 @@ from osfl.prompts import fill
 Scale = Annotated[float, Range(0, 100)]
 Weight = Annotated[float, Range(0, 1e4)]
 Switch = Annotated[str, OneOf("off", "on", "auto")]
+# What a node-config key says that fixes a run-config key of the same name
+PINNED = (
+    "The only `data.{}` that this site accepts; empty or 0: any, but with an `epsilon` or "
+    "`epsilon-total` here the run-config's default alone."
+)
 
 
 @dataclass(frozen=True)
@@ -212,8 +217,9 @@ class AdaptationConfig:
         Range(0, 10_000_000),
         Doc(
             "Steps that every client trains the global model on its own images after the test, to "
-            "test it once more, left-out clients too. Nothing else is sent of it, and with an "
-            "epsilon not even that. 0: none. A finished run that is called again tests again."
+            "test it once more, left-out clients too. Nothing else is sent of it. With an epsilon "
+            "not even that is, and only sites with a `models-dir` adapt. 0: none. A finished run "
+            "that is called again tests again."
         ),
         NotIdentity(),
     ]
@@ -669,7 +675,7 @@ class RunConfig:
     ]
     delta: Annotated[
         float,
-        Range(1e-12, 0.01),
+        Range(1e-9, 0.01),
         Doc(
             "With `epsilon`: the chance that the guarantee does not hold; far below 1 / images. "
             "`votes` has none."
@@ -951,7 +957,7 @@ class NodeConfig:
     ] = 0.0
     delta: Annotated[
         float,
-        Range(1e-12, 0.01),
+        Range(1e-9, 0.01),
         Doc("The largest `delta` of a payload of this site: a larger one of the run is lowered."),
         NotIdentity(),
     ] = 1e-5
@@ -959,9 +965,10 @@ class NodeConfig:
         float,
         Range(0, 1000),
         Doc(
-            "The most that all jobs together may give away of this site's images; then its client "
-            "refuses. What was spent is kept in `ledger-dir`, by `client-id`, which it needs. 0: "
-            "no limit."
+            "The most `epsilon` that the payloads of all jobs together may spend; then the client "
+            "refuses. A run without an epsilon, and a method without a guarantee, are refused at "
+            "once. What was spent is kept in `ledger-dir`, by `client-id`, which it needs. 0: no "
+            "limit."
         ),
         NotIdentity(),
     ] = 0.0
@@ -991,3 +998,39 @@ class NodeConfig:
         ),
         NotIdentity(),
     ] = ""
+    test_results: Annotated[
+        str,
+        OneOf("exact", "off", ""),
+        Doc(
+            "Whether this site answers a test of a global model with its confusion matrix, for "
+            "which no guarantee holds: exact, or off. Empty: off where `epsilon` or "
+            "`epsilon-total` is set here, else exact."
+        ),
+        NotIdentity(),
+    ] = ""
+    classes: Annotated[
+        str,
+        Doc(
+            "The only `data.classes` that this site accepts, comma-separated, in the run's order; "
+            "empty: any. With an `epsilon` here, text labels require it."
+        ),
+        NotIdentity(),
+    ] = ""
+    image_column: Annotated[str, Doc(PINNED.format("image-column")), NotIdentity()] = ""
+    label_column: Annotated[str, Doc(PINNED.format("label-column")), NotIdentity()] = ""
+    domain_column: Annotated[str, Doc(PINNED.format("domain-column")), NotIdentity()] = ""
+    train_split: Annotated[str, Doc(PINNED.format("train-split")), NotIdentity()] = ""
+    test_split: Annotated[str, Doc(PINNED.format("test-split")), NotIdentity()] = ""
+    test_share: Annotated[
+        float, Range(0, 0.99), Doc(PINNED.format("test-share")), NotIdentity()
+    ] = 0.0
+
+    @property
+    def demands_guarantee(self) -> bool:
+        """Whether this site sends no payload without differential privacy."""
+        return bool(self.epsilon or self.epsilon_total)
+
+    @property
+    def tells_tests(self) -> bool:
+        """Whether the confusion matrix of a global model leaves this site."""
+        return (self.test_results or ("off" if self.demands_guarantee else "exact")) == "exact"

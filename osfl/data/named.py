@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, Features  # seconds to import
 
 HUB = "hf:"
+# Of every site's test share, whatever the run's seed
+SHARE_SEED = [*b"test share"]
 
 
 def is_named(config: DataConfig) -> bool:
@@ -87,7 +89,8 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
 
     Args:
         split: `train` or `test`.
-        seed: of the partition, of a test share and of the images that a cap leaves.
+        seed: of the partition and of the images that a cap leaves. A test share is the same with
+            every seed.
 
     Raises:
         DataError: the data set or its columns are not as the configuration says, or this node has
@@ -101,12 +104,19 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         splits = _read(config.name, config.subset, config.root)
     saved_test = "test" if node.data_dir and "test" in splits else ""
     held_out = config.test_split or saved_test
+    if held_out == config.train_split:
+        raise DataError(
+            f"data.train-split = {config.train_split!r}: is also the split of the test images; set "
+            "data.train-split or data.test-split to another one"
+        )
     is_held_out = split == "test" and bool(held_out)
     if is_held_out:
         chosen = _split(splits, held_out, "test", source)
     else:
         chosen = _split(splits, config.train_split, "train", source)
     check_rows(chosen, config, _home(config, node), source)
+    if node.demands_guarantee and not node.classes:
+        _check_label_kind(chosen, config, source)
     chosen = _labelled(chosen, config, source)
     labels = np.asarray(chosen["label"])
     if node.data_dir:
@@ -116,7 +126,7 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         part, parts = node.partition_id, node.num_partitions
         rows = node_rows(config, labels, domains, part, parts, seed, even=is_held_out)
     if not held_out:
-        rows = _share(rows, labels, config.test_share, split, seed)
+        rows = _share(rows, labels, config.test_share, split)
     if split == "train" and config.max_per_class:
         rows = _capped(rows, labels, config.max_per_class, seed)
     if not len(rows):
@@ -291,6 +301,21 @@ def _indices(
     return np.where(values >= 0, table[values], -1).astype(np.int64)
 
 
+def _check_label_kind(rows: "Dataset", config: DataConfig, source: str) -> None:
+    """Check that `data.classes` cannot ask which values a column of texts has.
+
+    Raises:
+        DataError: there is no such column, or it has texts without declared names.
+    """
+    feature = _feature(rows.features, config.label_column, source)
+    numbered = "int" in str(getattr(feature, "dtype", ""))
+    if not (getattr(feature, "names", None) or numbered):
+        raise DataError(
+            f"data.label-column = {config.label_column!r}: its labels are texts, of which a run's "
+            "data.classes could ask one by one; set classes in this site's node-config"
+        )
+
+
 def _domains(rows: "Dataset", config: DataConfig, source: str) -> list[str] | None:
     if config.partition not in ("domain", "dirichlet-domain"):
         return None
@@ -311,11 +336,15 @@ def _domain_names(rows: "Dataset", column: str) -> list[str]:
 # ---- Shares ----
 
 
-def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str, seed: int) -> np.ndarray:
-    """A node's test rows, `share` of every class (at least one of two), or the others."""
+def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str) -> np.ndarray:
+    """A node's test rows, `share` of every class (at least one of two), or the others.
+
+    They depend on nothing that a run chooses but the share: with another seed, or with the classes
+    in another order, training images would become test images.
+    """
     taken = []
-    for label, members in _by_class(rows, labels):
-        order = np.random.default_rng([seed, label, *b"share"]).permutation(members)
+    for _, members in _by_class(rows, labels):
+        order = np.random.default_rng(SHARE_SEED).permutation(members)
         count = round(share * len(members))
         if len(members) > 1:
             count = min(max(count, 1), len(members) - 1)

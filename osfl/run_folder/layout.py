@@ -19,6 +19,7 @@ rounds/                   of FedAvg and its kin: the last round's model, and don
 models/<name>.safetensors the global models
 tests/<name>.json         their confusion matrices, client by client; <name>.adapted.json, of what
                           each client made of it with its own images
+withheld.json             the clients whose sites keep their test results to themselves
 status.json               what is going on now, and when each phase began
 server.log                of a simulation: what the server and the clients said
 manifest.jsonl metrics.json report.html
@@ -30,7 +31,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -381,6 +382,10 @@ class RunFolder:
     def store_adapted_test(self, name: str, matrices: Mapping[str, list[list[int]]]) -> None:
         """As `store_test`, of what each client made of the model with its own images."""
         self.write_json(f"tests/{name}{ADAPTED}.json", dict(sorted(matrices.items())))
+
+    def store_withheld(self, clients: Iterable[str]) -> None:
+        """Keep the names of the clients whose sites do not tell their test results."""
+        self.write_json("withheld.json", {"clients": sorted(clients)})
 
     def store_agreements(self, inputs: str, clients: Mapping[str, Any]) -> None:
         """What the kit sees of every client's classes in its images, which `inputs` stands for."""

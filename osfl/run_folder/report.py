@@ -77,6 +77,7 @@ def gather(
     config = _json(folder / "config.json")
     status = _json_or_nothing(folder / "status.json")
     tests = _tests(folder / "tests")
+    withheld = _json_or_nothing(folder / "withheld.json").get("clients", [])
     rounds = _rounds(folder)
     clients = _clients(folder, tests, status, fetched, config)
     for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
@@ -102,7 +103,10 @@ def gather(
         "warnings": status.get("warnings", []),
         "agreement": _json_or_nothing(folder / "agreement.json").get("clients", {}),
         "influence": _influence(folder, config),
-        "not_tested": _not_tested(tests, split_names(config.get("left-out", "")) or clients),
+        "withheld": withheld,
+        "not_tested": _not_tested(
+            tests, set(split_names(config.get("left-out", "")) or clients) - set(withheld)
+        ),
         "server": _server(folder),
         "versions": _versions(),
         "platform": platform.platform(),
@@ -143,7 +147,7 @@ def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
     averages = {name: _mean(by_client) for name, by_client in accuracy.items()}
     # FT where there is one: by their accuracy on the clients' test images nobody could choose
     shown = ""
-    if accuracy and method != "local":
+    if any(accuracy.values()) and method != "local":
         shown = "FT" if "FT" in accuracy else next(iter(accuracy))
     return {
         "accuracy": {
@@ -151,7 +155,7 @@ def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
         },
         "shown": shown,
         "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
-        "scores": {name: scores(_together(by_client)) for name, by_client in tests.items()},
+        "scores": {name: _scores(by_client) for name, by_client in tests.items()},
         "average": averages[shown] if shown else _mean(averages),
     }
 
@@ -337,6 +341,13 @@ def _accuracy(matrix: list[list[int]] | np.ndarray) -> float:
 def over_images(matrices: Matrices) -> float:
     """Top-1 accuracy in percent over all clients' test images, as OSCAR's tables have it."""
     return _accuracy(_together(matrices)) if matrices else float("nan")
+
+
+def _scores(matrices: Matrices) -> dict[str, float | None]:
+    """Balanced accuracy and macro-F1 over all clients' test images; None where no client told."""
+    if not matrices:
+        return {"balanced_accuracy": None, "macro_f1": None}
+    return {**scores(_together(matrices))}
 
 
 def _together(matrices: Matrices) -> np.ndarray:

@@ -61,13 +61,13 @@ TEMPLATE = (
     + STYLE
     + """</style></head><body>
 {% macro heat(value) %}
-{% if value is none %}<td>–</td>{% else %}<td class="heat" style="--w:{{ "%.0f"|format(value) }}%">{{ "%.1f"|format(value) }}</td>{% endif %}
+{% if value is none or value != value %}<td>–</td>{% else %}<td class="heat" style="--w:{{ "%.0f"|format(value) }}%">{{ "%.1f"|format(value) }}</td>{% endif %}
 {% endmacro %}
 {% macro fold(count, what) %}<details{% if count <= most_open %} open{% endif %}><summary>{{ count }} {{ what }}</summary>{% endmacro %}
 <h1>{{ m.method }}</h1>
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}{% if m.approximations %} · <b>approximate sampling</b>: {{ m.approximations|join(", ") }}{% endif %}</p>
 <div class="cards">
-<div class="card"><b>{{ "%.1f"|format(m.average) }} %</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.shown or "mean of all models" }}){% endif %}</span></div>
+<div class="card"><b>{% if m.average == m.average %}{{ "%.1f"|format(m.average) }} %{% else %}–{% endif %}</b><span>average accuracy{% if m.accuracy|length > 1 %} ({{ m.shown or "mean of all models" }}){% endif %}</span></div>
 <div class="card"><b>{{ m.clients|length }}</b><span>clients, {{ m.rounds }} round{{ '' if m.rounds == 1 else 's' }}</span></div>
 <div class="card"><b>{{ upload|bytes }}</b><span>uploaded by all clients</span></div>
 <div class="card"><b>{{ "{:,}".format(m.server.synthetic_images) }}</b><span>synthetic images</span></div>
@@ -101,6 +101,7 @@ TEMPLATE = (
 </table></div>
 <p class="note">Top-1, percent. Average: of the clients, each counting once; the others are over all clients' test images together. Balanced: the mean of the classes' accuracies. Every client tested the model itself; its images did not leave it.
 {% if m.config["adaptation.steps"] %}{% for name, adapted in m.adapted.items() %}“{{ name }}, adapted” is not one model: each client made its own of {{ name }}, in {{ m.config["adaptation.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients tell of it, and the averages are over them{% if adapted < m.accuracy[name]|length - 1 %}; the others have a guarantee, or could not{% endif %}. {% else %}Clients were to adapt the model to their own images, and none tells of it: with an epsilon none does. {% endfor %}{% endif %}
+{% if m.withheld %}<b>Test results are withheld by the sites of {{ m.withheld|join(", ") }} (node-config <code>test-results</code>); the averages are over the others.</b> {% endif %}
 {% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
 {% if clients %}
 <h2>Each client</h2>
@@ -198,9 +199,9 @@ TEMPLATE = (
 {% if m.sends %}
 <h2>What left the clients</h2>
 <p class="note">Each client sent {{ m.sends }}. From it{% if m.epsilons and m.epsilons[0] > 0 %}, without what was done for privacy,{% endif %} somebody could learn {{ m.reveals }}.
-{% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for one image replaced, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. That does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}.
+{% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for one image replaced, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. That does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}, nor whether and when a client answers or fails.
 {% else %}There is no guarantee of differential privacy{% if m.epsilons and m.epsilons[-1] > 0 %} for some clients{% endif %}.
-{% endif %}Beside it, and without a guarantee, each sent {% if not m.epsilons or m.epsilons[0] == 0 %}what the work cost it, and {% endif %}the confusion matrix of its own test images{% if m.adapted %}, also of the model that it adapted with its training images{% endif %}.
+{% endif %}Beside it, and without a guarantee, each sent {% if not m.epsilons or m.epsilons[0] == 0 %}what the work cost it, and {% endif %}{% if m.withheld %}, but for the sites that withhold it, {% endif %}the confusion matrix of its own test images{% if m.adapted %}, also of the model that it adapted with its training images{% endif %}.
 <code>osfl audit</code>, run by a client, measures what its payload gives away of whose images made it.</p>
 {% endif %}
 <h2>How to repeat it</h2>

@@ -12,7 +12,7 @@ from osfl.config import RunConfig
 from osfl.costs import release_memory
 from osfl.data.parts import class_names
 from osfl.log import log
-from osfl.protocol import MOST_IMAGES, SentModel, pack_model
+from osfl.protocol import MOST_IMAGES, WITHHELD, SentModel, pack_model
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 from server_app.federation.exchange import Exchange, RoundError, UnfitError
@@ -32,7 +32,7 @@ class Evaluation:
         adapted: whether each client adapts it first.
         came: with that, the matrices of the model as it came.
         matrices: what clients told, by client.
-        silent: clients that adapted it and do not tell.
+        silent: clients that withhold what they found.
     """
 
     model: str
@@ -47,11 +47,11 @@ class Evaluation:
         """A client's confusion matrix: counts of [true class, predicted class].
 
         Returns:
-            None: it adapted the model, and a site with a guarantee does not tell.
+            None: its site withholds it.
         """
         size = self.classes
         metrics = content.metric_records["metrics"]
-        if self.adapted and "confusion" not in metrics:
+        if WITHHELD in metrics or (self.adapted and "confusion" not in metrics):
             return None
         cells = cast(list[int], metrics["confusion"])
         counts = all(isinstance(cell, int) and cell >= 0 for cell in cells)
@@ -89,12 +89,13 @@ def evaluate_on_clients(
 ) -> None:
     """Send every global model to every client and store the confusion matrices.
 
-    A client that does not answer within `test-timeout` is left out of that model's average, and the
-    report says so. Then, with `adaptation.steps`, clients adapt the models and test them again:
-    what fails there costs that second test alone.
+    A client that does not answer within `test-timeout` is left out of that model's average, and so
+    is one whose site withholds its results (`test-results`); the report says so. Then, with
+    `adaptation.steps`, clients adapt the models and test them again: what fails there costs that
+    second test alone.
 
     Raises:
-        RoundError: no client could test a model.
+        RoundError: no client could test a model. That all withhold their results is no error.
     """
     adapts = bool(config.adaptation.steps)
     total = len(models) * len(nodes) * (1 + adapts)
@@ -103,6 +104,7 @@ def evaluate_on_clients(
     client_of = {node: client for client, node in nodes.items()}
     size = len(class_names(config.data))
     came = {}
+    withheld: set[str] = set()
 
     def ask(test: Evaluation, entry: GlobalModel) -> None:
         _ask(grid, config, test, entry, folder.path.name, lambda n: status.advance(done + n, total))
@@ -111,10 +113,14 @@ def evaluate_on_clients(
         test = Evaluation(name, client_of, size)
         ask(test, entry)
         done += len(nodes)
-        if not test.matrices:
+        if not test.matrices and not test.silent:
             raise RoundError(f"no client could test the global model {name}; see the log above")
+        withheld |= test.silent
         folder.store_test(name, test.matrices)
         came[name] = test.matrices
+    folder.store_withheld(withheld)
+    if withheld:
+        log.info("test results are withheld by %s", ", ".join(sorted(withheld)))
     if not adapts:
         return
     for name, entry in models.items():

@@ -19,6 +19,7 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
+from osfl.error_codes import find_coded
 from osfl.log import log
 from osfl.wire import PayloadError
 from osfl.words import plain
@@ -332,6 +333,11 @@ def _unreadable(request: _Request, error: Exception) -> str:
 
 
 def _reason(text: str | None, code: int) -> str:
-    """The last line of an exception, which says what to do; the whole is in the client's log."""
+    """The last line of an exception, which says what to do; the whole is in the client's log.
+
+    A site with a guarantee sends a code in place of it.
+    """
     lines = [line.strip() for line in (text or "")[-LAST_LETTERS:].splitlines() if line.strip()]
+    if lines and (told := find_coded(lines[-1])):
+        return told
     return f"{plain(lines[-1], MOST_REASON) if lines else 'no reason given'} (code {code})"
