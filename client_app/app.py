@@ -21,6 +21,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 import osfl
+from client_app.declared import declared_images
 from client_app.keys import sealing_key
 from osfl.config import (
     NOT_IDENTITY,
@@ -93,6 +94,7 @@ def join(message: Message, context: Context) -> Message:
             "client": client,
             "version": _installed_version(),
             "architecture": config.classifier.architecture,
+            "images": declared_images(config, node),
         }
     )
     return Message(RecordDict({"join": record}), reply_to=message)

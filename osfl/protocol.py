@@ -3,7 +3,8 @@
 What a message asks with, and what its reply says:
 
 - `query.join`: digests of the kit's weights, and the key that payloads are sealed to; client id,
-  installed version, architecture.
+  installed version, architecture, and the number of its training images where the method weights by
+  it and the client gives no guarantee.
 - `train`: job id, and that key; payload (as bytes), header, costs.
 - `query.acknowledge`: job id, for the payload is stored and its copy can go; nothing.
 - `evaluate`: global model, its architecture and name, job id, whether the client adapts it first;
