@@ -24,6 +24,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -40,10 +41,11 @@ from benchmarks.server import drawn_by, job_in
 from client_app.local_training import train_round
 from client_app.work import client_job
 from osfl.config import NodeConfig, Scalar
-from osfl.data.load import Fit, Images, count_images
+from osfl.data.load import Fit, Images, count_images, load_images
+from osfl.data.parts import class_names
 from osfl.files import private_folder, write_atomically
 from osfl.methods import METHODS, client_half, server_half
-from osfl.models.classifiers import logits_of, rebuild
+from osfl.models.classifiers import head_of, headless, logits_of, new_classifier, rebuild
 from osfl.models.kits import find_kit
 from osfl.models.used_parts import final_model
 from osfl.payloads import Classifier, FeatureMixtures, FeatureStatistics, Payload
@@ -696,23 +698,54 @@ def caps_of(job: ServerJob, taken: Mapping[str, Contribution]) -> dict[str, Cap]
 def merged(job: ServerJob, taken: Mapping[str, Contribution]) -> float:
     """The accuracy (%) of the global model that contributions give."""
     trained = {client: one for client, one in taken.items() if isinstance(one, Trained)}
-    if not trained:
-        payloads = {client: one for client, one in taken.items() if not isinstance(one, Trained)}
-        return solved(job, payloads)["accuracy"]
+    if trained:
+        return averaged(job, trained)
+    payloads = {client: one for client, one in taken.items() if not isinstance(one, Trained)}
+    (made,) = server_half(job.config.method).run(job, payloads).values()
+    head = head_of(made.model)
+    right = []
+    for features, labels in test_features(job.config.method, job.config.seed):
+        with torch.no_grad():
+            right.append(100 * (head(features).argmax(dim=1) == labels).double().mean().item())
+    return mean(right)
+
+
+@cache
+def test_features(method: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every client's test images before the last layer of the frozen network, and their labels."""
+    config = config_of({**main_table.COMMON, "method": method, "seed": seed})
+    classes = len(class_names(config.data))
+    model = new_classifier(config.classifier, classes, find_kit(config.kit), seed)
+    backbone, _ = headless(model.eval())
+    found = []
+    for number in range(len(CLIENTS)):
+        node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
+        images = load_images(config.data, node, "test", 0)
+        found.append((logits_of(backbone, images.pixels, torch.device("cpu")), images.labels))
+    return found
+
+
+def averaged(job: ServerJob, trained: Mapping[str, Trained]) -> float:
+    """The accuracy (%) of FedAvg's mean of models; one of the same models is tested once."""
     caps = caps_of(job, trained)
     weights = {
         client: (caps[client].weight if client in caps else 1.0) * one.images
         for client, one in trained.items()
     }
-    states = {client: one.state for client, one in trained.items()}
-    settings = job.config.classifier
-    model = rebuild(
-        weighted_mean(states, weights),
-        settings.architecture,
-        len(job.classes),
-        settings.small_stem,
-    )
-    return mean(accuracy(job.config, model, number) for number in range(len(CLIENTS)))
+    total = sum(weights.values())
+    shares = {client: round(weight / total, 6) for client, weight in weights.items()}
+    digest = hashlib.sha256(json.dumps([job.config.seed, shares]).encode()).hexdigest()[:8]
+    result = WORK / f"averaged-{digest}.json"
+    if not result.is_file():
+        settings = job.config.classifier
+        state = weighted_mean({client: one.state for client, one in trained.items()}, weights)
+        classes = len(job.classes)
+        model = rebuild(state, settings.architecture, classes, settings.small_stem)
+        numbers = range(len(CLIENTS))
+        found = mean(accuracy(job.config, model, number) for number in numbers)
+        write_atomically(result, json.dumps(found).encode())
+    read: float = json.loads(result.read_text())
+    return read
 
 
 def weighted_mean(states: Mapping[str, State], weights: Mapping[str, float]) -> State:
@@ -762,7 +795,7 @@ def write_counts(systems: Sequence[str]) -> None:
         for system in COUNTED
         for kind in COUNT_KINDS[system]
         for total in TOTALS
-        for liars in (LIARS if total == TOTALS[0] else (1,))
+        for liars in (LIARS if total == TOTALS[0] and system != AVERAGED else (1,))
     ]
     order = [counts_name(*row) for row in rows]
     for row in rows:
