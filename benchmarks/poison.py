@@ -729,7 +729,7 @@ def averaged(job: ServerJob, trained: Mapping[str, Trained]) -> float:
     """The accuracy (%) of FedAvg's mean of models; one of the same models is tested once."""
     caps = caps_of(job, trained)
     weights = {
-        client: (caps[client].weight if client in caps else 1.0) * one.images
+        client: (caps[client].weights[ALL] if client in caps else 1.0) * one.images
         for client, one in trained.items()
     }
     total = sum(weights.values())

@@ -4,17 +4,17 @@ A malicious client can state any count, and none can be verified. Three rules li
 
 1. A count above `max-images`, or above what the client declared when it joined, is refused.
 2. A client's weight is capped: at most `max-weight-ratio` (r) times what is typical of the other
-   clients. A client with n images, n_c of class c, counts with the weight
+   clients. Of n_c images of class c count s s_c n_c, with
 
-       s = min(1, r M / n, min_c r M_c / n_c)
+       s_c = min(1, r M_c / n_c),    s = min(1, r M / sum_c s_c n_c)
 
-   M is the others' median of n. M_c is the larger of two medians: of n_c over the others that hold
-   class c, and of the others' largest class. Label skew alone makes n_c 60 times the median of the
-   clients that hold c; no client of a Dirichlet partition (alpha = 0.1) has more than 5 times M_c.
+   M is the others' median of all images. M_c is the larger of two medians: of n_c over the others
+   that hold class c, and of the others' largest class. Label skew alone makes n_c 60 times the
+   median of the clients that hold c; no client of a Dirichlet partition (alpha = 0.1) has more than
+   5 times M_c.
 3. Clients that are capped are named in status.json and in the report.
 
-One factor scales the whole contribution, because FedCGS' second moments cannot be split by class.
-A client within the cap is not changed: its factor is exactly 1.
+A client within the cap is not changed: its factors are exactly 1.
 """
 
 from collections import defaultdict
@@ -37,26 +37,37 @@ class Cap:
 
     Attributes:
         label: the class whose count is farthest above it; `ALL` for all images together.
-        stated: that count.
-        median: what is typical of the other clients.
-        weight: the factor of the client's whole contribution, below 1.
+        median: what is typical of the other clients there.
+        counts: what the client states, by class.
+        weights: the factor of each class's images, 0 to 1.
         ratio: `max-weight-ratio`.
     """
 
     client: str
     label: str
-    stated: int
     median: float
-    weight: float
+    counts: Counts
+    weights: Mapping[str, float]
     ratio: float
+
+    @property
+    def stated(self) -> int:
+        """The count that is above the cap."""
+        return _count(self.counts, self.label)
+
+    @property
+    def counted(self) -> float:
+        """The images that are left of all."""
+        return sum(self.weights[label] * count for label, count in self.counts.items())
 
     def __str__(self) -> str:
         of_class = f" of class {self.label!r}" if self.label else ""
         return (
             f"{self.client}: capped, for it states {self.stated:,} images{of_class}, "
             f"{self.stated / self.median:,.3g} times the other clients' median of "
-            f"{self.median:,.6g}; its contribution is scaled by {self.weight:.3g} "
-            f"(max-weight-ratio = {self.ratio:g})"
+            f"{self.median:,.6g}; it counts as {self.counted:,.0f} of the "
+            f"{_count(self.counts, ALL):,} images that it states (max-weight-ratio = "
+            f"{self.ratio:g})"
         )
 
 
@@ -106,24 +117,41 @@ def find_caps(stated: Mapping[str, Counts], ratio: float) -> dict[str, Cap]:
         stated: by client.
         ratio: `max-weight-ratio`; 0 caps no client.
     """
-    caps: dict[str, Cap] = {}
     if not ratio:
-        return caps
-    for label, medians in _references(stated).items():
-        for client, median in medians.items():
-            count = _count(stated[client], label)
-            weight = ratio * median / count
-            if weight < min(1.0, caps[client].weight if client in caps else 1.0):
-                caps[client] = Cap(client, label, count, median, weight, ratio)
-    return dict(sorted(caps.items()))
+        return {}
+    caps = {}
+    medians = _references(stated)
+    for client in sorted(stated):
+        own = {label: found[client] for label, found in medians.items() if client in found}
+        cap = _cap_of(client, stated[client], own, ratio)
+        if cap is not None:
+            caps[client] = cap
+    return caps
 
 
-def client_weights(payloads: Mapping[str, Payload], ratio: float) -> dict[str, float]:
-    """The factor of every client's contribution: 1, or less if it is capped."""
-    caps = find_caps(
-        {client: stated_counts(payload) for client, payload in payloads.items()}, ratio
-    )
-    return {client: caps[client].weight if client in caps else 1.0 for client in payloads}
+def _cap_of(client: str, counts: Counts, medians: Mapping[str, float], ratio: float) -> Cap | None:
+    """The cap of a client, if its counts are above it."""
+    if not medians:
+        return None
+    by_class = {label: min(1.0, ratio * medians[label] / count) for label, count in counts.items()}
+    left = sum(by_class[label] * count for label, count in counts.items())
+    of_all = min(1.0, ratio * medians[ALL] / left)
+    weights = {label: of_all * weight for label, weight in by_class.items()}
+    if min(weights.values()) == 1.0:
+        return None
+    worst = min(by_class, key=by_class.__getitem__)
+    label = worst if by_class[worst] < 1.0 else ALL
+    return Cap(client, label, medians[label], counts, weights, ratio)
+
+
+def class_weights(payloads: Mapping[str, Payload], ratio: float) -> dict[str, list[float]]:
+    """The factors of every client's images, in the order of its classes: 1, or less if capped."""
+    stated = {client: stated_counts(payload) for client, payload in payloads.items()}
+    caps = find_caps(stated, ratio)
+    return {
+        client: list(caps[client].weights.values()) if client in caps else [1.0] * len(counts)
+        for client, counts in stated.items()
+    }
 
 
 def _count(counts: Counts, label: str) -> int:

@@ -31,11 +31,11 @@ from server_app.federation.exchange import RoundError
 from server_app.image_counts import (
     ALL,
     check_counts,
-    client_weights,
+    class_weights,
     find_caps,
     medians_of_others,
 )
-from server_app.methods.fedcgs import check_statistics, closed_form_head
+from server_app.methods.fedcgs import check_statistics, closed_form_head, weighted
 from server_app.methods.fedpft import drawn_features
 from server_app.outliers import find_outliers
 
@@ -98,7 +98,7 @@ def test_of_two_clients_the_larger_counts_ten_times_as_much_as_the_smaller() -> 
     assert find_caps({"a": {ALL: 30}, "b": {ALL: 300}}, 10) == {}
     caps = find_caps({"a": {ALL: 30}, "b": {ALL: 301}}, 10)
     assert list(caps) == ["b"]
-    assert caps["b"].weight == pytest.approx(300 / 301)
+    assert caps["b"].weights == {ALL: pytest.approx(300 / 301)}
     assert find_caps({"a": {ALL: 30}, "b": {ALL: BILLION}}, 0) == {}
     assert find_caps({"a": {ALL: BILLION}}, 10) == {}
     assert find_caps({}, 10) == {}
@@ -108,10 +108,10 @@ def test_of_three_the_median_is_that_of_the_two_others() -> None:
     """c: others 20 and 40, median 30, at most 300; a mean with its own count would not cap it."""
     (cap,) = find_caps({"a": {ALL: 20}, "b": {ALL: 40}, "c": {ALL: 900}}, 10).values()
     assert (cap.client, cap.stated, cap.median) == ("c", 900, 30)
-    assert cap.weight == pytest.approx(1 / 3)
+    assert cap.weights == {ALL: pytest.approx(1 / 3)}
     # Four: two that lie do not lift each other's cap; the others' mean would be 333 million
     lie = find_caps({"a": {ALL: 20}, "b": {ALL: 40}, "c": {ALL: BILLION}, "d": {ALL: BILLION}}, 10)
-    assert {client: cap.weight * cap.stated for client, cap in lie.items()} == {"c": 400, "d": 400}
+    assert {client: cap.counted for client, cap in lie.items()} == {"c": 400, "d": 400}
 
 
 def test_one_class_is_capped_by_its_holders_or_the_largest_classes() -> None:
@@ -122,16 +122,18 @@ def test_one_class_is_capped_by_its_holders_or_the_largest_classes() -> None:
     above = honest | {"d": {"x": 501, "y": 1}}
     (cap,) = find_caps(above, 10).values()
     assert (cap.client, cap.label, cap.stated, cap.median) == ("d", "x", 501, 50)
-    assert cap.weight == pytest.approx(500 / 501)
+    # Its other class counts in full
+    assert cap.weights == {"x": pytest.approx(500 / 501), "y": 1.0}
     # A class that no other client holds
     (cap,) = find_caps(honest | {"d": {"w": 1000}}, 10).values()
-    assert (cap.label, cap.weight) == ("w", 0.5)
+    assert (cap.label, cap.weights) == ("w", {"w": 0.5})
     # Holders with more of the class than the others' largest classes: their median counts
     wide = {f"class-{number}": 5 for number in range(20)}
     large = {"a": {"x": 90}, "b": {"x": 90}, "c": wide, "d": wide, "e": wide}
     assert find_caps(large | {"f": {"x": 900}}, 10) == {}
     (cap,) = find_caps(large | {"f": {"x": 901}}, 10).values()
-    assert (cap.label, cap.median, cap.weight) == ("x", 90, pytest.approx(900 / 901))
+    assert (cap.label, cap.median) == ("x", 90)
+    assert cap.weights == {"x": pytest.approx(900 / 901)}
 
 
 def test_many_classes_are_capped_by_all_images() -> None:
@@ -139,7 +141,8 @@ def test_many_classes_are_capped_by_all_images() -> None:
     others = {client: {"x": 20} for client in "abc"}
     wide = {f"class-{number}": 10 for number in range(100)}
     (cap,) = find_caps(others | {"d": wide}, 10).values()
-    assert (cap.label, cap.stated, cap.weight) == (ALL, 1000, 0.2)
+    assert (cap.label, cap.stated, cap.counted) == (ALL, 1000, pytest.approx(200))
+    assert set(cap.weights.values()) == {0.2}
 
 
 PARTITIONS = [
@@ -171,37 +174,49 @@ def test_no_honest_partition_of_the_tables_is_capped(
 # ---- What a capped client does to the head ----
 
 
-def test_fedcgs_of_a_capped_client_is_fedcgs_of_a_tenth_of_it() -> None:
-    """A payload 1,000 times as large: with the cap at 10, a hundredth of it."""
+def test_fedcgs_of_a_capped_client_is_that_of_fewer_images() -> None:
+    """Features that are there 1,000 times, capped, are there as often as the cap allows."""
     features, labels = drawn()
     rows = [np.arange(start, 400, 2) for start in (0, 1)]
     small, held = statistics_of(features[rows[0]], labels[rows[0]])
     other, _ = statistics_of(features[rows[1]], labels[rows[1]])
-
-    def times(payload: FeatureStatistics, factor: int) -> FeatureStatistics:
-        return replace(
-            payload,
-            counts=factor * payload.counts,
-            sums=factor * payload.sums,
-            moments=factor * payload.moments,
-        )
-
-    held_of = {"a": held, "b": held}
-    lie = {"a": small, "b": times(other, 1000)}
-    weights = client_weights(lie, 10)
-    # By hand: b states 1,000 times other's counts, and all images or a class's may be 10 of a's
-    total = 10 * int(small.counts.sum()) / (1000 * int(other.counts.sum()))
-    largest = 10 * int(small.counts.max())
-    by_class = [
-        max(10 * mine, largest) / (1000 * stated)
-        for mine, stated in zip(small.counts.tolist(), other.counts.tolist(), strict=True)
+    both = {"a": small, "b": repeated(other, 1000)}
+    weights = class_weights(both, 10)
+    # By hand: of each class ten times the larger of a's count and of a's largest; then ten of all
+    mine = small.counts.tolist()
+    left = [min(1000 * n, 10 * max(mine)) for n in other.counts.tolist()]
+    of_all = min(1, 10 * sum(mine) / sum(left))
+    wanted = [
+        of_all * count / (1000 * n) for count, n in zip(left, other.counts.tolist(), strict=True)
     ]
-    assert weights == {"a": 1.0, "b": pytest.approx(min(total, *by_class))}
-    capped = closed_form_head(lie, held_of, CLASSES, 0.1, weights)
-    scaled = {"a": small, "b": times(other, 1)}
-    wanted = closed_form_head(scaled, held_of, CLASSES, 0.1, {"a": 1.0, "b": 1000 * weights["b"]})
-    for found, expected in zip(capped, wanted, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert weights["a"] == [1.0, 1.0, 1.0]
+    assert weights["b"] == pytest.approx(wanted)
+    counts, sums, moments = (part.numpy() for part in weighted(both["b"], weights["b"]))
+    np.testing.assert_allclose(counts, of_all * np.array(left), rtol=1e-6)
+    means = other.sums.double().numpy() / other.counts.numpy()[:, None]
+    np.testing.assert_allclose(sums / counts[:, None], means, rtol=1e-5)
+    # The features' own covariance within the classes, by NumPy
+    own = labels[rows[1]]
+    apart = features[rows[1]] - means[np.searchsorted(held, own)]
+    within = (moments - (counts[:, None] * means).T @ means) / counts.sum()
+    np.testing.assert_allclose(within, apart.T @ apart / len(own), rtol=1e-3, atol=1e-4)
+    # All classes alike by half are all numbers by half
+    halves = weighted(other, [0.5] * 3)
+    for found, whole in zip(halves, (other.counts, other.sums, other.moments), strict=True):
+        torch.testing.assert_close(found, whole.double() / 2)
+    held_of = {"a": held, "b": held}
+    capped = closed_form_head(both, held_of, CLASSES, 0.1, weights)
+    assert not torch.allclose(capped[0], closed_form_head(both, held_of, CLASSES, 0.1)[0])
+
+
+def repeated(payload: FeatureStatistics, times: int) -> FeatureStatistics:
+    """Statistics of every image so many times."""
+    return replace(
+        payload,
+        counts=times * payload.counts,
+        sums=times * payload.sums,
+        moments=times * payload.moments,
+    )
 
 
 def test_without_a_capped_client_nothing_changes_to_the_bit() -> None:
@@ -211,8 +226,8 @@ def test_without_a_capped_client_nothing_changes_to_the_bit() -> None:
     for client, first in (("a", 0), ("b", 1)):
         own = np.arange(first, 400, 2)
         payloads[client], held[client] = statistics_of(features[own], labels[own])
-    ones = client_weights(payloads, 10)
-    assert ones == {"a": 1.0, "b": 1.0}
+    ones = class_weights(payloads, 10)
+    assert ones == {"a": [1.0] * 3, "b": [1.0] * 3}
     for found, expected in zip(
         closed_form_head(payloads, held, CLASSES, 0.1, ones),
         closed_form_head(payloads, held, CLASSES, 0.1),
@@ -222,7 +237,7 @@ def test_without_a_capped_client_nothing_changes_to_the_bit() -> None:
     both = {"a": mixtures(5, 7), "b": mixtures(3, 2)}
     rows = {"a": [0, 1], "b": [0, 1]}
     for found, expected in zip(
-        drawn_features(both, rows, 4, 0, client_weights(both, 10)),
+        drawn_features(both, rows, 4, 0, class_weights(both, 10)),
         drawn_features(both, rows, 4, 0),
         strict=True,
     ):
@@ -230,14 +245,14 @@ def test_without_a_capped_client_nothing_changes_to_the_bit() -> None:
 
 
 def test_fedpft_counts_a_capped_client_for_as_many_images_as_the_cap() -> None:
-    """b states 9,000 images of class 0; ten times a's 20 are taken, and a tenth of its class 1."""
+    """b states 9,000 images of class 0; ten times a's 20 are taken, and all of its class 1."""
     both = {"a": mixtures(20, 20), "b": mixtures(9000, 90)}
-    weights = client_weights(both, 10)
-    assert weights["b"] == pytest.approx(200 / 9000)
+    weights = class_weights(both, 10)
+    assert weights["b"] == [pytest.approx(200 / 9000), 1.0]
     _, labels, shares = drawn_features(both, {"a": [0, 1], "b": [0, 1]}, 50, 0, weights)
     of_b = shares[40:]
     assert of_b[labels[40:] == 0].sum().item() == pytest.approx(200)
-    assert of_b[labels[40:] == 1].sum().item() == pytest.approx(2)
+    assert of_b[labels[40:] == 1].sum().item() == pytest.approx(90)
     assert shares[:40].tolist() == [1.0] * 40
 
 
@@ -284,8 +299,9 @@ def test_a_capped_client_is_named_once_with_what_became_of_it() -> None:
     honest = {f"c{k}": statistics_with(k) for k in range(6)}
     (said,) = warnings_of(honest | {"c2": statistics_with(2, times=1000)}, 10)
     assert said == (
-        "c2: capped, for it states 30,000 images, 1e+03 times the other clients' median of 30; its "
-        "contribution is scaled by 0.01 (max-weight-ratio = 10)"
+        "c2: capped, for it states 20,000 images of class 'dog', 1e+03 times the other clients' "
+        "median of 20; it counts as 300 of the 30,000 images that it states (max-weight-ratio = "
+        "10)"
     )
     (said,) = warnings_of(honest | {"c2": statistics_with(2, times=1000)}, 0)
     assert said == "c2: counts has a total of 1e+03 times the others' median"
@@ -364,7 +380,7 @@ def test_a_payload_states_no_more_than_its_client_declared(home: Path, tiny_kit:
 
 
 def test_a_site_declares_its_classes_or_only_how_many_images_it_has() -> None:
-    """Rounds tell no class's number, so the join tells none. The digits' domains have 300 each."""
+    """Rounds tell no class's number, so the join tells none. The digits' domains have 100 each."""
     node = NodeConfig(partition_id=0, num_partitions=6)
     own = {method: parse_run_config(quick(method=method)) for method in ("fedcgs", "fedavg")}
     labels = image_labels(own["fedcgs"].data, node, "train", 0)

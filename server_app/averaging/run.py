@@ -268,7 +268,7 @@ class RoundsGrid:
         ratio = self.config.max_weight_ratio if self.weighted else 0.0
         caps = find_caps({client: {ALL: count} for client, count in images.items()}, ratio)
         for client, cap in caps.items():
-            metrics[client][WEIGHT] = cap.weight * images[client]
+            metrics[client][WEIGHT] = cap.weights[ALL] * images[client]
         large = {
             client: str(Outlier(client, "counts", found["counts"], 1, "total"))
             for client, found in find_large_counts(images).items()

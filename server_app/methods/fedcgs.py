@@ -12,11 +12,11 @@ Differences from the paper:
    `fedcgs.shrinkage`, for with fewer images than features Sigma has no inverse. 0 is theirs.
 2. Theirs has a class without images at log 0. Ours: such a class is never chosen.
 3. Theirs goes on to train a model of each client's own with the global statistics. Not ours.
-4. Theirs adds clients as they are. Ours scales the counts, sums and moments of a client that states
-   far more images than the others (`max-weight-ratio`, server_app/image_counts.py).
+4. Theirs adds clients as they are. A client that states far more images than the others counts here
+   for fewer of them (`max-weight-ratio`, server_app/image_counts.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ from osfl.costs import Stopwatch
 from osfl.payloads import FeatureStatistics, Payload
 from osfl.wire import PayloadError
 from server_app.heads import NEVER, store_with_head
-from server_app.image_counts import client_weights
+from server_app.image_counts import class_weights
 from server_app.job import GlobalModel, ServerJob
 
 # Of the moments' trace: by how much rounding to 32 bits may lower an eigenvalue of their scatter.
@@ -37,7 +37,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     statistics = cast(Mapping[str, FeatureStatistics], payloads)
     watch = Stopwatch()
     job.status.phase("solving for the head")
-    weights = client_weights(payloads, job.config.max_weight_ratio)
+    weights = class_weights(payloads, job.config.max_weight_ratio)
     weight, bias = closed_form_head(
         statistics, job.held(payloads), len(job.classes), job.config.fedcgs.shrinkage, weights
     )
@@ -50,14 +50,14 @@ def closed_form_head(
     held: Mapping[str, list[int]],
     classes: int,
     shrinkage: float,
-    weights: Mapping[str, float] | None = None,
+    weights: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight [C, D] and bias [C] of the head, float32.
 
     Args:
         held: the labels of each client's rows.
         shrinkage: gamma, 0 to 1.
-        weights: the factor of each client's counts, sums and moments; None: 1 for all.
+        weights: the factor of the images of each client's classes; None: 1 for all.
     """
     width = next(iter(statistics.values())).sums.shape[1]
     counts = torch.zeros(classes, dtype=torch.float64)
@@ -66,10 +66,10 @@ def closed_form_head(
     # By name, for sums of floats depend on their order
     for client in sorted(statistics):
         labels = torch.tensor(held[client])
-        share = 1.0 if weights is None else weights[client]
-        counts.index_add_(0, labels, share * statistics[client].counts.double())
-        sums.index_add_(0, labels, share * statistics[client].sums.double())
-        moments += share * statistics[client].moments.double()
+        own = weighted(statistics[client], weights[client] if weights else ())
+        counts.index_add_(0, labels, own[0])
+        sums.index_add_(0, labels, own[1])
+        moments += own[2]
     n = counts.sum()
     mu = sums.sum(dim=0) / n
     # FedCGS: Sigma = (B - N mu mu^T) / (N - 1)
@@ -86,6 +86,28 @@ def closed_form_head(
     bias = torch.full((classes,), NEVER, dtype=torch.float64)
     bias[present] = (counts[present] / n).log() - (means * solved).sum(dim=1) / 2
     return weight.float(), bias.float()
+
+
+def weighted(
+    payload: FeatureStatistics, weights: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts, sums and moments of as many images as the weights leave, in 64 bits.
+
+    They have the same class means and the same covariance within the classes.
+
+    Args:
+        weights: the factor of each class's images, 0 to 1; none: 1 for all.
+    """
+    counts = payload.counts.double()
+    sums = payload.sums.double()
+    moments = payload.moments.double()
+    if min(weights, default=1.0) == 1.0:
+        return counts, sums, moments
+    means = sums / counts[:, None]
+    within = moments - sums.T @ means
+    left = torch.tensor(weights, dtype=torch.float64) * counts
+    sums = left[:, None] * means
+    return left, sums, left.sum() / counts.sum() * within + sums.T @ means
 
 
 def check_statistics(payload: FeatureStatistics, client: str) -> None:

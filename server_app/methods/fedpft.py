@@ -13,7 +13,7 @@ Differences from the paper:
 3. A class that no client holds is never chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -26,7 +26,7 @@ from osfl.costs import Stopwatch
 from osfl.payloads import FeatureMixtures, Payload
 from osfl.seeds import generator_of
 from server_app.heads import NEVER, store_with_head
-from server_app.image_counts import client_weights
+from server_app.image_counts import class_weights
 from server_app.job import GlobalModel, ServerJob
 
 
@@ -41,7 +41,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
         job.held(payloads),
         settings.samples,
         job.config.seed,
-        client_weights(payloads, job.config.max_weight_ratio),
+        class_weights(payloads, job.config.max_weight_ratio),
     )
     weight, bias = trained_head(features, labels, shares, len(job.classes), settings)
     images = sum(int(payload.counts.sum()) for payload in mixtures.values())
@@ -53,7 +53,7 @@ def drawn_features(
     held: Mapping[str, list[int]],
     limit: int,
     seed: int,
-    weights: Mapping[str, float] | None = None,
+    weights: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Features [N, D], their labels [N], and how many images each stands for [N].
 
@@ -61,17 +61,17 @@ def drawn_features(
         held: the labels of each client's rows.
         limit: the most that are drawn of a client's class.
         seed: of the draws, which are each client's and class's own.
-        weights: the factor of each client's images; None: 1 for all.
+        weights: the factor of the images of each client's classes; None: 1 for all.
     """
     features = []
     labels = []
     shares = []
     for client in sorted(mixtures):
         payload = mixtures[client]
-        weight = 1.0 if weights is None else weights[client]
         for row, label in enumerate(held[client]):
             generator = generator_of(seed, "fedpft", client, payload.classes[row])
             count = int(payload.counts[row])
+            weight = weights[client][row] if weights else 1.0
             drawn = min(count, limit)
             component = torch.multinomial(
                 payload.weights[row], drawn, replacement=True, generator=generator
