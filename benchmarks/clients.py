@@ -88,6 +88,8 @@ def for_clients(settings: Settings) -> Settings:
         "global-model.",
         "public-domains",
         "payload-codec",
+        "max-images",
+        "max-weight-ratio",
         "label-check",
         "domain-vector.classes",
     )

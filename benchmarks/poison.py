@@ -1,10 +1,12 @@
 """What liars do to the global model, and what `robust` does about it; to
-benchmarks/tables/poison.{md,json}, poison-honest.{md,json} and poison-influence.{md,json}.
+benchmarks/tables/poison.{md,json}, poison-honest.{md,json}, poison-influence.{md,json} and
+poison-counts.{md,json}.
 
 python -m benchmarks.poison                  # every system and attack
 python -m benchmarks.poison OSCAR            # some systems; the table keeps its other rows
 python -m benchmarks.poison --honest         # who is doubted where nobody lies
 python -m benchmarks.poison --influence      # what each client gives, with one liar of six
+python -m benchmarks.poison --counts         # malicious clients that inflate their image counts
 
 One, two or three of the six clients lie, all in the same way, and up to ten of thirty. Systems,
 recipe and payloads are those of benchmarks.main_table; each of the thirty has twenty images, taken
@@ -20,32 +22,41 @@ import ast
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+from flwr.app import ConfigRecord, RecordDict
+from safetensors.torch import load_file, save
 
 from benchmarks import TABLES, command_line, listed, main_table, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, real, sent
 from benchmarks.main_table import config_of
 from benchmarks.server import drawn_by, job_in
+from client_app.local_training import train_round
 from client_app.work import client_job
 from osfl.config import NodeConfig, Scalar
-from osfl.data.load import Fit, Images
+from osfl.data.load import Fit, Images, count_images, load_images
+from osfl.data.parts import class_names
 from osfl.files import private_folder, write_atomically
 from osfl.methods import METHODS, client_half, server_half
-from osfl.models.classifiers import logits_of
+from osfl.models.classifiers import head_of, headless, logits_of, new_classifier, rebuild
 from osfl.models.kits import find_kit
-from osfl.payloads import Classifier, Payload
+from osfl.models.used_parts import final_model
+from osfl.payloads import Classifier, FeatureMixtures, FeatureStatistics, Payload
+from osfl.protocol import pack_state, unpack_state
 from osfl.seeds import generator_of
 from server_app import agreement
 from server_app.agreement import LOOKED_AT, agreements, judged, without_doubted
+from server_app.averaging.models import initial_state
 from server_app.driver import train_one
 from server_app.expected import probe
+from server_app.image_counts import ALL, Cap, check_counts, find_caps, stated_counts
 from server_app.influence import Influence, measured
 from server_app.job import ServerJob
 from server_app.outliers import find_outliers
@@ -83,6 +94,33 @@ SURE = 10.0  # a logit this much higher leaves nothing to the other classes
 PATCH = 6  # pixels on a side, white, in the lower right corner
 Attack = Callable[[Payload, torch.Generator], Payload]
 Cell = dict[str, Any]
+State = dict[str, torch.Tensor]
+
+# Inflated counts: which of them, and how many images are stated in all
+MIXTURES = "FedPFT"
+AVERAGED = "FedAvg"
+COUNTED = (STATISTICS, MIXTURES, AVERAGED)
+ALL_CLASSES = "all counts"
+ONE_CLASS = "one class's count"
+WITH_SUMS = "counts, sums and moments"
+COUNT_KINDS = {
+    STATISTICS: (ALL_CLASSES, ONE_CLASS, WITH_SUMS),
+    MIXTURES: (ALL_CLASSES, ONE_CLASS),
+    AVERAGED: (ALL_CLASSES,),
+}
+# Within max-images, and beyond
+TOTALS = (10**6, 10**9)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A client's model after a round, and the number of images that it states."""
+
+    state: State
+    images: int
+
+
+Contribution = Payload | Trained
 
 
 def _by_class(payload: Payload, change: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
@@ -157,8 +195,9 @@ def settings_of(system: str, seed: int) -> dict[str, Scalar]:
         return {**main_table.settings_of("OSCAR", seed), **OF_CROWD}
     if system == CLASSIFIERS:
         return {**main_table.settings_of(system, seed), "synthesis.images-per-class": 10}
-    if system == STATISTICS:
-        return {**main_table.COMMON, "method": "fedcgs", "seed": seed}
+    if system in COUNTED:
+        method = {STATISTICS: "fedcgs", MIXTURES: "fedpft", AVERAGED: "fedavg"}[system]
+        return {**main_table.COMMON, "method": method, "seed": seed}
     return main_table.settings_of(system, seed)
 
 
@@ -554,6 +593,217 @@ def write_influences(systems: Sequence[str]) -> None:
             write_table(TABLES / "poison-influence", lines, about)
 
 
+def inflated(payload: Payload, total: int, kind: str) -> Payload:
+    """A payload that states `total` images, with the counts of `COUNT_KINDS`."""
+    assert isinstance(payload, FeatureStatistics | FeatureMixtures)
+    counts = payload.counts.clone()
+    if kind == ONE_CLASS:
+        counts[0] += total - counts.sum()
+        return replace(payload, counts=counts)
+    factor = total // int(counts.sum())
+    if kind == WITH_SUMS:
+        assert isinstance(payload, FeatureStatistics)
+        sums, moments = factor * payload.sums, factor * payload.moments
+        return replace(payload, counts=factor * counts, sums=sums, moments=moments)
+    return replace(payload, counts=factor * counts)
+
+
+def unbounded(settings: Settings) -> Settings:
+    """Settings under which all counts are taken as they are stated."""
+    return {**settings, "max-images": 10**9, "max-weight-ratio": 0.0}
+
+
+def counts_cell(system: str, kind: str, total: int, liars: int, seed: int) -> Cell:
+    """Accuracies without attack, with bound and cap, without them, and without the attackers."""
+    settings = settings_of(system, seed)
+    name = f"counts-{folder_name(settings)}-{kind.replace(' ', '-')}-{total}-{liars}"
+    result = WORK / f"{name}.json"
+    if not result.is_file():
+        honest = contributions(system, seed)
+        malicious = CLIENTS[:liars]
+        sent_by_all = dict(honest)
+        for client in malicious:
+            sent_by_all[client] = claiming(honest[client], total, kind)
+        rest = {client: one for client, one in honest.items() if client not in malicious}
+        open_job = job_of(unbounded(settings), f"{name}-unbounded")
+        job = job_of(settings, name)
+        taken = {client: one for client, one in sent_by_all.items() if is_taken(job, client, one)}
+        found = {
+            "quiet": merged(job, honest),
+            "bounded": merged(job, taken),
+            "unbounded": merged(open_job, sent_by_all),
+            "without": merged(job, rest),
+            "refused": len(sent_by_all) - len(taken),
+            "capped": len(caps_of(job, taken)),
+        }
+        write_atomically(result, json.dumps(found).encode())
+        print(name, found, flush=True)
+    made: Cell = json.loads(result.read_text())
+    return made
+
+
+def contributions(system: str, seed: int) -> Mapping[str, Contribution]:
+    """What honest clients send: their payloads, or models of one round and their image counts."""
+    settings = settings_of(system, seed)
+    if system == AVERAGED:
+        return {client: one_round(settings, client) for client in CLIENTS}
+    return sent(settings)
+
+
+def one_round(settings: Settings, client: str) -> Trained:
+    """A client's model after the first round, made here unless it is there."""
+    config = config_of(settings)
+    folder = WORK / f"round-{folder_name(settings)}-{client}"
+    file = folder / "model.safetensors"
+    number = CLIENTS.index(client)
+    node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
+    if not file.is_file():
+        private_folder(folder)
+        start = initial_state(job_of(settings, "round"), final_model(config))
+        told = {"architecture": config.classifier.architecture, "server-round": 1}
+        asked = RecordDict({"model": pack_state(start), "config": ConfigRecord(told)})
+        job = client_job(config, node, client, find_kit(config.kit), folder)
+        reply = train_round(asked, job, folder)
+        write_atomically(file, save(unpack_state(reply.array_records["model"])))
+    return Trained(load_file(file), count_images(config.data, node, "train", config.seed))
+
+
+def claiming(one: Contribution, total: int, kind: str) -> Contribution:
+    """A contribution that states `total` images."""
+    return replace(one, images=total) if isinstance(one, Trained) else inflated(one, total, kind)
+
+
+def counts_of(one: Contribution) -> dict[str, int]:
+    """The image counts that a contribution states, by class."""
+    return {ALL: one.images} if isinstance(one, Trained) else stated_counts(one)
+
+
+def is_taken(job: ServerJob, client: str, one: Contribution) -> bool:
+    """Whether the server takes a contribution."""
+    try:
+        check_counts(counts_of(one), job.config.max_images)
+        if not isinstance(one, Trained):
+            probe(one, client, job.config)
+    except ValueError:
+        return False
+    return True
+
+
+def caps_of(job: ServerJob, taken: Mapping[str, Contribution]) -> dict[str, Cap]:
+    """The clients that the server caps."""
+    stated = {client: counts_of(one) for client, one in taken.items()}
+    return find_caps(stated, job.config.max_weight_ratio)
+
+
+def merged(job: ServerJob, taken: Mapping[str, Contribution]) -> float:
+    """The accuracy (%) of the global model that contributions give."""
+    trained = {client: one for client, one in taken.items() if isinstance(one, Trained)}
+    if trained:
+        return averaged(job, trained)
+    payloads = {client: one for client, one in taken.items() if not isinstance(one, Trained)}
+    (made,) = server_half(job.config.method).run(job, payloads).values()
+    head = head_of(made.model)
+    right = []
+    for features, labels in test_features(job.config.method, job.config.seed):
+        with torch.no_grad():
+            right.append(100 * (head(features).argmax(dim=1) == labels).double().mean().item())
+    return mean(right)
+
+
+@cache
+def test_features(method: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every client's test images before the last layer of the frozen network, and their labels."""
+    config = config_of({**main_table.COMMON, "method": method, "seed": seed})
+    classes = len(class_names(config.data))
+    model = new_classifier(config.classifier, classes, find_kit(config.kit), seed)
+    backbone, _ = headless(model.eval())
+    found = []
+    for number in range(len(CLIENTS)):
+        node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
+        images = load_images(config.data, node, "test", 0)
+        found.append((logits_of(backbone, images.pixels, torch.device("cpu")), images.labels))
+    return found
+
+
+def averaged(job: ServerJob, trained: Mapping[str, Trained]) -> float:
+    """The accuracy (%) of FedAvg's mean of models; one of the same models is tested once."""
+    caps = caps_of(job, trained)
+    weights = {
+        client: (caps[client].weights[ALL] if client in caps else 1.0) * one.images
+        for client, one in trained.items()
+    }
+    total = sum(weights.values())
+    shares = {client: round(weight / total, 6) for client, weight in weights.items()}
+    digest = hashlib.sha256(json.dumps([job.config.seed, shares]).encode()).hexdigest()[:8]
+    result = WORK / f"averaged-{digest}.json"
+    if not result.is_file():
+        settings = job.config.classifier
+        state = weighted_mean({client: one.state for client, one in trained.items()}, weights)
+        classes = len(job.classes)
+        model = rebuild(state, settings.architecture, classes, settings.small_stem)
+        numbers = range(len(CLIENTS))
+        found = mean(accuracy(job.config, model, number) for number in numbers)
+        write_atomically(result, json.dumps(found).encode())
+    read: float = json.loads(result.read_text())
+    return read
+
+
+def weighted_mean(states: Mapping[str, State], weights: Mapping[str, float]) -> State:
+    """FedAvg's mean of the clients' models, in their own dtypes."""
+    total = sum(weights.values())
+    first = next(iter(states.values()))
+    found = {}
+    for name, like in first.items():
+        parts = [weights[client] / total * states[client][name].double() for client in states]
+        found[name] = torch.stack(parts).sum(dim=0).to(like.dtype)
+    return found
+
+
+def counts_line(system: str, kind: str, total: int, liars: int) -> dict[str, str]:
+    """A row of the table of inflated counts."""
+    cells = [counts_cell(system, kind, total, liars, seed) for seed in SEEDS]
+    made = {"": counts_name(system, kind, total, liars)}
+    for head, key in (
+        ("no attack", "quiet"),
+        ("neither bound nor cap", "unbounded"),
+        ("bound and cap", "bounded"),
+        ("without the malicious clients", "without"),
+    ):
+        made[head] = f"{mean(one[key] for one in cells):.1f}"
+    made["refused"] = str(sum(one["refused"] for one in cells))
+    made["capped"] = str(sum(one["capped"] for one in cells))
+    return made
+
+
+def counts_name(system: str, kind: str, total: int, liars: int) -> str:
+    """The name of a row."""
+    return f"{system}: {kind}, {total:,}, {liars} of {len(CLIENTS)}"
+
+
+def write_counts(systems: Sequence[str]) -> None:
+    """Make the table of inflated counts, row by row."""
+    about = (
+        "Top-1 accuracy (%) on all clients' test images, mean of the clients, where the first ones "
+        "of six clients state more images than they have: so many in all, by raising all counts, "
+        "or the first class's alone, or counts, sums and moments alike. Bound: max-images = "
+        "1,000,000, above which a client is refused; cap: max-weight-ratio = 10. FedAvg: one round "
+        "of benchmarks.main_table's clients. "
+        f"Seeds {SEEDS}. Command: `python -m benchmarks.poison --counts`."
+    )
+    rows = [
+        (system, kind, total, liars)
+        for system in COUNTED
+        for kind in COUNT_KINDS[system]
+        for total in TOTALS
+        for liars in (LIARS if total == TOTALS[0] and system != AVERAGED else (1,))
+    ]
+    order = [counts_name(*row) for row in rows]
+    for row in rows:
+        if row[0] in systems:
+            lines = with_others([counts_line(*row)], TABLES / "poison-counts.json", about, order)
+            write_table(TABLES / "poison-counts", lines, about)
+
+
 ABOUT = (
     "Top-1 accuracy (%) on all clients' test images, mean of the clients, where the first "
     "ones of six or thirty clients lie. With the liars: `robust = off`; without: a "
@@ -569,14 +819,18 @@ ABOUT = (
 def main() -> None:
     """Make the tables, and keep them."""
     parser = command_line(__doc__)
-    known = dict.fromkeys((*SYSTEMS, *HONEST_ROWS))
+    known = dict.fromkeys((*SYSTEMS, *HONEST_ROWS, *COUNTED))
     parser.add_argument("systems", nargs="*", help=f"some of {listed(known)}; none: all")
     parser.add_argument("--honest", action="store_true", help="who is doubted where nobody lies")
     parser.add_argument("--influence", action="store_true", help="what each client gives")
+    parser.add_argument("--counts", action="store_true", help="clients that inflate their counts")
     given = parser.parse_args()
     every = tuple(HONEST_ROWS) if given.honest else OF_SIX if given.influence else SYSTEMS
-    systems = some_of(given.systems, every, parser)
+    systems = some_of(given.systems, COUNTED if given.counts else every, parser)
     private_folder(WORK)
+    if given.counts:
+        write_counts(systems)
+        return
     if given.influence:
         write_influences(systems)
         return

@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 
 import osfl
 from client_app import payload_cache
+from client_app.declared import declared_images
 from client_app.errors import PublicConfigError, plain_errors, private_errors, public_words
 from client_app.keys import sealing_key
 from client_app.ledger import Ledger, ledger_folder
@@ -68,6 +69,7 @@ def join(message: Message, context: Context) -> Message:
             "client": client,
             "version": _installed_version(),
             "architecture": config.classifier.architecture,
+            "images": declared_images(config, node),
         }
     )
     return Message(RecordDict({"join": record}), reply_to=message)

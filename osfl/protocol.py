@@ -3,7 +3,8 @@
 What a message asks with, and what its reply says:
 
 - `query.join`: digests of the kit's weights, and the key that payloads are sealed to; client id,
-  installed version, architecture.
+  installed version, architecture, and the number of its training images where the method weights by
+  it and the client gives no guarantee.
 - `train`: job id, and that key; payload (as bytes), header, costs.
 - `query.acknowledge`: job id, and the SHA-256 of the open payload that the server has stored, whose
   copy at the client can go; nothing.

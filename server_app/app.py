@@ -1,6 +1,6 @@
 """The Flower ServerApp: one round, synthesis, training, test, report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,6 +28,7 @@ from server_app.expected import expected_payload, expected_tensors
 from server_app.federation.collect import collect, leave_out
 from server_app.federation.evaluate import evaluate_on_clients
 from server_app.federation.join import join
+from server_app.image_counts import find_caps, stated_counts
 from server_app.job import ServerJob
 from server_app.kit import (
     bind_to_kit,
@@ -100,7 +101,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
             config = settled_config(config, folder, status)
         while True:
             # Those of a client that was left out since, or of a turn before, are gone
-            status.warn([str(outlier) for outlier in find_outliers(payloads)])
+            status.warn(warnings_of(payloads, config.max_weight_ratio))
             job = ServerJob(
                 config,
                 folder,
@@ -139,6 +140,22 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         with suppress(OSError):  # the reason may be a full disk; it is what to say
             status.failed(error)
         raise
+
+
+def warnings_of(payloads: Mapping[str, Payload], ratio: float) -> list[str]:
+    """The payloads that a person should look at: outliers, and clients whose weight is capped.
+
+    Args:
+        ratio: `max-weight-ratio`.
+    """
+    caps = find_caps({client: stated_counts(each) for client, each in payloads.items()}, ratio)
+    # The cap says how large a count is, and what became of it
+    outliers = [
+        outlier
+        for outlier in find_outliers(payloads)
+        if outlier.tensor != "counts" or outlier.client not in caps
+    ]
+    return [*map(str, outliers), *map(str, caps.values())]
 
 
 def _check_seals(

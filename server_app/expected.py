@@ -1,6 +1,6 @@
 """What a client's payload must look like in a run, and a last look at it before it is used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -14,6 +14,7 @@ from osfl.models.kits import find_kit
 from osfl.payload_fields import fields_of, tensors_of
 from osfl.payloads import Classifier, FeatureStatistics, Payload, Votes, kind_of
 from osfl.seeds import generator_of
+from server_app.image_counts import check_counts, stated_counts
 from server_app.methods.fedcgs import check_statistics
 
 ExpectedOf = Callable[[str], wire.Expected]
@@ -104,15 +105,30 @@ def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
     return kit_shapes(kit)
 
 
+def check_stated(
+    payload: Payload, client: str, config: RunConfig, declared: Mapping[str, int] | None = None
+) -> None:
+    """Check the image counts that a payload states, as `image_counts.check_counts` does.
+
+    Raises:
+        wire.PayloadError: a count is above what the run allows or the client declared.
+    """
+    try:
+        check_counts(stated_counts(payload), config.max_images, declared)
+    except ValueError as error:
+        raise wire.PayloadError(client, "counts", str(error)) from None
+
+
 def probe(payload: Payload, client: str, config: RunConfig) -> None:
     """Whether numbers that are plausible one by one are so together.
 
     A classifier's give finite logits, a client's feature statistics can be of images, votes are for
-    candidates that there are.
+    candidates that there are, image counts are within `max-images`.
 
     Raises:
         wire.PayloadError: they are not.
     """
+    check_stated(payload, client, config)
     if isinstance(payload, Votes):
         candidates = len(config.votes.words)
         if (highest := int(payload.winners.max())) >= candidates:

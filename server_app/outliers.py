@@ -1,5 +1,5 @@
-"""A first word on poison: whose payload is far larger or smaller than the others', or has one and
-the same for all classes.
+"""A first word on poison: whose payload is far larger or smaller than the others', has one and
+the same for all classes, or states far more images than the others.
 
 A payload scaled by 1e6 passes every check of the wire format, and a run's accuracy falls without a
 word. Norms show it, and spreads show who sends one class under every name; labels that were swapped
@@ -22,6 +22,7 @@ import torch
 
 from osfl.payload_fields import fields_of
 from osfl.payloads import Classifier, FeatureStatistics, Payload
+from server_app.image_counts import stated_counts
 
 # Six honest clients of the digits, each a domain of its own, differ by up to 3 times in FedLMG's
 # tensors (the first BatchNorm sees the colours) and by 1.4 in the other methods' payloads; four
@@ -54,32 +55,51 @@ class Outlier:
 
 
 def find_outliers(payloads: Mapping[str, Payload]) -> list[Outlier]:
-    """The clients whose norms or spreads are far from the other clients', by name; who has far
-    norms is named for these.
+    """The clients whose norms, spreads or image counts are far from the other clients', by name.
+
+    A client is named for its counts first, and for its norms before its spreads.
     """
     norms = _far_of_each(_measured(payloads, _tensors, _norm))
     # A large one may be a class with few images, whose numbers scatter
     spreads = _far_of_each(_measured(payloads, _class_rows, _spread), large=False)
+    counts = {client: stated_counts(payload) for client, payload in payloads.items()}
+    images = find_large_counts({client: sum(own.values()) for client, own in counts.items() if own})
     found = []
-    for client in sorted(norms.keys() | spreads.keys()):
-        what = "norm" if client in norms else "spread over its classes"
-        tensors = norms.get(client) or spreads[client]
+    for client in sorted(norms.keys() | spreads.keys() | images.keys()):
+        named = (
+            ("total", images.get(client)),
+            ("norm", norms.get(client)),
+            ("spread over its classes", spreads.get(client)),
+        )
+        what, tensors = next((what, tensors) for what, tensors in named if tensors)
         worst = max(tensors, key=lambda tensor: abs(math.log(tensors[tensor])))
         found.append(Outlier(client, worst, tensors[worst], len(tensors), what))
     return found
 
 
-def _far_of_each(measured: Iterable[Measures], large: bool = True) -> dict[str, dict[str, float]]:
+def find_large_counts(images: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The clients that state far more images than the others, as `_far_of_each` gives them.
+
+    Args:
+        images: all that a client states, at least 1.
+    """
+    return _far_of_each([{"counts": dict(images)}], small=False)
+
+
+def _far_of_each(
+    measured: Iterable[Measures], large: bool = True, small: bool = True
+) -> dict[str, dict[str, float]]:
     """Of each client with tensors that are far: how many times the others' median these have.
 
     Args:
         large: also those that have more than the others.
+        small: also those that have less.
     """
     far = defaultdict[str, dict[str, float]](dict)
     for measures in measured:
         for tensor, by_client in measures.items():
             for client, times in _far(by_client).items():
-                if large or times < 1:
+                if (large and times > 1) or (small and times < 1):
                     far[client][tensor] = times
     return far
 
@@ -125,9 +145,13 @@ def _spread(rows: torch.Tensor) -> float:
 
 
 def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of real numbers."""
+    """Those of real numbers; sums over images as means, for clients have unlike numbers of them."""
+    values: Mapping[str, object]
     if isinstance(payload, Classifier):
-        values: Mapping[str, object] = payload.state
+        values = payload.state
+    elif isinstance(payload, FeatureStatistics):
+        means = payload.sums / payload.counts[:, None]
+        values = {"sums": means, "moments": payload.moments / payload.counts.sum()}
     else:
         values = {item.name: getattr(payload, item.name) for item in fields(payload)}
     for name, value in values.items():
@@ -150,10 +174,6 @@ def _by_class(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(payload, Classifier):
         matrices = [item for item in _tensors(payload) if item[1].ndim == 2]
         yield from matrices[-1:]
-        return
-    if isinstance(payload, FeatureStatistics):
-        # Sums differ by how many images a class has
-        yield "sums", payload.sums / payload.counts[:, None]
         return
     kind: type = type(payload)
     for name, value in _tensors(payload):

@@ -320,7 +320,9 @@ def test_a_reply_that_is_wrong_is_refused(tiny_kit: Path, wrong: dict, message: 
     figures = {"num-examples": 30, "seconds": 1.0, "flops": 1e9, "peak_memory_mb": 500.0}
     reply = RecordDict({"model": pack_state(like), "metrics": MetricRecord(figures)})
     architecture = config.classifier.architecture
-    members = SimpleNamespace(architectures={"client-0": architecture, "client-1": architecture})
+    members = SimpleNamespace(
+        architectures={"client-0": architecture, "client-1": architecture}, declared={}
+    )
     grid = rounds_run.RoundsGrid(
         LoopGrid(app, {}, []),
         members,  # type: ignore[arg-type]
@@ -342,7 +344,7 @@ def test_costs_add_up_from_nothing(tiny_kit: Path) -> None:
     architecture = config.classifier.architecture
     grid = rounds_run.RoundsGrid(
         LoopGrid(app, {}, []),
-        SimpleNamespace(architectures={"client-0": architecture}),  # type: ignore[arg-type]
+        SimpleNamespace(architectures={"client-0": architecture}, declared={}),  # type: ignore[arg-type]
         config,
         "job",
         0,

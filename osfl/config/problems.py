@@ -82,6 +82,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
             f"max-payload-mb = {run.max_payload_mb:g}: a sealed payload has at most "
             f"{MOST_SEALED / 1e6:.0f} MB; take that, or no sealing-key"
         )
+    if 0 < run.max_weight_ratio < 1:
+        yield (
+            f"max-weight-ratio = {run.max_weight_ratio:g}: must be at least 1, or 0 for no cap; "
+            "below 1 it would scale down clients with as many images as the others"
+        )
     coded = f"payload-codec = {run.payload_codec!r}"
     without = (None, "Captions", "Domain", "Votes")
     if run.payload_codec != "raw" and METHODS[run.method].payload in without:

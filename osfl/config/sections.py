@@ -795,6 +795,25 @@ class RunConfig:
         Doc("The largest payload that is taken, in MB; a VGG-16 at 224 px has 537."),
         NotIdentity(),
     ]
+    max_images: Annotated[
+        int,
+        Range(1, 10**9),
+        Doc(
+            "The most training images that a client may state, and test images that it may test "
+            "on. A client that states more is refused."
+        ),
+        NotIdentity(),
+    ]
+    max_weight_ratio: Annotated[
+        float,
+        Range(0, 1e9),
+        Doc(
+            "How much more a client may weigh than is typical: its image count, in all and of each "
+            "class, is capped at so many times the other clients' median. At least 1; 0: no cap. "
+            "For methods that weight clients by their images (fedcgs, fedpft, fedavg, fedprox, "
+            "feddf)."
+        ),
+    ]
     runs_dir: Annotated[
         str,
         Doc("Folder of all runs, an absolute path; empty: `$OSFL_RUNS`, else `~/.osfl/runs`."),

@@ -34,9 +34,12 @@ from server_app.expected import probe
 from server_app.federation import exchange as under_way
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, ignore, listed
 from server_app.federation.join import Members
+from server_app.image_counts import ALL, check_counts, find_caps
 from server_app.job import GlobalModel, ServerJob
-from server_app.outliers import find_outliers
+from server_app.outliers import Outlier, find_large_counts, find_outliers
 
+# What of a reply Flower's strategies weight a model by
+WEIGHT = "num-examples"
 Costs = dict[str, dict[str, float]]  # by client
 State = dict[str, torch.Tensor]
 
@@ -61,6 +64,7 @@ def run_rounds(
     between = RoundsGrid(
         grid, members, job.config, job_id, done, _shapes(job), costs, job.status.warn
     )
+    between.weighted = strategy.weighted_by_key == WEIGHT
     job.status.phase("rounds", count)
     job.status.advance(done, count)
 
@@ -177,8 +181,9 @@ class RoundsGrid:
         first: rounds that were done before.
         likes: for each architecture the state dict that a reply must look like; without numbers.
         costs: of each client, summed over the rounds; bytes as serialised.
-        warn: told of clients whose model's norms or spreads are far from the others', of all rounds
-            so far.
+        warn: told of clients whose models or image counts are far from the others', whose weight is
+            capped, or whose count changes, of all rounds so far.
+        weighted: whether the strategy weights models by their clients' images.
         contents: what a strategy has for a spare, by its architecture, where it may be another than
             those of the clients that the strategy asks.
     """
@@ -192,9 +197,18 @@ class RoundsGrid:
     costs: Costs = field(default_factory=dict)
     warn: Callable[[list[str]], None] = ignore
     contents: dict[str, RecordDict] = field(default_factory=dict)
+    weighted: bool = True
     # In the last round: they are not waited for as long as the others.
     _absent: set[str] = field(default_factory=set)
-    _far: dict[str, str] = field(default_factory=dict)  # what was told, by client
+    # What was told, by client and what it is about
+    _told: dict[tuple[str, str], str] = field(default_factory=dict)
+    # Of the last round that each client took part in
+    _images: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._images = {
+            client: int(cost["images"]) for client, cost in self.costs.items() if "images" in cost
+        }
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes of the clients that joined."""
@@ -231,28 +245,51 @@ class RoundsGrid:
                 f"used; {self.config.needed_clients} are needed (min-clients, num-clients)"
                 f"{listed(asked.problems)}"
             )
-        self._look_for_outliers(usable, messages[0].content)
+        config = messages[0].content.config_records["config"]
+        number = self.first + int(cast(int, config["server-round"]))
+        self._tell(number, "model", self._far_models(usable))
+        self._weigh(number, usable)
         return [
             Message(usable[client], dst_node_id=self.members.nodes[client], message_type="train")
             for client in sorted(usable)
         ]
 
-    def _look_for_outliers(self, usable: Mapping[str, RecordDict], sent: RecordDict) -> None:
-        """Tell of models whose norms or spreads are far from the others'; each client once.
-
-        They are used.
-        """
-        number = self.first + int(cast(int, sent.config_records["config"]["server-round"]))
+    def _far_models(self, usable: Mapping[str, RecordDict]) -> dict[str, str]:
+        """The clients whose models' norms or spreads are far from the others'. They are used."""
         models: dict[str, Payload] = {}
         for client, content in usable.items():
             state = content.array_records["arrays"].to_torch_state_dict()
             models[client] = Classifier((), self.members.architectures[client], state)
-        far = {outlier.client: outlier for outlier in find_outliers(models)}
-        new = far.keys() - self._far.keys()
-        for client in sorted(new):
-            self._far[client] = f"round {number}: {far[client]}"
+        return {outlier.client: str(outlier) for outlier in find_outliers(models)}
+
+    def _weigh(self, number: int, usable: Mapping[str, RecordDict]) -> None:
+        """Cap the weights of clients that state far more images than the others."""
+        metrics = {client: reply.metric_records["metrics"] for client, reply in usable.items()}
+        images = {client: int(cast(float, own[WEIGHT])) for client, own in metrics.items()}
+        ratio = self.config.max_weight_ratio if self.weighted else 0.0
+        caps = find_caps({client: {ALL: count} for client, count in images.items()}, ratio)
+        for client, cap in caps.items():
+            metrics[client][WEIGHT] = cap.weights[ALL] * images[client]
+        large = {
+            client: str(Outlier(client, "counts", found["counts"], 1, "total"))
+            for client, found in find_large_counts(images).items()
+        }
+        self._tell(number, "images", large | {client: str(cap) for client, cap in caps.items()})
+        changed = {
+            client: f"{client}: states {count:,} images, and {self._images[client]:,} before"
+            for client, count in images.items()
+            if count != self._images.get(client, count)
+        }
+        self._images |= images
+        self._tell(number, "change of images", changed)
+
+    def _tell(self, number: int, about: str, found: Mapping[str, str]) -> None:
+        """Warn of what was found of some clients; of each client once."""
+        new = [client for client in sorted(found) if (client, about) not in self._told]
+        for client in new:
+            self._told[client, about] = f"round {number}: {found[client]}"
         if new:
-            self.warn(list(self._far.values()))
+            self.warn(list(self._told.values()))
 
     def _checked(self, client: str, content: RecordDict) -> RecordDict:
         """What the strategy may see of a reply.
@@ -280,19 +317,21 @@ class RoundsGrid:
             probe(Classifier((), architecture, state), client, self.config)
         except PayloadError as error:
             raise ValueError(str(error)) from None
-        keys = ("num-examples", "seconds", "flops", "peak_memory_mb")
+        keys = (WEIGHT, "seconds", "flops", "peak_memory_mb")
         images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
         costs = {"seconds": seconds, "flops": flops, "peak_memory_mb": memory, "images": images}
         check_costs(costs)
         if images < 1:
             raise ValueError("a model that was trained on no image")
+        declared = self.members.declared.get(client)
+        check_counts({ALL: int(images)}, self.config.max_images, declared)
         self._add(client, upload_bytes=size_of(model), seconds=seconds, flops=flops)
         cost = self.costs[client]
         cost |= {"images": images, "peak_memory_mb": max(memory, cost.get("peak_memory_mb", 0.0))}
         return RecordDict(
             {
                 "arrays": ArrayRecord({name: Array(state[name].numpy()) for name in expected}),
-                "metrics": MetricRecord({"num-examples": images, "clients": 1}),
+                "metrics": MetricRecord({WEIGHT: images, "clients": 1}),
                 "model": ConfigRecord({"architecture": architecture}),
             }
         )

@@ -1,6 +1,7 @@
 """The clients' payloads."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -24,7 +25,7 @@ from osfl.sealing import (
     public_bytes,
 )
 from osfl.words import plain
-from server_app.expected import ExpectedOf, probe
+from server_app.expected import ExpectedOf, check_stated, probe
 from server_app.federation import exchange as under_way
 from server_app.federation.exchange import Exchange, RoundError, ignore, listed
 from server_app.federation.join import Members
@@ -87,7 +88,8 @@ class Collection:
 
     def from_store(self, client: str) -> None:
         """Use a payload that came before."""
-        # What was accepted once is not refused for a lower limit
+        # What was accepted once is not refused for a lower limit, nor for what its client declares
+        # now: its images may be others
         limits = replace(self.expected(client), max_bytes=self.folder.payload_size(client))
         sha256 = self.folder.payload_digest(client)
         # Of a sealed one the seal finds damage, and its digest is no open payload's
@@ -161,18 +163,26 @@ class Collection:
         del blob
         upload.blob = b""
         release_memory()  # to decode needs the payload's size three times
-        if self._accept(client, sha256, self.expected(client)):
+        declared = self.members.declared.get(client)
+        if self._accept(client, sha256, self.expected(client), declared):
             self._acknowledge(node, sha256)
 
     def _acknowledge(self, node: int, sha256: str) -> None:
         """Name the payload that is stored: a client forgets no other one."""
         self._thanks.push(node, ACKNOWLEDGE, pack_acknowledgement(self._job_id, sha256))
 
-    def _accept(self, client: str, sha256: str | None, limits: wire.Expected) -> bool:
+    def _accept(
+        self,
+        client: str,
+        sha256: str | None,
+        limits: wire.Expected,
+        declared: Mapping[str, int] | None = None,
+    ) -> bool:
         try:  # from the disk, so that `decode` alone has the bytes
             with self.folder.decoding(client):
                 payload = wire.decode(self._opened(client), limits, sha256)
                 probe(payload, client, self.config)
+                check_stated(payload, client, self.config, declared)
         except OSError:  # the disk's failure, not the client's
             raise
         except Exception as error:

@@ -12,11 +12,12 @@ from osfl.config import RunConfig
 from osfl.costs import release_memory
 from osfl.data.parts import class_names
 from osfl.log import log
-from osfl.protocol import MOST_IMAGES, WITHHELD, SentModel, pack_model
+from osfl.protocol import WITHHELD, SentModel, pack_model
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 from server_app.federation.exchange import Exchange, RoundError, UnfitError
 from server_app.job import GlobalModel
+from server_app.outliers import find_large_counts
 
 Matrix = list[list[int]]
 
@@ -29,6 +30,7 @@ class Evaluation:
         model: its name.
         client_of: by node.
         classes: how many there are.
+        max_images: the most test images of a client.
         adapted: whether each client adapts it first.
         came: with that, the matrices of the model as it came.
         matrices: what clients told, by client.
@@ -38,6 +40,7 @@ class Evaluation:
     model: str
     client_of: dict[int, str]
     classes: int
+    max_images: int
     adapted: bool = False
     came: Mapping[str, Matrix] = field(default_factory=dict)
     matrices: dict[str, Matrix] = field(default_factory=dict)
@@ -55,9 +58,14 @@ class Evaluation:
             return None
         cells = cast(list[int], metrics["confusion"])
         counts = all(isinstance(cell, int) and cell >= 0 for cell in cells)
-        if len(cells) != size * size or not counts or sum(cells) > MOST_IMAGES:
+        if len(cells) != size * size or not counts:
             raise UnfitError(
                 "its confusion matrix has the wrong size, or cells that are not counts"
+            )
+        if sum(cells) > self.max_images:
+            raise UnfitError(
+                f"it tested on {sum(cells):,} images, more than max-images = {self.max_images:,}; "
+                "set max-images to at least the number of images of the largest client"
             )
         matrix = [cells[row * size : (row + 1) * size] for row in range(size)]
         before = self.came.get(self.client_of[node], matrix)
@@ -110,7 +118,7 @@ def evaluate_on_clients(
         _ask(grid, config, test, entry, folder.path.name, lambda n: status.advance(done + n, total))
 
     for name, entry in models.items():
-        test = Evaluation(name, client_of, size)
+        test = Evaluation(name, client_of, size, config.max_images)
         ask(test, entry)
         done += len(nodes)
         if not test.matrices and not test.silent:
@@ -121,15 +129,28 @@ def evaluate_on_clients(
     folder.store_withheld(withheld)
     if withheld:
         log.info("test results are withheld by %s", ", ".join(sorted(withheld)))
+    # All models are tested on the same images
+    _warn_of_large_tests(next(iter(came.values()), {}), status)
     if not adapts:
         return
     for name, entry in models.items():
-        test = Evaluation(name, client_of, size, adapted=True, came=came[name])
+        test = Evaluation(name, client_of, size, config.max_images, adapted=True, came=came[name])
         ask(test, entry)
         done += len(nodes)
         # Of a run with an epsilon no client may tell, and none is heard
         if test.matrices and not config.epsilon:
             folder.store_adapted_test(name, test.matrices)
+
+
+def _warn_of_large_tests(matrices: Mapping[str, Matrix], status: Status) -> None:
+    """Warn of clients that dominate the figures over all test images together."""
+    images = {client: sum(map(sum, matrix)) for client, matrix in matrices.items()}
+    tested = {client: count for client, count in images.items() if count}
+    for client, found in sorted(find_large_counts(tested).items()):
+        status.warn_of(
+            f"{client}: states {images[client]:,} test images, {found['counts']:.3g} times the "
+            "others' median; it dominates the figures over all test images together"
+        )
 
 
 def _ask(

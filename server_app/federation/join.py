@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 import osfl
 from osfl.config import RunConfig, is_identifier, split_names
+from osfl.data.parts import class_names
 from osfl.log import log
 from osfl.methods import METHODS
 from osfl.protocol import JOIN
@@ -15,10 +17,25 @@ from osfl.run_folder.status import Status
 from osfl.sealing import pack_public_key
 from osfl.words import plain
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, listed
+from server_app.image_counts import ALL, check_counts
 
 # While enough others are there, a client whose payload is stored is expected for so long after
 # the last one came. It is welcome later, too.
 SILENCE_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a client says of itself.
+
+    Attributes:
+        architecture: of its model, where the method has rounds.
+        images: its training images, by class or of `ALL`; None if it declares no number.
+    """
+
+    client: str
+    architecture: str
+    images: dict[str, int] | None
 
 
 class Members:
@@ -27,6 +44,7 @@ class Members:
     Attributes:
         joined: the node of each client that is fit.
         architectures: that of each such client's model, where the method has rounds.
+        declared: the training images of each such client that declares their number.
         nodes: of those that take part, by client, sorted.
         testers: of those that are left out of all but the test.
         failed: why a node cannot take part.
@@ -42,6 +60,7 @@ class Members:
         sealing: bytes | None = None,
     ):
         self._exchange = Exchange(grid, config.join_timeout)
+        self._config = config
         self._wanted = config.num_clients
         self._places = config.training_clients
         self._left_out = config.testers
@@ -55,6 +74,7 @@ class Members:
         self._left: set[str] = set()  # in whose place a spare was asked
         self.joined: dict[str, int] = {}
         self.architectures: dict[str, str] = {}
+        self.declared: dict[str, dict[str, int]] = {}
         self.nodes: dict[str, int] = {}
         self.testers: dict[str, int] = {}
         self.failed: dict[int, str] = {}
@@ -126,8 +146,8 @@ class Members:
         self.nodes = dict(sorted({**self.nodes, spare: node}.items()))
         return node
 
-    def _read(self, node: int, content: RecordDict) -> tuple[str, str]:
-        """(client, the architecture of its model, where the method has rounds)."""
+    def _read(self, node: int, content: RecordDict) -> Joined:
+        """What a client says of itself, checked."""
         record = content.config_records["join"]
         client = str(record["client"])
         version = str(record["version"])
@@ -147,7 +167,28 @@ class Members:
                 f"{client} has architecture {plain(architecture, 80)!r}: this run has "
                 f"{', '.join(self._allowed)}"
             )
-        return client, architecture
+        return Joined(client, architecture, self._declared(client, record.get("images")))
+
+    def _declared(self, client: str, images: object) -> dict[str, int] | None:
+        """The training images that a client declares, by class or of `ALL`; None: no number.
+
+        Raises:
+            UnfitError: they are no numbers of images, or more than `max-images`.
+        """
+        if not images:
+            return None
+        names = (ALL,) if self._rounds else class_names(self._config.data)
+        if not isinstance(images, list) or len(images) != len(names) or not _are_counts(images):
+            raise UnfitError(
+                f"{client} declares {plain(images, 80)} as its images; expected {len(names)} whole "
+                "numbers, one for each class or one for all"
+            )
+        declared = dict(zip(names, images, strict=True))
+        try:
+            check_counts(declared, self._config.max_images)
+        except ValueError as error:
+            raise UnfitError(f"{client} declares its images: {error}") from None
+        return declared
 
     def _check_key(self, node: int, client: str) -> None:
         """Whether a client is who its key says. A key without a name says nothing.
@@ -179,8 +220,8 @@ class Members:
                     client,
                 )
 
-    def _keep(self, node: int, joined: tuple[str, str]) -> None:
-        client, architecture = joined
+    def _keep(self, node: int, joined: Joined) -> None:
+        client = joined.client
         if (holder := self.joined.get(client)) is not None:
             names = self._exchange.names
             # A key that the client id belongs to goes before one without a name
@@ -192,7 +233,10 @@ class Members:
             self._left.discard(client)
         self.joined[client] = node
         if self._rounds:
-            self.architectures[client] = architecture
+            self.architectures[client] = joined.architecture
+        self.declared.pop(client, None)
+        if joined.images is not None:
+            self.declared[client] = joined.images
         self.heard = time.monotonic()
         self._status.client(client, "joined")
         return None
@@ -200,6 +244,11 @@ class Members:
     def _fail(self, node: int, reason: str) -> None:
         self.failed[node] = reason
         log.error("node %s cannot take part: %s", node, reason)
+
+
+def _are_counts(values: list[object]) -> bool:
+    whole = all(type(value) is int and value >= 0 for value in values)
+    return whole and any(values)
 
 
 def join(

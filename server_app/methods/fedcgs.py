@@ -12,9 +12,11 @@ Differences from the paper:
    `fedcgs.shrinkage`, for with fewer images than features Sigma has no inverse. 0 is theirs.
 2. Theirs has a class without images at log 0. Ours: such a class is never chosen.
 3. Theirs goes on to train a model of each client's own with the global statistics. Not ours.
+4. Theirs adds clients as they are. A client that states far more images than the others counts here
+   for fewer of them (`max-weight-ratio`, server_app/image_counts.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,6 +25,7 @@ from osfl.costs import Stopwatch
 from osfl.payloads import FeatureStatistics, Payload
 from osfl.wire import PayloadError
 from server_app.heads import NEVER, store_with_head
+from server_app.image_counts import class_weights
 from server_app.job import GlobalModel, ServerJob
 
 # Of the moments' trace: by how much rounding to 32 bits may lower an eigenvalue of their scatter.
@@ -34,8 +37,9 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     statistics = cast(Mapping[str, FeatureStatistics], payloads)
     watch = Stopwatch()
     job.status.phase("solving for the head")
+    weights = class_weights(payloads, job.config.max_weight_ratio)
     weight, bias = closed_form_head(
-        statistics, job.held(payloads), len(job.classes), job.config.fedcgs.shrinkage
+        statistics, job.held(payloads), len(job.classes), job.config.fedcgs.shrinkage, weights
     )
     images = sum(int(payload.counts.sum()) for payload in statistics.values())
     return store_with_head(job, "FedCGS", weight, bias, images, watch)
@@ -46,12 +50,14 @@ def closed_form_head(
     held: Mapping[str, list[int]],
     classes: int,
     shrinkage: float,
+    weights: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight [C, D] and bias [C] of the head, float32.
 
     Args:
         held: the labels of each client's rows.
         shrinkage: gamma, 0 to 1.
+        weights: the factor of the images of each client's classes; None: 1 for all.
     """
     width = next(iter(statistics.values())).sums.shape[1]
     counts = torch.zeros(classes, dtype=torch.float64)
@@ -60,9 +66,10 @@ def closed_form_head(
     # By name, for sums of floats depend on their order
     for client in sorted(statistics):
         labels = torch.tensor(held[client])
-        counts.index_add_(0, labels, statistics[client].counts.double())
-        sums.index_add_(0, labels, statistics[client].sums.double())
-        moments += statistics[client].moments.double()
+        own = weighted(statistics[client], weights[client] if weights else ())
+        counts.index_add_(0, labels, own[0])
+        sums.index_add_(0, labels, own[1])
+        moments += own[2]
     n = counts.sum()
     mu = sums.sum(dim=0) / n
     # FedCGS: Sigma = (B - N mu mu^T) / (N - 1)
@@ -81,18 +88,49 @@ def closed_form_head(
     return weight.float(), bias.float()
 
 
+def weighted(
+    payload: FeatureStatistics, weights: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts, sums and moments of as many images as the weights leave, in 64 bits.
+
+    They have the same class means and the same covariance within the classes.
+
+    Args:
+        weights: the factor of each class's images, 0 to 1; none: 1 for all.
+    """
+    counts = payload.counts.double()
+    sums = payload.sums.double()
+    moments = payload.moments.double()
+    if min(weights, default=1.0) == 1.0:
+        return counts, sums, moments
+    means = sums / counts[:, None]
+    within = moments - sums.T @ means
+    left = torch.tensor(weights, dtype=torch.float64) * counts
+    sums = left[:, None] * means
+    return left, sums, left.sum() / counts.sum() * within + sums.T @ means
+
+
 def check_statistics(payload: FeatureStatistics, client: str) -> None:
-    """Whether one client's sums can be of any images at all.
+    """Check that one client's counts, sums and moments can be those of any images at all.
+
+    By the Cauchy-Schwarz inequality n_j sum f f^T - A_j A_j^T is positive semidefinite for the n_j
+    features f of a class j, so B - sum_j A_j A_j^T / n_j is, too: the scatter within the classes.
 
     Raises:
-        PayloadError: they cannot: the covariance of its features would be negative somewhere.
+        PayloadError: they cannot: the features would have a negative variance in some direction.
     """
     moments = payload.moments.double()
     scale = moments.diagonal().abs().max().clamp_min(1e-12)
     if (moments - moments.T).abs().max() > ROUNDING * scale:
         raise PayloadError(client, "moments", "are not symmetric")
-    total = payload.sums.double().sum(dim=0)
-    scatter = (moments + moments.T) / 2 - torch.outer(total, total) / payload.counts.sum()
+    sums = payload.sums.double()
+    between = sums.T @ (sums / payload.counts.double()[:, None])
+    scatter = (moments + moments.T) / 2 - between
     slack = ROUNDING * moments.trace().abs() * torch.eye(len(moments), dtype=torch.float64)
     if torch.linalg.cholesky_ex(scatter + slack).info != 0:
-        raise PayloadError(client, "moments", "are of no features: less than the sums' own")
+        raise PayloadError(
+            client,
+            "moments",
+            "are of no features: with these counts and sums some variance within the classes would "
+            "be negative",
+        )

@@ -8,11 +8,12 @@ Differences from the paper:
 1. Theirs: steps of AdamW. Ours: scikit-learn's logistic regression, to the minimum, on features
    with mean 0 and deviation 1, and an L2 penalty of 1 / `fedpft.inverse-penalty`.
 2. Theirs: as many features as images. Ours: at most `fedpft.samples` a client and class, which then
-   count for as many as the images. A count comes from the network, and may be a lie.
+   count for as many as the images. A client that states far more images than the others counts for
+   fewer (`max-weight-ratio`).
 3. A class that no client holds is never chosen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from osfl.costs import Stopwatch
 from osfl.payloads import FeatureMixtures, Payload
 from osfl.seeds import generator_of
 from server_app.heads import NEVER, store_with_head
+from server_app.image_counts import class_weights
 from server_app.job import GlobalModel, ServerJob
 
 
@@ -35,7 +37,11 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     watch = Stopwatch()
     job.status.phase("training the head")
     features, labels, shares = drawn_features(
-        mixtures, job.held(payloads), settings.samples, job.config.seed
+        mixtures,
+        job.held(payloads),
+        settings.samples,
+        job.config.seed,
+        class_weights(payloads, job.config.max_weight_ratio),
     )
     weight, bias = trained_head(features, labels, shares, len(job.classes), settings)
     images = sum(int(payload.counts.sum()) for payload in mixtures.values())
@@ -47,6 +53,7 @@ def drawn_features(
     held: Mapping[str, list[int]],
     limit: int,
     seed: int,
+    weights: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Features [N, D], their labels [N], and how many images each stands for [N].
 
@@ -54,6 +61,7 @@ def drawn_features(
         held: the labels of each client's rows.
         limit: the most that are drawn of a client's class.
         seed: of the draws, which are each client's and class's own.
+        weights: the factor of the images of each client's classes; None: 1 for all.
     """
     features = []
     labels = []
@@ -63,6 +71,7 @@ def drawn_features(
         for row, label in enumerate(held[client]):
             generator = generator_of(seed, "fedpft", client, payload.classes[row])
             count = int(payload.counts[row])
+            weight = weights[client][row] if weights else 1.0
             drawn = min(count, limit)
             component = torch.multinomial(
                 payload.weights[row], drawn, replacement=True, generator=generator
@@ -73,7 +82,7 @@ def drawn_features(
             noise = torch.randn(mean.shape, generator=generator)
             features.append(mean + deviation * noise)
             labels.append(torch.full((drawn,), label))
-            shares.append(torch.full((drawn,), count / drawn))
+            shares.append(torch.full((drawn,), weight * count / drawn))
     return torch.cat(features), torch.cat(labels), torch.cat(shares)
 
 
