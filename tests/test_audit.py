@@ -30,6 +30,7 @@ from client_app.mechanisms import private_mean
 from client_app.methods import votes
 from osfl.cli import audit as command
 from osfl.cli.main import app as cli
+from osfl.data import digits
 from osfl.data.load import Images
 from osfl.methods import METHODS
 from osfl.models.diffusion import Kit
@@ -566,12 +567,12 @@ def test_coins_under_noise_are_a_ridges_that_finds_its_variance() -> None:
     for _ in range(20):
         differences = draw.normal(size=(30, 400)) @ np.diag(np.logspace(0, -2, 400))
         coins = draw.choice([-1.0, 1], 30)
-        left = coins @ differences + 0.3 * draw.normal(size=400)
+        left = coins @ differences + 4 * draw.normal(size=400)
         gram = differences @ differences.T
-        expected = np.linalg.solve(gram + 0.09 * np.eye(30), differences @ left)
+        expected = np.linalg.solve(gram + 16 * np.eye(30), differences @ left)
         plain = np.linalg.lstsq(differences.T, left, rcond=None)[0]
         found = linear.estimated_coins(torch.tensor(differences), torch.tensor(left)).numpy()
-        np.testing.assert_allclose(found, expected, atol=0.1)
+        np.testing.assert_allclose(found, expected, atol=0.15)
         for name, guess in (("ridge", found), ("plain", plain), ("flat", differences @ left)):
             right[name] += int((np.sign(guess) == coins).sum())
     assert right["ridge"] > max(right["plain"], right["flat"])
@@ -839,9 +840,24 @@ def leave_out_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(votes, "permute_and_flip", largest)
 
 
+def one_image_a_class(folder: Path) -> dict[str, object]:
+    """Two clients' neon digits to train on and painted ones to test on, whose votes differ."""
+    for split, style in (("train", "neon"), ("test", "painting")):
+        rows = digits.load_split(split)
+        for client in range(2):
+            for label, name in enumerate(digits.CLASSES):
+                kinds = zip(rows["label"], rows["domain"], strict=True)
+                same = [row for row, kind in enumerate(kinds) if kind == (label, style)]
+                file = folder / f"client-{client}" / split / name / "0.png"
+                file.parent.mkdir(parents=True)
+                rows[same[client]]["image"].save(file)
+    classes = ",".join(digits.CLASSES)
+    return {"data__name": "folder", "data__root": str(folder), "data__classes": classes}
+
+
 GUARANTEED = [name for name, method in METHODS.items() if method.private]
 # Payloads of each client, where one shows too little
-REPEATS = {"votes": 4, "oscar": 4, "oscar-pooled": 4}
+REPEATS = {"votes": 3, "oscar": 4, "oscar-pooled": 4}
 
 
 @pytest.mark.parametrize("noise", [True, False], ids=["noised", "noise left out"])
@@ -866,7 +882,7 @@ def test_an_audit_finds_noise_that_was_left_out(
     if method == "votes":
         # Random weights find the same word for every image
         kit = shipped_kit
-        settings["data__partition"] = "iid"
+        settings |= one_image_a_class(home / "images")
     result = audited(kit, "--repeats", str(REPEATS.get(method, 2)), **settings)
     assert result.exit_code == (0 if noise else 1), result.output
     assert ("the guarantee is broken" in result.output) != noise

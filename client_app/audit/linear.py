@@ -8,9 +8,9 @@ coin s_i of 1 or -1 says that x_i is in the payload and not y_i, the mean v of n
 It is a linear system in the coins, which a ridge regression solves. The ridge is the variance of
 the noise. The attacker estimates it from the payload, and so finds noise that was left out.
 
-DP-SGD moves the last layer by a sum over the images, too: each one's features, times coefficients
-that are not known. The same regression finds the coefficients, and they are 0 for an image that
-was not trained on.
+DP-SGD moves the last layer by a sum over the images, too: each one's gradient, times a factor that
+is not known. The same regression estimates the factors; that of an image outside is 0. Gradients
+are those at the initial weights, so the estimate is exact for the first step only.
 
 A distance to the mean (`client_app.audit.attacks`) looks at one image at a time, and the other
 images are its noise.
@@ -263,9 +263,9 @@ def _feature_mixtures(job: ClientJob, payload: Payload) -> Means:
 
 
 def _update(job: ClientJob, payload: Classifier) -> torch.Tensor | None:
-    """Return how far each image moved its own class's weights of the last layer, [N].
+    """Return how much each image's gradient has to do with the update of the last layer, [N].
 
-    None without epsilon, where features do not stay what they were, or without a last linear layer.
+    None without epsilon, where BatchNorm changes the features, or without a last linear layer.
     """
     if not job.config.epsilon:
         return None
@@ -279,8 +279,12 @@ def _update(job: ClientJob, payload: Classifier) -> torch.Tensor | None:
     moved = [after.weight - before.weight, (after.bias - before.bias).unsqueeze(1)]
     update = torch.cat(moved, dim=1).detach().double()
     features, labels = features_and_labels(job)
+    logits = features @ before.weight.detach().double().T + before.bias.detach().double()
+    right = torch.nn.functional.one_hot(labels, logits.shape[1])
     rows = torch.cat([features, torch.ones(len(features), 1)], dim=1)
-    return ridge(rows, update, unit=False).gather(1, labels.unsqueeze(1))[:, 0]
+    # Minus the gradient of the cross-entropy at the initial weights
+    descents = torch.einsum("nc,nd->ncd", right - logits.softmax(dim=1), rows).flatten(1)
+    return ridge(descents, update.reshape(1, -1), unit=False)[:, 0]
 
 
 MEANS_OF: dict[type, Callable[[ClientJob, Payload], Means | None]] = {
