@@ -842,8 +842,8 @@ def leave_out_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_image_a_class(folder: Path) -> dict[str, object]:
     """Two clients' neon digits to train on and painted ones to test on, whose votes differ."""
-    for split, style in (("train", "neon"), ("test", "painting")):
-        rows = digits.load_split(split)
+    for split, source, style in (("train", "private", "neon"), ("test", "test", "painting")):
+        rows = digits.load_split(source)
         for client in range(2):
             for label, name in enumerate(digits.CLASSES):
                 kinds = zip(rows["label"], rows["domain"], strict=True)
