@@ -21,14 +21,18 @@ from test_analytic_conditions import SHAPE, generator, images, job_of
 from typer.testing import CliRunner
 
 from benchmarks import audit as audit_table
-from client_app.audit import attacks, game, statistics
+from client_app import mechanisms, private_training
+from client_app.audit import attacks, game, linear, statistics
 from client_app.audit.attacks import ATTACKS, attack, denoising_errors, leverage
 from client_app.audit.game import Pairs, Scores, draw_pairs, play
 from client_app.audit.statistics import least_epsilon, measured_epsilon, p_value
 from client_app.mechanisms import private_mean
+from client_app.methods import votes
 from osfl.cli import audit as command
 from osfl.cli.main import app as cli
+from osfl.data import digits
 from osfl.data.load import Images
+from osfl.methods import METHODS
 from osfl.models.diffusion import Kit
 from osfl.payloads import (
     KINDS,
@@ -236,7 +240,14 @@ def test_the_coins_say_who_is_in_the_payload(monkeypatch: pytest.MonkeyPatch, la
         return {"it": torch.tensor([1.0, 2, 3, 4])}
 
     monkeypatch.setattr(game, "client_half", lambda _: SimpleNamespace(make_payload=make_payload))
+
+    def all_known(job: Any, payload: str, pairs: int) -> dict[str, torch.Tensor]:
+        assert (payload, pairs) == ("received payload", 2)
+        seen["known"] = job.load(8)
+        return {"means": torch.tensor([1.0, -2, -1, 2])}
+
     monkeypatch.setattr(game, "attack", scored)
+    monkeypatch.setattr(game, "linear_attack", all_known)
     job = replace(job_of(train), load=lambda fit: train)
     found = play(job, lambda fit: test, pairs, lambda payload: f"received {payload}")
 
@@ -247,6 +258,9 @@ def test_the_coins_say_who_is_in_the_payload(monkeypatch: pytest.MonkeyPatch, la
     assert torch.equal(all_of(seen["members"]), both[[0, 1, 2, 5 + 0, 4]])
     assert torch.equal(seen["members"].labels, train.labels)
     assert torch.equal(all_of(seen["asked"]), both[[1, 3, 5 + 2, 5 + 0]])
+    # The linear attack knows the images that are always there, too
+    assert torch.equal(all_of(seen["known"]), both[[1, 3, 5 + 2, 5 + 0, 0, 2, 4]])
+    assert found["means"].members.tolist() == [1, 2]
     # Of the first pair ours is in, 1 against 3; of the second the other one, 4 against 2
     assert found["it"].members.tolist() == [1, 4]
     assert found["it"].others.tolist() == [3, 2]
@@ -266,7 +280,7 @@ class Named(SimpleNamespace):
 
 
 def test_every_kind_of_payload_is_attacked() -> None:
-    assert set(ATTACKS) == set(KINDS.values())
+    assert set(ATTACKS) | set(linear.MEANS_OF) == set(KINDS.values())
 
 
 @pytest.fixture
@@ -481,6 +495,25 @@ def test_a_finding_says_how_like_the_pictures_are() -> None:
     assert command.words_of(latents)["likeness"] == ""
 
 
+def test_shares_have_intervals_and_the_command_says_what_they_hold_for(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """143 of 1,200: Clopper and Pearson's 95 %."""
+    low = stats.beta.ppf(0.025, 143, 1058)
+    high = stats.beta.ppf(0.975, 144, 1057)
+    assert command.share(143, 1200, digits=1) == f"11.9% [{low:.1%}, {high:.1%}]"
+    found = Scores(torch.ones(1000).double(), torch.zeros(1000).double())
+    games = {"x": {"a": [found]}}
+    (one,) = command.findings(games, {"a": command.Guarantee(0.0, 0.0)}, 0)
+    rate = command.words_of(one)["TPR at 0.1 % FPR"]
+    assert rate == command.share(1000, 1000, digits=1) == "100.0% [99.6%, 100.0%]"
+    monkeypatch.chdir(home)
+    said = " ".join(audited(tiny_kit, method="prompts-domain").output.split())
+    assert "intervals hold for these images and payloads" in said
+    # Two clients and both together, each with all guesses and the surest fifth
+    assert "99 % for all 6 statistics together" in said
+
+
 def test_a_mixtures_likelihood_is_scikit_learns() -> None:
     draw = np.random.default_rng(0)
     rows = draw.normal(size=(30, 3))
@@ -508,33 +541,126 @@ def test_moments_of_few_features_contain_them() -> None:
     assert float(leverage(others, moments).min()) > 100
 
 
-def test_features_are_held_against_their_classes_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = torch.tensor([[1.0, 0], [0, 2], [3, 3]]).double()
-    monkeypatch.setattr(attacks, "_features", lambda job: (features, torch.tensor([0, 1, 0])))
-    counts = torch.tensor([2, 4])
-    sums = torch.tensor([[2.0, 2], [4, 4]])
-    sent = FeatureStatistics(("zero", "one"), counts, sums, torch.eye(2))
-    found = attack(job_of(images(0, 1, 0)), sent)
-    # Of the means (1, 1) and (1, 1): 1, 1 + 1 and 4 + 4
-    assert found["means"].tolist() == [-1, -2, -8]
+# ---- The linear attack ----
+
+
+def in_or_out(x: np.ndarray, y: np.ndarray, coins: np.ndarray) -> np.ndarray:
+    """The rows that a payload is made of: of each pair x where the coin is 1, y where it is -1."""
+    return np.where(coins[:, None] > 0, x, y)
+
+
+def test_coins_without_noise_are_numpys_least_squares() -> None:
+    draw = np.random.default_rng(0)
+    differences = draw.normal(size=(30, 50)) * np.logspace(0, 3, 50)
+    coins = draw.choice([-1.0, 1], 30)
+    left = coins @ differences
+    expected = np.linalg.lstsq(differences.T, left, rcond=None)[0]
+    found = linear.estimated_coins(torch.tensor(differences), torch.tensor(left))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(found, coins, atol=1e-6)
+
+
+def test_coins_under_noise_are_a_ridges_that_finds_its_variance() -> None:
+    """(D D^T + v I)^-1 D left with the true v, in NumPy; plain least squares guess worse."""
+    draw = np.random.default_rng(1)
+    right = {"ridge": 0, "plain": 0, "flat": 0}
+    for _ in range(20):
+        differences = draw.normal(size=(30, 400)) @ np.diag(np.logspace(0, -2, 400))
+        coins = draw.choice([-1.0, 1], 30)
+        left = coins @ differences + 4 * draw.normal(size=400)
+        gram = differences @ differences.T
+        expected = np.linalg.solve(gram + 16 * np.eye(30), differences @ left)
+        plain = np.linalg.lstsq(differences.T, left, rcond=None)[0]
+        found = linear.estimated_coins(torch.tensor(differences), torch.tensor(left)).numpy()
+        np.testing.assert_allclose(found, expected, atol=0.15)
+        for name, guess in (("ridge", found), ("plain", plain), ("flat", differences @ left)):
+            right[name] += int((np.sign(guess) == coins).sum())
+    assert right["ridge"] > max(right["plain"], right["flat"])
+
+
+def test_images_that_are_the_same_say_nothing() -> None:
+    zeros = torch.zeros(3, 5).double()
+    assert linear.estimated_coins(zeros, torch.ones(5).double()).tolist() == [0, 0, 0]
+
+
+def test_scores_are_the_coins_of_each_mean_with_its_own_number_of_images() -> None:
+    """Two classes of 5 and 7 pairs, and three images of the first and one of the second that are
+    always there; against the least squares of the whole system at once.
+    """
+    draw = np.random.default_rng(2)
+    labels = np.array([0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1])
+    x, y = 4 + draw.normal(size=(2, 12, 20))
+    always, owners = draw.normal(size=(4, 20)), np.array([0, 1, 0, 0])
+    coins = draw.choice([-1.0, 1], 12)
+    inside = np.concatenate([in_or_out(x, y, coins), always])
+    own = np.concatenate([labels, owners])
+    sent = np.stack([inside[own == group].mean(axis=0) for group in (0, 1)])
+    rows = torch.tensor(np.concatenate([x, y, always]))
+    groups = torch.tensor(np.concatenate([labels, labels, owners]))
+    found = linear.scores_of(linear.Means(torch.tensor(sent), rows, groups), 12)
+    # sum of what is in = sum of y + always + t (x - y), where t = (1 + s) / 2
+    system = np.zeros((12, 2, 20))
+    system[np.arange(12), labels] = x - y
+    sums = sent * np.array([[8], [8]])
+    for group in (0, 1):
+        sums[group] -= y[labels == group].sum(axis=0) + always[owners == group].sum(axis=0)
+    taken = np.linalg.lstsq(system.reshape(12, 40).T, sums.ravel(), rcond=None)[0]
+    np.testing.assert_allclose(taken, (1 + coins) / 2, atol=1e-8)
+    np.testing.assert_allclose(found[:12], 2 * taken - 1, atol=1e-5)
+    np.testing.assert_allclose(found[12:], 1 - 2 * taken, atol=1e-5)
+
+
+def test_sums_of_features_are_a_system_in_the_coins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedCGS: two pairs of class zero, one of class one; its image 6 is always there."""
+    draw = np.random.default_rng(3)
+    features = draw.normal(size=(7, 4))
+    labels = torch.tensor([0, 1, 0, 0, 1, 0, 1])
+    monkeypatch.setattr(linear, "features_and_labels", lambda job: (torch.tensor(features), labels))
+    # Of the pairs (0, 3), (1, 4) and (2, 5) the images 3, 1 and 2 are in
+    sums = np.stack([features[3] + features[2], features[1] + features[6]])
+    sent = FeatureStatistics(
+        ("zero", "one"), torch.tensor([2, 2]), torch.tensor(sums).float(), torch.eye(4)
+    )
+    found = linear.linear_attack(job_of(images(*labels.tolist())), sent, 3)["means"]
+    np.testing.assert_allclose(found, [-1, 1, 1, 1, -1, -1], atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["oscar", "oscar-pooled"])
-def test_captions_are_held_against_their_classes_mean(
+def test_means_of_captions_are_a_system_in_the_coins(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Encodings (k, 2 k) of images 0, 1, 2 and means (1, 2) and (0, 0): 0, 1 + 4 and 1 + 4."""
+    """Encodings (k, k^2) of images k. Pairs (1, 2) of class zero and (3, 4) of class two; images
+    2 and 3 are in, beside 5 of class zero, which is always there.
+    """
     captioner = Named(lambda pixels, meter: [str(int(x)) for x in pixels[:, 0, 0, 0]])
-    states = Named(lambda texts: torch.tensor([[float(t), 2 * float(t)] for t in texts]))
-    text = Named(lambda texts: states(texts).unsqueeze(1))
-    text.pooled = states
-    monkeypatch.setattr(attacks, "load_captioner", lambda *_: captioner)
-    monkeypatch.setattr(attacks, "load_text_encoder", lambda *_: text)
-    pixels = torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, 8, 8)
-    data = Images(pixels[[1, 1, 2]], torch.tensor([0, 2, 0]))
-    means = torch.tensor([[1.0, 2], [0, 0]])
+
+    def encoded(texts: list[str]) -> torch.Tensor:
+        # A prompt is at the origin
+        numbers = [float(t) if t.isdigit() else 0.0 for t in texts]
+        return torch.tensor([[x, x**2] for x in numbers])
+
+    text = Named(lambda texts: encoded(texts).unsqueeze(1))
+    text.pooled = encoded
+    monkeypatch.setattr(linear, "load_captioner", lambda *_: captioner)
+    monkeypatch.setattr(linear, "load_text_encoder", lambda *_: text)
+    pixels = torch.tensor([1, 3, 2, 4, 5], dtype=torch.uint8).view(5, 1, 1, 1)
+    data = Images(pixels.expand(5, 3, 8, 8), torch.tensor([0, 2, 0, 2, 0]))
+    means = torch.tensor([[3.5, 14.5], [3, 9]])
     sent = Encodings(("zero", "two"), means if "pooled" in method else means.unsqueeze(1))
-    assert attack(job_of(data, method=method), sent)["means"].tolist() == [0, -5, -5]
+    found = linear.linear_attack(job_of(data, method=method), sent, 2)["means"]
+    np.testing.assert_allclose(found, [-1, 1, 1, -1], atol=1e-4)
+
+
+def test_a_ridge_of_unknown_scale_is_numpys_at_the_likeliest_variances() -> None:
+    """Coefficients of deviation 0.01, of which half are 0, in three sums at once."""
+    draw = np.random.default_rng(4)
+    rows = draw.normal(size=(20, 60))
+    coefficients = 0.01 * draw.normal(size=(20, 3)) * (np.arange(20) < 10)[:, None]
+    sums = coefficients.T @ rows
+    found = linear.ridge(torch.tensor(rows), torch.tensor(sums), unit=False)
+    expected = np.linalg.lstsq(rows.T, sums.T, rcond=None)[0]
+    np.testing.assert_allclose(found, expected, atol=1e-8)
+    np.testing.assert_allclose(found, coefficients, atol=1e-8)
 
 
 def test_a_vote_is_for_its_classes_winner_or_not(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,8 +723,8 @@ EXPECTED = {
     "fgl": ["captions"],
     "votes": ["winners"],
     "prompts-domain": ["name"],
-    "fedcgs": ["means", "moments"],
-    "fedpft": ["mixture"],
+    "fedcgs": ["moments", "means"],
+    "fedpft": ["mixture", "means"],
     "local": ["confidence"],
 }
 
@@ -624,7 +750,8 @@ def test_payloads_of_every_method_are_audited(
         assert found[5]["auc"][0] == 1
     # Three images and two components: one image is a component
     if method == "fedpft":
-        assert found[-1]["right"] > 30
+        assert found[2]["right"] > 30
+        assert found[5]["right"] == 40
 
 
 def test_feddiscs_centres_are_audited(
@@ -638,8 +765,9 @@ def test_feddiscs_centres_are_audited(
     )
     assert result.exit_code == 0, result.output
     found = json.loads((home / "found.json").read_text())
-    assert {one["attacked"] for one in found} == {"centres"}
-    assert found[-1]["right"] >= 38
+    assert [one["attacked"] for one in found] == ["centres"] * 3 + ["means"] * 3
+    assert found[2]["right"] >= 38
+    assert found[5]["right"] == 40
 
 
 def test_an_audit_goes_on_where_it_was(
@@ -666,6 +794,10 @@ def test_an_audit_goes_on_where_it_was(
     assert "client-0" in again.output
     assert audited(tiny_kit, method="prompts-domain", seed=8).exit_code == 0
     assert len(made) == 7
+    # Scores of another version of the attacks are not used
+    monkeypatch.setattr(command, "VERSION", 0)
+    assert audited(tiny_kit, method="prompts-domain", seed=8).exit_code == 0
+    assert len(made) == 9
 
 
 def test_a_node_is_audited_by_its_own_config(
@@ -694,6 +826,66 @@ def test_a_payload_with_a_delta_is_audited_with_it(
     result = audited(tiny_kit, method="domain-vector", epsilon=1.0, delta=1e-6)
     assert result.exit_code == 0, result.output
     assert seen == [1e-6] * 3
+
+
+def leave_out_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(shape: torch.Size, *_: Any) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+    def largest(counts: list[int], *_: Any) -> int:
+        return counts.index(max(counts))
+
+    monkeypatch.setattr(mechanisms, "standard_normal", nothing)
+    monkeypatch.setattr(private_training, "standard_normal", nothing)
+    monkeypatch.setattr(votes, "permute_and_flip", largest)
+
+
+def one_image_a_class(folder: Path) -> dict[str, object]:
+    """Two clients' neon digits to train on and painted ones to test on, whose votes differ."""
+    for split, source, style in (("train", "private", "neon"), ("test", "test", "painting")):
+        rows = digits.load_split(source)
+        for client in range(2):
+            for label, name in enumerate(digits.CLASSES):
+                kinds = zip(rows["label"], rows["domain"], strict=True)
+                same = [row for row, kind in enumerate(kinds) if kind == (label, style)]
+                file = folder / f"client-{client}" / split / name / "0.png"
+                file.parent.mkdir(parents=True)
+                rows[same[client]]["image"].save(file)
+    classes = ",".join(digits.CLASSES)
+    return {"data__name": "folder", "data__root": str(folder), "data__classes": classes}
+
+
+GUARANTEED = [name for name, method in METHODS.items() if method.private]
+# Payloads of each client, where one shows too little
+REPEATS = {"votes": 3, "oscar": 4, "oscar-pooled": 4}
+
+
+@pytest.mark.parametrize("noise", [True, False], ids=["noised", "noise left out"])
+@pytest.mark.parametrize("method", GUARANTEED)
+def test_an_audit_finds_noise_that_was_left_out(
+    method: str,
+    noise: bool,
+    home: Path,
+    tiny_kit: Path,
+    tiny_unclip: Path,
+    shipped_kit: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else is changed: the client clips, averages and sends as it does."""
+    monkeypatch.chdir(home)
+    if not noise:
+        leave_out_the_noise(monkeypatch)
+    settings: dict[str, object] = {"method": method, "epsilon": 1.0}
+    if method == "feddisc":
+        settings["feddisc__kit"] = str(tiny_unclip)
+    kit = tiny_kit
+    if method == "votes":
+        # Random weights find the same word for every image
+        kit = shipped_kit
+        settings |= one_image_a_class(home / "images")
+    result = audited(kit, "--repeats", str(REPEATS.get(method, 2)), **settings)
+    assert result.exit_code == (0 if noise else 1), result.output
+    assert ("the guarantee is broken" in result.output) != noise
 
 
 @pytest.mark.parametrize(("epsilon", "code"), [(1.0, 1), (0.0, 0)])

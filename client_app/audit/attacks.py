@@ -2,7 +2,8 @@
 
 The attacker is the server. It has the payload, the kit, the run's settings, and an image with its
 label, of which it asks whether the client has it. These are plain attacks with closed forms, each
-on one payload: a stronger one may exist, so what they find is a lower bound.
+on one payload: a stronger one may exist, so what they find is a lower bound. Means and sums have
+a module of their own, `client_app.audit.linear`.
 """
 
 import math
@@ -12,15 +13,15 @@ from typing import cast
 
 import torch
 
+from client_app.audit.linear import MEANS_OF, features_and_labels, rows_of
 from client_app.conditions import posteriors
-from client_app.features import width_and_features
 from client_app.job import ClientJob
 from client_app.methods import votes
 from osfl.data.load import Images
 from osfl.models.classifiers import logits_of, rebuild
 from osfl.models.concepts import concept_prompt
 from osfl.models.diffusion import Kit, forward_noise, load_embedding_noise, load_kit
-from osfl.models.encoders import load_captioner, load_image_encoder, load_text_encoder
+from osfl.models.encoders import load_captioner, load_image_encoder
 from osfl.payloads import (
     Captions,
     Classifier,
@@ -29,7 +30,6 @@ from osfl.payloads import (
     Domain,
     DomainVector,
     Embeddings,
-    Encodings,
     FeatureMixtures,
     FeatureStatistics,
     Mixtures,
@@ -46,18 +46,16 @@ Attack = Callable[[ClientJob, Payload], dict[str, torch.Tensor]]
 
 
 def attack(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
-    """Scores [N] of the images that `job` loads, by the name of what is attacked.
+    """Return the scores [N] of the images that `job` loads, by the name of what is attacked.
 
     Raises:
         KeyError: an image is of a class that the payload has not.
     """
+    # With epsilon these payloads are noised means, and no other attack on them is as strong
+    noised_mean = job.config.epsilon and type(payload) in MEANS_OF
+    if noised_mean or type(payload) not in ATTACKS:
+        return {}
     return ATTACKS[type(payload)](job, payload)
-
-
-def _rows(job: ClientJob, payload: Payload, labels: torch.Tensor) -> torch.Tensor:
-    """Of the payload, the row of each image's class [N]."""
-    row_of = {job.classes.index(name): row for row, name in enumerate(payload.classes)}
-    return torch.tensor([row_of[label] for label in labels.tolist()])
 
 
 # ---- What was learned through the diffusion model: it denoises what it learned from better ----
@@ -111,7 +109,7 @@ def _descriptions(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     vectors = cast(Descriptions, payload).vectors
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        own = vectors[_rows(job, payload, labels)].to(kit.device)
+        own = vectors[rows_of(job, payload, labels)].to(kit.device)
         return [own + prompts if job.config.feddeo.tokens == "all" else own]
 
     return {"descriptions": _gain(job, conditions)}
@@ -123,7 +121,7 @@ def _domain_vector(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
         moved = prompts + sent.domain.to(kit.device)
         if sent.offsets is not None:
-            moved = moved + sent.offsets[_rows(job, payload, labels), 0].to(kit.device)
+            moved = moved + sent.offsets[rows_of(job, payload, labels), 0].to(kit.device)
         return [moved]
 
     return {"vector": _gain(job, conditions)}
@@ -133,7 +131,7 @@ def _mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(Mixtures, payload)
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        rows = _rows(job, payload, labels)
+        rows = rows_of(job, payload, labels)
         first = sent.conditions[rows, 0]
         found = []
         for cluster in range(sent.weights.shape[1]):
@@ -161,7 +159,7 @@ def _latent_likelihood(
 ) -> torch.Tensor:
     latents, _ = posteriors(kit, images, job)
     x = a_first.sqrt() * latents.float().cpu()
-    rows = _rows(job, sent, images.labels)
+    rows = rows_of(job, sent, images.labels)
     weights = cast(torch.Tensor, sent.component_weights)[rows]
     means = cast(torch.Tensor, sent.component_means)[rows].flatten(2)
     variances = cast(torch.Tensor, sent.component_variances)[rows].flatten(2)
@@ -189,7 +187,7 @@ def _concepts(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(Concepts, payload)
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        rows = _rows(job, payload, labels)
+        rows = rows_of(job, payload, labels)
         prompt = concept_prompt(kit.text)
         return [prompt.filled(sent.domain.to(kit.device), sent.vectors[rows].to(kit.device))]
 
@@ -228,27 +226,14 @@ def _likeness(
         decoded.append(pictures.clamp(-1, 1).float().cpu())
     drawn = torch.cat(decoded).flatten(1)
     found = []
-    for x, row in zip(images.batches(1), _rows(job, payload, images.labels), strict=True):
+    for x, row in zip(images.batches(1), rows_of(job, payload, images.labels), strict=True):
         errors = (drawn[owners == row] - x.flatten(1)).square().mean(dim=1)
         # Of numbers in [-1, 1]: 10 log10(2^2 / MSE)
         found.append(10 * (4 / errors.amin().clamp_min(1e-12)).log10())
     return torch.stack(found)
 
 
-# ---- Means, clusters and mixtures: they lie nearer to what is in them ----
-
-
-def _encodings(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
-    captioner = load_captioner(job.config.captioner or job.kit, job.device)
-    text = load_text_encoder(job.kit, job.device, torch.float32)
-    images = job.load(captioner.fit)
-    encode = text.pooled if job.config.method == "oscar-pooled" else text
-    vectors = cast(Encodings, payload).vectors[_rows(job, payload, images.labels)].flatten(1)
-    found = []
-    for rows in torch.arange(len(images)).split(BATCH):
-        captions = captioner(images.pixels[rows], job.meter)
-        found.append(encode(captions).float().cpu().flatten(1))
-    return {"means": -(torch.cat(found) - vectors).square().sum(dim=1)}
+# ---- Clusters, mixtures and moments: they lie nearer to what is in them ----
 
 
 def _embeddings(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
@@ -258,24 +243,14 @@ def _embeddings(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     levels = torch.full((len(embedded),), job.config.feddisc.noise_level)
     # What an image's noised embedding is on average
     expected = load_embedding_noise(job.kit)(embedded, levels, torch.zeros_like(embedded))
-    centres = cast(Embeddings, payload).vectors[_rows(job, payload, images.labels), :-1]
+    centres = cast(Embeddings, payload).vectors[rows_of(job, payload, images.labels), :-1]
     distances = (expected.unsqueeze(1) - centres).square().sum(dim=2)
     return {"centres": -distances.amin(dim=1)}
 
 
-def _features(job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features [N, D] of a frozen network, and labels [N]."""
-    images = job.load(job.config.data.image_size)
-    _, batches = width_and_features(job, images)
-    return torch.cat([batch for _, batch in batches]), images.labels
-
-
 def _feature_statistics(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
-    sent = cast(FeatureStatistics, payload)
-    features, labels = _features(job)
-    means = sent.sums.double() / sent.counts.unsqueeze(1)
-    distances = (features - means[_rows(job, payload, labels)]).square().sum(dim=1)
-    return {"means": -distances, "moments": -leverage(features, sent.moments.double())}
+    features, _ = features_and_labels(job)
+    return {"moments": -leverage(features, cast(FeatureStatistics, payload).moments.double())}
 
 
 def leverage(features: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
@@ -296,8 +271,8 @@ def leverage(features: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
 
 def _feature_mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(FeatureMixtures, payload)
-    features, labels = _features(job)
-    rows = _rows(job, payload, labels)
+    features, labels = features_and_labels(job)
+    rows = rows_of(job, payload, labels)
     return {
         "mixture": mixture_log_likelihood(
             features, sent.weights[rows], sent.means[rows], sent.variances[rows]
@@ -327,7 +302,7 @@ def _captions(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     for rows in torch.arange(len(images)).split(BATCH):
         captions += captioner(images.pixels[rows], job.meter)
     texts = cast(Captions, payload).texts
-    own = [texts[row] for row in _rows(job, payload, images.labels).tolist()]
+    own = [texts[row] for row in rows_of(job, payload, images.labels).tolist()]
     said = [caption in known for caption, known in zip(captions, own, strict=True)]
     return {"captions": torch.tensor(said).double()}
 
@@ -337,7 +312,7 @@ def _votes(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     images = job.load(kit.image_size)
     latents, _ = posteriors(kit, images, job)
     own = votes.errors(kit, latents, images.labels, job).argmin(dim=1)
-    winners = cast(Votes, payload).winners[_rows(job, payload, images.labels)]
+    winners = cast(Votes, payload).winners[rows_of(job, payload, images.labels)]
     return {"winners": (own == winners).double()}
 
 
@@ -352,7 +327,6 @@ ATTACKS: dict[type, Attack] = {
     DomainVector: _domain_vector,
     Mixtures: _mixtures,
     Concepts: _concepts,
-    Encodings: _encodings,
     Embeddings: _embeddings,
     FeatureStatistics: _feature_statistics,
     FeatureMixtures: _feature_mixtures,

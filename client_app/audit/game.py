@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from client_app.audit.attacks import attack
+from client_app.audit.linear import linear_attack
 from client_app.job import ClientJob
 from osfl.data.load import Fit, Images
 from osfl.methods import client_half
@@ -92,9 +93,19 @@ def play(
         own = job.load(fit)
         return _some(_both(own, test(fit)), torch.cat([pairs.ours, len(own) + pairs.others]))
 
+    def known(fit: Fit) -> Images:
+        own = job.load(fit)
+        alone = torch.ones(len(own), dtype=torch.bool)
+        alone[pairs.ours] = False
+        always = alone.nonzero().flatten()
+        rows = torch.cat([pairs.ours, len(own) + pairs.others, always])
+        return _some(_both(own, test(fit)), rows)
+
     payload = received(client_half(job.config.method).make_payload(replace(job, load=members)))
+    every = attack(replace(job, load=asked), payload)
+    every |= linear_attack(replace(job, load=known), payload, len(pairs.ours))
     found = {}
-    for name, scores in attack(replace(job, load=asked), payload).items():
+    for name, scores in every.items():
         ours, others = scores.chunk(2)
         found[name] = Scores(torch.where(swap, others, ours), torch.where(swap, ours, others))
     return found

@@ -27,7 +27,11 @@ def interval(count: int, total: int) -> tuple[float, float]:
 
 
 def auc(scores: Scores) -> tuple[float, float, float]:
-    """The area under the ROC curve, and 95 % of it by resampled pairs."""
+    """Return the area under the ROC curve and its 95 % interval, by resampled pairs.
+
+    The interval is for these images and payloads. Pairs of one payload share its noise, and with
+    more pairs the interval says nothing more of another payload.
+    """
     members, others = scores.members.numpy(), scores.others.numpy()
     area = float(area_under_curve(members, others))
     if len(members) == 1:

@@ -43,6 +43,8 @@ COLUMNS = (
     "promised",
     "likeness",
 )
+# Of the attacks: scores in `work` that another version found are not used
+VERSION = 2
 AGAIN = "remove it, and the game is played anew"
 
 
@@ -74,9 +76,9 @@ class Finding:
         pairs: of a training image and another one.
         right: pairs of which the right image was guessed.
         auc: with its 95 % interval.
-        true_positives: members found with one false positive in a thousand, of how many; None: too
-            few pairs to say.
-        measured: the least epsilon that the guesses are compatible with; at 99 %, of all findings
+        true_positives: members found with one false positive in a thousand, of how many; None for
+            fewer than a thousand pairs.
+        measured: the least epsilon that the guesses are compatible with, at 99 % for all findings
             together.
         promised: the guarantee; 0: none.
         likeness: where pictures were decoded, how like a member the most like of them is, and how
@@ -181,7 +183,7 @@ def played(player: Player, repeat: int, work: Path, bar: Progress, what: str) ->
     """One payload's scores, which are on disk if they were found before."""
     config, node = player.config, player.node
     files = [files_key(config.data, node, split, 0) for split in ("train", "test")]
-    key = [cache_key(config, node, player.kit), *files, str(repeat)]
+    key = [cache_key(config, node, player.kit), *files, str(repeat), str(VERSION)]
     about = hashlib.sha256(" ".join(key).encode()).hexdigest()[:12]
     file = work / f"{player.name}-{about}.json"
     if not file.is_file():
@@ -289,6 +291,13 @@ def _finding(
     )
 
 
+ABOUT = (
+    "The 95 % intervals hold for these images and payloads; another payload may lie outside. The "
+    "threshold of TPR rests on one false alarm in a thousand pairs. ε at least holds with 99 % for "
+    "all {} statistics together: of each row, all guesses and the surest fifth."
+)
+
+
 def _show(found: list[Finding]) -> None:
     rows = [words_of(one) for one in found]
     # A column that says nothing of anybody takes others' place
@@ -297,6 +306,7 @@ def _show(found: list[Finding]) -> None:
     for row in rows:
         table.add_row(*(row[name] for name in columns))
     display.console.print(table)
+    display.console.print(ABOUT.format(2 * len(found)), highlight=False)
     if broken := [one.client for one in found if one.broken]:
         display.console.print(
             f"[bold red]the guarantee is broken[/]: {', '.join(broken)}", highlight=False
@@ -304,18 +314,17 @@ def _show(found: list[Finding]) -> None:
 
 
 def words_of(one: Finding) -> dict[str, str]:
-    """A finding, by `COLUMNS`; of shares and areas with 95 % intervals."""
-    low, high = statistics.interval(one.right, one.pairs)
+    """Return a finding by `COLUMNS`; shares and areas have 95 % intervals."""
     area, area_low, area_high = one.auc
     rate = ""
     if one.true_positives is not None:
         count, total = one.true_positives
-        rate = f"{count / total:.1%}"
+        rate = share(count, total, digits=1)
     cells = (
         one.client,
         one.attacked,
         f"{one.pairs:,}",
-        f"{one.right / one.pairs:.0%} [{low:.0%}, {high:.0%}]",
+        share(one.right, one.pairs),
         f"{area:.2f} [{area_low:.2f}, {area_high:.2f}]",
         rate,
         f"{one.measured:.2f}",
@@ -323,6 +332,12 @@ def words_of(one: Finding) -> dict[str, str]:
         "{:.1f} dB, others {:.1f}".format(*one.likeness) if one.likeness else "",
     )
     return dict(zip(COLUMNS, cells, strict=True))
+
+
+def share(count: int, total: int, digits: int = 0) -> str:
+    """Return a share in percent, with its 95 % interval (Clopper & Pearson)."""
+    low, high = statistics.interval(count, total)
+    return f"{count / total:.{digits}%} [{low:.{digits}%}, {high:.{digits}%}]"
 
 
 def _as_numbers(one: Finding) -> dict[str, object]:
