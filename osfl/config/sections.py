@@ -79,6 +79,14 @@ class DataConfig:
             "partitions by domain."
         ),
     ]
+    group_column: Annotated[
+        str,
+        Doc(
+            "Of a hub's or saved data set: the column of each image's patient, or other group. All "
+            "images of a group stay with one client, on one side of training and test; empty: each "
+            "image is on its own."
+        ),
+    ]
     train_split: Annotated[str, Doc("Of a hub's data set: the split of the clients' images.")]
     test_split: Annotated[
         str,

@@ -28,6 +28,7 @@ from transformers import (
 from osfl.costs import FlopMeter
 from osfl.models.kit_check import CAPTIONERS, IMAGE_ENCODERS
 from osfl.models.kits import KitError, find_model, variant_of
+from osfl.pixels import cut_ends
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -183,6 +184,8 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
     The processor itself then resizes nothing, and cuts out of the middle what the network sees.
     """
     side = _resized_to(processor)
+    if processor.size.shortest_edge:
+        picture = cut_ends(picture)
     return processor(
         picture,
         do_center_crop=True,
