@@ -110,8 +110,8 @@ def test_a_group_in_two_splits_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_not_there_is_named(root: Path) -> None:
+    config = data(root, classes="cat,dog", partition="iid", group_column="case")
     with pytest.raises(DataError, match="data.group-column = 'case': there is no such column"):
-        config = data(root, classes="cat,dog", partition="iid", group_column="case")
         check_images(config, node(0, 1), 0)
 
 
