@@ -29,7 +29,7 @@ from osfl.data.load import (
     small_classes,
 )
 from osfl.data.overlap import check_apart
-from osfl.data.parts import class_names
+from osfl.data.parts import class_names, left_out_words
 from osfl.devices import pick_device, saves_memory
 from osfl.files import DamageError, open_private, write_atomically
 from osfl.methods import METHODS, client_half
@@ -64,6 +64,8 @@ def train(
             node.min_class_images,
             ", ".join(names[label] for label in left_out),
         )
+    for words in left_out_words(config.data, node):
+        log.warning("%s: %s", client, words)
     seal_to = sealing_key(content, node, config.sealing_key)
     if METHODS[config.method].rounds:
         from client_app.local_training import train_round

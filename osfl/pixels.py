@@ -8,6 +8,8 @@ import torch
 
 # Half of a byte's 255: how many of its levels there are to 1 of [-1, 1].
 LEVELS = 127.5
+# Short sides that the long side of a picture has at most when it is resized
+LONGEST = 4
 
 
 def to_float(pixels: torch.Tensor) -> torch.Tensor:
@@ -18,6 +20,19 @@ def to_float(pixels: torch.Tensor) -> torch.Tensor:
 def to_uint8(images: torch.Tensor) -> torch.Tensor:
     """Of floats of any shape, uint8 pixels, rounded; what is beyond [-1, 1] is cut off."""
     return ((images.clamp(-1, 1) + 1) * LEVELS).round().to(torch.uint8)
+
+
+def cut_ends(picture: torch.Tensor) -> torch.Tensor:
+    """Return the middle of a picture [3, H, W] whose long side exceeds `LONGEST` short ones.
+
+    Resizing the ends, which the central square lacks, would take memory for nothing. Any other
+    picture comes back as it is.
+    """
+    height, width = picture.shape[1:]
+    most = LONGEST * min(height, width)
+    top = max(0, height - most) // 2
+    left = max(0, width - most) // 2
+    return picture[:, top : top + most, left : left + most].contiguous()
 
 
 class LazyPixels:

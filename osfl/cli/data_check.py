@@ -1,19 +1,22 @@
 """`osfl data check`: what a run's clients hold, before anybody trains on it."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
+import torch
 import typer
-from PIL import Image, ImageOps
+from PIL import Image
 from rich.progress import track
 
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import NodeConfig, RunConfig
-from osfl.data.load import open_images
+from osfl.data.load import image_groups, open_images
 from osfl.data.partition import DataError
-from osfl.data.parts import class_names, client_name
+from osfl.data.parts import check_clients, class_names, client_name
 from osfl.words import plain
 
 SIDE = 16  # of the grid of a picture's hash, which has 256 bits
@@ -31,12 +34,18 @@ class Pictures:
         sizes: of images, by (width, height).
         hashes: of images that can be read, each with what its place is called.
         broken: why those that cannot be read cannot.
+        many_frames: those of several frames, with their number.
+        dark: those of 16 bits that are nearly black.
+        groups: patients, or other groups, that the images are of.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     hashes: dict[str, np.ndarray] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
+    many_frames: list[str] = field(default_factory=list)
+    dark: list[str] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
 
 
 def show_check(settings: list[str]) -> None:
@@ -44,11 +53,13 @@ def show_check(settings: list[str]) -> None:
 
     Raises:
         ConfigError: the settings, or data that they do not fit.
+        DataError: likewise, before the first image is opened.
         typer.Exit: an image is broken.
     """
     # Nothing that asks for a kit: this looks at images alone.
     weights = ("classifier.init=none", "global-model.init=none")
     config, _ = launch.resolve_config([*settings, "method=local", *weights])
+    notes = check_clients(config.data, config.num_clients, config.seed)
     train: dict[str, Pictures] = {}
     test: dict[str, Pictures] = {}
     for part in track(range(config.num_clients), "clients", console=display.console):
@@ -58,10 +69,11 @@ def show_check(settings: list[str]) -> None:
         test[client] = look(config, node, "test")
     _show_clients(config, train, test)
     everything = [*train.values(), *test.values()]
-    broken = [reason for pictures in everything for reason in pictures.broken]
+    broken = _of_all(everything, "broken")
     _show_some("cannot be read", broken)
     alike = near_duplicates(_hashes(train), _hashes(test))
     _show_some("of the test images look like one of the training images", alike)
+    _show_notes(notes, train, test)
     if broken:
         raise typer.Exit(1)
 
@@ -74,16 +86,27 @@ def look(config: RunConfig, node: NodeConfig, split: str) -> Pictures:
     """
     names = class_names(config.data)
     opened = open_images(config.data, node, split, config.seed)
-    found = Pictures()
+    found = Pictures(groups=image_groups(config.data, node, split, config.seed))
     for number, label in enumerate(opened.labels):
         found.counts[names[label]] += 1
+        name = opened.name(number)
         try:
-            image = opened.image(number)
-            found.sizes[image.size] += 1
-            found.hashes[opened.name(number)] = difference_hash(image)
+            pixels = opened.pixels(_as_it_is, number)
+            traits = opened.file_traits(number)
         except DataError as error:
             found.broken.append(str(error))
+            continue
+        found.sizes[pixels.shape[2], pixels.shape[1]] += 1
+        found.hashes[name] = difference_hash(Image.fromarray(pixels.permute(1, 2, 0).numpy()))
+        if traits.frames > 1:
+            found.many_frames.append(f"{name}: {traits.frames:,} frames")
+        if traits.is_dark:
+            found.dark.append(name)
     return found
+
+
+def _as_it_is(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels
 
 
 def difference_hash(image: Image.Image) -> np.ndarray:
@@ -91,9 +114,9 @@ def difference_hash(image: Image.Image) -> np.ndarray:
 
     Pictures that look alike have hashes that differ in few bits, whatever their sizes.
     """
-    upright = ImageOps.exif_transpose(image).convert("L")
-    grey = np.asarray(upright.resize((SIDE + 1, SIDE), Image.Resampling.LANCZOS)).astype(int)
-    return np.packbits(grey[:, 1:] > grey[:, :-1]).view(np.uint64)
+    grey = image.convert("L").resize((SIDE + 1, SIDE), Image.Resampling.LANCZOS)
+    levels = np.asarray(grey).astype(int)
+    return np.packbits(levels[:, 1:] > levels[:, :-1]).view(np.uint64)
 
 
 def near_duplicates(train: dict[str, np.ndarray], test: dict[str, np.ndarray]) -> list[str]:
@@ -112,6 +135,11 @@ def near_duplicates(train: dict[str, np.ndarray], test: dict[str, np.ndarray]) -
         for row in np.flatnonzero(bits.min(axis=1) <= NEAR):
             found.append(f"{asked_names[first + row]} and {known_names[nearest[row]]}")
     return found
+
+
+def _of_all(clients: Iterable[Pictures], attribute: str) -> list[str]:
+    lists = [getattr(pictures, attribute) for pictures in clients]
+    return list(chain.from_iterable(lists))
 
 
 def _hashes(clients: dict[str, Pictures]) -> dict[str, np.ndarray]:
@@ -143,6 +171,21 @@ def _sizes(sizes: Counter[tuple[int, int]]) -> str:
     shorter = [min(size) for size in sizes]
     longer = [max(size) for size in sizes]
     return f"{len(sizes)} sizes, {min(shorter)} to {max(longer)}"
+
+
+def _show_notes(notes: list[str], train: dict[str, Pictures], test: dict[str, Pictures]) -> None:
+    """What a run takes otherwise than its user may think; nothing where there is nothing."""
+    for note in notes:
+        display.console.print(plain(note, 1000), markup=False, soft_wrap=True)
+    everything = [*train.values(), *test.values()]
+    if frames := _of_all(everything, "many_frames"):
+        _show_some("have several frames; a run reads the first alone", frames)
+    if dark := _of_all(everything, "dark"):
+        _show_some("have 16 bits and less than a sixteenth of their brightness: rescale them", dark)
+    training = set().union(*(pictures.groups for pictures in train.values()))
+    testing = set().union(*(pictures.groups for pictures in test.values()))
+    if both := sorted(training & testing):
+        _show_some("groups, patients say, have images in training and in test", both)
 
 
 def _show_some(what: str, found: list[str]) -> None:

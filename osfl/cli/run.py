@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from osfl.cli import display, launch
 from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
-from osfl.data.named import check_root
 from osfl.data.partition import DataError
+from osfl.data.parts import check_clients
 from osfl.files import check_own_folder, open_private, private_folder
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.report import read_metrics
@@ -51,7 +51,8 @@ def run(
         if connection:
             _run_on(connection, overrides, job_id)
         else:
-            check_root(config.data.root)
+            for note in check_clients(config.data, config.num_clients, config.seed):
+                display.console.print(note, markup=False)
             private_folder(root)
             federation: dict[str, Scalar] = {
                 "num-supernodes": config.num_clients,

@@ -85,6 +85,14 @@ class DataConfig:
             "partitions by domain."
         ),
     ]
+    group_column: Annotated[
+        str,
+        Doc(
+            "Of a hub's or saved data set: the column of each image's patient, or other group. All "
+            "images of a group stay with one client, on one side of training and test; empty: each "
+            "image is on its own."
+        ),
+    ]
     train_split: Annotated[str, Doc("Of a hub's data set: the split of the clients' images.")]
     test_split: Annotated[
         str,
@@ -1038,6 +1046,7 @@ class NodeConfig:
     image_column: Annotated[str, Doc(PINNED.format("image-column")), NotIdentity()] = ""
     label_column: Annotated[str, Doc(PINNED.format("label-column")), NotIdentity()] = ""
     domain_column: Annotated[str, Doc(PINNED.format("domain-column")), NotIdentity()] = ""
+    group_column: Annotated[str, Doc(PINNED.format("group-column")), NotIdentity()] = ""
     train_split: Annotated[str, Doc(PINNED.format("train-split")), NotIdentity()] = ""
     test_split: Annotated[str, Doc(PINNED.format("test-split")), NotIdentity()] = ""
     test_share: Annotated[

@@ -9,17 +9,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.named import domain_of, load_rows
-from osfl.data.partition import DataError, partitioner_of
+from osfl.data.partition import DataError, cut
 from osfl.data.parts import (
     count_parts,
+    folder_groups,
     has_rows,
     list_folder,
     of_large_classes,
     simulated_folder,
+)
+from osfl.data.pictures import (
+    FileTraits,
+    Fit,
+    open_picture,
+    stored_picture,
+    to_pixels,
+    traits_of,
 )
 from osfl.pixels import LazyPixels, Pixels, to_float
 from osfl.words import plain
@@ -29,10 +38,6 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 2**30  # of pixels that are decoded at once and held; more are decoded as they are used
-
-# How big, and in which part, a picture is seen: pixels on a side (short side resized, the middle
-# cut out), or an encoder's own way with [3, H, W] uint8.
-Fit = int | Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,16 +109,14 @@ class Opened:
     read: Callable[[int], Image.Image]
     name: Callable[[int], str]
 
-    def image(self, number: int) -> Image.Image:
-        """A picture, decoded.
+    def file_traits(self, number: int) -> FileTraits:
+        """What a run does not see of a picture that can be read.
 
         Raises:
             DataError: it cannot be read.
         """
-        with _named(self.name(number)):
-            image = self.read(number)
-            image.load()
-            return image
+        with _named(self.name(number)), self.read(number) as image:
+            return traits_of(image)
 
     def pixels(self, fit: Fit, number: int) -> torch.Tensor:
         """A picture as [3, S, S] uint8.
@@ -129,7 +132,8 @@ class Opened:
 def _named(name: str) -> Iterator[None]:
     try:
         yield
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    # Damaged files make Pillow raise errors of many kinds, such as struct.error or IndexError
+    except Exception as error:
         raise DataError(
             f"{name}: not a readable image ({plain(error)}). Remove or replace it"
         ) from error
@@ -152,6 +156,18 @@ def open_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
     )
 
 
+def image_groups(config: DataConfig, node: NodeConfig, split: str, seed: int) -> set[str]:
+    """The patients, or other groups, that this node's images are of, where that is known.
+
+    Raises:
+        DataError: as `open_images`.
+    """
+    if has_rows(config, node):
+        rows = load_rows(config, node, split, seed)
+        return set(rows["group"]) - {""} if "group" in rows.column_names else set()
+    return set() if config.name == "digits" else folder_groups(config, node, split)
+
+
 def small_classes(config: DataConfig, node: NodeConfig, seed: int) -> list[int]:
     """The labels that this node has and leaves out, ascending."""
     counts = Counter(_all_labels(config, node, "train", seed))
@@ -163,7 +179,7 @@ def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
         files = list_folder(config, node, split)
         return Opened(
             [label for _, label in files],
-            lambda number: Image.open(files[number][0]),
+            lambda number: open_picture(files[number][0]),
             lambda number: plain(files[number][0], 1000),
         )
     if has_rows(config, node):
@@ -173,18 +189,11 @@ def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
         rows = _digits_partition(config, node, split, seed)
         source = "digits"
     images = rows.select_columns(["image"])
+    mode = getattr(images.features["image"], "mode", None)
     return Opened(
         list(rows["label"]),
-        lambda number: _picture(images[number]["image"]),
+        lambda number: stored_picture(images[number]["image"], mode),
         lambda number: f"{source}, {split} image {number} of this client",
-    )
-
-
-def _picture(value: object) -> Image.Image:
-    if isinstance(value, Image.Image):
-        return value
-    raise ValueError(
-        f"it is a {type(value).__name__}; data.image-column names the column of the images"
     )
 
 
@@ -221,11 +230,8 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
         by_domain = NaturalIdPartitioner(partition_by="domain")
         by_domain.dataset = whole
         return by_domain.load_partition(node.partition_id)
-    chosen = partitioner_of(config, count, seed, even=split != "train")
-    # The split lies class by class and domain by domain: a run of one class's rows would be one
-    # domain's.
-    chosen.dataset = whole.shuffle(seed=seed)
-    return chosen.load_partition(node.partition_id)
+    parts = cut(config, np.asarray(whole["label"]), count, seed, even=split != "train")
+    return whole.select(parts[node.partition_id])
 
 
 def count_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> int:
@@ -251,38 +257,3 @@ def _all_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
     if config.name != "digits":
         return [label for _, label in list_folder(config, node, split)]
     return list(_digits_partition(config, node, split, seed)["label"])
-
-
-def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
-    """A picture of any mode and shape as [3, S, S] uint8 RGB.
-
-    Upright, transparent on white, and of the size that fits.
-
-    16 bits a channel are taken for the whole range, 0 to 65,535.
-
-    Raises:
-        ValueError: floating-point pixels, whose range nobody can know.
-    """
-    image = ImageOps.exif_transpose(image)
-    if image.mode == "F":
-        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
-    # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
-    if image.mode.startswith("I"):
-        image = Image.fromarray(
-            (np.asarray(image).astype(np.float64) / 257).clip(0, 255).round().astype(np.uint8)
-        )
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        ground = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(ground, image)
-    tensor = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
-    if callable(fit):
-        return fit(tensor)
-    if tensor.shape[1:] == (fit, fit):
-        return tensor
-    # Seconds to import, and the digits need no resizing
-    from torchvision.transforms.v2 import (
-        functional,
-    )
-
-    return functional.center_crop(functional.resize(tensor, [fit], antialias=True), [fit, fit])

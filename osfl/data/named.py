@@ -3,7 +3,9 @@
 Labels are mapped by the names that the data set itself stores. No image is opened here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from osfl.config import DataConfig, NodeConfig, split_names
+from osfl.data.columns import (
+    check_complete,
+    check_pictures,
+    class_indices,
+    read_column,
+    stored_names,
+)
 from osfl.data.offline import check_rows
-from osfl.data.partition import DataError, node_rows
+from osfl.data.partition import DataError, Rows, grouped, most_frequent, node_rows
 from osfl.words import identifier, plain
 
 if TYPE_CHECKING:
@@ -47,7 +56,7 @@ def stored_classes(config: DataConfig) -> tuple[str, ...]:
         features = _first(_read(config.name, config.subset, config.root)).features
     else:
         features = _features_on_hub(config)
-    names = getattr(_feature(features, config.label_column, config.name), "names", None)
+    names = stored_names(_feature(features, config.label_column, config.name))
     if not names:
         raise DataError(
             f"data.classes: {config.name} stores no names for the labels in its column "
@@ -83,9 +92,10 @@ def chosen_classes(config: DataConfig) -> tuple[str, ...]:
 # A message needs its rows several times, and cutting takes longer than reading them
 @lru_cache(maxsize=16)
 def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
-    """One node's rows, as a data set with the columns image and label.
+    """One node's rows, as a data set with the columns image and label, domain and group.
 
-    Labels are indices into the run's classes. Images are decoded when a row is read.
+    Labels are indices into the run's classes. Images are not decoded. The columns domain and group
+    are there where the data set has them; "" stands for none.
 
     Args:
         split: `train` or `test`.
@@ -96,59 +106,83 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         DataError: the data set or its columns are not as the configuration says, or this node has
             no rows.
     """
-    if node.data_dir:
-        source = node.data_dir
-        splits = _saved(Path(node.data_dir).expanduser())
-    else:
-        source = config.name
-        splits = _read(config.name, config.subset, config.root)
-    saved_test = "test" if node.data_dir and "test" in splits else ""
-    held_out = config.test_split or saved_test
+    held_out = _held_out(config, node)
     if held_out == config.train_split:
         raise DataError(
             f"data.train-split = {config.train_split!r}: is also the split of the test images; set "
             "data.train-split or data.test-split to another one"
         )
     is_held_out = split == "test" and bool(held_out)
-    if is_held_out:
-        chosen = _split(splits, held_out, "test", source)
-    else:
-        chosen = _split(splits, config.train_split, "train", source)
-    check_rows(chosen, config, _home(config, node), source)
+    train = _labelled(config, node.data_dir, config.train_split, "train")
     if node.demands_guarantee and not node.classes:
-        _check_label_kind(chosen, config, source)
-    chosen = _labelled(chosen, config, source)
+        _check_label_kind(train, config)
+    chosen = train.rows
+    if held_out:
+        test = _labelled(config, node.data_dir, held_out, "test").rows
+        _check_sides(config, train.rows, test)
+        chosen = test if is_held_out else train.rows
     labels = np.asarray(chosen["label"])
+    groups = _group_numbers(chosen)
     if node.data_dir:
         rows = np.arange(len(chosen))
     else:
-        domains = _domains(chosen, config, source)
+        _check_whole(config, held_out)
+        domains = list(chosen["domain"]) if _by_domain(config) else None
+        table = Rows(labels, domains, domain_names(config), groups)
         part, parts = node.partition_id, node.num_partitions
-        rows = node_rows(config, labels, domains, part, parts, seed, even=is_held_out)
-    if not held_out:
+        rows = node_rows(config, table, part, parts, seed, even=is_held_out)
+    if not held_out and groups is None:
         rows = _share(rows, labels, config.test_share, split)
+    elif not held_out:
+        rows = _grouped_share(rows, Rows(labels, groups=groups), config.test_share, split)
     if split == "train" and config.max_per_class:
         rows = _capped(rows, labels, config.max_per_class, seed)
     if not len(rows):
-        raise DataError(f"{source}: no images. This client has no data for {split}")
-    wanted = {config.image_column: "image", "label": "label"}
-    if config.domain_column in chosen.column_names:
-        wanted[config.domain_column] = "domain"
-    held = chosen.select(np.sort(rows)).select_columns(list(wanted))
-    return held.rename_columns({old: new for old, new in wanted.items() if old != new})
+        raise DataError(_no_rows(config, node, split))
+    return chosen.select(np.sort(rows))
 
 
-def _home(config: DataConfig, node: NodeConfig) -> Path | None:
-    folder = node.data_dir or config.root
-    return Path(folder).expanduser() if folder else None
+def _held_out(config: DataConfig, node: NodeConfig) -> str:
+    """The split of the test images; "": a share of the training images."""
+    if config.test_split or not node.data_dir:
+        return config.test_split
+    return "test" if "test" in _saved(Path(node.data_dir).expanduser()) else ""
+
+
+def _no_rows(config: DataConfig, node: NodeConfig, split: str) -> str:
+    grouped = "; data.group-column keeps each group on one side" if config.group_column else ""
+    source = node.data_dir or config.name
+    return f"{source}: no images. This client has no data for {split}{grouped}"
 
 
 def domain_of(rows: "Dataset") -> str:
     """The domain's name, where all of a node's rows are of one; else ""."""
     if "domain" not in rows.column_names:
         return ""
-    names = set(_domain_names(rows.select_columns(["domain"]), "domain"))
+    names = set(rows["domain"])
     return names.pop() if len(names) == 1 else ""
+
+
+def domain_names(config: DataConfig) -> tuple[str, ...]:
+    """The domains of a whole data set's training images, in the clients' order.
+
+    () where it is not cut by domain.
+    """
+    if not _by_domain(config):
+        return ()
+    return tuple(sorted(set(_labelled(config, "", config.train_split, "train").rows["domain"])))
+
+
+def left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
+    """How many rows of a node's source are left out, by what they lack.
+
+    Raises:
+        DataError: as `load_rows`.
+    """
+    counts = Counter(_labelled(config, node.data_dir, config.train_split, "train").left_out)
+    if held_out := _held_out(config, node):
+        counts.update(_labelled(config, node.data_dir, held_out, "test").left_out)
+    return {reason: count for reason, count in counts.items() if count}
 
 
 # ---- Reading ----
@@ -259,78 +293,166 @@ def _feature(features: "Features", column: str, source: str) -> object:
     return features[column]
 
 
-# ---- Labels and domains ----
+# ---- Labels, domains and groups ----
 
 
-def _labelled(rows: "Dataset", config: DataConfig, source: str) -> "Dataset":
-    """The rows of the run's classes, whose column label holds indices into them."""
+@dataclass(frozen=True)
+class Labelled:
+    """The rows of a split that have a class of the run.
+
+    Attributes:
+        rows: with the columns image and label, and domain and group where there are such columns.
+        left_out: how many rows are not among them, by what they lack.
+        has_names: whether the data set stores the names of its labels.
+        has_texts: whether its labels are texts.
+    """
+
+    rows: "Dataset"
+    left_out: dict[str, int]
+    has_names: bool
+    has_texts: bool
+
+
+@lru_cache(maxsize=4)
+def _labelled(config: DataConfig, folder: str, split: str, key: str) -> Labelled:
+    """The labelled rows of one split.
+
+    Args:
+        folder: of a node's saved part; "": the run's data set.
+        key: `train` or `test`, whose key names the split.
+
+    Raises:
+        DataError: there is no such split or column, or a column holds something else.
+    """
     from datasets import Value
 
-    _feature(rows.features, config.image_column, source)
-    feature = _feature(rows.features, config.label_column, source)
-    stored = rows.with_format("numpy")[config.label_column][:]
-    labels = _indices(stored, getattr(feature, "names", None), split_names(config.classes), source)
-    kept = np.flatnonzero(labels >= 0)
-    others = [column for column in rows.column_names if column != config.label_column]
-    chosen = rows.select_columns(others)
-    if len(kept) < len(labels):
-        chosen = chosen.select(kept)
-    if "label" in chosen.column_names:
-        chosen = chosen.remove_columns("label")
-    return chosen.add_column("label", labels[kept], feature=Value("int64"))
+    source = folder or config.name
+    if folder:
+        splits = _saved(Path(folder).expanduser())
+    else:
+        splits = _read(config.name, config.subset, config.root)
+    stored = _split(splits, split, key, source).with_format(None)
+    home = folder or config.root
+    check_rows(stored, config, Path(home).expanduser() if home else None, source)
+    rows = _pictures(stored, config.image_column, source)
+    _feature(stored.features, config.label_column, source)
+    column = read_column(stored, config.label_column, "data.label-column")
+    labels = class_indices(column, split_names(config.classes), source)
+    rows = rows.add_column("label", labels, feature=Value("int64"))
+    is_kept = labels >= 0
+    no_class = int((~is_kept & ~column.is_missing).sum())
+    counts = {"no label": int(column.is_missing.sum()), "a label outside data.classes": no_class}
+    if (domains := _domains(stored, config, folder)) is not None:
+        rows = rows.add_column("domain", domains, feature=Value("string"))
+        if _by_domain(config) and not folder:
+            has_domain = np.array(domains, dtype=object) != ""
+            counts["no domain"] = int((is_kept & ~has_domain).sum())
+            is_kept = is_kept & has_domain
+    if config.group_column:
+        rows = rows.add_column("group", _groups(stored, config), feature=Value("string"))
+    kept = rows if is_kept.all() else rows.select(np.flatnonzero(is_kept))
+    has_texts = not column.is_number and column.names is None
+    return Labelled(kept, counts, column.names is not None, has_texts)
 
 
-def _indices(
-    stored: Iterable, stored_names: Sequence[str] | None, names: tuple[str, ...], source: str
-) -> np.ndarray:
-    """Each stored label as the index of its class, [N] int64; -1: none of the run's."""
-    places = {name: place for place, name in enumerate(names)}
-    values = np.asarray(stored)
-    # Numbers without names are the classes in their order; texts name their class.
-    if stored_names is None and np.issubdtype(values.dtype, np.integer):
-        return np.where((values >= 0) & (values < len(names)), values, -1).astype(np.int64)
-    if stored_names is None:
-        texts, values = np.unique(values, return_inverse=True)
-        stored_names = [str(text) for text in texts]
-    table = np.array([places.get(identifier(name), -1) for name in stored_names])
-    if missing := sorted(set(range(len(names))) - set(table.tolist())):
-        raise DataError(
-            f"data.classes: {source} has no class {names[missing[0]]!r}; it has "
-            f"{plain(', '.join(map(identifier, stored_names)), 500)}"
-        )
-    return np.where(values >= 0, table[values], -1).astype(np.int64)
+def _pictures(stored: "Dataset", column: str, source: str) -> "Dataset":
+    """The column of the images alone, called image and not decoded."""
+    from datasets import Image
+
+    feature = _feature(stored.features, column, source)
+    check_pictures(feature, column, source)
+    rows = stored.select_columns([column])
+    if column != "image":
+        rows = rows.rename_column(column, "image")
+    if isinstance(feature, Image):
+        rows = rows.cast_column("image", Image(mode=feature.mode, decode=False))
+    return rows
 
 
-def _check_label_kind(rows: "Dataset", config: DataConfig, source: str) -> None:
+def _check_label_kind(labelled: Labelled, config: DataConfig) -> None:
     """Check that `data.classes` cannot ask which values a column of texts has.
 
     Raises:
-        DataError: there is no such column, or it has texts without declared names.
+        DataError: it has texts without declared names.
     """
-    feature = _feature(rows.features, config.label_column, source)
-    numbered = "int" in str(getattr(feature, "dtype", ""))
-    if not (getattr(feature, "names", None) or numbered):
+    if labelled.has_texts:
         raise DataError(
             f"data.label-column = {config.label_column!r}: its labels are texts, of which a run's "
             "data.classes could ask one by one; set classes in this site's node-config"
         )
 
 
-def _domains(rows: "Dataset", config: DataConfig, source: str) -> list[str] | None:
-    if config.partition not in ("domain", "dirichlet-domain"):
+def _by_domain(config: DataConfig) -> bool:
+    return config.partition in ("domain", "dirichlet-domain")
+
+
+def _domains(stored: "Dataset", config: DataConfig, folder: str) -> list[str] | None:
+    """Each row's domain, "" where it has none; None: there is no column of domains."""
+    is_cut = _by_domain(config) and not folder
+    if config.domain_column not in stored.column_names:
+        if is_cut:
+            raise DataError(
+                f"data.partition = {config.partition!r} needs data.domain-column, the column that "
+                f"says which domain an image is of; {config.name} has "
+                f"{', '.join(stored.column_names)}"
+            )
         return None
-    if config.domain_column not in rows.column_names:
+    try:
+        return read_column(stored, config.domain_column, "data.domain-column").texts()
+    except DataError:
+        # A column that happens to have this name, and nothing is cut by it
+        if is_cut:
+            raise
+        return None
+
+
+def _groups(stored: "Dataset", config: DataConfig) -> list[str]:
+    """Each row's group, "" where it is in none."""
+    if config.group_column not in stored.column_names:
         raise DataError(
-            f"data.partition = {config.partition!r} needs data.domain-column, the column that says "
-            f"which domain an image is of; {source} has {', '.join(rows.column_names)}"
+            f"data.group-column = {config.group_column!r}: there is no such column; set it to the "
+            'column of the patients, or to "" to cut by image'
         )
-    return _domain_names(rows, config.domain_column)
+    return read_column(stored, config.group_column, "data.group-column").texts()
 
 
-def _domain_names(rows: "Dataset", column: str) -> list[str]:
-    values = rows.with_format("numpy")[column][:]
-    names = getattr(rows.features[column], "names", None)
-    return [identifier(names[value] if names else str(value)) for value in values]
+def _group_numbers(rows: "Dataset") -> np.ndarray | None:
+    """Each row's group as a number; a row without a group has a number of its own."""
+    if "group" not in rows.column_names:
+        return None
+    texts = np.array(list(rows["group"]), dtype=object)
+    names, numbers = np.unique(texts.astype(str), return_inverse=True)
+    return np.where(texts == "", len(names) + np.arange(len(texts)), numbers)
+
+
+def _check_whole(config: DataConfig, held_out: str) -> None:
+    """Check that a whole data set has images of all classes, unless it stores their names.
+
+    Raises:
+        DataError: it lacks a class.
+    """
+    parts = [_labelled(config, "", config.train_split, "train")]
+    if held_out:
+        parts.append(_labelled(config, "", held_out, "test"))
+    if not parts[0].has_names:
+        labels = np.concatenate([np.asarray(part.rows["label"]) for part in parts])
+        check_complete(labels, split_names(config.classes), config.label_column, config.name)
+
+
+def _check_sides(config: DataConfig, train: "Dataset", test: "Dataset") -> None:
+    """Check that no group has images among both the training and the test images.
+
+    Raises:
+        DataError: some have.
+    """
+    if not config.group_column:
+        return
+    if both := (set(train["group"]) & set(test["group"])) - {""}:
+        raise DataError(
+            f"data.group-column = {config.group_column!r}: {len(both)} groups have images in the "
+            "split of the test images and in that of the training images. Leave data.test-split "
+            "empty, and save the data set without a test split, to cut the test by group"
+        )
 
 
 # ---- Shares ----
@@ -350,6 +472,40 @@ def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str) -> np
             count = min(max(count, 1), len(members) - 1)
         taken.append(order[:count] if split == "test" else order[count:])
     return np.concatenate(taken) if taken else rows
+
+
+def _grouped_share(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
+    """As `_share`, of whole groups: those of each class, by the label that most of a group have.
+
+    At least one group of two is for the test, and at least one for training.
+    """
+    assert table.groups is not None
+    units = grouped(rows, table.groups)
+    labels = np.array([most_frequent(table.labels[unit]) for unit in units])
+    taken = []
+    for _, members in _by_class(np.arange(len(units)), labels):
+        order = np.random.default_rng(SHARE_SEED).permutation(members)
+        wanted = share * sum(len(units[number]) for number in order)
+        test = _nearest([len(units[number]) for number in order], wanted)
+        chosen = order[test] if split == "test" else np.delete(order, test)
+        taken += [units[number] for number in chosen]
+    return np.concatenate(taken) if taken else rows[:0]
+
+
+def _nearest(sizes: Sequence[int], wanted: float) -> list[int]:
+    """The places of sizes, taken in their order, whose sum is near what is wanted.
+
+    At least one place of two, and never all.
+    """
+    taken: list[int] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        if total + size / 2 <= wanted and len(taken) < len(sizes) - 1:
+            taken.append(place)
+            total += size
+    if not taken and len(sizes) > 1:
+        taken = [int(np.argmin(sizes))]
+    return taken
 
 
 def _capped(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.ndarray:

@@ -29,7 +29,7 @@ def check_rows(rows: "Dataset", config: DataConfig, home: Path | None, source: s
     from datasets import Image
     from datasets.features.features import require_decoding
 
-    for key in ("label", "domain"):
+    for key in ("label", "domain", "group"):
         column = str(getattr(config, f"{key}_column"))
         if column in rows.features and require_decoding(rows.features[column]):
             raise DataError(

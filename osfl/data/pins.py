@@ -13,6 +13,7 @@ USUAL: dict[str, str | float] = {
     "image_column": "image",
     "label_column": "label",
     "domain_column": "domain",
+    "group_column": "",
     "train_split": "train",
     "test_split": "",
     "test_share": 0.2,
@@ -33,6 +34,11 @@ def check_pins(config: DataConfig, node: NodeConfig) -> None:
         )
     for field, usual in USUAL.items():
         _check_pin(field, getattr(config, field), getattr(node, field), usual, node)
+    if node.demands_guarantee and config.group_column and not node.classes:
+        raise ConfigError(
+            f"data.group-column = {config.group_column!r}: this site demands a guarantee, and a "
+            "group's side of the test depends on the run's classes; set classes in its node-config"
+        )
     own_cut = node.data_dir or node.test_split or config.partition == "domain"
     if node.demands_guarantee and config.name.startswith("hf:") and not own_cut:
         raise ConfigError(

@@ -38,6 +38,7 @@ from osfl.models.kit_check import (
     check_image_encoder,
 )
 from osfl.models.kits import KitError, find_model, variant_of
+from osfl.pixels import cut_ends
 from osfl.words import plain
 
 if TYPE_CHECKING:
@@ -249,6 +250,8 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
     The processor itself then resizes nothing, and cuts out of the middle what the network sees.
     """
     side = _resized_to(processor)
+    if processor.size.shortest_edge:
+        picture = cut_ends(picture)
     return processor(
         picture,
         do_center_crop=True,

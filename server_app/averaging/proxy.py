@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image, UnidentifiedImageError
 
 from osfl.config import ConfigError
-from osfl.data.load import to_pixels
+from osfl.data.pictures import open_picture, to_pixels
 from osfl.log import log
 from osfl.seeds import generator_of
 from server_app.job import ServerJob
@@ -36,9 +35,10 @@ class Pictures:
         """
         file = self.files[row]
         try:
-            with Image.open(file) as image:
+            with open_picture(file) as image:
                 return to_pixels(image, self.size)
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        # Damaged files make Pillow raise errors of many kinds
+        except Exception as error:
             raise ConfigError(
                 f"rounds.proxy: {file} is not a readable image ({error}). Remove or replace it"
             ) from error
@@ -67,11 +67,8 @@ def load_proxy(job: ServerJob) -> Proxy:
         rows = load_split("public").shuffle(seed=job.config.seed)
         count = _sampled(job, len(rows))
         return torch.stack([to_pixels(image, size) for image in rows.select(range(count))["image"]])
-    files = sorted(
-        p
-        for p in Path(settings.proxy).expanduser().rglob("*")
-        if p.is_file() and not p.name.startswith(".")
-    )
+    folder = Path(settings.proxy).expanduser()
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not _is_hidden(p, folder))
     if len(files) < 2:
         raise ConfigError(
             f"rounds.proxy = {settings.proxy!r}: must be 'public' or a folder with at least two "
@@ -80,6 +77,11 @@ def load_proxy(job: ServerJob) -> Proxy:
     order = torch.randperm(len(files), generator=generator_of(job.config.seed, "feddf", "proxy"))
     sample = order[: _sampled(job, len(files))]
     return Pictures([files[row] for row in sample.tolist()], size)
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Check whether a file, or a folder between it and `folder`, is hidden."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _sampled(job: ServerJob, there: int) -> int:

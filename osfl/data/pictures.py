@@ -1,0 +1,146 @@
+"""A picture in a file or in bytes, and its pixels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from osfl.pixels import cut_ends
+
+# A scan of 20,000 x 25,000 pixels, which takes some 4 GB of memory while it is read
+MOST_PIXELS = 500_000_000
+# Of the 16-bit range, what the brightest pixel of a 12-bit image reaches
+TWELVE_BITS = 1 / 16
+_OPENING = Lock()
+
+# How big, and in which part, a picture is seen: pixels on a side (short side resized, the middle
+# cut out), or an encoder's own way with [3, H, W] uint8.
+Fit = int | Callable[[torch.Tensor], torch.Tensor]
+
+
+def open_picture(source: Path | bytes) -> Image.Image:
+    """Open a picture without decoding it.
+
+    Pillow warns of pictures above 89 million pixels and refuses those above 179 million, to protect
+    servers from strangers' files. A site's scans are its own.
+
+    Raises:
+        ValueError: more than `MOST_PIXELS` pixels.
+        Exception: whatever Pillow raises for a file that is damaged or no picture.
+    """
+    with _OPENING:
+        limit = Image.MAX_IMAGE_PIXELS
+        Image.MAX_IMAGE_PIXELS = None
+        try:
+            image = Image.open(BytesIO(source) if isinstance(source, bytes) else source)
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        image.close()
+        raise ValueError(
+            f"{width:,} x {height:,} pixels; it must have at most {MOST_PIXELS:,}: scale it down"
+        )
+    return image
+
+
+def stored_picture(value: object, mode: str | None = None) -> Image.Image:
+    """A picture as a row of a data set holds it: decoded, its bytes, or {bytes, path}.
+
+    Args:
+        mode: Pillow's mode that the data set asks for.
+
+    Raises:
+        ValueError: nothing is there, or an address in the network.
+        Exception: as `open_picture`.
+    """
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and value:
+        image = open_picture(value)
+    elif isinstance(value, str) and "://" in value:
+        raise ValueError("the row holds an address instead of a picture")
+    elif isinstance(value, str) and value:
+        image = open_picture(Path(value))
+    else:
+        raise ValueError("the row holds no picture")
+    if mode and mode != image.mode:
+        image = ImageOps.exif_transpose(image).convert(mode)
+    return image
+
+
+def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
+    """A picture of any mode and shape as [3, S, S] uint8 RGB.
+
+    Upright, transparent on white, and of the size that fits.
+
+    16 bits a channel are taken for the whole range, 0 to 65,535.
+
+    Raises:
+        ValueError: floating-point pixels, whose range nobody can know.
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
+    # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
+    if image.mode.startswith("I"):
+        image = Image.fromarray(
+            (np.asarray(image).astype(np.float64) / 257).clip(0, 255).round().astype(np.uint8)
+        )
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(ground, image)
+    tensor = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+    if callable(fit):
+        return fit(tensor)
+    if tensor.shape[1:] == (fit, fit):
+        return tensor
+    # Seconds to import, and the digits need no resizing
+    from torchvision.transforms.v2 import (
+        functional,
+    )
+
+    resized = functional.resize(cut_ends(tensor), [fit], antialias=True)
+    return functional.center_crop(resized, [fit, fit])
+
+
+@dataclass(frozen=True)
+class FileTraits:
+    """What its pixels do not tell of a picture's file.
+
+    Attributes:
+        frames: frames, pages or layers, of which the first is read.
+        is_dark: whether it has 16 bits a channel and uses less than a sixteenth of their range, as
+            12-bit images do that were not rescaled.
+    """
+
+    frames: int
+    is_dark: bool
+
+
+def traits_of(image: Image.Image) -> FileTraits:
+    """Look at a picture that was opened, and not read yet."""
+    # Pillow reads 16-bit colours as 8 bits; only how the file is laid out tells
+    layouts = [str(tile.args) for tile in getattr(image, "tile", [])]
+    is_dark = False
+    if image.mode.startswith("I"):
+        is_dark = float(np.asarray(image).max()) < 2**16 * TWELVE_BITS
+    elif any(";16" in layout for layout in layouts):
+        is_dark = int(np.asarray(image.convert("RGB")).max()) < 2**8 * TWELVE_BITS
+    return FileTraits(_count_frames(image), is_dark)
+
+
+def _count_frames(image: Image.Image) -> int:
+    try:
+        return int(getattr(image, "n_frames", 1))
+    # A run reads the first frame, whatever is wrong with the others
+    except Exception:
+        return 1
