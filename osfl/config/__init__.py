@@ -13,6 +13,7 @@ from osfl.config.names import is_identifier, split_names
 from osfl.config.parse import (
     NOT_IDENTITY,
     approximations,
+    by_data,
     flatten,
     node_schema,
     parse_node_config,
@@ -72,6 +73,7 @@ __all__ = [
     "SynthesisConfig",
     "VotesConfig",
     "approximations",
+    "by_data",
     "flatten",
     "is_identifier",
     "node_schema",
