@@ -10,11 +10,12 @@ import typer
 from rich.markup import escape
 
 from osfl.cli import display, launch
-from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
+from osfl.cli.preflight import check_run
+from osfl.config import ConfigError, RunConfig, Scalar, flatten, is_identifier
 from osfl.data.named import check_root
 from osfl.data.partition import DataError
 from osfl.files import open_private, private_folder
-from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.layout import RunFolder, check_same_run
 from osfl.run_folder.report import read_metrics
 from osfl.run_folder.status import read_status
 
@@ -48,9 +49,12 @@ def run(
             raise ConfigError(f"job-id = {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
         root = runs_folder(config, runs, connection)
         if connection:
+            check_run(overrides, None)
             _run_on(connection, overrides, job_id)
         else:
             check_root(config.data.root)
+            check_same_run(RunFolder(root / job_id), flatten(config))
+            check_run(overrides, root)
             private_folder(root)
             federation: dict[str, Scalar] = {
                 "num-supernodes": config.num_clients,
