@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar
-from osfl.config.markers import Approximate, Doc, NotIdentity, OneOf, Range, marks_of
+from osfl.config.markers import AUTO, Approximate, ByData, Doc, NotIdentity, OneOf, Range, marks_of
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -67,9 +67,19 @@ def _table(section: type, prefix: str, defaults: dict[str, Scalar], marked: bool
         if is_dataclass(getattr(annotated, "__origin__", annotated)):
             continue
         key = prefix + name.replace("_", "-")
-        meaning = " ".join(mark.meaning for mark in marks_of(annotated, Doc))
-        cells = [f"`{key}`", _code(defaults[key]), _allowed(annotated), meaning]
+        meaning = " ".join([mark.meaning for mark in marks_of(annotated, Doc)] + _auto(annotated))
+        auto = f", {_code(AUTO)}" if marks_of(annotated, ByData) else ""
+        cells = [f"`{key}`", _code(defaults[key]), _allowed(annotated) + auto, meaning]
         yield _row([*cells, _marks(annotated)] if marked else cells)
+
+
+def _auto(annotated: Any) -> list[str]:
+    """What `auto` stands for, of a key whose value the kind of the data decides."""
+    return [
+        f"{_code(AUTO)}: {_code(mark.digits)} with the digits, {_code(mark.others)} with all other "
+        "data."
+        for mark in marks_of(annotated, ByData)
+    ]
 
 
 def _row(cells: list[str]) -> str:

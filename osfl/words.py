@@ -11,6 +11,7 @@ import traceback
 
 MARK = "\N{REPLACEMENT CHARACTER}"
 MOST_NAME_BYTES = 100
+MOST_QUOTED = 200  # characters of a value in an error
 LOG_CHARACTERS = 20_000  # of a line of the log, with its traceback
 # Unicode's default ignorable characters that are letters or marks, so that `isprintable` passes
 # them: fillers, joiners, variation selectors.
@@ -48,6 +49,22 @@ def plain_lines(text: object, limit: int = LOG_CHARACTERS) -> str:
     if length > limit:
         words = _cut(words, length, limit)
     return "\n".join("".join(map(_visible, line)) for line in words.split("\n"))
+
+
+def quoted(value: object, limit: int = MOST_QUOTED) -> str:
+    """A value as an error quotes it: as `repr` writes it, printable, and not too long.
+
+    Args:
+        value: a setting's value, or any other; a text that is longer than `limit` is cut, and its
+            length is added.
+    """
+    if isinstance(value, str) and len(value) > limit:
+        return f"{plain(repr(value[:limit]), 2 * limit)}… ({len(value):,} characters)"
+    try:
+        return plain(repr(value), 2 * limit)
+    # Python writes no whole number of more than some 4,300 digits
+    except ValueError:
+        return f"(a {type(value).__name__} that is too long to show)"
 
 
 def _cut(words: str, length: int, limit: int) -> str:

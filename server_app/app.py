@@ -33,6 +33,7 @@ from server_app.job import ServerJob
 from server_app.kit import (
     bind_to_kit,
     check_sampling_kit,
+    check_subject,
     fetch_kits,
     kit_bytes,
     kit_of_clients,
@@ -70,6 +71,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
         if key is not None:
             log.info("payloads are sealed to %s", fingerprint(public_bytes(key)))
         fetch_kits(config, status)
+        check_subject(config)
         check_sampling_kit(config)
         bind_to_kit(config, folder, status)
         stored = folder.stored_clients() if method.client else []
@@ -211,6 +213,7 @@ def check_server(config: RunConfig) -> None:
     device = pick_device(config.device)
     method = METHODS[config.method]
     classes = len(class_names(config.data))
+    check_subject(config)
     if method.samples:
         check_workers(config.synthesis, device)
         check_sampling_kit(config)

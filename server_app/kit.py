@@ -6,8 +6,11 @@ That it can be used, what it is, which step of the job came from it.
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig
+from osfl.config.problems import DIGITS_KITS, kit_of_digits
+from osfl.files import DamageError, read_json
 from osfl.methods import METHODS
 from osfl.models.kit_check import check_kit, check_lora, check_small_decoder
 from osfl.models.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
@@ -43,6 +46,32 @@ def fetch_kits(config: RunConfig, status: Status) -> None:
     for kit, parts in used_parts(config).values():
         if is_hub_id(kit):
             find_kit(kit, parts, progress)
+
+
+def check_subject(config: RunConfig) -> None:
+    """Check that no kit of digits, nor a copy of one, is used for other images.
+
+    Raises:
+        KitError: one is; the message names the next step.
+        FileNotFoundError: there is no such kit.
+    """
+    if config.data.name == "digits":
+        return
+    for kit, _ in used_parts(config).values():
+        if not is_hub_id(kit) and _is_of_digits(Path(find_kit(kit))):
+            key = "feddisc.kit" if kit == config.feddisc.kit else "kit"
+            raise KitError(kit_of_digits(key, kit, config.data.name))
+
+
+def _is_of_digits(folder: Path) -> bool:
+    """Whether a folder is a shipped kit, or one that `osfl kit train` made."""
+    with suppress(FileNotFoundError):
+        if folder.resolve() in [Path(find_kit(name)).resolve() for name in DIGITS_KITS]:
+            return True
+    with suppress(DamageError):
+        recipe = read_json(folder / "training.json").get("recipe")
+        return isinstance(recipe, dict) and "denoiser_steps" in recipe
+    return False
 
 
 def check_sampling_kit(config: RunConfig) -> None:

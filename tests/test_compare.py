@@ -93,7 +93,7 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seeds = [0", "not a table file"),
+        ("seeds = [0", "not valid TOML"),
         ("seeds = [0]", r"has no \[rows.NAME\]"),
         ("row = 1", "'row' is unknown"),
         ("[rows.a]\nmethod = 'magic'", "row 'a': bad run-config:\n  method = 'magic'"),

@@ -10,6 +10,7 @@ from osfl.config import (
     NOT_IDENTITY,
     ConfigError,
     approximations,
+    by_data,
     flatten,
     parse_node_config,
     parse_run_config,
@@ -72,7 +73,7 @@ def test_defaults_and_schema_have_the_same_keys() -> None:
 
 
 def test_parsing_and_flattening_are_inverse() -> None:
-    assert flatten(parse_run_config(defaults())) == defaults()
+    assert flatten(parse_run_config(defaults())) == by_data(defaults())
 
 
 @pytest.mark.parametrize(

@@ -423,13 +423,6 @@ def test_show_prints_no_terminal_codes(run: Path) -> None:
     assert "[bold]" in shown.output
 
 
-def test_show_names_the_runs_beside_a_folder_that_is_missing(run: Path) -> None:
-    shown = say("show", run.parent / "jop")
-    assert shown.exit_code == 1
-    assert "there is no such folder" in shown.output
-    assert "job" in shown.output.rpartition(":")[2]
-
-
 def test_a_table_runs_again_what_is_damaged(run: Path) -> None:
     cell = compare.Cell("row", 0, "job", ())
     runner = compare.Runner(run.parent, 1)

@@ -15,12 +15,15 @@ from functools import partial
 from conftest import LoopGrid, begin_task, few_digits, quick
 import osfl; assert osfl.__file__.startswith(sys.argv[1]), osfl.__file__
 from client_app.app import app
+from osfl.cli.estimate import estimate_run
 from server_app.app import run_job
 from osfl.config import parse_run_config
 from osfl.data import digits
 begin_task()
 digits.load_split = partial(few_digits, digits.load_split)
 config = quick(method="toy", kit=sys.argv[3])
+# As --dry-run does
+estimate_run(parse_run_config(config))
 grid = LoopGrid(app, config, [{"partition-id": k, "num-partitions": 2} for k in range(2)])
 run_job(grid, parse_run_config(config), "job")
 """

@@ -39,7 +39,6 @@ import signal
 import subprocess
 import sys
 import threading
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +50,7 @@ from typing import Any
 import numpy as np
 
 from osfl.cli.launch import (
+    RECOMMENDED,
     UnseenDataError,
     find_config,
     flat_toml,
@@ -60,14 +60,17 @@ from osfl.cli.launch import (
 )
 from osfl.cli.paired import paired_difference
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
+from osfl.config.toml import read_toml
 from osfl.files import DamageError, private_folder, write_atomically
 from osfl.models.used_parts import used_digests
 from osfl.run_folder.report import AND_ADAPTED, over_images, read_metrics
 from osfl.run_folder.report_page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
-from osfl.words import plain
+from osfl.words import plain, quoted
 
 PARTS = ("title", "source", "seeds", "reference", "common", "rows", "grid", "published", "lacks")
+SECTIONS = ("common", "rows", "grid", "published", "lacks")
+TEXTS = ("title", "source", "reference")
 MODELS = ("FT", "MD", "SD")  # the global models of FedCADO and FedLMG
 RESERVED = ("job-id", "runs-dir", "seed")  # keys that a table sets itself, for every run
 MOST_CLIENTS = 8  # that have a column of their own in the Markdown table
@@ -163,24 +166,22 @@ def read_table(
         ConfigError: not such a file, no such row, or a run-config that is wrong; every row is
             checked before any is run.
     """
-    try:
-        content = tomllib.loads(file.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not a table file: {error}") from None
+    content = read_toml(file)
     if unknown := set(content) - set(PARTS):
         raise ConfigError(
-            f"{file}: {sorted(unknown)[0]!r} is unknown; a table file has {', '.join(PARTS)}"
+            f"{file}: {quoted(sorted(unknown)[0])} is unknown; a table file has {', '.join(PARTS)}"
         )
+    _check_kinds(file, content)
     if not content.get("rows"):
         raise ConfigError(f"{file}: has no [rows.NAME]")
     common = content.get("common", {})
     axes = content.get("grid", {})
     if wrong := [key for key, values in axes.items() if not isinstance(values, list) or not values]:
-        raise ConfigError(f"{file}: [grid] {wrong[0]}: must be a list of values")
+        raise ConfigError(f"{file}: [grid] {plain(wrong[0])}: must be a list of values")
     if wrong := [name for name in content["rows"] if "," in name]:
         raise ConfigError(
-            f"{file}: [rows.{wrong[0]!r}]: a row's name may have no comma, which separates those "
-            "of --rows"
+            f"{file}: [rows.{quoted(wrong[0])}]: a row's name may have no comma, which "
+            "separates those of --rows"
         )
     made: dict[str, dict[str, Scalar]] = {}
     for name, row in content["rows"].items():
@@ -196,12 +197,14 @@ def read_table(
     reference = str(content.get("reference", ""))
     if reference and reference not in made:
         raise ConfigError(
-            f"{file}: reference = {reference!r}: there is no such row; it has {', '.join(made)}"
+            f"{file}: reference = {quoted(reference)}: there is no such row; it has "
+            f"{plain(', '.join(made), 1000)}"
         )
     if asked := [name.strip() for name in rows.split(",") if name.strip()]:
         if missing := [name for name in asked if name not in made]:
             raise ConfigError(
-                f"--rows {missing[0]!r}: {file} has no such row; it has {', '.join(made)}"
+                f"--rows {quoted(missing[0])}: {file} has no such row; it has "
+                f"{plain(', '.join(made), 1000)}"
             )
         made = {name: made[name] for name in asked}
     try:
@@ -210,7 +213,7 @@ def read_table(
         )
     except (TypeError, ValueError):
         raise ConfigError(
-            f"seeds = {seeds or content.get('seeds')!r}: must be whole numbers"
+            f"seeds = {quoted(seeds or content.get('seeds'))}: must be whole numbers"
         ) from None
     return TableFile(
         file.stem,
@@ -223,6 +226,27 @@ def read_table(
         _check_rows(file, made, tuple(overrides), without_data),
         reference,
     )
+
+
+def _check_kinds(file: Path, content: dict[str, Any]) -> None:
+    """Check that sections are sections and texts are texts.
+
+    Raises:
+        ConfigError: one is something else.
+    """
+    sections = {part: content[part] for part in SECTIONS if part in content}
+    for part in ("rows", "published"):
+        if isinstance(held := sections.get(part), dict):
+            sections |= {f"{part}.{name}": row for name, row in held.items()}
+    for name, value in sections.items():
+        if not isinstance(value, dict):
+            name = plain(name)
+            raise ConfigError(f"{file}: {name} = {quoted(value)}: must be a section, [{name}]")
+    for name in TEXTS:
+        if not isinstance(content.get(name, ""), str):
+            raise ConfigError(f"{file}: {name} = {quoted(content[name])}: must be a text")
+    if not isinstance(content.get("seeds", []), list):
+        raise ConfigError(f"{file}: seeds = {quoted(content['seeds'])}: must be whole numbers, [0]")
 
 
 def _check_rows(
@@ -245,6 +269,8 @@ def _check_rows(
     for name, settings in rows.items():
         try:
             settings.update(read_overrides(overrides))
+            if "method" not in settings:
+                settings.update(laid_over(read_overrides([RECOMMENDED]), settings))
             for key in RESERVED:
                 if key not in settings:
                     continue
@@ -265,7 +291,7 @@ def _check_rows(
             settings["data.classes"] = "one,two"
             resolve_config(as_arguments(settings))
         except ConfigError as error:
-            raise ConfigError(f"{file}, row {name!r}: {error}") from None
+            raise ConfigError(f"{file}, row {quoted(name)}: {error}") from None
     return unseen
 
 
@@ -280,9 +306,9 @@ def _with_preset(file: Path, common: dict[str, Any], row: dict[str, Any]) -> dic
     if not preset:
         return given
     try:
-        known = tomllib.loads(find_config(f"configs/data/{preset}.toml").read_text())
+        known = read_toml(find_config(f"configs/data/{preset}.toml"))
     except ConfigError as error:
-        raise ConfigError(f"{file}: preset = {preset!r}: {error}") from None
+        raise ConfigError(f"{file}: preset = {quoted(preset)}: {error}") from None
     return {**flat_toml(known), **given}
 
 
@@ -298,11 +324,12 @@ def _published(file: Path, content: dict[str, Any]) -> dict[str, dict[str, float
         of_model = row.rpartition(" ")
         known = row in content["rows"] or (of_model[0] in content["rows"] and of_model[2] in MODELS)
         if not known:
-            raise ConfigError(f"{file}: [published.{row!r}]: there is no such row")
+            raise ConfigError(f"{file}: [published.{quoted(row)}]: there is no such row")
         for column, figure in figures.items():
             if isinstance(figure, bool) or not isinstance(figure, int | float):
                 raise ConfigError(
-                    f"{file}: [published.{row!r}] {column} = {figure!r}: must be a number"
+                    f"{file}: [published.{quoted(row)}] {plain(column)} = {quoted(figure)}: must "
+                    "be a number"
                 )
     return published
 

@@ -183,12 +183,14 @@ def check_parts(config: RunConfig) -> Finding:
     """Whether the parts of the kit that the run uses can be loaded."""
     from osfl.models.kits import KitError
     from osfl.models.used_parts import used_parts
+    from server_app.kit import check_subject
 
     places: dict[str, None] = {}
     try:
         for step, (name, parts) in used_parts(config).items():
             condition = config.method == "feddisc" if step == "images" else None
             places[_place_of_kit(name, parts, condition)] = None
+        check_subject(config)
     except (KitError, FileNotFoundError) as error:
         return Finding(FAIL, "kit", str(error))
     return Finding(OK, "kit", ", ".join(places) or f"{config.method} needs none")

@@ -3,6 +3,7 @@
 What a run would send, draw and take, and whether it can work, before anybody does.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +19,21 @@ from osfl import payloads, wire
 from osfl.cli import display, launch
 from osfl.cli.run import runs_folder
 from osfl.codecs import LARGEST
-from osfl.config import ConfigError, NodeConfig, RunConfig, Scalar, flatten, split_names
+from osfl.config import (
+    ConfigError,
+    NodeConfig,
+    RunConfig,
+    Scalar,
+    by_data,
+    flatten,
+    split_names,
+)
+from osfl.config.markers import AUTO
 from osfl.data.load import domain_name, image_labels
 from osfl.data.parts import DataError, class_names
 from osfl.devices import pick_device
 from osfl.methods import METHODS
 from osfl.models.classifiers import ClassifierError
-from osfl.models.diffusion import timesteps
 from osfl.models.kits import KitError, find_kit
 from osfl.models.used_parts import sampling_parts
 from osfl.payloads import Captions, Domain, Payload
@@ -32,7 +41,6 @@ from osfl.run_folder.report_page import human_bytes, human_flops
 from server_app.agreement import rows_judged
 from server_app.app import check_server, needed_bytes
 from server_app.expected import expected_payload, run_dimensions
-from server_app.synthesis.engine import load_engine, seconds_and_flops
 
 CAPTION = "x" * 50  # FGL's captions have some 50 characters
 DOMAIN = "a name of a domain"
@@ -136,6 +144,7 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
         lines.append(f"and {len(sizes) - SHOWN_CLIENTS} more clients")
     lines.append(f"all {len(sizes)} together: {human_bytes(sum(estimate.uploads.values()))}")
     lines.append(f"the server draws {estimate.images} images")
+    lines.append(f"for data.name = {config.data.name}: {chosen_by_data(config)}")
     if estimate.sampling is not None:
         judging = "" if config.robust == "off" else ", and of judging them"
         lines.append(
@@ -185,19 +194,9 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     Raises:
         ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: it cannot work; why.
     """
-    check_server(config)
-    everybody = simulated_clients(config) if simulated else unseen_clients(config)
-    clients = {name: one for name, one in everybody.items() if name not in config.testers}
-    uploads = {}
-    for name, client in clients.items():
-        size = upload_bytes(name, client)
-        if size > config.max_payload_mb * 1e6:
-            raise ConfigError(
-                f"max-payload-mb = {config.max_payload_mb:g}: {name} would send "
-                f"{human_bytes(size)}; raise it"
-            )
-        rounds = config.rounds.count if METHODS[config.method].rounds else 1
-        uploads[name] = rounds * size
+    clients = checked_clients(config, simulated)
+    rounds = config.rounds.count if METHODS[config.method].rounds else 1
+    uploads = {name: rounds * upload_bytes(name, client) for name, client in clients.items()}
     images = planned_images(config, clients.values())
     sampling = None
     if METHODS[config.method].samples:
@@ -206,9 +205,43 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     return Estimate(changed_keys(config), uploads, images, needed_bytes(config), sampling, noise)
 
 
+def checked_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
+    """Check a run on this machine; its clients that send a payload, by their ids.
+
+    Args:
+        simulated: whether the clients are on this machine, too.
+
+    Raises:
+        ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: the run cannot work.
+    """
+    check_server(config)
+    everybody = simulated_clients(config) if simulated else unseen_clients(config)
+    clients = {name: one for name, one in everybody.items() if name not in config.testers}
+    for name, client in clients.items():
+        size = upload_bytes(name, client)
+        if size > config.max_payload_mb * 1e6:
+            raise ConfigError(
+                f"max-payload-mb = {config.max_payload_mb:g}: {name} would send "
+                f"{human_bytes(size)}; raise it"
+            )
+    return clients
+
+
+def chosen_by_data(config: RunConfig) -> str:
+    """The values of the keys whose default depends on the kind of the data, in words."""
+    flat = flatten(config)
+    usual = by_data({**launch.default_config(), "data.name": config.data.name})
+    keys = [key for key, value in launch.default_config().items() if value == AUTO != usual[key]]
+    told = [
+        f"{key} = {json.dumps(flat[key])}" + (" (default)" if flat[key] == usual[key] else "")
+        for key in keys
+    ]
+    return ", ".join(told)
+
+
 def changed_keys(config: RunConfig) -> dict[str, Scalar]:
     """The keys that are not at their defaults."""
-    usual = launch.default_config()
+    usual = by_data({**launch.default_config(), "data.name": config.data.name})
     return {key: value for key, value in flatten(config).items() if value != usual[key]}
 
 
@@ -369,6 +402,10 @@ def sampling_cost(config: RunConfig, images: int, more_rows: int = 0) -> Samplin
     """What the UNet's passes take for so many images, and for so many rows that draw none; by a
     short look at how fast it is here.
     """
+    # Seconds to import, and a check of a run needs neither
+    from osfl.models.diffusion import timesteps
+    from server_app.synthesis.engine import load_engine, seconds_and_flops
+
     plain = replace(
         config.synthesis,
         dtype="float32" if config.synthesis.dtype == "auto" else config.synthesis.dtype,
@@ -396,7 +433,9 @@ def branches(config: RunConfig) -> int:
         scales = (config.feddeo.guidance_text, config.feddeo.guidance_description)
         # One condition with the scale 1 is drawn without nothing's branch
         return 1 if sorted(scales) == [0.0, 1.0] else 1 + sum(scale != 0 for scale in scales)
-    guidance = getattr(getattr(config, METHODS[config.method].server), "guidance", 0.0)
+    # A method may have no section of its own
+    section = getattr(config, METHODS[config.method].server, None)
+    guidance = getattr(section, "guidance", 0.0)
     return 1 if guidance == 1 else 2
 
 

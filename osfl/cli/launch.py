@@ -18,17 +18,20 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from flwr.common.config import flatten_dict
 
 from osfl.cli.guard import begin_guard, end_process_tree
-from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
+from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config, schema
+from osfl.config.toml import parse_toml, read_toml
 from osfl.data.named import chosen_classes, is_named
 from osfl.data.partition import DataError
-from osfl.words import plain, plain_lines
+from osfl.ray_folder import ray_folder
+from osfl.words import plain, plain_lines, quoted
 
 # Flower installs an app's dependencies before every run (and fails offline), phones home and looks
 # for updates, unless told not to.
@@ -59,6 +62,7 @@ PACKAGES = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,9}m")  # Flower's own, of its log's levels
 RECOMMENDED = "configs/recommended.toml"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_SAID = 2000  # characters of what Flower says
 MOST_LINE = 10_000  # characters of a line of the log
 
@@ -104,7 +108,7 @@ def copy_app(folder: Path) -> Path:
 
 def default_config() -> dict[str, Scalar]:
     """Every run-config key with its default, from pyproject.toml."""
-    project = tomllib.loads(shipped("pyproject.toml").read_text())
+    project = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))
     return flatten_dict(project["tool"]["flwr"]["app"]["config"])
 
 
@@ -133,17 +137,18 @@ def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scala
 def read_overrides(arguments: Iterable[str]) -> dict[str, Scalar]:
     """The settings of TOML files and `key=value` arguments, unchecked.
 
+    A file that is there is read, even where its path has an equals sign.
+
     Raises:
-        ConfigError: a missing or broken file.
+        ConfigError: a missing or broken file, a value that no key can have.
     """
-    known = default_config()
     overrides = dict[str, Scalar]()
     for argument in arguments:
         key, equals, text = argument.partition("=")
-        if equals:
-            layer = {key.strip(): _value(key.strip(), text.strip(), known)}
+        if equals and not _is_file(argument):
+            layer = {key.strip(): _value(key.strip(), text.strip(" \t"))}
         else:
-            layer = _read_toml(argument)
+            layer = flat_toml(read_toml(find_config(argument), argument))
         overrides = laid_over(overrides, layer)
     return overrides
 
@@ -163,30 +168,39 @@ def _classes(config: RunConfig) -> tuple[str, ...]:
         raise UnseenDataError(str(error)) from None
 
 
-def _value(key: str, text: str, known: dict[str, Scalar]) -> Scalar:
-    if isinstance(known.get(key), str) and not text.startswith("["):
+def _value(key: str, text: str) -> Scalar:
+    """The value of a `key=value` argument.
+
+    Raises:
+        ConfigError: a value that no key can have.
+    """
+    kind = schema().get(key)
+    if getattr(kind, "__origin__", kind) is str and not text.startswith("["):
         return text.strip("\"'")
     try:
-        return dict(_flat(tomllib.loads(f"value = {text}"), ""))["value"]
-    except tomllib.TOMLDecodeError:
+        table = parse_toml(f"value = {text}", key)
+    except ConfigError:
         return text
-
-
-def _read_toml(name: str) -> dict[str, Scalar]:
-    file = find_config(name)
-    try:
-        return flat_toml(tomllib.loads(file.read_text()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+    if list(table) != ["value"]:
+        return text
+    return _scalar(key, table["value"])
 
 
 def with_recommended(settings: Iterable[str] | None) -> list[str]:
-    """The same settings, over configs/recommended.toml where they say nothing of the method."""
+    """The same settings, over configs/recommended.toml where none of them names a method.
+
+    Raises:
+        ConfigError: as `read_overrides`.
+    """
     given = list(settings or [])
-    keys = [argument.partition("=")[0] for argument in given if "=" in argument]
-    if len(keys) < len(given) or "method" in keys:
-        return given
-    return [RECOMMENDED, *given]
+    return given if "method" in read_overrides(given) else [RECOMMENDED, *given]
+
+
+def _is_file(name: str) -> bool:
+    # A name may be longer than any file's
+    with suppress(OSError):
+        return Path(name).is_file()
+    return False
 
 
 def find_config(name: str) -> Path:
@@ -196,17 +210,17 @@ def find_config(name: str) -> Path:
         ConfigError: neither is there.
     """
     file = Path(name)
-    if file.is_file():
+    if _is_file(name):
         return file
     packaged = shipped("configs")
     found = packaged.parent / file
-    if file.parts[:1] == (packaged.name,) and ".." not in file.parts and found.is_file():
+    if file.parts[:1] == (packaged.name,) and ".." not in file.parts and _is_file(str(found)):
         return found
     names = sorted(
         path.relative_to(packaged.parent).as_posix() for path in packaged.rglob("*.toml")
     )
     raise ConfigError(
-        f"{name!r}: no such file, and not key=value. With osfl come: {', '.join(names)}"
+        f"{quoted(name)}: no such file, and not key=value. With osfl come: {', '.join(names)}"
     )
 
 
@@ -223,14 +237,27 @@ def flat_toml(table: dict[str, Any]) -> dict[str, Scalar]:
 
 def _flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
     for key, value in table.items():
-        if isinstance(value, dict):
+        # An empty section is none; `seed = {}` is no section
+        if isinstance(value, dict) and (value or prefix + key not in schema()):
             yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            yield prefix + key, ",".join(map(str, value))
-        elif isinstance(value, int | float | str):
-            yield prefix + key, value
         else:
-            raise ConfigError(f"{prefix}{key} = {value}: must be a text, a number, true or false")
+            yield prefix + key, _scalar(prefix + key, value)
+
+
+def _scalar(key: str, value: Any) -> Scalar:
+    """A TOML value as a run-config has it: lists are comma-separated texts.
+
+    Raises:
+        ConfigError: a table, a date, or a list with other things than texts and numbers.
+    """
+    if isinstance(value, list) and all(isinstance(each, int | float | str) for each in value):
+        return ",".join(map(str, value))
+    if isinstance(value, int | float | str):
+        return value
+    raise ConfigError(
+        f"{plain(key)} = {plain(value)}: must be a text, a number, true or false, or a list of "
+        "these"
+    )
 
 
 def nearest_folder(folder: Path) -> Path:
@@ -262,10 +289,8 @@ def check_disk(runs: Path, needed: int) -> str:
 
 
 def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
-    """The overrides as a TOML file for `flwr run --run-config`; a JSON scalar is a TOML scalar."""
-    file.write_text(
-        "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in overrides.items())
-    )
+    """Write the overrides as a TOML file for `flwr run --run-config`."""
+    file.write_text(tomli_w.dumps(overrides), encoding="utf-8")
 
 
 def flower_environment() -> dict[str, str]:
@@ -278,6 +303,25 @@ def flower_environment() -> dict[str, str]:
         "PATH": path,
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def local_environment() -> dict[str, str]:
+    """`flower_environment` for processes that speak to each other on this machine alone.
+
+    A proxy is not asked for loopback addresses, and Ray gets a folder whose path is short enough
+    for its sockets.
+
+    Raises:
+        ConfigError: as `ray_folder`.
+    """
+    environment = flower_environment()
+    # gRPC reads no_grpc_proxy before no_proxy, and lower-case names only
+    for names in (("no_proxy", "NO_PROXY"), ("no_grpc_proxy",)):
+        given = next((environment[name] for name in names if environment.get(name)), "")
+        if given or len(names) > 1:
+            listed = ",".join(filter(None, (given, *LOOPBACK)))
+            environment.update(dict.fromkeys(names, listed))
+    return environment | ray_folder(environment)
 
 
 @contextmanager
@@ -299,7 +343,7 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
             f'"127.0.0.1:{port}"\ninsecure = true\n'
         )
         environment = {
-            **flower_environment(),
+            **local_environment(),
             "FLWR_HOME": str(home),
             "OSFL_RUNS": str(runs),
             "OSFL_CACHE": str(cache),
@@ -352,9 +396,10 @@ def _wait_until_healthy(
     process: subprocess.Popen, port: int, log: Path, seconds: float = 180
 ) -> None:
     end = time.monotonic() + seconds
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < end and process.poll() is None:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+            with direct.open(f"http://127.0.0.1:{port}/health", timeout=1):
                 return
         except OSError:
             time.sleep(0.2)

@@ -4,7 +4,6 @@ What does the work is imported when it is asked for.
 """
 
 import os
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +46,25 @@ Connection = Annotated[
 ]
 
 
+def _with_method(settings: list[str] | None) -> list[str]:
+    """The settings, over the recommended ones where they name no method; then the method is said.
+
+    Raises:
+        typer.Exit: a file of settings was refused.
+    """
+    from osfl.cli import display
+    from osfl.cli.launch import RECOMMENDED, read_overrides, with_recommended
+
+    with display.named_errors():
+        complete = with_recommended(settings)
+        if len(complete) > len(settings or []):
+            method = read_overrides(complete)["method"]
+            display.console.print(
+                f"method {method} (default, {RECOMMENDED})", highlight=False, soft_wrap=True
+            )
+    return complete
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from osfl import __version__
@@ -83,20 +101,19 @@ def run(
 ) -> None:
     """Run a federation; exits with 0 only if it finished.
 
-    Without a file and without method=NAME it is configs/recommended.toml's.
+    Without a method, in a file or as method=NAME, it is configs/recommended.toml's.
 
     Example: osfl run configs/demo.toml method=fedlmg seed=1
     """
-    from osfl.cli.launch import with_recommended
-
+    complete = _with_method(settings)
     if dry_run:
         from osfl.cli.estimate import show_estimate
 
-        show_estimate(with_recommended(settings), runs, connection)
+        show_estimate(complete, runs, connection)
         return
     from osfl.cli.run import run as run_federation
 
-    run_federation(with_recommended(settings), runs, connection, client_cpus, client_gpus)
+    run_federation(complete, runs, connection, client_cpus, client_gpus)
 
 
 @app.command()
@@ -114,9 +131,8 @@ def doctor(settings: Settings = None, runs: RunsFolder = None) -> None:
     Example: osfl doctor configs/demo.toml kit=/data/my-kit
     """
     from osfl.cli.doctor import show_findings
-    from osfl.cli.launch import with_recommended
 
-    show_findings(with_recommended(settings), runs)
+    show_findings(_with_method(settings), runs)
 
 
 @app.command()
@@ -126,16 +142,15 @@ def fetch(
         bool, typer.Option("--client", help="Only what a client needs, not the server.")
     ] = False,
 ) -> None:
-    """Fetch the models of the Hugging Face hub that a run names, and print where they are.
+    """Fetch the models and first weights that a run names, and print where they are.
 
     Example: osfl fetch configs/methods/feddeo.toml --client
     """
     from osfl.cli import display
     from osfl.cli.fetch import show_fetch
-    from osfl.cli.launch import with_recommended
 
     with display.named_errors():
-        show_fetch(with_recommended(settings), client)
+        show_fetch(_with_method(settings), client)
 
 
 @data_app.command("check")
@@ -184,7 +199,6 @@ def audit(
     from osfl.cli import display
     from osfl.cli.audit import show_audit
     from osfl.cli.copies import show_copies
-    from osfl.cli.launch import with_recommended
     from osfl.config import ConfigError
 
     with display.named_errors():
@@ -193,7 +207,16 @@ def audit(
         if run is not None:
             show_copies(run, node_config, out)
             return
-        show_audit(with_recommended(settings), node_config, repeats, work, out)
+        show_audit(_with_method(settings), node_config, repeats, work, out)
+
+
+def _runs_beside(folder: Path) -> list[str]:
+    """The names of the runs in the same folder as another."""
+    from osfl.run_folder.verify import is_run
+
+    if not folder.parent.is_dir():
+        return []
+    return sorted(each.name for each in folder.parent.iterdir() if is_run(each))
 
 
 @app.command()
@@ -208,24 +231,13 @@ def show(
     from osfl.run_folder.status import read_status
 
     with display.named_errors():
-        if not os.path.isdir(folder):
-            raise ConfigError(f"{folder}: there is no such folder{_runs_beside(folder)}")
+        if not folder.is_dir():
+            there = ", ".join(_runs_beside(folder)) or "none"
+            raise ConfigError(f"{folder}: no such folder; the runs in {folder.parent}: {there}")
         if not os.path.lexists(metrics := RunFolder(folder).metrics_file):
             phase = read_status(folder).get("phase", "no run at all")
             raise ConfigError(f"{metrics} does not exist; this run has not finished ({phase})")
         display.print_metrics(read_metrics(folder))
-
-
-def _runs_beside(folder: Path) -> str:
-    """The runs that lie where a folder was looked for, as the end of a message."""
-    from osfl.run_folder.verify import is_run
-
-    with suppress(OSError):
-        found = sorted(entry.name for entry in folder.parent.iterdir() if is_run(entry))
-        if found:
-            names = ", ".join(found[:SHOWN]) + (", ..." if len(found) > SHOWN else "")
-            return f". Runs in {folder.parent}: {names}"
-    return ""
 
 
 @app.command()

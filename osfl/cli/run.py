@@ -11,11 +11,11 @@ import typer
 from rich.markup import escape
 
 from osfl.cli import display, launch
-from osfl.config import ConfigError, RunConfig, Scalar, is_identifier
+from osfl.cli.preflight import check_run
+from osfl.config import ConfigError, RunConfig, Scalar, flatten, is_identifier
 from osfl.data.partition import DataError
-from osfl.data.parts import check_clients
 from osfl.files import check_own_folder, open_private, private_folder
-from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.layout import RunFolder, check_same_run
 from osfl.run_folder.report import read_metrics
 from osfl.run_folder.status import read_status
 
@@ -49,9 +49,13 @@ def run(
             raise ConfigError(f"job-id = {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
         root = runs_folder(config, runs, connection)
         if connection:
+            check_run(overrides, None)
             _run_on(connection, overrides, job_id)
         else:
-            for note in check_clients(config.data, config.num_clients, config.seed):
+            if os.path.lexists(root / job_id):
+                check_own_folder(root / job_id)
+            check_same_run(RunFolder(root / job_id), flatten(config))
+            for note in check_run(overrides, root):
                 display.console.print(note, markup=False)
             private_folder(root)
             federation: dict[str, Scalar] = {
@@ -113,8 +117,6 @@ def _simulate(
 ) -> None:
     folder = RunFolder(root / job_id)
     cache = root / ".client-cache"
-    if os.path.lexists(folder.path):
-        check_own_folder(folder.path)
     folder.forget_status()
     with launch.local_superlink(root, cache) as environment:
         run_id = launch.submit(overrides, "osfl", environment, federation)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Scalar = int | float | bool | str
+AUTO = "auto"
 
 
 class ConfigError(ValueError):
@@ -30,6 +31,24 @@ class Doc:
     """What a key means, in a sentence or two."""
 
     meaning: str
+
+
+@dataclass(frozen=True)
+class ByData:
+    """A key that may be "auto": the kind of the images then decides its value.
+
+    Attributes:
+        digits: the value for the embedded digits.
+        others: the value for all other data.
+    """
+
+    digits: Scalar
+    others: Scalar
+
+
+@dataclass(frozen=True)
+class ManyNames:
+    """A text that lists names, as many as a data set has classes."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from functools import lru_cache
 
+from osfl.words import quoted
+
 # How architectures begin that are not torchvision's: timm's own, and those of the hub for timm
 BACKBONES = ("timm:", "hf-hub:")
 
@@ -22,7 +24,7 @@ def named_words(text: str) -> dict[str, str]:
     for part in split_names(text):
         name, _, word = map(str.strip, part.partition("="))
         if not name or not word:
-            raise ValueError(f"{part!r} must be name=words")
+            raise ValueError(f"{quoted(part)} must be name=words")
         words[name] = word
     return words
 

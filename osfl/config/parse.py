@@ -7,8 +7,11 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from osfl.config.markers import (
+    AUTO,
     Approximate,
+    ByData,
     ConfigError,
+    ManyNames,
     NotIdentity,
     OneOf,
     Range,
@@ -19,21 +22,40 @@ from osfl.config.markers import (
 from osfl.config.problems import problems
 from osfl.config.sections import NodeConfig, RunConfig
 from osfl.methods import METHODS
+from osfl.words import quoted
+
+MOST_TEXT = 4096  # characters of a setting's value, as of a path
+MOST_NAMES = 2**16  # characters of a list of names
+MOST_KEY = 100  # characters of a key that is compared with those that there are
+MOST_PROBLEMS = 20  # that are shown of one configuration
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     """Check a flat Flower run-config (dotted keys) and make it a `RunConfig`.
+
+    A key that is "auto" because the kind of the images decides it gets its value here.
 
     Raises:
         ConfigError: an unknown or missing key, a wrong type, a value out of range, values that do
             not go together. All of them, one a line.
     """
     known = schema()
+    values = by_data(values)
     missing = [f"{key}: missing" for key in known if key not in values]
     _refuse("run-config", [*_unknown(values, known), *missing, *_wrong(values, known)])
     config: RunConfig = _build(RunConfig, values, "")
     _refuse("run-config", list(problems(config)))
     return config
+
+
+def by_data(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """A flat run-config whose "auto" values that depend on the kind of the data are resolved."""
+    digits = values.get("data.name") == "digits"
+    chosen = dict(values)
+    for key, kind in schema().items():
+        for mark in marks_of(kind, ByData) if values.get(key) == AUTO else ():
+            chosen[key] = mark.digits if digits else mark.others
+    return chosen
 
 
 def parse_node_config(values: Mapping[str, Scalar]) -> NodeConfig:
@@ -94,14 +116,21 @@ def _matters(key: str, mark: Approximate, method: str) -> bool:
 
 def _refuse(what: str, found: list[str]) -> None:
     if found:
-        raise ConfigError(f"bad {what}:\n  " + "\n  ".join(found))
+        shown = found[:MOST_PROBLEMS]
+        if len(found) > len(shown):
+            shown.append(f"and {len(found) - len(shown)} more")
+        raise ConfigError(f"bad {what}:\n  " + "\n  ".join(shown))
 
 
 def _unknown(values: Mapping[str, Scalar], known: Mapping[str, Any]) -> Iterator[str]:
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            yield f"{key}: unknown key" + (f" (did you mean {near[0]}?)" if near else "")
+    unknown = [key for key in values if key not in known]
+    for number, key in enumerate(unknown):
+        # Comparing takes a millisecond a key, and no more problems than these are shown
+        near = (
+            difflib.get_close_matches(key[:MOST_KEY], known, n=1) if number < MOST_PROBLEMS else []
+        )
+        name = key if len(key) <= MOST_KEY and key.isprintable() else quoted(key, MOST_KEY)
+        yield f"{name}: unknown key" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def _wrong(values: Mapping[str, Scalar], known: Mapping[str, Any]) -> Iterator[str]:
@@ -132,15 +161,37 @@ def _check(key: str, value: Scalar, annotated: Any) -> str | None:
     kind = getattr(annotated, "__origin__", annotated)
     accepted: Any = (int | float) if kind is float else kind
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
-        return f"{key} = {value!r}: must be {_type_name(accepted)}"
+        return f"{key} = {quoted(value)}: must be {_type_name(accepted)}"
+    limit = MOST_NAMES if marks_of(annotated, ManyNames) else MOST_TEXT
+    if isinstance(value, str) and (problem := _text_problem(value, limit)):
+        return f"{key} = {quoted(value)}: {problem}"
     for rule in marks_of(annotated, OneOf):
         if value not in rule.choices:
-            choices = ", ".join(choice or "empty" for choice in rule.choices)
-            return f"{key} = {value!r}: must be one of {choices}"
+            return f"{key} = {quoted(value)}: {_choices(str(value), rule)}"
     for rule in marks_of(annotated, Range):
         if not rule.low <= value <= rule.high:
-            return f"{key} = {value!r}: must be from {rule.low:g} to {rule.high:g}"
+            return f"{key} = {quoted(value)}: must be from {rule.low:g} to {rule.high:g}"
     return None
+
+
+def _text_problem(text: str, limit: int) -> str:
+    """What is wrong with a text of at most `limit` characters, whatever its key; "" for nothing."""
+    if len(text) > limit:
+        return f"must have at most {limit:,} characters"
+    # Names in a list have a check of their own
+    if "\0" in text and limit == MOST_TEXT:
+        return "must have no null character"
+    # Arguments and folders in another encoding than UTF-8 reach Python so
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return "must be UTF-8; rename the file or folder, or set the terminal to UTF-8"
+    return ""
+
+
+def _choices(value: str, rule: OneOf) -> str:
+    """The texts that a key takes, and the one that was probably meant."""
+    choices = ", ".join(choice or "empty" for choice in rule.choices)
+    near = difflib.get_close_matches(value[:MOST_KEY], rule.choices, n=1)
+    return f"must be one of {choices}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def _type_name(kind: Any) -> str:

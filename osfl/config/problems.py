@@ -1,6 +1,7 @@
 """What no key can say alone: values that do not go together, and texts that need a word in them."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from osfl.config.names import BACKBONES, is_identifier, named_words, split_names
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.prompts import in_words
-from osfl.words import name_problem, plain, safe_name
+from osfl.words import name_problem, plain, quoted, safe_name
 
 DIGITS_KITS = ("digits", "digits-unclip")
 # AES-GCM's limit in the library that seals
@@ -54,7 +55,7 @@ def without_guarantee(run: RunConfig) -> str:
 
 def _of_the_run(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
-        yield f"job-id = {run.job_id!r}: must be 1 to 64 letters, digits, '-' or '_'"
+        yield f"job-id = {quoted(run.job_id)}: must be 1 to 64 letters, digits, '-' or '_'"
     if run.epsilon and not METHODS[run.method].private:
         giving = ", ".join(name for name, method in METHODS.items() if method.private)
         yield (
@@ -67,8 +68,8 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         yield _not_absolute("sealing-key", run.sealing_key)
     if run.sealing_key and METHODS[run.method].open_models:
         yield (
-            f"sealing-key = {run.sealing_key!r}: with method {run.method!r} models go to and fro, "
-            "and these are not sealed; take an empty one"
+            f"sealing-key = {quoted(run.sealing_key)}: with method {run.method!r} models go to and "
+            "fro, and these are not sealed; take an empty one"
         )
     if run.sealed_store and not run.sealing_key:
         yield "sealed-store = true: needs a sealing-key; name one, or take false"
@@ -150,11 +151,11 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         )
     yield from _of_public_domains(run)
     if bad := [name for name in run.testers if not is_identifier(name)]:
-        yield f"left-out = {run.left_out!r}: {bad[0]!r} is no client's name"
+        yield f"left-out = {quoted(run.left_out)}: {quoted(bad[0])} is no client's name"
     if len(set(run.testers)) < len(run.testers) or run.training_clients < 1:
         yield (
-            f"left-out = {run.left_out!r}: must be different clients, and fewer than num-clients = "
-            f"{run.num_clients}"
+            f"left-out = {quoted(run.left_out)}: must be different clients, and fewer than "
+            f"num-clients = {run.num_clients}"
         )
     elif run.min_clients > run.training_clients:
         yield (
@@ -163,18 +164,25 @@ def _of_the_run(run: RunConfig) -> Iterator[str]:
         )
     if run.runs_dir and not _is_absolute(run.runs_dir):
         yield (
-            f"runs-dir = {run.runs_dir!r}: must be an absolute path; Flower starts the server in a "
-            "folder of its own"
+            f"runs-dir = {quoted(run.runs_dir)}: must be an absolute path; Flower starts the "
+            "server in a folder of its own"
         )
     if run.kit.startswith("."):
-        yield f"kit = {run.kit!r}: must be a shipped kit's name, an absolute path or a hub id"
+        yield f"kit = {quoted(run.kit)}: must be a shipped kit's name, an absolute path or a hub id"
     draws_digits = run.sampling_kit in DIGITS_KITS
     if METHODS[run.method].samples and draws_digits and run.data.name != "digits":
         key = "feddisc.kit" if run.method == "feddisc" and run.feddisc.kit else "kit"
-        yield (
-            f"{key} = {run.sampling_kit!r}: it draws digits; with data.name = {run.data.name!r}, "
-            "name a kit for your images"
-        )
+        yield kit_of_digits(key, run.sampling_kit, run.data.name)
+
+
+def kit_of_digits(key: str, kit: str, data: str) -> str:
+    """The problem of a kit that draws digits with other data, and the next step."""
+    return (
+        f"{key} = {quoted(kit)}: it draws digits, and data.name = {quoted(data)}. For a first run "
+        "without a diffusion model set method=fedcgs classifier.init=imagenet, or "
+        f"classifier.init=none where there is no network; to draw images set {key} to a diffusion "
+        "model for yours (docs/your-data.md)"
+    )
 
 
 def _of_public_domains(run: RunConfig) -> Iterator[str]:
@@ -199,8 +207,8 @@ def _of_data(run: RunConfig) -> Iterator[str]:
     classes = split_names(run.data.classes)
     if run.data.name not in ("digits", "folder") and not _HUB_DATA.fullmatch(run.data.name):
         yield (
-            f"data.name = {run.data.name!r}: must be digits, folder, or hf:OWNER/NAME@REVISION, a "
-            "data set of the Hugging Face hub"
+            f"data.name = {quoted(run.data.name)}: must be digits, folder, or "
+            "hf:OWNER/NAME@REVISION, a data set of the Hugging Face hub"
         )
     if run.data.name == "digits" and run.data.partition == "dirichlet-domain":
         yield "data.partition = 'dirichlet-domain': the digits are cut by domain or by label"
@@ -208,8 +216,8 @@ def _of_data(run: RunConfig) -> Iterator[str]:
         yield "data.classes: data.name = 'folder' needs at least two class names, comma-separated"
     if run.data.name == "digits" and classes:
         yield (
-            f"data.classes = {run.data.classes!r}: must be empty with data.name = 'digits', which "
-            "has its own"
+            f"data.classes = {quoted(run.data.classes)}: must be empty with data.name = 'digits', "
+            "which has its own"
         )
     yield from _of_class_names(classes)
     if run.data.test_split == run.data.train_split:
@@ -220,7 +228,7 @@ def _of_data(run: RunConfig) -> Iterator[str]:
     try:
         named_words(run.data.words)
     except ValueError as error:
-        yield f"data.words = {run.data.words!r}: {error}, comma-separated"
+        yield f"data.words = {quoted(run.data.words)}: {error}, comma-separated"
     if run.data.root and not _is_absolute(run.data.root):
         yield _not_absolute("data.root", run.data.root)
 
@@ -228,16 +236,16 @@ def _of_data(run: RunConfig) -> Iterator[str]:
 def _of_class_names(classes: tuple[str, ...]) -> Iterator[str]:
     """Names that can be no folder's on every disk, or no words of a prompt."""
     spelled: dict[str, str] = {}
-    for name in classes:
+    for name, count in Counter(classes).items():
         if problem := name_problem(name):
             yield (
                 f"data.classes: {plain(name, 80)!r} {problem}; a class's name is its folder's, and "
                 "words of a prompt: rename the folder, and take the new name here"
             )
         other = spelled.setdefault(name.casefold(), name)
-        if other == name and classes.count(name) > 1:
+        if count > 1:
             yield f"data.classes: {plain(name, 80)!r} stands there twice; name each class once"
-        elif other != name:
+        if other != name:
             yield (
                 f"data.classes: {plain(other, 80)!r} and {plain(name, 80)!r} differ in their "
                 "capitals alone, and are one folder on some disks; rename one of them"
@@ -255,17 +263,17 @@ def _of_classifiers(run: RunConfig) -> Iterator[str]:
     averages = METHODS[run.method].rounds and run.method != "feddf"
     if METHODS[run.method].features and len(architectures) > 1:
         yield (
-            f"classifier.architecture = {run.classifier.architecture!r}: {run.method} takes the "
-            "features of one architecture; name one"
+            f"classifier.architecture = {quoted(run.classifier.architecture)}: {run.method} takes "
+            "the features of one architecture; name one"
         )
     if averages and len(architectures) > 1:
         yield (
-            f"classifier.architecture = {run.classifier.architecture!r}: {run.method} averages "
-            "models of one architecture; feddf takes several"
+            f"classifier.architecture = {quoted(run.classifier.architecture)}: {run.method} "
+            "averages models of one architecture; feddf takes several"
         )
     if len(split_names(run.global_model.architecture)) != 1:
         yield (
-            f"global-model.architecture = {run.global_model.architecture!r}: must name one "
+            f"global-model.architecture = {quoted(run.global_model.architecture)}: must name one "
             "torchvision model"
         )
 
@@ -279,7 +287,7 @@ def _of_mixing(run: RunConfig) -> Iterator[str]:
     if set(split_names(settings.strategies)) & {"md", "sd"}:
         yield (
             f"global-model.mixing = {mixing!r}: must be none with {run.method}.strategies = "
-            f"{settings.strategies!r}, whose teachers know whole images; or take ft alone"
+            f"{quoted(settings.strategies)}, whose teachers know whole images; or take ft alone"
         )
 
 
@@ -298,9 +306,9 @@ def _of_digits_weights(run: RunConfig) -> Iterator[str]:
     for section, init in begun.items():
         if init == "kit":
             yield (
-                f"{section}.init = 'kit': the weights in kits/{run.kit} are of digits; with "
-                f"data.name = {run.data.name!r} it is imagenet, none or a file, or name a kit for "
-                "your images"
+                f"{section}.init = 'kit': the weights in kits/{run.kit} are of digits, and "
+                f"data.name = {quoted(run.data.name)}. Set {section}.init=imagenet, or none where "
+                "there is no network, or a file; or set kit to one for your images"
             )
 
 
@@ -308,8 +316,9 @@ def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:
     known = ("kit", "imagenet", "pretrained", "none")
     if settings.init not in known and not _is_absolute(settings.init):
         yield (
-            f"{section}.init = {settings.init!r}: must be kit, imagenet, pretrained, none, or the "
-            "absolute path of a file of weights, or of a folder with a file for every architecture"
+            f"{section}.init = {quoted(settings.init)}: must be kit, imagenet, pretrained, none, "
+            "or the absolute path of a file of weights, or of a folder with a file for every "
+            "architecture"
         )
     for architecture in split_names(settings.architecture):
         of_timm = architecture.startswith(BACKBONES)
@@ -320,7 +329,8 @@ def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:
             )
         if of_timm and settings.init in ("kit", "imagenet"):
             yield (
-                f"{section}.init = {settings.init!r}: there is none of {architecture}; take "
+                f"{section}.init = {quoted(settings.init)}: there is none of "
+                f"{quoted(architecture)}; take "
                 "pretrained, its own weights"
             )
         if not of_timm and settings.init == "pretrained":
@@ -387,11 +397,11 @@ def _of_prompts(run: RunConfig) -> Iterator[str]:
     of_class = run.synthesis.prompt
     of_domain = run.prompts_domain.prompt
     if "{class}" not in of_class:
-        yield f"synthesis.prompt = {of_class!r}: must contain {{class}}"
+        yield f"synthesis.prompt = {quoted(of_class)}: must contain {{class}}"
     if "{class}" not in of_domain or "{domain}" not in of_domain:
-        yield f"prompts-domain.prompt = {of_domain!r}: must contain {{class}} and {{domain}}"
+        yield f"prompts-domain.prompt = {quoted(of_domain)}: must contain {{class}} and {{domain}}"
     if "{caption}" not in run.fgl.prompt:
-        yield f"fgl.prompt = {run.fgl.prompt!r}: must contain {{caption}}"
+        yield f"fgl.prompt = {quoted(run.fgl.prompt)}: must contain {{caption}}"
 
 
 def _of_votes(run: RunConfig) -> Iterator[str]:
@@ -406,7 +416,7 @@ def _of_votes(run: RunConfig) -> Iterator[str]:
             yield f"{given}: {plain(word, 80)!r} {problem}; it is words of a prompt"
     prompt = run.votes.prompt
     if "{class}" not in prompt or "{domain}" not in prompt:
-        yield f"votes.prompt = {prompt!r}: must contain {{class}} and {{domain}}"
+        yield f"votes.prompt = {quoted(prompt)}: must contain {{class}} and {{domain}}"
 
 
 def _of_feddeo(run: RunConfig) -> Iterator[str]:
@@ -421,7 +431,7 @@ def _of_feddeo(run: RunConfig) -> Iterator[str]:
 def _of_strategies(section: str, settings: FedLMGConfig) -> Iterator[str]:
     strategies = split_names(settings.strategies)
     if not strategies or set(strategies) - {"ft", "md", "sd"}:
-        yield f"{section}.strategies = {settings.strategies!r}: must name some of ft, md, sd"
+        yield f"{section}.strategies = {quoted(settings.strategies)}: must name some of ft, md, sd"
 
 
 def _of_espresso(run: RunConfig) -> Iterator[str]:
@@ -458,6 +468,6 @@ def _is_absolute(path: str) -> bool:
 
 def _not_absolute(key: str, path: str) -> str:
     return (
-        f"{key} = {path!r}: must be an absolute path; Flower starts server and clients in a folder "
-        "of its own"
+        f"{key} = {quoted(path)}: must be an absolute path; Flower starts server and clients in a "
+        "folder of its own"
     )

@@ -9,7 +9,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from osfl.config.markers import Approximate, Doc, NotIdentity, OneOf, Range, SitePath
+from osfl.config.markers import (
+    Approximate,
+    ByData,
+    Doc,
+    ManyNames,
+    NotIdentity,
+    OneOf,
+    Range,
+    SitePath,
+)
 from osfl.config.names import named_words, split_names
 from osfl.methods import METHODS
 from osfl.prompts import fill
@@ -64,6 +73,7 @@ class DataConfig:
     ]
     classes: Annotated[
         str,
+        ManyNames(),
         Doc(
             "The classes' names, comma-separated; empty: the digits' own, or all that a hub's data "
             "set stores, in its order; `0-89`: its first ninety."
@@ -71,6 +81,7 @@ class DataConfig:
     ]
     words: Annotated[
         str,
+        ManyNames(),
         Doc(
             "What prompts say in the place of a class's or domain's name: "
             "`mouse=computer mouse, nail=nail of iron`; empty: the names themselves."
@@ -116,6 +127,7 @@ class DataConfig:
     image_size: Annotated[
         int,
         Range(8, 2048),
+        ByData(digits=32, others=224),
         Doc("Pixels on a side of what classifiers see; the kit has a size of its own."),
     ]
     root: Annotated[
@@ -148,6 +160,7 @@ class ClassifierConfig:
     ]
     small_stem: Annotated[
         bool,
+        ByData(digits=True, others=False),
         Doc("Whether the first layers keep the resolution, for images of some 32 pixels."),
     ]
     init: Annotated[
@@ -193,6 +206,7 @@ class ClassifierConfig:
     augmentation: Annotated[
         str,
         OneOf("none", "flip-crop", "affine-color", "randaugment", "trivialaugment"),
+        ByData(digits="affine-color", others="trivialaugment"),
         Doc(
             "What an image goes through each time that it is trained on: a flip and a shifted "
             "crop, with RandAugment or TrivialAugment behind them; or affine-color, small turns, "
@@ -555,7 +569,9 @@ class VotesConfig:
     """votes: images vote for the prompt that is nearest to them."""
 
     candidates: Annotated[
-        str, Doc("Domains by name, comma-separated, at most 256, for which images vote.")
+        str,
+        ManyNames(),
+        Doc("Domains by name, comma-separated, at most 256, for which images vote."),
     ]
     electorate: Annotated[
         str,
@@ -773,6 +789,7 @@ class RunConfig:
     ]
     left_out: Annotated[
         str,
+        ManyNames(),
         Doc(
             "Clients, comma-separated, whose images train nothing, and who alone test the global "
             "models: leave one domain out. They are among the num-clients."
@@ -780,6 +797,7 @@ class RunConfig:
     ]
     public_domains: Annotated[
         str,
+        ManyNames(),
         Doc(
             "Domains, comma-separated, in which the server draws every class beside the clients' "
             "images, by `prompts-domain.prompt` and no client's data: for users whose domain no "

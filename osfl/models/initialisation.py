@@ -92,7 +92,8 @@ def _fetch(url: str, file: Path, key: str) -> None:
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{key} = 'imagenet': {file} is not there, and {url} cannot be fetched ({error}). Put "
-            "the file there (TORCH_HOME says where), or name a folder that has it"
+            f"the file there (TORCH_HOME says where), set {key} to a folder that has it, or set "
+            f"{key}=none, which begins with random weights"
         ) from error
 
 

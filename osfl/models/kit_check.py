@@ -131,8 +131,10 @@ def _check_each(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -> No
         _check_pipeline(folder)
     if missing := [part for part in parts if part and not (folder.has(part) or folder.names(part))]:
         outs = dict.fromkeys(INSTEAD.get(part, "use a whole kit") for part in missing)
+        needed = "it" if len(missing) == 1 else "them"
         raise KitError(
-            f"{folder.setting} lacks {', '.join(missing)}; this run needs it: {'; or '.join(outs)}"
+            f"{folder.setting} lacks {', '.join(missing)}; this run needs {needed}: "
+            f"{'; or '.join(outs)}"
         )
     for part in parts:
         _check_part(folder, part, kind or part)

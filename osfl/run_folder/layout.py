@@ -506,6 +506,24 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
 
 def _bind(folder: RunFolder, now: dict[str, Any]) -> None:
     """The folder is of this configuration and of no other from here on."""
+    check_same_run(folder, now)
+    (folder.path / SUMS).unlink(missing_ok=True)  # the run is not finished any more
+    folder.write_json("config.json", now)
+
+
+def check_same_run(folder: RunFolder, now: dict[str, Any]) -> None:
+    """Check that a job's folder, where it is there, belongs to a run with these settings.
+
+    Args:
+        now: the flat run-config.
+
+    Raises:
+        ConfigError: it belongs to a run with other settings or of an older version, or its
+            config.json is gone.
+        DamageError: config.json cannot be read.
+    """
+    if not folder.path.is_dir():
+        return
     job_id = folder.path.name
     earlier = folder.stored_config()
     if earlier is None and (found := _results(folder.path)):
@@ -528,8 +546,6 @@ def _bind(folder: RunFolder, now: dict[str, Any]) -> None:
                 f"{identity.get(key)!r}. "
                 "Give the same configuration to resume it, or another job-id"
             )
-    (folder.path / SUMS).unlink(missing_ok=True)  # the run is not finished any more
-    folder.write_json("config.json", now)
 
 
 def _results(folder: Path) -> list[str]:

@@ -24,6 +24,7 @@ import torch
 
 from osfl.config import ConfigError, SynthesisConfig
 from osfl.costs import Stopwatch
+from osfl.ray_folder import ray_folder
 from server_app.synthesis.plan import ImageJob, Unit
 from server_app.synthesis.progress import Watcher, watched
 
@@ -399,6 +400,7 @@ def _begin_ray(settings: SynthesisConfig) -> bool:
             )
         return False
     if not (address := settings.ray_address):
+        os.environ.update(ray_folder(os.environ))
         ray.init(
             address="local",
             include_dashboard=False,

@@ -1,0 +1,124 @@
+"""The checks of `osfl run` before a SuperLink or Ray starts: those of `--dry-run`.
+
+They run in a process of their own. `osfl run` lasts as long as its run, and would keep the half a
+gigabyte that torch and the models' libraries take.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from osfl.config import ConfigError, RunConfig, Scalar
+from osfl.words import plain, plain_lines
+
+# The exit status of a run that cannot work; a check that breaks down ends with another one
+REFUSED = 3
+
+
+def check_run(overrides: Mapping[str, Scalar], runs: Path | None) -> list[str]:
+    """Check that a run can work, and return what a user should know of its data.
+
+    Args:
+        overrides: of the run-config's defaults.
+        runs: where a simulation's runs are kept; None: server and clients are elsewhere, and only
+            what can be known here is checked.
+
+    Raises:
+        ConfigError: it cannot work, and why.
+    """
+    request = json.dumps(
+        {"overrides": dict(overrides), "runs": None if runs is None else str(runs)}
+    )
+    # -P: no module of the folder where the command was given takes the place of a library's
+    command = [sys.executable, "-P", "-m", "osfl.cli.preflight"]
+    done = subprocess.run(command, input=request.encode(), capture_output=True)
+    if done.returncode == REFUSED:
+        raise ConfigError(plain_lines(done.stdout.strip()))
+    if done.returncode:
+        raise ConfigError(f"the check of this run failed:\n{plain_lines(done.stderr.strip())}")
+    return plain_lines(done.stdout.strip()).splitlines()
+
+
+def main() -> int:
+    """Check the run that standard input describes; print why it cannot work, or notes on its data.
+
+    Returns:
+        the exit status.
+    """
+    from osfl.cli.launch import LaunchError, default_config
+    from osfl.config import parse_run_config
+    from osfl.data.partition import DataError
+    from osfl.models.classifiers import ClassifierError
+    from osfl.models.kits import KitError
+
+    request = json.load(sys.stdin)
+    config = parse_run_config({**default_config(), **request["overrides"]})
+    try:
+        if request["runs"] is None:
+            check_architectures(config)
+        else:
+            for note in check_simulation(config, Path(request["runs"])):
+                sys.stdout.buffer.write(f"{plain(note, 1000)}\n".encode(errors="replace"))
+    except (ClassifierError, ConfigError, DataError, KitError, LaunchError, OSError) as error:
+        sys.stdout.buffer.write(str(error).encode(errors="replace"))
+        return REFUSED
+    return 0
+
+
+def check_simulation(config: RunConfig, runs: Path) -> list[str]:
+    """Check a run whose server and clients are on this machine, and return notes on its data.
+
+    Models of the hub that are not here yet are the server's to fetch, which shows how far it is.
+
+    Raises:
+        ClassifierError, ConfigError, DataError, KitError, LaunchError, OSError: the run cannot
+            work.
+    """
+    from osfl.cli import launch
+    from osfl.cli.estimate import checked_clients
+    from osfl.data.parts import check_clients
+    from osfl.run_folder.layout import RunFolder
+    from server_app.app import needed_bytes
+
+    if RunFolder(runs / config.job_id).stored_config() is None:
+        launch.check_disk(runs, needed_bytes(config))
+    notes = check_clients(config.data, config.num_clients, config.seed)
+    if not _fetches(config):
+        checked_clients(config, simulated=True)
+    return notes
+
+
+def check_architectures(config: RunConfig) -> None:
+    """Check the classifiers of a run whose server and clients are elsewhere.
+
+    Raises:
+        ClassifierError: there is no such architecture.
+    """
+    from osfl.config import split_names
+    from osfl.config.names import BACKBONES
+    from osfl.data.parts import class_names
+    from osfl.models.classifiers import blank_classifier
+
+    for settings in (config.classifier, config.global_model):
+        for architecture in split_names(settings.architecture):
+            # Those of timm may be of the hub
+            if not architecture.startswith(BACKBONES):
+                blank_classifier(architecture, len(class_names(config.data)), settings.small_stem)
+
+
+def _fetches(config: RunConfig) -> bool:
+    """Whether the run fetches models of the hub before it works."""
+    from osfl.models.hub import missing_bytes
+    from osfl.models.kits import is_hub_id
+    from osfl.models.used_parts import models_apart, used_parts
+
+    if any(is_hub_id(source) for _, source, _ in models_apart(config)):
+        return True
+    kits = used_parts(config).values()
+    return any(missing_bytes(kit, parts) for kit, parts in kits if is_hub_id(kit))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
