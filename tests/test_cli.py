@@ -8,8 +8,10 @@ from collections.abc import Callable
 from importlib.metadata import requires
 from pathlib import Path
 
+import click
 import pytest
 from conftest import ROOT, quick
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import osfl as package
@@ -30,6 +32,31 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "doctor" in done.stdout
     assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+def _commands(command: click.Command, *path: str) -> dict[tuple[str, ...], click.Command]:
+    """All commands that do something, by what is typed to call them."""
+    if not isinstance(command, click.Group):
+        return {path: command}
+    found = {}
+    for name, inner in command.commands.items():
+        found.update(_commands(inner, *path, name))
+    return found
+
+
+COMMANDS = _commands(get_command(cli))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_describes_every_argument_and_option(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(cli, [*path, "--help"], terminal_width=100)
+    assert shown.exit_code == 0
+    assert "\\[" not in shown.output
+    words = " ".join(shown.output.split())
+    for parameter in COMMANDS[path].params:
+        # With click 8.5 an argument loses its help
+        assert parameter.help, parameter.name
+        assert " ".join(parameter.help.split()) in words
 
 
 def test_the_version_is_told() -> None:

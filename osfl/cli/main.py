@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
+# Else typer escapes brackets for rich, although the help is plain text: "\\[default: 1]".
+typer.core.HAS_RICH = False
 # `rich_markup_mode=None`: help without rich, whose import takes twice as long as all else.
 app = typer.Typer(
     help="One-shot federated learning with diffusion models, on Flower.",
