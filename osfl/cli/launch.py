@@ -24,7 +24,7 @@ from typing import Any
 
 from flwr.common.config import flatten_dict
 
-from osfl.cli.guard import begin_guard, end_process_tree
+from osfl.cli.guard import begin_guard, end_run_processes
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config
 from osfl.data.named import chosen_classes, is_named
 from osfl.data.partition import DataError
@@ -61,6 +61,9 @@ _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,9}m")  # Flower's own, of its log's level
 RECOMMENDED = "configs/recommended.toml"
 MOST_SAID = 2000  # characters of what Flower says
 MOST_LINE = 10_000  # characters of a line of the log
+TEMPORARY_ROOM = 50_000_000  # bytes of Flower's bundles, and of Ray's logs and sockets
+# Characters: a socket's whole path may have 107, of which Ray takes up to 69 below its folder
+LONGEST_TMPDIR = 38
 
 
 class UnseenDataError(ConfigError):
@@ -287,10 +290,11 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
     Yields:
         the environment in which `flwr` finds it as the connection `osfl`.
     """
-    with tempfile.TemporaryDirectory(prefix="osfl-flower-") as scratch:
-        home = Path(scratch) / "home"
+    check_temporary_folder()
+    with _guarded_folder() as scratch:
+        home = scratch / "home"
         # Simulated clients import from the SuperLink's folder
-        empty = Path(scratch) / "empty"
+        empty = scratch / "empty"
         home.mkdir()
         empty.mkdir()
         port, fleet = free_ports(2)
@@ -300,40 +304,57 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
         )
         environment = {
             **flower_environment(),
+            **_temporary_folders(scratch),
             "FLWR_HOME": str(home),
             "OSFL_RUNS": str(runs),
             "OSFL_CACHE": str(cache),
         }
-        log = open(Path(scratch) / "superlink.log", "wb")  # noqa: SIM115  (lives as long as the process)
-        command = [
-            "flower-superlink",
-            "--insecure",
-            "--simulation",
-            "--isolation",
-            "subprocess",
-            "--host",
-            "127.0.0.1",
-        ]
-        command += [
-            "--port",
-            str(port),
-            "--fleet-api-address",
-            f"127.0.0.1:{fleet}",
-            "--disable-runtime-dependency-installation",
-        ]
-        process = subprocess.Popen(
-            command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        guard = None
+        command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--fleet-api-address", f"127.0.0.1:{fleet}"]
+        command += ["--disable-runtime-dependency-installation"]
+        with open(scratch / "superlink.log", "wb") as log:
+            process = subprocess.Popen(
+                command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        _wait_until_healthy(process, port, scratch / "superlink.log")
+        yield environment
+
+
+@contextmanager
+def _guarded_folder() -> Iterator[Path]:
+    """Yield a run's temporary folder; its processes and itself go when the run ends in any way."""
+    with tempfile.TemporaryDirectory(prefix="osfl-", ignore_cleanup_errors=True) as scratch:
+        # Before the first process of the run: a signal may come between any two lines
+        guard = begin_guard(scratch)
         try:
-            guard = begin_guard(process.pid, scratch)
-            _wait_until_healthy(process, port, Path(log.name))
-            yield environment
+            yield Path(scratch)
         finally:
-            end_process_tree(process.pid)
-            if guard is not None:
-                guard.communicate()
-            log.close()
+            end_run_processes(scratch)
+            guard.communicate()
+
+
+def _temporary_folders(scratch: Path) -> dict[str, str]:
+    """Settings that let what a run's processes leave, such as Ray's sockets and logs, go with it.
+
+    Ray cannot have sockets in a folder of a long name; its files then stay where it puts them.
+    """
+    return {"TMPDIR": str(scratch)} if len(str(scratch)) <= LONGEST_TMPDIR else {}
+
+
+def check_temporary_folder() -> None:
+    """Check that the temporary folder has room for Flower's and Ray's files.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if free < TEMPORARY_ROOM:
+        raise LaunchError(
+            f"the temporary folder {folder} has {free / 1e6:,.1f} MB free; a run needs "
+            f"{TEMPORARY_ROOM / 1e6:,.0f} MB there. Make room, or set TMPDIR to another folder"
+        )
 
 
 def free_ports(count: int) -> list[int]:
@@ -369,7 +390,10 @@ def submit(
     Raises:
         LaunchError: the app was refused.
     """
-    with tempfile.TemporaryDirectory(prefix="osfl-submit-") as scratch:
+    within = environment.get("TMPDIR")
+    with tempfile.TemporaryDirectory(
+        prefix="osfl-submit-", dir=within, ignore_cleanup_errors=True
+    ) as scratch:
         command = [
             "flwr",
             "run",
@@ -387,7 +411,9 @@ def submit(
                 "--federation-config",
                 " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items()),
             ]
-        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True)
+        # An interrupted `flwr run` leaves its bundle
+        own = {**environment, "TMPDIR": scratch}
+        done = subprocess.run(command, cwd=HERE, env=own, capture_output=True)
     try:
         answer = json.loads(done.stdout[done.stdout.index(b"{") :])
         if answer["success"]:
