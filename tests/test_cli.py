@@ -35,10 +35,10 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def _commands(command: click.Command, *path: str) -> dict[tuple[str, ...], click.Command]:
-    """All commands that do something, by what is typed to call them."""
+    """All commands, by what is typed to call them."""
+    found = {path: command}
     if not isinstance(command, click.Group):
-        return {path: command}
-    found = {}
+        return found
     for name, inner in command.commands.items():
         found.update(_commands(inner, *path, name))
     return found
@@ -67,7 +67,7 @@ def test_the_version_is_told() -> None:
 
 def test_every_method_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osfl.cli.display.console._width", 200)
-    lines = CliRunner().invoke(cli, ["methods"]).output.splitlines()
+    lines = CliRunner().invoke(cli, ["methods", "--wide"]).output.splitlines()
     rows = {line.split("│")[1].strip(): line for line in lines if "│" in line}
     assert set(METHODS) <= set(rows)
     assert "learned description" in rows["feddeo"]
@@ -75,6 +75,22 @@ def test_every_method_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "classifiers/resnet18.safetensors" in rows["fedlmg"]
     assert "every round" in rows["fedavg"]
     assert "nothing" in rows["prompts-only"]
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_narrow_terminal_shows_every_method_by_its_whole_name(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr("osfl.cli.display.console._width", columns)
+    lines = CliRunner().invoke(cli, ["methods"]).output.splitlines()
+    assert "…" not in "".join(lines)
+    assert max(map(len, lines)) <= columns
+    begins = [line.split()[0] for line in lines if line.strip()]
+    assert set(METHODS) <= set(begins)
+    if columns == 80:
+        assert len(lines) < 2.5 * len(METHODS)
+    wide = CliRunner().invoke(cli, ["methods", "--wide"]).output
+    assert all(name in wide for name in METHODS)
 
 
 def test_shipped_configs_are_found_from_anywhere(
