@@ -184,7 +184,8 @@ def test_what_follows_the_display_begins_a_line(
     monkeypatch.setattr(display, "console", Console(file=written, width=120))
     monkeypatch.setattr(display.time, "sleep", lambda seconds: None)
     state = {"phase": "synthesis", "clients": {"a": "joined"}, "done": 1, "total": 2}
-    (tmp_path / "status.json").write_text(json.dumps({**state, "step": [7, 20]}))
+    about = {**state, "phases": [{"phase": "synthesis"}], "step": [7, 20]}
+    (tmp_path / "status.json").write_text(json.dumps(about))
     display.watch(Ending(2), tmp_path, tmp_path)  # type: ignore[arg-type]
     display.console.print("error the run failed")
     *before, last = written.getvalue().splitlines()
