@@ -16,7 +16,7 @@ import psutil
 import pytest
 from system_tools import BIN, mount_disk
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 CHEAPEST = ("method=fedcgs", "num-clients=2", "job-id=job")
 GOES_ON = "interrupted; the same command with this job id goes on where it was: job-id=job"
 
@@ -44,7 +44,7 @@ def phase(work: Path) -> str:
 
 
 def wait_for_phase(process: subprocess.Popen, work: Path, name: str) -> None:
-    end = time.monotonic() + 300
+    end = time.monotonic() + 600
     while phase(work) != name:
         assert time.monotonic() < end, phase(work)
         assert process.poll() is None
