@@ -193,8 +193,8 @@ def _failure(error: str, details: str, logs: Path) -> launch.LaunchError:
 def innermost_cause(log: str) -> str:
     """Return the exception that began the last chain of tracebacks in a log, or ""."""
     parts = _CHAIN.split(log)
-    # What stands before the last link, and before those of the same chain
-    place = max(0, len(parts) - 2)
+    # Back over the links of the last chain, to the part in which it begins
+    place = len(parts) - 1
     while place and parts[place].startswith(TRACEBACK) and parts[place].count(TRACEBACK) == 1:
         place -= 1
     found = _EXCEPTION.findall(parts[place])
