@@ -61,9 +61,10 @@ FIRST ?= 0
 COUNT ?= 1000
 AT_ONCE ?= 1
 AGAIN ?=
+TABLE ?=
 
-histories: setup ## random histories of faults in a real federation, and what must be true after each: FIRST=0 COUNT=1000 AT_ONCE=1 AGAIN=
-	$(BIN)/python tests/histories.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again)
+histories: setup ## random histories of faults in a real federation, and what must be true after each: FIRST=0 COUNT=1000 AT_ONCE=1 AGAIN= TABLE=
+	$(BIN)/python tests/histories.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
 
 mutants: setup ## how many small faults the unit tests notice: SAMPLE=100 of them, chosen by SEED=0, begun within MINUTES=60
 	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)

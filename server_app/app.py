@@ -17,6 +17,7 @@ from osfl.models.classifiers import new_classifier
 from osfl.models.kits import KitError, find_kit, image_size
 from osfl.models.used_parts import initial_models
 from osfl.payloads import Payload
+from osfl.run_folder.events import log_results
 from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.run_folder.report import write_report
 from osfl.run_folder.status import Status
@@ -129,6 +130,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder) -> None:
             client: kit_bytes(config, payloads.get(client)) for client in (*tested_on, *payloads)
         }
         metrics = write_report(folder.path, class_names(config.data), fetched)
+        log_results(metrics, str(folder.report_file))
         for name, accuracy in metrics["accuracy"].items():  # for who follows the log from elsewhere
             log.info(
                 "accuracy (%%) of %s: %s",

@@ -22,6 +22,7 @@ import torch
 
 from osfl.payload_fields import fields_of
 from osfl.payloads import Classifier, FeatureStatistics, Payload
+from osfl.run_folder.status import with_details
 from server_app.image_counts import stated_counts
 
 # Six honest clients of the digits, each a domain of its own, differ by up to 3 times in FedLMG's
@@ -47,11 +48,16 @@ class Outlier:
     what: str = "norm"
 
     def __str__(self) -> str:
-        more = f" (so have {self.tensors - 1} more of its tensors)" if self.tensors > 1 else ""
-        return (
-            f"{self.client}: {self.tensor} has a {self.what} of {self.times:.3g} times the others' "
-            f"median{more}"
-        )
+        factor = f"{max(self.times, 1 / self.times):.3g} times"
+        if self.what == "norm":
+            than = "larger" if self.times > 1 else "smaller"
+            text = f"part of its payload is {factor} {than} than the other clients' median"
+        else:
+            text = f"its classes are {factor} more alike than the other clients' median"
+        details = f"{self.tensor} has a {self.what} of {self.times:.3g} times the median"
+        if self.tensors > 1:
+            details += f", and {self.tensors - 1} more of its tensors stand out"
+        return with_details(f"{self.client}: {text}", details)
 
 
 def find_outliers(payloads: Mapping[str, Payload]) -> list[Outlier]:

@@ -16,7 +16,12 @@ For each seed a job begins, and when and how long the seed says
 - clock: a machine's clock, as Python and Flower ask it, is set minutes ahead or back;
 - full: a disk has no room for a byte (as root, to mount one);
 - older: a site comes back with an older release installed;
-- again: the same job is begun a second time.
+- again: the same job is begun a second time;
+- term: a process is asked to end, by SIGTERM, and comes back;
+- interrupt: Ctrl-C ends the command, and the run goes on at the server;
+- damage: a bit of a payload that waits in a site's cache flips;
+- restore: the SuperLink comes back with its database of some seconds before;
+- twin: a second node with a site's name and client id is there, with a key of its own.
 
 Without root no disk is full. What was killed comes back, as a restart policy has it; a job that
 ended is begun again by the same command. Then:
@@ -36,13 +41,14 @@ import random
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
@@ -71,6 +77,7 @@ SITES = ("site-0", "site-1")
 # Seconds in which a run in peace is asked for, collects, draws, trains and tests
 SPAN = 25.0
 WORK = Path(__file__).resolve().parent.parent / "runs" / "histories"
+TABLES = Path(__file__).resolve().parent.parent / "benchmarks" / "tables"
 LONGEST = 12.0  # seconds that something stays away
 # Seconds for one command, beside those that a run in peace takes: a SuperLink whose clock was ahead
 # may take a site that was killed for online for six minutes, and refuses it until then
@@ -89,7 +96,13 @@ KINDS = {
     "full": ("server", *SITES),
     "older": SITES,
     "again": ("",),
+    "term": MACHINES,
+    "interrupt": ("",),
+    "damage": SITES,
+    "restore": ("superlink",),
+    "twin": SITES,
 }
+AT_ONCE = ("crash", "again", "interrupt", "damage")  # kinds that are over as they begin
 FARTHEST = 600.0  # seconds that a clock is set ahead or back
 SLOW = 20_000.0  # bytes per second in each direction
 OLDER = "0.0.1"  # a release that no run is of
@@ -109,7 +122,7 @@ class Fault:
 
     def __str__(self) -> str:
         by = f" by {self.ahead:+.0f} s" if self.ahead else ""
-        lasts = f" for {self.seconds:.1f} s" if self.kind != "crash" else ""
+        lasts = f" for {self.seconds:.1f} s" if self.kind not in AT_ONCE else ""
         return f"{self.begin:.1f} s: {self.kind} {self.target}{by}{lasts}"
 
 
@@ -161,7 +174,8 @@ class World:
     older: set[str] = field(default_factory=set)  # sites with an older release
     clocks: dict[str, Clock] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=lambda: set(KINDS))  # faults that can be made here
-    crashed: set[Fault] = field(default_factory=set)  # where there was an app to kill
+    # At-once faults that met something: an app to kill, a payload to damage, a command to end
+    met: set[Fault] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
@@ -186,6 +200,7 @@ class World:
         for site in SITES:
             self.lines[site] = Line(self.federation.fleet)
             self.federation.register(site)
+            self.federation.register(site, self.twin_keys)
             self.begin_site(site)
 
     def make_older_release(self) -> None:
@@ -204,6 +219,57 @@ class World:
         port = self.lines[site].port
         settings = self.settings_of(site)
         self.federation.begin_node(site, *trusting, config=config, fleet=port, **settings)
+
+    @property
+    def twin_keys(self) -> Path:
+        return self.folder / "twin-keys"
+
+    def begin_twin(self, site: str) -> None:
+        """A second node with a site's client id and images, in a cache of its own."""
+        name = f"twin-{site}"
+        config = (
+            f"client-id='{site}' data-dir='{self.folder / 'images'}' "
+            f"cache-dir='{self.folder / 'cache' / name}'"
+        )
+        key = self.twin_keys / "nodes" / site
+        trusting = ["--root-certificates", str(self.federation.keys / "ca.crt")]
+        trusting += ["--auth-supernode-private-key", str(key)]
+        self.federation.begin_node(name, *trusting, config=config, **self.settings_of(site))
+
+    def end_twin(self, site: str) -> None:
+        self.federation.end(f"twin-{site}")
+
+    @property
+    def database(self) -> Path:
+        return self.folder / "state.db"
+
+    def copy_database(self) -> None:
+        """Keep the SuperLink's database as it is now."""
+        kept = self.folder / "kept.db"
+        kept.unlink(missing_ok=True)
+        with (
+            closing(sqlite3.connect(self.database)) as source,
+            closing(sqlite3.connect(kept)) as copy,
+        ):
+            source.backup(copy)
+
+    def restore_database(self) -> None:
+        """Put the kept one in place; the SuperLink must be down."""
+        for file in self.folder.glob("state.db*"):
+            file.unlink()
+        shutil.copy(self.folder / "kept.db", self.database)
+
+    def damage(self, site: str, job: str) -> bool:
+        """Flip a bit of a site's payload of a job, where it has one; returns whether it had."""
+        cache = self.folder / "cache" / site
+        with suppress(FileNotFoundError):
+            for file in cache.rglob("payload.pb"):
+                if job in str(file.parent):
+                    content = bytearray(file.read_bytes())
+                    content[len(content) // 2] ^= 1
+                    file.write_bytes(content)
+                    return True
+        return False
 
     def begin_superlink(self) -> None:
         self.federation.begin_superlink("process", **self.settings_of("superlink"))
@@ -314,6 +380,7 @@ class Play:
         self.commands: list[Command] = []
         self.ended: list[tuple[Command, int, bool]] = []  # with the exit code, and a report then
         self.seen: dict[str, str] = {}  # payloads on the server's disk, by client
+        self.damaged: set[str] = set()  # clients whose waiting payload was damaged
         self.cached: set[str] = set()  # clients that have their payload, still unacknowledged
         self.problems: list[str] = []
         self._asked_again = 0
@@ -381,8 +448,38 @@ class Play:
 
         def crash_it() -> None:
             if name in world.federation.processes and world.crash(name):
-                world.crashed.add(fault)
+                world.met.add(fault)
 
+        def end_it() -> None:
+            if name in world.federation.processes:
+                world.federation.end(name)
+
+        def interrupt_it() -> None:
+            for command in self.commands:
+                if command.process.poll() is None:
+                    world.met.add(fault)
+                    command.process.send_signal(signal.SIGINT)
+
+        def damage_it() -> None:
+            if world.damage(name, self.job):
+                world.met.add(fault)
+                self.damaged.add(name)
+
+        def restore_it() -> None:
+            kill_it()
+            world.restore_database()
+            begin_it()
+
+        if fault.kind == "term":
+            return end_it, begin_it
+        if fault.kind == "interrupt":
+            return interrupt_it, lambda: None
+        if fault.kind == "damage":
+            return damage_it, lambda: None
+        if fault.kind == "restore":
+            return world.copy_database, restore_it
+        if fault.kind == "twin":
+            return partial(world.begin_twin, name), partial(world.end_twin, name)
         if fault.kind == "kill":
             return kill_it, begin_it
         if fault.kind == "crash":
@@ -440,7 +537,8 @@ class Play:
             if there is None:
                 continue
             kept = (self.run_folder / "payloads" / f"{site}.pb").is_file()
-            if site in self.cached and not there and not kept:
+            lost = site in self.cached - self.damaged
+            if lost and not there and not kept:
                 self.problems.append(f"{site} was told that its payload arrived; it is gone")
             self.cached = self.cached | {site} if there else self.cached - {site}
 
@@ -464,7 +562,8 @@ class Play:
             last = said[-1] if said else ""
             if code == 0 and not (report and "report: " in last):
                 problems.append(f"{command.log.name} ended with 0 without a report: {said[-3:]}")
-            if code != 0 and not last.startswith("error"):
+            interrupted = code == 130 and last.startswith("interrupted")
+            if code != 0 and not last.startswith("error") and not interrupted:
                 problems.append(f"{command.log.name} ended with {code}, and says last: {last}")
         if not any(code == 0 for _, code, _ in self.ended):
             problems.append("no command ended with 0")
@@ -584,6 +683,7 @@ def _is_good(world: World, seed: int, peace: dict[str, object], span: float) -> 
         "seconds": round(seconds),
         "span": span,
         "faults": [fault.kind for fault in faults],
+        "told": list(map(str, faults)),
     }
     write_atomically(file_of(seed), json.dumps(found).encode())
     told = "; ".join(map(str, faults))
@@ -593,7 +693,8 @@ def _is_good(world: World, seed: int, peace: dict[str, object], span: float) -> 
 
 
 def _came(world: World, fault: Fault) -> bool:
-    return fault.kind in world.kinds and (fault.kind != "crash" or fault in world.crashed)
+    must_meet = fault.kind in ("crash", "interrupt", "damage")
+    return fault.kind in world.kinds and (not must_meet or fault in world.met)
 
 
 def kept_span(seed: int) -> float | None:
@@ -647,6 +748,25 @@ def summary(first: int, count: int) -> tuple[str, int]:
     return f"{len(found)} histories, {violated}, {hours:.1f} hours; faults: {faults}", len(bad)
 
 
+def write_table(first: int, count: int, folder: Path) -> None:
+    """Write the histories that were played with this code as histories.json and histories.md."""
+    files = [file_of(seed) for seed in range(first, first + count) if file_of(seed).is_file()]
+    found = [json.loads(file.read_text()) for file in files]
+    kept = [{key: one[key] for key in ("seed", "told", "problems", "seconds")} for one in found]
+    write_atomically(folder / "histories.json", (json.dumps(kept, indent=1) + "\n").encode(), 0o644)
+    kinds = Counter(kind for one in found for kind in one["faults"])
+    lines = ["| fault | times |", "|---|---:|"]
+    lines += [f"| {kind} | {kinds[kind]} |" for kind in KINDS]
+    lines += ["", "| seed | faults | violations |", "|---:|---|---|"]
+    for one in kept:
+        told = "; ".join(one["told"]) or "none"
+        problems = "; ".join(one["problems"]).replace("|", "/") or "none"
+        lines.append(f"| {one['seed']} | {told} | {problems} |")
+    command = f"`python tests/histories.py {first} {count} --table`"
+    text = f"{summary(first, count)[0]}. Command: {command}.\n\n" + "\n".join(lines) + "\n"
+    write_atomically(folder / "histories.md", text.encode(), 0o644)
+
+
 def main() -> None:
     """Play histories, and say of each what was violated."""
     parser = argparse.ArgumentParser(
@@ -656,6 +776,7 @@ def main() -> None:
     parser.add_argument("count", type=int, help="how many seeds")
     parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
     parser.add_argument("--again", action="store_true", help="also those that were played")
+    parser.add_argument("--table", action="store_true", help="write benchmarks/tables/histories.*")
     parser.add_argument("--span", type=float, help="seconds, as it was printed of a history")
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -677,6 +798,8 @@ def main() -> None:
         ends = side_by_side(given.first, given.count, given.at_once, more)
     if given.step == 1:
         told, bad = summary(given.first, given.count)
+        if given.table:
+            write_table(given.first, given.count, TABLES)
         print(told)
         sys.exit(bool(bad or any(ends)))
 

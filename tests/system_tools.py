@@ -273,9 +273,13 @@ class Federation:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def register(self, name: str) -> str:
-        """A key pair for a node, and its public key registered; returns the node id."""
-        key = certs.make_node(self.keys, name)
+    def register(self, name: str, keys: Path | None = None) -> str:
+        """A key pair for a node, and its public key registered; returns the node id.
+
+        Args:
+            keys: where the pair is kept; None: with the others.
+        """
+        key = certs.make_node(keys or self.keys, name)
         answer = json.loads(
             self.flwr(
                 *("supernode", "register", f"{key}.pub", "test", "--name", name, "--format", "json")

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from importlib.metadata import requires
 from pathlib import Path
 
+import click
 import pytest
 from conftest import ROOT, quick
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import osfl as package
@@ -32,6 +34,31 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "loaded: []"
 
 
+def _commands(command: click.Command, *path: str) -> dict[tuple[str, ...], click.Command]:
+    """All commands, by what is typed to call them."""
+    found = {path: command}
+    if not isinstance(command, click.Group):
+        return found
+    for name, inner in command.commands.items():
+        found.update(_commands(inner, *path, name))
+    return found
+
+
+COMMANDS = _commands(get_command(cli))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_describes_every_argument_and_option(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(cli, [*path, "--help"], terminal_width=100)
+    assert shown.exit_code == 0
+    assert "\\[" not in shown.output
+    words = " ".join(shown.output.split())
+    for parameter in COMMANDS[path].params:
+        # With click 8.5 an argument loses its help
+        assert parameter.help, parameter.name
+        assert " ".join(parameter.help.split()) in words
+
+
 def test_the_version_is_told() -> None:
     result = CliRunner().invoke(cli, ["--version"])
     assert result.exit_code == 0
@@ -40,7 +67,7 @@ def test_the_version_is_told() -> None:
 
 def test_every_method_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osfl.cli.display.console._width", 200)
-    lines = CliRunner().invoke(cli, ["methods"]).output.splitlines()
+    lines = CliRunner().invoke(cli, ["methods", "--wide"]).output.splitlines()
     rows = {line.split("│")[1].strip(): line for line in lines if "│" in line}
     assert set(METHODS) <= set(rows)
     assert "learned description" in rows["feddeo"]
@@ -48,6 +75,22 @@ def test_every_method_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "classifiers/resnet18.safetensors" in rows["fedlmg"]
     assert "every round" in rows["fedavg"]
     assert "nothing" in rows["prompts-only"]
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_narrow_terminal_shows_every_method_by_its_whole_name(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr("osfl.cli.display.console._width", columns)
+    lines = CliRunner().invoke(cli, ["methods"]).output.splitlines()
+    assert "…" not in "".join(lines)
+    assert max(map(len, lines)) <= columns
+    begins = [line.split()[0] for line in lines if line.strip()]
+    assert set(METHODS) <= set(begins)
+    if columns == 80:
+        assert len(lines) < 2.5 * len(METHODS)
+    wide = CliRunner().invoke(cli, ["methods", "--wide"]).output
+    assert all(name in wide for name in METHODS)
 
 
 def test_shipped_configs_are_found_from_anywhere(

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -256,12 +257,21 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(world, "crash", crash)
     assert ends_of("crash", "site-0") == ["crashed site-0", "then"]
-    assert {fault.target for fault in world.crashed} == {"site-0"}
+    assert {fault.target for fault in world.met} == {"site-0"}
     # Where no app ran it is no fault
-    world.crashed.clear()
+    world.met.clear()
     found[0] = False
     assert ends_of("crash", "site-0") == ["crashed site-0", "then"]
-    assert world.crashed == set()
+    assert world.met == set()
+    world.federation.processes["superlink"] = SimpleNamespace(pid=3)  # type: ignore[assignment]
+    for name in ("copy_database", "restore_database", "begin_superlink"):
+        monkeypatch.setattr(world, name, lambda name=name: seen.append(name))
+    assert ends_of("restore", "superlink") == [
+        *("copy_database", "then", "killed 3", "restore_database", "begin_superlink")
+    ]
+    for name in ("begin_twin", "end_twin"):
+        monkeypatch.setattr(world, name, lambda site, name=name: seen.append(f"{name} {site}"))
+    assert ends_of("twin", "site-1") == ["begin_twin site-1", "then", "end_twin site-1"]
     # Which is away
     assert ends_of("crash", "site-1") == ["then"]
     assert ends_of("full", "server") == ["fill server", "then", "make_room server"]
@@ -271,6 +281,48 @@ def test_faults_begin_and_are_over(world: World, monkeypatch: pytest.MonkeyPatch
         *("killed 2", "site-0: []"),
     ]
     assert ends_of("clock", "server", -90.0) == ["ahead: -90.0", "then", "ahead: 0.0"]
+
+
+def test_a_waiting_payload_of_the_job_is_damaged(world: World) -> None:
+    """And then it may be made anew: that is no loss."""
+    payload = world.folder / "cache" / "site-0" / "site-0-job" / "payload.pb"
+    payload.parent.mkdir(parents=True)
+    payload.write_bytes(bytes(5))
+    run = Play(world, "job", [])
+    run.damaged.add("site-0")
+    assert not world.damage("site-0", "other")
+    assert not world.damage("site-1", "job")
+    assert payload.read_bytes() == bytes(5)
+    assert world.damage("site-0", "job")
+    assert payload.read_bytes() == bytes([0, 0, 1, 0, 0])
+    run._look()
+    payload.unlink()
+    run._look()
+    assert run.problems == []
+
+
+def test_a_database_comes_back_as_it_was(world: World) -> None:
+    with contextlib.closing(sqlite3.connect(world.database)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("CREATE TABLE kept (number)")
+        database.commit()
+        world.copy_database()
+        database.execute("INSERT INTO kept VALUES (1)")
+        database.commit()
+    world.restore_database()
+    with contextlib.closing(sqlite3.connect(world.database)) as database:
+        assert database.execute("SELECT * FROM kept").fetchall() == []
+
+
+def test_the_table_has_every_history_that_was_played(kept_in: Path, tmp_path: Path) -> None:
+    for file in histories.WORK.glob("*.json"):
+        found = json.loads(file.read_text())
+        file.write_text(json.dumps({**found, "told": [f"1.0 s: {k}" for k in found["faults"]]}))
+    histories.write_table(0, 10, tmp_path)
+    page = (tmp_path / "histories.md").read_text()
+    assert "| 2 | 1.0 s: kill; 1.0 s: cut | lost |" in page
+    assert "| cut | 2 |" in page
+    assert len(json.loads((tmp_path / "histories.json").read_text())) == 3
 
 
 def test_a_crash_kills_the_app_and_not_what_began_it(world: World) -> None:
@@ -640,10 +692,13 @@ def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, floa
         seen.append(BEGUN)
         yield SimpleNamespace()
 
+    # The seeds below are histories of these kinds
+    nine = {kind: KINDS[kind] for kind in list(KINDS)[:9]}
+    monkeypatch.setattr(histories, "KINDS", nine)
     monkeypatch.setattr("conftest.make_tiny_kit", lambda place: None)
     monkeypatch.setattr(histories, "new_federation", no_federation)
     crashed = {fault for fault in history_of(11) if fault.kind == "crash"}
-    made = SimpleNamespace(begin=lambda: None, kinds={"stop", "crash"}, crashed=crashed)
+    made = SimpleNamespace(begin=lambda: None, kinds={"stop", "crash"}, met=crashed)
     monkeypatch.setattr(histories, "World", lambda *given: made)
     monkeypatch.setattr(histories, "unmount", lambda world: None)
     monkeypatch.setattr(histories, "quiet", lambda world: {})

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,11 +34,13 @@ from client_app.methods import (
 )
 from client_app.methods.oscar import mean_encoding
 from osfl.cli import display
+from osfl.cli.launch import MOST_LINE
 from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_config
 from osfl.costs import FlopMeter
 from osfl.data.load import Images
 from osfl.models.diffusion import load_kit
 from osfl.pixels import LazyPixels
+from osfl.run_folder.events import FollowedRun, log_results
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.app import run_job
@@ -181,12 +184,86 @@ def test_what_follows_the_display_begins_a_line(
     monkeypatch.setattr(display, "console", Console(file=written, width=120))
     monkeypatch.setattr(display.time, "sleep", lambda seconds: None)
     state = {"phase": "synthesis", "clients": {"a": "joined"}, "done": 1, "total": 2}
-    (tmp_path / "status.json").write_text(json.dumps({**state, "step": [7, 20]}))
+    about = {**state, "phases": [{"phase": "synthesis"}], "step": [7, 20]}
+    (tmp_path / "status.json").write_text(json.dumps(about))
     display.watch(Ending(2), tmp_path, tmp_path)  # type: ignore[arg-type]
     display.console.print("error the run failed")
     *before, last = written.getvalue().splitlines()
     assert last == "error the run failed"
-    assert any("synthesis step 7 of 20" in line for line in before)
+    assert [line.split(maxsplit=1)[1] for line in before] == ["synthesis", "a: joined"]
+
+
+def test_a_terminal_shows_clients_and_the_phase_with_the_step_of_the_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.StringIO()
+    terminal = Console(file=written, width=120, force_terminal=True)
+    monkeypatch.setattr(display, "console", terminal)
+    state = {"phase": "synthesis", "clients": {"a": "joined"}, "done": 1, "total": 2}
+    with display.new_view() as view:
+        view.show({**state, "step": [7, 20]})
+    assert "synthesis step 7 of 20" in written.getvalue()
+    assert re.search(r"a +joined", written.getvalue())
+
+
+def test_without_a_terminal_every_change_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also phases that passed between two looks; one line a minute says how far a long one is."""
+    written = io.StringIO()
+    now = [0.0]
+    monkeypatch.setattr(display, "console", Console(file=written, width=40))
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.new_view() as view:
+        view.show({})
+        phases = [{"phase": "joining"}, {"phase": "synthesis"}]
+        state = {"phase": "synthesis", "phases": phases, "clients": {"a": "asked"}}
+        for done in (1, 2):
+            view.show({**state, "done": done, "total": 90})
+        now[0] = 61.0
+        view.show({**state, "done": 3, "total": 90})
+        ended = [*phases, {"phase": "finished"}]
+        view.show({**state, "phase": "finished", "phases": ended, "done": 3, "total": 90})
+    lines = [line.split(maxsplit=1)[1] for line in written.getvalue().splitlines()]
+    assert lines == ["joining", "synthesis", "a: asked", "synthesis: 3 of 90"]
+
+
+def test_a_log_that_is_followed_gives_status_and_results(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the server wrote them, whatever else is in the log."""
+    clients = [f"client-{k}" for k in range(120)]
+    metrics: dict[str, Any] = {
+        "method": "feddeo",
+        "server": {"synthetic_images": 7, "seconds_per_image": 0.5, "more": 1},
+        "clients": {client: {"upload_bytes": 10, "seconds": 1.0} for client in clients},
+        "accuracy": {"FT": {**dict.fromkeys(clients, 50.0), "average": 50.0}},
+        "not_tested": ["client-7"],
+        "warnings": ["client-3: odd"],
+    }
+    with caplog.at_level("INFO", logger="flwr"):
+        status = Status(tmp_path)
+        status.phase("joining", 2)
+        status.client("client-0", "joined")
+        log_results(metrics, "/data/report.html")
+        status.phase("finished")
+    followed = FollowedRun()
+    others = ["client-9: status {}", "status", "status {", 'status {"phase": 1}']
+    lines = [f"INFO :      {record.getMessage()}" for record in caplog.records]
+    assert max(map(len, lines)) < MOST_LINE
+    for line in [*lines, *(f"INFO :      {other}" for other in others[:3])]:
+        followed.read(line)
+    assert followed.state["phase"] == "finished"
+    assert followed.state["clients"] == {"client-0": "joined"}
+    assert [each["phase"] for each in followed.state["phases"]] == ["joining", "finished"]
+    assert followed.metrics["accuracy"] == metrics["accuracy"]
+    assert followed.metrics["not_tested"] == ["client-7"]
+    assert followed.metrics["warnings"] == ["client-3: odd"]
+    assert followed.metrics["report"] == "/data/report.html"
+    assert followed.metrics["clients"]["client-119"] == {"upload_bytes": 10}
+    # What begins no line of the server's own, or is none of its events, changes nothing
+    for line in ('client-1: status {"phase": "failed", "total": 0}', f"INFO :   {others[3]}"):
+        assert not followed.read(line)
+    assert followed.state["phase"] == "finished"
+    display.print_metrics(followed.metrics)
 
 
 # ---- Memory ----

@@ -4,6 +4,8 @@ import base64
 import io
 import json
 import re
+import traceback
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 from osfl.cli import launch
-from osfl.cli.run import _run_on
+from osfl.cli.run import _run_on, innermost_cause
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
 from osfl.models import classifiers
@@ -347,6 +349,29 @@ def test_a_federation_that_fails_or_is_out_of_sight_is_told(
         _run_on("there", {}, "job")
 
 
+def test_the_innermost_cause_of_the_last_failure_is_found() -> None:
+    """Not that of an earlier one, and not what Flower made of it."""
+    try:
+        try:
+            try:
+                raise OSError("no room: the disk is full")
+            except OSError as error:
+                raise RuntimeError("Simulation Runtime crashed.") from error
+        except RuntimeError:
+            raise ValueError("Ending simulation.")  # noqa: B904  (its context is looked at)
+    except ValueError as error:
+        chain = "".join(traceback.format_exception(error))
+    earlier = chain.replace("no room", "something before")
+    log = (
+        f"INFO: begins\n{earlier}INFO: goes on\n{chain}ERROR: Exit Code: 700\n\nSee: <https://x>\n"
+    )
+    assert innermost_cause(log) == "OSError: no room: the disk is full"
+    assert innermost_cause(f"{chain}WARNING: {earlier.partition('The above')[0]}") == (
+        "OSError: something before: the disk is full"
+    )
+    assert innermost_cause("INFO: all is well\n") == ""
+
+
 def test_the_local_superlink_listens_on_loopback_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,8 +382,8 @@ def test_the_local_superlink_listens_on_loopback_only(
         "Popen",
         lambda command, **_: seen.extend(command) or SimpleNamespace(pid=0),
     )
-    for name in ("_wait_until_healthy", "end_process_tree", "begin_guard"):
-        monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(launch, "_wait_until_healthy", lambda *_: None)
+    monkeypatch.setattr(launch, "_guarded_folder", lambda: nullcontext(tmp_path))
     with launch.local_superlink(tmp_path, tmp_path):
         assert seen[seen.index("--host") + 1] == "127.0.0.1"
         assert seen[seen.index("--fleet-api-address") + 1].startswith("127.0.0.1:")

@@ -254,7 +254,7 @@ def test_a_simulation_asks_no_proxy_for_its_own_addresses(
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.setenv("no_proxy", given)
     monkeypatch.setenv("no_grpc_proxy", "other.example")
-    made = launch.local_environment()
+    made = launch.local_environment(Path("/tmp/osfl-x"))
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         assert {"127.0.0.1", "localhost", "::1"} <= set(made[name].split(","))
     assert ("hospital.example" in made["no_proxy"].split(",")) == bool(given)
@@ -262,7 +262,7 @@ def test_a_simulation_asks_no_proxy_for_its_own_addresses(
     monkeypatch.delenv("no_grpc_proxy")
     monkeypatch.delenv("no_proxy")
     monkeypatch.setenv("NO_PROXY", "large.example")
-    made = launch.local_environment()
+    made = launch.local_environment(Path("/tmp/osfl-x"))
     assert "no_grpc_proxy" not in made
     assert "large.example" in made["no_proxy"].split(",")
 

@@ -59,6 +59,7 @@ from osfl.cli.launch import (
     resolve_config,
 )
 from osfl.cli.paired import paired_difference
+from osfl.cli.run import TRY_AGAIN
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.config.toml import read_toml
 from osfl.files import DamageError, private_folder, write_atomically
@@ -416,13 +417,29 @@ class Runner:
             str(self.runs),
             *self.options,
         ]
+        code, output = self._call(cell, command)
+        if code == TRY_AGAIN and not self._stopped.is_set():
+            self.note(cell, "tried again")
+            code, output = self._call(cell, command)
+        if code == 0 and (outcome := self._finished(cell)):
+            self.note(cell, "done")
+            return outcome
+        if self._stopped.is_set():
+            return Outcome(cell, error="stopped")
+        last = " ".join(output[-MOST_OUTPUT:].split()[-80:]).rpartition("error ")[2]
+        error = plain(last, MOST_ERROR) or f"osfl run ended with {code}"
+        self.note(cell, "failed")
+        return Outcome(cell, error=error)
+
+    def _call(self, cell: Cell, command: list[str]) -> tuple[int, str]:
+        """The exit code and the output of `osfl run`; nothing of either where all was stopped."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.at_once)),
         }
         with self._lock:
             if self._stopped.is_set():
-                return Outcome(cell, error="stopped")
+                return 1, ""
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -437,15 +454,7 @@ class Runner:
         output, _ = process.communicate()
         with self._lock:
             self._processes.discard(process)
-        if process.returncode == 0 and (outcome := self._finished(cell)):
-            self.note(cell, "done")
-            return outcome
-        if self._stopped.is_set():
-            return Outcome(cell, error="stopped")
-        last = " ".join(output[-MOST_OUTPUT:].split()[-80:]).rpartition("error ")[2]
-        error = plain(last, MOST_ERROR) or f"osfl run ended with {process.returncode}"
-        self.note(cell, "failed")
-        return Outcome(cell, error=error)
+        return process.returncode, output
 
     def _finished(self, cell: Cell) -> Outcome | None:
         folder = self.runs / cell.job_id
@@ -800,7 +809,11 @@ def machine() -> str:
 def write_table(
     table: TableFile, outcomes: list[Outcome], out: Path, command: str, at_once: int
 ) -> list[dict[str, Any]]:
-    """`<name>.md`, `<name>.csv` and `<name>.png` in `out`; returns the records."""
+    """Write `<name>.md`, `<name>.csv` and, where rows have points, `<name>.png` into `out`.
+
+    Returns:
+        the records.
+    """
     ordered = sorted(outcomes, key=lambda outcome: list(table.rows).index(outcome.cell.row))
     records = [record for outcome in ordered for record in records_of(outcome)]
     private_folder(out)
@@ -808,6 +821,9 @@ def write_table(
     write_atomically(
         out / f"{table.name}.md", as_markdown(table, records, command, at_once).encode()
     )
-    if by_row(records):
-        plot(records, out / f"{table.name}.png")
+    picture = out / f"{table.name}.png"
+    # One of an earlier table beside this one would mislead
+    picture.unlink(missing_ok=True)
+    if any(record.get("upload_bytes") and record["average"] >= 0 for record in records):
+        plot(records, picture)
     return records

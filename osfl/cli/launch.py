@@ -25,12 +25,12 @@ from typing import Any
 import tomli_w
 from flwr.common.config import flatten_dict
 
-from osfl.cli.guard import begin_guard, end_process_tree
+from osfl.cli.guard import begin_guard, end_run_processes
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config, schema
 from osfl.config.toml import parse_toml, read_toml
 from osfl.data.named import chosen_classes, is_named
 from osfl.data.partition import DataError
-from osfl.ray_folder import ray_folder
+from osfl.ray_folder import MOST_BYTES, ray_folder
 from osfl.words import plain, plain_lines, quoted
 
 # Flower installs an app's dependencies before every run (and fails offline), phones home and looks
@@ -65,6 +65,7 @@ RECOMMENDED = "configs/recommended.toml"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_SAID = 2000  # characters of what Flower says
 MOST_LINE = 10_000  # characters of a line of the log
+TEMPORARY_ROOM = 50_000_000  # bytes of Flower's bundles, and of Ray's logs and sockets
 
 
 class UnseenDataError(ConfigError):
@@ -305,11 +306,14 @@ def flower_environment() -> dict[str, str]:
     }
 
 
-def local_environment() -> dict[str, str]:
+def local_environment(scratch: Path) -> dict[str, str]:
     """`flower_environment` for processes that speak to each other on this machine alone.
 
-    A proxy is not asked for loopback addresses, and Ray gets a folder whose path is short enough
-    for its sockets.
+    A proxy is not asked for loopback addresses. What the processes leave, such as Ray's sockets
+    and logs, goes with `scratch`; where that path is too long for sockets, Ray has another folder.
+
+    Args:
+        scratch: the run's temporary folder.
 
     Raises:
         ConfigError: as `ray_folder`.
@@ -321,6 +325,8 @@ def local_environment() -> dict[str, str]:
         if given or len(names) > 1:
             listed = ",".join(filter(None, (given, *LOOPBACK)))
             environment.update(dict.fromkeys(names, listed))
+    if len(os.fsencode(scratch)) <= MOST_BYTES:
+        environment["TMPDIR"] = str(scratch)
     return environment | ray_folder(environment)
 
 
@@ -331,10 +337,11 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
     Yields:
         the environment in which `flwr` finds it as the connection `osfl`.
     """
-    with tempfile.TemporaryDirectory(prefix="osfl-flower-") as scratch:
-        home = Path(scratch) / "home"
+    check_temporary_folder()
+    with _guarded_folder() as scratch:
+        home = scratch / "home"
         # Simulated clients import from the SuperLink's folder
-        empty = Path(scratch) / "empty"
+        empty = scratch / "empty"
         home.mkdir()
         empty.mkdir()
         port, fleet = free_ports(2)
@@ -343,7 +350,7 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
             f'"127.0.0.1:{port}"\ninsecure = true\n'
         )
         environment = {
-            **local_environment(),
+            **local_environment(scratch),
             "FLWR_HOME": str(home),
             "OSFL_RUNS": str(runs),
             "OSFL_CACHE": str(cache),
@@ -351,36 +358,44 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
             # Simulated clients are this user: settings may name whatever the user may read
             "OSFL_ALLOWED_DIRS": "/",
         }
-        log = open(Path(scratch) / "superlink.log", "wb")  # noqa: SIM115  (lives as long as the process)
-        command = [
-            "flower-superlink",
-            "--insecure",
-            "--simulation",
-            "--isolation",
-            "subprocess",
-            "--host",
-            "127.0.0.1",
-        ]
-        command += [
-            "--port",
-            str(port),
-            "--fleet-api-address",
-            f"127.0.0.1:{fleet}",
-            "--disable-runtime-dependency-installation",
-        ]
-        process = subprocess.Popen(
-            command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        guard = None
+        command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--fleet-api-address", f"127.0.0.1:{fleet}"]
+        command += ["--disable-runtime-dependency-installation"]
+        with open(scratch / "superlink.log", "wb") as log:
+            process = subprocess.Popen(
+                command, cwd=empty, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        _wait_until_healthy(process, port, scratch / "superlink.log")
+        yield environment
+
+
+@contextmanager
+def _guarded_folder() -> Iterator[Path]:
+    """Yield a run's temporary folder; its processes and itself go when the run ends in any way."""
+    with tempfile.TemporaryDirectory(prefix="osfl-", ignore_cleanup_errors=True) as scratch:
+        # Before the first process of the run: a signal may come between any two lines
+        guard = begin_guard(scratch)
         try:
-            guard = begin_guard(process.pid, scratch)
-            _wait_until_healthy(process, port, Path(log.name))
-            yield environment
+            yield Path(scratch)
         finally:
-            end_process_tree(process.pid)
-            if guard is not None:
-                guard.communicate()
-            log.close()
+            end_run_processes(scratch)
+            guard.communicate()
+
+
+def check_temporary_folder() -> None:
+    """Check that the temporary folder has room for Flower's and Ray's files.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if free < TEMPORARY_ROOM:
+        raise LaunchError(
+            f"the temporary folder {folder} has {free / 1e6:,.1f} MB free; a run needs "
+            f"{TEMPORARY_ROOM / 1e6:,.0f} MB there. Make room, or set TMPDIR to another folder"
+        )
 
 
 def free_ports(count: int) -> list[int]:
@@ -417,7 +432,10 @@ def submit(
     Raises:
         LaunchError: the app was refused.
     """
-    with tempfile.TemporaryDirectory(prefix="osfl-submit-") as scratch:
+    within = environment.get("TMPDIR")
+    with tempfile.TemporaryDirectory(
+        prefix="osfl-submit-", dir=within, ignore_cleanup_errors=True
+    ) as scratch:
         command = [
             "flwr",
             "run",
@@ -435,7 +453,9 @@ def submit(
                 "--federation-config",
                 " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items()),
             ]
-        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True)
+        # An interrupted `flwr run` leaves its bundle
+        own = {**environment, "TMPDIR": scratch}
+        done = subprocess.run(command, cwd=HERE, env=own, capture_output=True)
     try:
         answer = json.loads(done.stdout[done.stdout.index(b"{") :])
         if answer["success"]:

@@ -6,12 +6,29 @@ What does the work is imported when it is asked for.
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
+
+from osfl.cli.output import watched_output
+
+# Else typer escapes brackets for rich, although the help is plain text: "\\[default: 1]".
+typer.core.HAS_RICH = False
+
+
+class Command(typer.core.TyperGroup):
+    """The whole command: it also ends well where its output cannot be written."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with watched_output():
+            return super().main(*args, **kwargs)
+
 
 # `rich_markup_mode=None`: help without rich, whose import takes twice as long as all else.
 app = typer.Typer(
+    cls=Command,
     help="One-shot federated learning with diffusion models, on Flower.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -29,6 +46,8 @@ data_app = typer.Typer(
     help="The images of a run's clients.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(data_app, name="data")
+nodes_app = typer.Typer(help="The nodes of a federation.", rich_markup_mode=None)
+app.add_typer(nodes_app, name="nodes")
 SHOWN = 20  # of a run's damaged files
 
 Settings = Annotated[
@@ -43,6 +62,10 @@ RunsFolder = Annotated[
 ]
 Connection = Annotated[
     str, typer.Option(help="A SuperLink of your Flower configuration; empty: simulate here.")
+]
+
+FederationConnection = Annotated[
+    str, typer.Option("--connection", help="As of `osfl run`; empty: the configuration's default.")
 ]
 
 
@@ -117,11 +140,15 @@ def run(
 
 
 @app.command()
-def methods() -> None:
+def methods(
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Also parts of the kit, synthesis and rounds; 160 wide.")
+    ] = False,
+) -> None:
     """List the methods: what a client sends, and what it needs."""
     from osfl.cli.method_table import show_methods
 
-    show_methods()
+    show_methods(wide)
 
 
 @app.command()
@@ -219,6 +246,35 @@ def _runs_beside(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.parent.iterdir() if is_run(each))
 
 
+@nodes_app.callback(invoke_without_command=True)
+def nodes(context: typer.Context, connection: FederationConnection = "") -> None:
+    """List the nodes of a federation: names, ids, states."""
+    from osfl.cli import display
+    from osfl.cli.nodes import show_nodes
+
+    context.obj = connection
+    if context.invoked_subcommand is None:
+        with display.named_errors():
+            show_nodes(connection)
+
+
+@nodes_app.command("revoke")
+def nodes_revoke(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The node's name, or its id.")],
+    connection: FederationConnection = "",
+) -> None:
+    """Unregister a node: its key lets nobody in any more.
+
+    Example: osfl nodes revoke site-b --connection hospitals
+    """
+    from osfl.cli import display
+    from osfl.cli.nodes import revoke
+
+    with display.named_errors():
+        revoke(connection or context.obj, name)
+
+
 @app.command()
 def show(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/<job id>.")],
@@ -254,16 +310,13 @@ def verify(
         if not is_run(folder):
             raise ConfigError(f"{folder} is no run's folder")
         with display.counting_bar() as bar:
-            task = bar.add_task("reading images")
-            findings = verify_run(
-                folder, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+            findings = verify_run(folder, display.counter(bar, "reading images"))
         wrong = [problem for finding in findings for problem in finding.wrong]
         for problem in wrong[:SHOWN]:
             print(plain(problem, 1000))
         if len(wrong) > SHOWN:
             print(f"and {len(wrong) - SHOWN} more")
-        print(", ".join(f"{finding.good} {finding.kind} as written" for finding in findings))
+        print(", ".join(f"{finding.counted} as written" for finding in findings))
         if wrong:
             raise ConfigError(
                 "this run is damaged; the same `osfl run` again makes all anew but payloads, which "
@@ -283,10 +336,7 @@ def shards(
 
     with display.named_errors():
         with display.counting_bar() as bar:
-            task = bar.add_task("writing images")
-            files = write_shards(
-                folder, out, size, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+            files = write_shards(folder, out, size, display.counter(bar, "writing images"))
         print(f"{len(files)} shards in {out}")
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rich import box
 from rich.table import Table
 
 from osfl.cli import display, launch
@@ -9,18 +10,39 @@ from osfl.config import RunConfig, parse_run_config
 from osfl.methods import METHODS
 from osfl.models.used_parts import kit_parts
 
-
-def show_methods() -> None:
-    """Print the table."""
-    display.console.print(method_table())
+PRIVACY = {"": "", "pure": "ε", "approximate": "ε, δ"}
+WIDE = 160  # columns of a terminal
 
 
-def method_table() -> Table:
-    """A row for every method."""
+def show_methods(wide: bool) -> None:
+    """Print the table.
+
+    Args:
+        wide: with all columns, wider than the terminal if need be.
+    """
+    if wide:
+        display.console.width = max(WIDE, display.console.width)
+    display.console.print(wide_table() if wide else short_table())
+
+
+def short_table() -> Table:
+    """A row for every method, for a terminal of 80 columns."""
+    table = Table("method", "a client sends", "needs a kit at", "privacy", box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = True
+    for name, method in METHODS.items():
+        needing = {"client": method.client_parts, "server": method.samples}
+        where = ", ".join(side for side, needs in needing.items() if needs) or "neither"
+        table.add_row(name, method.sends, where, PRIVACY[method.private])
+    return table
+
+
+def wide_table() -> Table:
+    """A row for every method, with what it needs of the kit, and what the server does."""
     defaults = parse_run_config(launch.default_config())
     table = Table(
         "method", "a client sends", "it needs of the kit", "server draws", "rounds", "privacy"
     )
+    table.columns[0].no_wrap = True
     for name, method in METHODS.items():
         table.add_row(
             name,
@@ -28,7 +50,7 @@ def method_table() -> Table:
             needed_parts(replace(defaults, method=name)),
             "yes" if method.samples else "",
             "many" if method.rounds else "one",
-            {"pure": "ε", "approximate": "ε, δ"}.get(method.private, ""),
+            PRIVACY[method.private],
         )
     return table
 

@@ -1,23 +1,41 @@
 """`osfl run`: a simulation on this machine, or a job for a real federation."""
 
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import typer
-from rich.markup import escape
 
 from osfl.cli import display, launch
+from osfl.cli.output import OutputError, say_on_stderr
 from osfl.cli.preflight import check_run
 from osfl.config import ConfigError, RunConfig, Scalar, flatten, is_identifier
 from osfl.data.partition import DataError
 from osfl.files import check_own_folder, open_private, private_folder
+from osfl.run_folder.events import FollowedRun
 from osfl.run_folder.layout import RunFolder, check_same_run
 from osfl.run_folder.report import read_metrics
 from osfl.run_folder.status import read_status
+from osfl.words import plain
+
+TRY_AGAIN = 75  # the exit code of what may succeed the next time: EX_TEMPFAIL of sysexits.h
+# In the traceback of Flower's backend where Ray did not start, as on a busy machine
+RAY_START = ", in init_ray\n"
+TRACEBACK = "Traceback (most recent call last):\n"
+_CHAIN = re.compile(
+    r"\n\n(?:The above exception was the direct cause of the following exception"
+    r"|During handling of the above exception, another exception occurred):\n\n"
+)
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Timeout|Full|Empty)\b.*", re.M)
+
+
+class RayStartError(launch.LaunchError):
+    """A simulation whose clients never ran, because Ray did not start; it may the next time."""
 
 
 def run(
@@ -66,46 +84,63 @@ def run(
             _simulate(config, overrides, job_id, root, federation)
     except (ConfigError, DataError, launch.LaunchError, OSError) as error:
         display.print_error(error)
-        raise typer.Exit(1) from None
+        raise typer.Exit(TRY_AGAIN if isinstance(error, RayStartError) else 1) from None
     except KeyboardInterrupt:
-        _say_how_to_go_on(connection, job_id)
+        display.console.print(_how_to_go_on(connection, job_id), markup=False, highlight=False)
         raise typer.Exit(130) from None
+    except OutputError:
+        say_on_stderr(_how_to_go_on(connection, job_id))
+        raise
 
 
 def end_as_interrupted() -> None:
-    """Take other ends of the terminal as Ctrl-C: they end the SuperLink and its clients too."""
-    for ending in ("SIGTERM", "SIGHUP"):
+    """Take other ends of the terminal as Ctrl-C: they end the SuperLink and its clients too.
+
+    A signal that is ignored, as by `nohup`, stays so.
+    """
+    for ending in ("SIGINT", "SIGTERM", "SIGHUP"):
         # Windows has no SIGHUP
+        number = getattr(signal, ending, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    """End, and let no other signal break into that: a closed terminal sends several."""
+    for ending in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, ending):
-            signal.signal(getattr(signal, ending), signal.default_int_handler)
+            signal.signal(getattr(signal, ending), signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def runs_folder(config: RunConfig, runs: Path | None, connection: str = "") -> Path:
     """Where a simulation's runs are kept.
 
     Raises:
-        ConfigError: it is named for a real federation.
+        ConfigError: it is named for a real federation, or is no folder.
     """
     if connection and runs:
         raise ConfigError(
             "--runs is for simulations; where a server keeps its runs is the key runs-dir, "
             "or $OSFL_RUNS there"
         )
-    if config.runs_dir:
-        return Path(config.runs_dir).expanduser()
-    return (runs or Path("runs")).resolve()
+    named = Path(config.runs_dir).expanduser() if config.runs_dir else runs or Path("runs")
+    # Not `resolve`, which fails where a link leads to itself
+    folder = Path(os.path.abspath(named))
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(
+            f"{folder} must be a folder: it is a file, or a link that leads to none. Remove it, or "
+            "name another folder: --runs"
+        )
+    return folder
 
 
-def _say_how_to_go_on(connection: str, job_id: str) -> None:
+def _how_to_go_on(connection: str, job_id: str) -> str:
     if connection:
-        display.console.print(
+        return (
             "interrupted; the run goes on at the server: see `flwr list`, `flwr log`, `flwr stop`"
         )
-        return
-    display.console.print(
-        "interrupted; the same command with this job id goes on where it was:",
-        escape(f"job-id={job_id}"),
-    )
+    return f"interrupted; the same command with this job id goes on where it was: job-id={job_id}"
 
 
 def _simulate(
@@ -117,37 +152,58 @@ def _simulate(
 ) -> None:
     folder = RunFolder(root / job_id)
     cache = root / ".client-cache"
+    logs = root / f"{job_id}.log"
     folder.forget_status()
-    with launch.local_superlink(root, cache) as environment:
-        run_id = launch.submit(overrides, "osfl", environment, federation)
-        display.console.print(
-            f"[bold]{config.method}[/], {config.num_clients} clients, job [bold]{job_id}[/]",
-            highlight=False,
-        )
-        logs = root / f"{job_id}.log"
-        with (
-            open_private(logs, "w") as sink,
-            subprocess.Popen(
-                ["flwr", "log", str(run_id), "osfl", "--stream"],
-                cwd=launch.HERE,
-                env=environment,
-                stdout=sink,
-                stderr=sink,
-            ) as streaming,
-        ):
-            try:
-                display.watch(streaming, folder.path, cache / job_id)
-            finally:
-                streaming.terminate()
-        status, details = launch.outcome(run_id, "osfl", environment)
-    if folder.path.is_dir():
-        logs = folder.take_log(logs)
+    try:
+        with launch.local_superlink(root, cache) as environment:
+            run_id = launch.submit(overrides, "osfl", environment, federation)
+            display.console.print(
+                f"[bold]{config.method}[/], {config.num_clients} clients, job [bold]{job_id}[/]",
+                highlight=False,
+            )
+            with open_private(logs, "w") as sink:
+                command = ["flwr", "log", str(run_id), "osfl", "--stream"]
+                streaming = subprocess.Popen(
+                    command, cwd=launch.HERE, env=environment, stdout=sink, stderr=sink
+                )
+            with streaming:
+                try:
+                    display.watch(streaming, folder.path, cache / job_id)
+                finally:
+                    streaming.terminate()
+            status, details = launch.outcome(run_id, "osfl", environment)
+    finally:
+        if folder.path.is_dir():
+            logs = folder.take_log(logs)
     state = read_status(folder.path)
     if not status.startswith("finished:completed") or state.get("phase") != "finished":
-        reason = state.get("error") or details or f"Flower says: {status}"
-        raise launch.LaunchError(f"the run failed: {reason}\nlog: {logs}")
+        raise _failure(state.get("error", ""), details or f"Flower says: {status}", logs)
     display.print_metrics(read_metrics(folder.path))
     display.console.print(f"report: [bold]{folder.report_file}[/]", highlight=False, soft_wrap=True)
+
+
+def _failure(error: str, details: str, logs: Path) -> launch.LaunchError:
+    """Return why a simulation failed, as its server or its log says, or else Flower.
+
+    Args:
+        error: what the ServerApp said.
+    """
+    text = logs.read_text(errors="replace") if logs.is_file() else ""
+    reason = error or innermost_cause(text) or details
+    if not error and RAY_START in text:
+        return RayStartError(f"Ray, which runs the clients, did not start: {reason}\nlog: {logs}")
+    return launch.LaunchError(f"the run failed: {reason}\nlog: {logs}")
+
+
+def innermost_cause(log: str) -> str:
+    """Return the exception that began the last chain of tracebacks in a log, or ""."""
+    parts = _CHAIN.split(log)
+    # Back over the links of the last chain, to the part in which it begins
+    place = len(parts) - 1
+    while place and parts[place].startswith(TRACEBACK) and parts[place].count(TRACEBACK) == 1:
+        place -= 1
+    found = _EXCEPTION.findall(parts[place])
+    return plain(found[-1], launch.MOST_SAID) if found else ""
 
 
 def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
@@ -160,13 +216,32 @@ def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
     )
     status = ""
     details = ""
-    while not status.startswith("finished"):  # the log may break off before the run does
-        launch.follow_log(run_id, connection, environment, print)
-        status, details = launch.outcome(run_id, connection, environment)
-        if status == "unknown":
-            raise launch.LaunchError(
-                f"lost sight of run {run_id}, which may go on: {details}\nsee `flwr list "
-                f"{connection}`"
-            )
+    followed = FollowedRun()
+    with display.new_view() as view:
+        follow = partial(_follow, followed, view)
+        while not status.startswith("finished"):  # the log may break off before the run does
+            launch.follow_log(run_id, connection, environment, follow)
+            status, details = launch.outcome(run_id, connection, environment)
+            if status == "unknown":
+                raise launch.LaunchError(
+                    f"lost sight of run {run_id}, which may go on: {details}\nsee `flwr list "
+                    f"{connection}`"
+                )
     if not status.startswith("finished:completed"):
         raise launch.LaunchError(f"the run failed: {details or status}")
+    if followed.metrics:
+        display.print_metrics(followed.metrics)
+        display.console.print(
+            f"on the server, report: [bold]{display.words(followed.metrics['report'])}[/]",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _follow(followed: FollowedRun, view: display.View, line: str) -> None:
+    """Show what a line of a server's log says: all of it where the output is no terminal."""
+    if followed.read(line):
+        if display.console.is_terminal:
+            view.show(followed.state)
+    elif not display.console.is_terminal or line.startswith(("WARNING", "ERROR")):
+        display.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -120,7 +120,7 @@ def _run_cells(
         bar = progress.add_task(display.words(content.name), total=len(cells))
 
         def note(cell: tables.Cell, state: str) -> None:
-            if state != "running":
+            if state not in ("running", "tried again"):
                 progress.advance(bar)
             progress.console.print(
                 f"{time.strftime('%H:%M:%S')} {display.words(cell.row)}, seed {cell.seed}: {state}",
@@ -149,7 +149,10 @@ def _show(records: list[dict], stem: Path) -> None:
         upload = human_bytes(group[0]["upload_bytes"])
         shown.add_row(display.words(name), f"{mean:.1f}", upload, str(group[0]["rounds"]))
     display.console.print(shown)
-    display.console.print(f"table: [bold]{stem}.md[/], .csv, .png", highlight=False, soft_wrap=True)
+    picture = ", .png" if Path(f"{stem}.png").is_file() else ""
+    display.console.print(
+        f"table: [bold]{stem}.md[/], .csv{picture}", highlight=False, soft_wrap=True
+    )
 
 
 def _show_missing(outcome: tables.Outcome) -> None:

@@ -112,8 +112,7 @@ def gather(
         "platform": platform.platform(),
         "approximations": approximations(config),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "kits": _kits(config),
-        "kit_sha256": _kit_sha256(folder),
+        **_kits(folder, config),
         "config": config,
     }
 
@@ -270,17 +269,16 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **known}
 
 
-def _kits(config: Mapping[str, Any]) -> list[str]:
-    names = [config.get("kit")]
-    if config["method"] == "feddisc":
-        names.append(config.get("feddisc.kit"))
-    return [name for name in names if name]
-
-
-def _kit_sha256(folder: Path) -> str:
-    """Over all files of a kit that the run came from."""
+def _kits(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kits whose files the run used, and the SHA-256 over the list of these files."""
     file = folder / "kit.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    used = _json_or_nothing(file)
+    kit = config.get("kit")
+    sampling = config.get("feddisc.kit") if config["method"] == "feddisc" else kit
+    kits = {"payloads": sampling, "images": sampling, "models": kit}
+    names = list(dict.fromkeys(name for step, name in kits.items() if name and used.get(step)))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if names else ""
+    return {"kits": names, "kit_sha256": digest}
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from osfl.run_folder.report_pictures import gallery_of, matrix_url
+from osfl.run_folder.status import split_details
 from osfl.words import plain
 
 MOST_WORDS = 2000  # characters of a setting, or of any other text on the page
@@ -76,6 +77,7 @@ def _page() -> Any:
 
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     page.filters.update(bytes=human_bytes, flops=human_flops, seconds=human_seconds)
+    page.filters.update(split_details=split_details)
     return page.from_string(TEMPLATE)
 
 

@@ -45,8 +45,13 @@ details { margin-top:.6rem } summary { cursor:pointer; color:var(--blue); paddin
   border-bottom:1px solid var(--line) }
 .bars i { flex:1; max-width:2.5rem; background:var(--bar); height:var(--h); min-height:1px }
 code { font-size:.85rem } td code { white-space:normal }
+.hint { display:none }
 @media (max-width:40rem) { body { margin:1.2rem auto; padding:0 .8rem }
-  th,td { padding:.3rem .45rem } .cards { gap:.5rem } .card { padding:.5rem .7rem }
+  th,td { padding:.3rem .3rem; font-size:.82rem } th { white-space:normal; font-size:.75rem }
+  td:first-child { min-width:4.2rem }
+  .cells th { white-space:nowrap }
+  .cells tr:first-child th:first-child { white-space:normal; overflow-wrap:normal }
+  td.words { min-width:4.5rem } .hint { display:block; margin:.3rem 0; color:var(--soft); font-size:.8rem } .cards { gap:.5rem } .card { padding:.5rem .7rem }
   .card b { font-size:1.1rem }
   .time td:nth-child(3) { width:35% } }
 """
@@ -63,6 +68,7 @@ TEMPLATE = (
 {% macro heat(value) %}
 {% if value is none or value != value %}<td>–</td>{% else %}<td class="heat" style="--w:{{ "%.0f"|format(value) }}%">{{ "%.1f"|format(value) }}</td>{% endif %}
 {% endmacro %}
+{% set swipe = "Swipe the table sideways to see all of its columns." %}
 {% macro fold(count, what) %}<details{% if count <= most_open %} open{% endif %}><summary>{{ count }} {{ what }}</summary>{% endmacro %}
 <h1>{{ m.method }}</h1>
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}{% if m.approximations %} · <b>approximate sampling</b>: {{ m.approximations|join(", ") }}{% endif %}</p>
@@ -80,7 +86,7 @@ TEMPLATE = (
 </div>
 {% if m.warnings %}
 <h2>Worth a look</h2>
-<ul>{% for warning in m.warnings %}<li>{{ warning }}</li>{% endfor %}</ul>
+<ul>{% for warning in m.warnings %}{% set text, details = warning|split_details %}<li>{{ text }}{% if details %}<details><summary>details</summary>{{ details }}</details>{% endif %}</li>{% endfor %}</ul>
 <p class="note">A payload far larger or smaller than the others' is used all the same: an honest client may be an exception, and one that harms the model need not stand out.</p>
 {% endif %}
 {% if m.agreement %}
@@ -134,6 +140,7 @@ TEMPLATE = (
 {% endif %}
 {% if gallery.first %}
 <h2>Synthetic images</h2>
+<p class="hint">{{ swipe }}</p>
 <div class="wide"><table class="cells{% if gallery.small %} small{% endif %}"><tr><th></th>{% for c in gallery.classes %}<th>{{ c }}</th>{% endfor %}</tr>
 {% for client, row in gallery.first.items() %}
 <tr><th>{{ client }}</th>{% for c in gallery.classes %}<td>{% if c in row %}<img alt="{{ c }}, {{ client }}" src="{{ row[c] }}">{% endif %}</td>{% endfor %}</tr>
@@ -153,6 +160,7 @@ TEMPLATE = (
 <h2>Confusion matrix{% if m.accuracy|length > 1 %} of {{ m.shown }}{% endif %}</h2>
 {% if confusion %}
 {{ fold(classes|length, "classes") }}
+<p class="hint">{{ swipe }}</p>
 <div class="wide"><table class="cells"><tr><th>true \\ predicted</th>{% for c in classes %}<th>{{ c }}</th>{% endfor %}</tr>
 {% for row in confusion %}
 <tr><th>{{ classes[loop.index0] }}</th>{% for count, share in row %}<td{% if share %} class="shade{% if share > 50 %} dark{% endif %}" style="--s:{{ share }}%"{% endif %}>{{ count or "" }}</td>{% endfor %}</tr>
@@ -186,6 +194,7 @@ TEMPLATE = (
 {% endif %}
 <h2>What it cost</h2>
 {{ fold(m.clients|length, "clients") }}
+<p class="hint">{{ swipe }}</p>
 <div class="wide long"><table><tr><th>client</th><th>upload</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
 {% for name, c in m.clients.items() %}
 <tr><td>{{ name }}</td><td>{{ c.upload_bytes|bytes }}</td><td>{% if c.download_bytes is defined %}{{ c.download_bytes|bytes }}{% else %}–{% endif %}</td>
@@ -206,6 +215,7 @@ TEMPLATE = (
 {% endif %}
 <h2>How to repeat it</h2>
 <p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
+<p class="hint">{{ swipe }}</p>
 <div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>
 <details><summary>Resolved configuration</summary><div class="wide long"><table>{% for key, value in m.config.items() %}<tr><td><code>{{ key }}</code></td><td><code>{{ value }}</code></td></tr>{% endfor %}</table></div></details>
 </body></html>

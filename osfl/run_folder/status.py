@@ -7,10 +7,24 @@ from typing import Any
 
 from osfl.files import read_json, write_atomically
 from osfl.log import log
+from osfl.run_folder.events import log_event
 from osfl.words import plain, plain_lines
 
+_DETAILS = "; details: "
 MOST_PHASES = 50  # that `status.json` keeps
+LOG_SECONDS = 10.0  # between two lines of the log on how far a phase is
 MOST_ERROR = 10_000  # characters; a line for each of many clients
+
+
+def with_details(warning: str, details: str) -> str:
+    """Return a warning with what only an expert needs, which is shown folded or not at all."""
+    return f"{warning}{_DETAILS}{details}"
+
+
+def split_details(warning: str) -> tuple[str, str]:
+    """Return a warning and its details, which may be empty."""
+    text, _, details = warning.partition(_DETAILS)
+    return text, details
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -39,12 +53,15 @@ class Status:
     def __init__(self, folder: Path):
         self._file = folder / "status.json"
         self._written = 0.0
+        self._logged = 0.0
         self.state: dict[str, Any] = {"phase": "", "clients": {}, "done": 0, "total": 0, "step": []}
         self.state["phases"] = []
 
     def phase(self, name: str, total: int = 0) -> None:
         """A new phase begins; when, is kept for the last phases of this process."""
         log.info("%s%s", name, f" ({total})" if total else "")
+        log_event({"phase": name, "total": total})
+        self._logged = time.monotonic()
         began = {"phase": name, "began": round(time.time(), 2)}
         self.state["phases"] = [*self.state["phases"], began][-MOST_PHASES:]
         self.state.update(phase=name, done=0, total=total, step=[])
@@ -58,6 +75,9 @@ class Status:
     def advance(self, done: int, total: int) -> None:
         """So many of the phase's steps are done."""
         self.state.update(done=done, total=total)
+        if time.monotonic() - self._logged > LOG_SECONDS:
+            self._logged = time.monotonic()
+            log_event({"done": done, "total": total})
         self._write(now=done == total)
 
     def within(self, done: int, total: int) -> None:
@@ -70,6 +90,7 @@ class Status:
         name = plain(name)
         state = plain(state)
         log.info("%s: %s", name, state)
+        log_event({"client": name, "state": state})
         self.state["clients"][name] = state
         self._write(now=True)
 

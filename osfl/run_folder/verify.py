@@ -43,6 +43,11 @@ class Finding:
     good: int
     wrong: tuple[str, ...]
 
+    @property
+    def counted(self) -> str:
+        """The good ones, such as `1 model`."""
+        return f"{self.good} {self.kind.removesuffix('s') if self.good == 1 else self.kind}"
+
 
 def picture_problem(folder: Path, row: dict[str, Any]) -> str:
     """What is wrong with the image of a manifest's row; empty: nothing."""

@@ -225,7 +225,8 @@ class Exchange:
             elif time.monotonic() >= request.again_at:
                 kind = request.message_type
                 twice = 2 * request.patience
-                log.warning("node %s has not answered %s; it is asked once more", node, kind)
+                name = self.names.get(node) or f"node {node}"
+                log.info("still waiting for %s (%s); it is asked once more", name, kind)
                 self._open[message_id] = replace(request, again_at=math.inf)
                 self.push(node, kind, request.content, request.attempt, twice)
         for due, request in list(self._later):

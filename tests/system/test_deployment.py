@@ -1,6 +1,7 @@
 """Who gets into a federation of separate processes, with TLS and node keys."""
 
 import json
+import subprocess
 import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from system_tools import (
+    BIN,
     GRPC,
     TWO_CLASSES,
     Clock,
@@ -81,6 +83,7 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     for name in welcome:
         wait_until_in(federation, name)
     assert federation.statuses().count(ONLINE) == len(welcome)
+    nodes_are_known_by_their_names(federation)
 
     # Its database outlives a SuperLink: who was registered is, and who was revoked is not
     for name in welcome:
@@ -99,6 +102,33 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
     wait_until_in(federation, "good")
     assert federation.statuses().count(ONLINE) == 1
     assert federation.processes["good"].poll() is None
+
+
+def nodes_are_known_by_their_names(federation: Federation) -> None:
+    """Of those that are registered; one is revoked by its name, and its key lets nobody in."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        command = [str(BIN / "osfl"), "nodes", *arguments, "--connection", "test"]
+        return subprocess.run(
+            command, env=federation.environment, capture_output=True, text=True, timeout=120
+        )
+
+    number = federation.register("late")
+    listed = call()
+    assert listed.returncode == 0, listed.stdout
+    rows = {row[1]: row for row in map(str.split, listed.stdout.splitlines()) if len(row) > 5}
+    assert rows["good"][5] == ONLINE
+    assert rows["late"][3] == number
+    assert "revoked" not in rows
+    unknown = call("revoke", "nobody")
+    assert unknown.returncode == 1
+    assert "'nobody': no such node is registered; these are: " in unknown.stdout
+    done = call("revoke", "late")
+    assert done.stdout == f"late ({number}) is unregistered; its key lets nobody in\n"
+    assert "late" not in call().stdout
+    federation.begin_node("late", *federation.trusting("late"), isolation="process")
+    assert federation.processes["late"].wait(timeout=60) != 0
+    assert "Failed to activate SuperNode" in federation.log("late")
 
 
 def test_an_expired_server_is_refused(
@@ -137,6 +167,12 @@ def test_a_key_lets_in_the_client_that_it_names(
     arguments = quick_arguments(tiny_kit, method="prompts-domain", job_id="named", **settings)
     run = federation.begin_run(*arguments)
     assert run.wait(timeout=240) == 0, federation.log("run")[-3000:]
+    said = federation.log("run")
+    assert "status {" not in said
+    assert "accuracy on each client's own test images" in said
+    assert said.splitlines()[-1] == (
+        f"on the server, report: {tmp_path / 'server' / 'named' / 'report.html'}"
+    )
     refused = "its key is registered as 'site-b', and its client id is 'site-a'"
     assert refused in federation.log("run")
     payloads = (tmp_path / "server" / "named" / "payloads").glob("*.pb")

@@ -1,0 +1,89 @@
+"""`osfl nodes`: the nodes of a federation by the names that their keys were registered with.
+
+Flower's own command knows nodes by their ids alone, so this asks as it does, by Flower's code.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from flwr.cli.flower_config import read_superlink_connection
+from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connection
+from flwr.proto.control_pb2 import ListNodesRequest, UnregisterNodeRequest
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.control import ControlHttpClient
+from rich.table import Table
+
+from osfl.cli import display
+from osfl.config import ConfigError
+from osfl.words import plain
+
+UNREGISTERED = "unregistered"
+
+
+def show_nodes(connection: str) -> None:
+    """Print name, id and state of every registered node.
+
+    Raises:
+        ConfigError: the connection is unknown, or the SuperLink did not answer.
+    """
+    table = Table("name", "node id", "state", "since")
+    table.columns[1].no_wrap = True
+    with _superlink(connection) as superlink:
+        nodes = _registered(superlink)
+    for node in sorted(nodes, key=lambda each: each.name):
+        times = {"online": node.last_activated_at, "offline": node.last_deactivated_at}
+        since = times.get(node.status) or node.registered_at
+        table.add_row(
+            display.words(node.name or "(no name)"),
+            str(node.node_id),
+            display.words(node.status),
+            display.words(since[:16].replace("T", " ")),
+        )
+    display.console.print(table)
+
+
+def revoke(connection: str, name: str) -> None:
+    """Unregister a node, so that its key lets nobody in any more.
+
+    Args:
+        name: the node's name, or its id.
+
+    Raises:
+        ConfigError: no node or several have the name, the connection is unknown, or the SuperLink
+            did not answer.
+    """
+    with _superlink(connection) as superlink:
+        node = _find(_registered(superlink), name)
+        superlink.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+    told = f"{node.name or 'node'} ({node.node_id}) is unregistered; its key lets nobody in"
+    display.console.print(plain(told), markup=False, highlight=False, soft_wrap=True)
+
+
+def _find(nodes: list[NodeInfo], name: str) -> NodeInfo:
+    found = [node for node in nodes if name in (node.name, str(node.node_id))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ids = ", ".join(str(node.node_id) for node in found)
+        raise ConfigError(f"{name!r}: several nodes have this name; give one's id: {ids}")
+    names = ", ".join(sorted(plain(node.name or node.node_id) for node in nodes))
+    raise ConfigError(f"{name!r}: no such node is registered; these are: {names or 'none'}")
+
+
+def _registered(superlink: ControlHttpClient) -> list[NodeInfo]:
+    nodes = superlink.ListNodes(ListNodesRequest()).nodes_info
+    return [node for node in nodes if node.status != UNREGISTERED]
+
+
+@contextmanager
+def _superlink(connection: str) -> Iterator[ControlHttpClient]:
+    try:
+        client = init_http_client_from_connection(read_superlink_connection(connection or None))
+        try:
+            with flwr_cli_exc_handler():
+                yield client
+        finally:
+            client.close()
+    except click.ClickException as error:
+        raise ConfigError(f"--connection {connection}: {plain(error.message)}") from None

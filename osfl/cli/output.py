@@ -1,0 +1,79 @@
+"""Standard output that says so where it cannot be written."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+
+class OutputError(Exception):
+    """Standard output was closed, as by `| head`, or its disk is full."""
+
+
+class _Output:
+    """A text stream whose failures are no other file's."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _as_output_error():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _as_output_error():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _as_output_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write to standard output: {error.strerror}") from None
+
+
+@contextmanager
+def watched_output() -> Iterator[None]:
+    """Let failures of standard output end the command with 1 and a sentence on stderr.
+
+    Raises:
+        SystemExit: it could not be written.
+    """
+    stream = sys.stdout
+    if stream is None:  # closed from the begin: nothing is written
+        yield
+        return
+    watched = _Output(stream)
+    sys.stdout = watched
+    try:
+        try:
+            yield
+        finally:
+            watched.flush()
+    except OutputError as error:
+        _discard(stream)
+        say_on_stderr(f"error {error}")
+        raise SystemExit(1) from None
+    finally:
+        sys.stdout = stream
+
+
+def say_on_stderr(text: str) -> None:
+    """Write a line on stderr, unless it is closed too."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what a stream still holds: Python would write it at its end, and exit with 120."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

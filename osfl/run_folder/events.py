@@ -1,0 +1,94 @@
+"""A run's status and results as lines of its log, for a command that follows it from elsewhere."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from osfl.log import log
+from osfl.words import plain
+
+CLIENTS_OF_A_LINE = 50  # Flower's client cuts long lines
+MOST_WARNING = 1000  # characters
+# After the level that Flower's log puts before it: a client's words cannot begin a line
+_EVENT = re.compile(r"INFO\s*:\s+status (\{.*\})\s*")
+
+
+def log_event(event: Mapping[str, Any]) -> None:
+    """Log a change of the run's status."""
+    log.info("status %s", json.dumps(event))
+
+
+def log_results(metrics: Mapping[str, Any], report: str) -> None:
+    """Log what the table at the end of a run shows, and where the server keeps the report."""
+    for event in _results(metrics, report):
+        log_event(event)
+
+
+def _results(metrics: Mapping[str, Any], report: str) -> Iterator[dict[str, Any]]:
+    server = {key: metrics["server"][key] for key in ("synthetic_images", "seconds_per_image")}
+    yield {"results": {"method": metrics["method"], "server": server, "report": report}}
+    uploads = {name: about.get("upload_bytes", 0) for name, about in metrics["clients"].items()}
+    for part in _parts(uploads):
+        yield {"uploads": part}
+    for model, by_client in metrics["accuracy"].items():
+        for part in _parts(by_client):
+            yield {"model": model, "accuracy": part}
+    for part in _parts(dict.fromkeys(metrics["not_tested"], True)):
+        yield {"not_tested": part}
+    for warning in metrics["warnings"]:
+        yield {"warning": plain(warning, MOST_WARNING)}
+
+
+def _parts(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    items = list(values.items())
+    for begin in range(0, len(items), CLIENTS_OF_A_LINE):
+        yield dict(items[begin : begin + CLIENTS_OF_A_LINE])
+
+
+class FollowedRun:
+    """A run as the events of its log describe it.
+
+    Attributes:
+        state: as `status.json`.
+        metrics: what the table at the end shows; empty until the run has finished.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"phase": "", "clients": {}, "done": 0, "total": 0}
+        self.state["phases"] = []
+        self.metrics: dict[str, Any] = {}
+
+    def read(self, line: str) -> bool:
+        """Take in a line of the log; returns whether it was an event."""
+        found = _EVENT.fullmatch(line)
+        if found is None:
+            return False
+        try:
+            self._take(json.loads(found[1]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+        return True
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "phase" in event:
+            phase = str(event["phase"])
+            self.state.update(phase=phase, done=0, total=int(event["total"]))
+            self.state["phases"].append({"phase": phase})
+        elif "done" in event:
+            self.state.update(done=int(event["done"]), total=int(event["total"]))
+        elif "client" in event:
+            self.state["clients"][str(event["client"])] = str(event["state"])
+        elif "results" in event:
+            self.metrics = {**event["results"], "clients": {}, "accuracy": {}}
+            self.metrics |= {"not_tested": [], "warnings": []}
+        elif "uploads" in event:
+            for client, size in event["uploads"].items():
+                self.metrics["clients"][client] = {"upload_bytes": int(size)}
+        elif "accuracy" in event:
+            figures = {client: float(value) for client, value in event["accuracy"].items()}
+            self.metrics["accuracy"].setdefault(str(event["model"]), {}).update(figures)
+        elif "not_tested" in event:
+            self.metrics["not_tested"] += map(str, event["not_tested"])
+        elif "warning" in event:
+            self.metrics["warnings"].append(plain(event["warning"], MOST_WARNING))
