@@ -159,7 +159,8 @@ def test_every_client_has_its_own_volume_and_key() -> None:
         volumes = [f"{name}:/data", f"{ledger}:/ledger", "./kits:/app/kits:ro"]
         assert service["volumes"] == volumes
         number = name.removeprefix("client-")
-        assert words(service)[-1] == f"client-id='{name}' partition-id={number} num-partitions=6"
+        part = f"client-id='{name}' partition-id={number} num-partitions=6"
+        assert words(service)[-1] == f"{part} allowed-dirs='/app/kits'"
 
 
 def test_images_hold_no_kit_no_data_and_no_secret() -> None:
