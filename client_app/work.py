@@ -14,6 +14,7 @@ from flwr.app import MetricRecord, RecordDict
 
 from client_app import payload_cache
 from client_app.decoded import files_key, load_once
+from client_app.errors import PublicConfigError
 from client_app.job import ClientJob
 from client_app.keys import sealing_key
 from client_app.ledger import BookedDraw, Ledger, ledger_folder
@@ -239,7 +240,7 @@ def _cached_payload(
     """The payload in `folder`; None: there is none that can be sent, and it is to be made.
 
     Raises:
-        ConfigError: it is damaged, and another noisy one would cost epsilon again.
+        PublicConfigError: it is damaged, and another noisy one would cost epsilon again.
     """
     try:
         return payload_cache.load(folder)
@@ -248,7 +249,7 @@ def _cached_payload(
         if draw is None or draw.is_pending():
             log.warning("it was not sent, and is made anew")
             return None
-    raise ConfigError(
+    raise PublicConfigError(
         "the cached payload is damaged, and was not sent. Another one is another noisy message, "
         f"and would spend epsilon = {config.epsilon:g} again. To spend it, this site must remove "
         "the folder that its log names, and the job be started again"
