@@ -120,26 +120,31 @@ def test_an_even_schedule_is_what_it_was(steps: int) -> None:
             assert torch.equal(a_prev, before)
 
 
-@pytest.mark.parametrize("steps", [10, 61])
-@pytest.mark.parametrize("spacing", ["linspace", "leading", "trailing"])
+@pytest.mark.parametrize(
+    ("spacing", "steps"), [("linspace", 10), ("linspace", 61), ("trailing", 61)]
+)
 def test_no_noise_is_left_whatever_the_spacing(spacing: str, steps: int) -> None:
-    """Every step towards the point mu, by the exact prediction of eps, ends at mu."""
+    """Of a narrow distribution N(mu, 0.05^2), whose samples have the deviation of the closed form.
+
+    By diffusers' fixed gap it would be 0.092 in place of 0.027 after ten steps of linspace.
+    """
     kit = spaced(spacing, True)
+    s = 0.05
     a = kit.alphas_cumprod.double()
-    z = drawn(4, *SHAPE)
-    made = ddim(kit, z, steps, lambda z, t: (z - a[t].sqrt() * 3) / (1 - a[t]).sqrt())
-    assert float(made.std()) < 1e-4
-    assert float(made.mean()) == pytest.approx(3, abs=1e-4)
 
+    def exact(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (1 - a[t]).sqrt() / (a[t] * s**2 + 1 - a[t]) * (z - a[t].sqrt() * 3)
 
-@pytest.mark.parametrize("spacing", ["linspace", "trailing"])
-def test_the_deviation_of_the_distribution_comes_out(spacing: str) -> None:
-    """With the exact denoiser of N(mu, s^2), samples have about its deviation s."""
-    kit = spaced(spacing, True)
-    c = torch.zeros(1, analytic.LENGTH, analytic.WIDTH, dtype=torch.float64)
-    z = drawn(2000, *SHAPE)
-    made = ddim(kit, z, 61, lambda z, t: kit.eps(z, t, c.expand(len(z), -1, -1)))
-    assert float(made.std()) == pytest.approx(DEVIATION, rel=0.05)
+    # It begins about sqrt(a_T) mu, as if all of the noise had been added
+    first = ddim_schedule(kit, steps)[0][0]
+    made = ddim(kit, drawn(4000, *SHAPE) + 3 * a[first].sqrt(), steps, exact)
+    taken = [t for t in kit.scheduler.timesteps.tolist() if t >= 0]
+    levels = np.array([*a[taken], 1.0])
+    now, then = levels[:-1], levels[1:]
+    factors = np.sqrt(now * then) * s**2 + np.sqrt((1 - now) * (1 - then))
+    assert float(made.std()) == pytest.approx(np.prod(factors / (now * s**2 + 1 - now)), rel=0.02)
+    assert float(made.std()) < s
+    assert float(made.mean()) == pytest.approx(3, abs=0.001)
 
 
 # ---- The denoiser ----

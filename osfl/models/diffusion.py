@@ -513,7 +513,10 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
     Raises:
         KitError: they are not there, or damaged.
     """
-    check_kit(kit, ("image_normalizer", "image_noising_scheduler"))
+    try:
+        check_kit(kit, ("image_normalizer", "image_noising_scheduler"))
+    except KitError as error:
+        raise KitError(f"kit = {kit!r} is no Stable unCLIP: {error}") from None
     normalizer = _network(kit, "image_normalizer", torch.float32)
     try:
         scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
