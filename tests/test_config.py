@@ -26,6 +26,7 @@ def test_what_may_change_between_a_run_and_its_resumption() -> None:
         "influence",
         "job-id",
         "join-timeout",
+        "max-images",
         "max-payload-mb",
         "min-clients",
         "runs-dir",
