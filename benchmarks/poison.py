@@ -197,7 +197,9 @@ def settings_of(system: str, seed: int) -> dict[str, Scalar]:
         return {**main_table.settings_of(system, seed), "synthesis.images-per-class": 10}
     if system in COUNTED:
         method = {STATISTICS: "fedcgs", MIXTURES: "fedpft", AVERAGED: "fedavg"}[system]
-        return {**main_table.COMMON, "method": method, "seed": seed}
+        # After one epoch from the kit's weights a mean of models is at chance
+        epochs: Settings = {"rounds.local-epochs": 20} if system == AVERAGED else {}
+        return {**main_table.COMMON, **epochs, "method": method, "seed": seed}
     return main_table.settings_of(system, seed)
 
 
@@ -787,7 +789,7 @@ def write_counts(systems: Sequence[str]) -> None:
         "of six clients state more images than they have: so many in all, by raising all counts, "
         "or the first class's alone, or counts, sums and moments alike. Bound: max-images = "
         "1,000,000, above which a client is refused; cap: max-weight-ratio = 10. FedAvg: one round "
-        "of benchmarks.main_table's clients. "
+        "of twenty local epochs. "
         f"Seeds {SEEDS}. Command: `python -m benchmarks.poison --counts`."
     )
     rows = [

@@ -300,7 +300,7 @@ def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
 ) -> None:
     """What students begin at, who teaches them, and where they go."""
     config = mixed(tiny_kit, rounds__count=2)
-    images = {0: 30, 1: 30, 2: 90}
+    images = {0: 10, 1: 10, 2: 30}
     replies: list[dict[int, State]] = [{}]
     begun: list[dict[str, State]] = []
     taught: list[list[State]] = []

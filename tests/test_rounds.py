@@ -59,7 +59,7 @@ def test_fedavg_weights_by_images(home: Path, tiny_kit: Path) -> None:
             replies[index] = unpack_state(reply.content.array_records["model"])
             metrics = dict(reply.content.metric_records["metrics"])
             reply.content["metrics"] = MetricRecord(
-                {**metrics, "num-examples": 90 if index == 1 else 30}
+                {**metrics, "num-examples": 30 if index == 1 else 10}
             )
         return reply
 
