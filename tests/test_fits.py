@@ -267,13 +267,17 @@ def test_an_odd_schedule_is_refused_before_anybody_works(
             look(str(kit))
 
 
-def test_more_steps_than_a_schedule_has_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("offset", "most"), [(0, 20), (1, 19)])
+def test_more_steps_than_a_schedule_has_are_refused(tmp_path: Path, offset: int, most: int) -> None:
+    """20 steps of 20 timesteps end at t = 20 where `steps_offset` is 1: beyond 0 to 19."""
     kit = linked(shipped("unet"), tmp_path / "kit")
-    change(kit, "scheduler/scheduler_config.json", num_train_timesteps=20)
+    settings = {"timestep_spacing": "leading", "steps_offset": offset}
+    change(kit, "scheduler/scheduler_config.json", num_train_timesteps=20, **settings)
     scheduler = check_schedule(str(kit))
-    assert len(timesteps(scheduler, 20)) == 20
-    with pytest.raises(KitError, match="synthesis.steps = 21: .* 20 timesteps; set synthesis.st"):
-        timesteps(scheduler, 21)
+    assert timesteps(scheduler, most) == list(range(19, 19 - most, -1))
+    for steps in (most + 1, 21):
+        with pytest.raises(KitError, match=f"steps = {steps}: .* 20 timesteps.* set synthesis.st"):
+            timesteps(scheduler, steps)
 
 
 @pytest.mark.parametrize(

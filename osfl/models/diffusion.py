@@ -405,14 +405,17 @@ def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
     """The timesteps that a schedule of so many steps takes, from T down.
 
     Raises:
-        KitError: the schedule has fewer timesteps than these steps.
+        KitError: the schedule has fewer timesteps than these steps, or its `steps_offset` moves the
+            first one beyond them.
     """
-    if steps > scheduler.config.num_train_timesteps:
+    count = scheduler.config.num_train_timesteps
+    if steps <= count:
+        scheduler.set_timesteps(steps)
+    if steps > count or max(scheduler.timesteps.tolist()) >= count:
         raise KitError(
-            f"synthesis.steps = {steps}: the kit's schedule has "
-            f"{scheduler.config.num_train_timesteps} timesteps; set synthesis.steps to no more"
+            f"synthesis.steps = {steps}: the kit's schedule has {count} timesteps, and its "
+            f"steps_offset is {scheduler.config.steps_offset}; set synthesis.steps to fewer"
         )
-    scheduler.set_timesteps(steps)
     # Where T / steps is rounded up, diffusers' trailing spacing has a further one, below 0
     return [t for t in scheduler.timesteps.tolist() if t >= 0]
 
