@@ -83,15 +83,15 @@ def synthesise_and_train(
         PrecisionError: the kit's networks overflow in the number format of `synthesis.dtype`.
     """
 
-    def drawing(job: ServerJob) -> MakeSampler:
+    def drawing(in_float32: bool) -> MakeSampler:
         def make_sampler(device: torch.device) -> Sample:
-            return sampler(job, device, payloads)
+            return sampler(_in_float32(job) if in_float32 else job, device, payloads)
 
         return public_domains.with_public(job, make_sampler)
 
     planned = plan(job, payloads) + public_domains.plan(job)
     others = public_domains.ingredients(job)
-    images = render(job, planned, drawing(job), divisible, others, drawing(_in_float32(job)))
+    images = render(job, planned, drawing(False), divisible, others, drawing(True))
     believed, images = without_doubted(job, payloads, images)
     models = train(job, believed, images)
     report_influences(job, believed, images)

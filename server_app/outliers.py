@@ -49,7 +49,9 @@ class Outlier:
 
     def __str__(self) -> str:
         factor = f"{max(self.times, 1 / self.times):.3g} times"
-        if self.what == "norm":
+        if self.what == "total":
+            text = f"it states {factor} as many images as the others' median"
+        elif self.what == "norm":
             than = "larger" if self.times > 1 else "smaller"
             text = f"part of its payload is {factor} {than} than the other clients' median"
         else:

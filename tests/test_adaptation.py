@@ -135,7 +135,7 @@ def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root:
                 assert kept.metadata() == {
                     "architecture": "shufflenet_v2_x1_0",
                     "classes": json.dumps(list(CLASSES)),
-                    "small-stem": "true",
+                    "small-stem": "false",
                     "adapted": "true" if name else "false",
                 }
             assert file.stat().st_mode & 0o777 == 0o600

@@ -198,7 +198,7 @@ def test_a_run_with_a_backbone(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"classifier.init": "kit"}, r"classifier.init = 'kit': there is none of timm:test_vit"),
+        ({"classifier.init": "kit"}, r"classifier.init = 'kit': there is none of 'timm:test_vit'"),
         ({"classifier.init": "imagenet"}, "take pretrained, its own weights"),
         (
             {"classifier.architecture": "resnet18", "classifier.init": "pretrained"},

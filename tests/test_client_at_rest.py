@@ -13,6 +13,7 @@ from test_round import nodes
 from client_app import payload_cache
 from client_app.app import app, cache_key
 from client_app.decoded import load_once
+from client_app.errors import ClientError
 from client_app.job import ClientJob
 from client_app.ledger import Draw, Ledger, ledger_folder
 from client_app.local_training import _load_correction, _save_correction
@@ -212,7 +213,7 @@ def test_a_draw_that_was_not_finished_is_booked_once(site: Site, tiny_kit: Path)
     config = quick(method="votes", kit=str(tiny_kit), epsilon=1.0)
     site.fails = True
     for _ in range(3):
-        with pytest.raises(MemoryError):
+        with pytest.raises(ClientError, match="MEMORY"):
             site.train(config)
     assert [draw.kept for draw in site.ledger()] == [False]
     site.fails = False

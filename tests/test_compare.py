@@ -179,7 +179,7 @@ def test_costs_that_were_not_sent_are_said(tmp_path: Path) -> None:
     records = compare.records_of(outcome("votes", 0, metrics=private))
     assert records[0]["client_flops"] is None
     assert compare._costs(records)[2:5] == ["not sent"] * 3
-    assert compare._costs(records)[0] == "1.0 kB"
+    assert compare._costs(records)[0] == "1 kB"
     assert "votes,0,40.0,40.0,40.0,1,1000,2000000.0,,,,0.25" in compare.as_csv(records)
 
 

@@ -174,7 +174,7 @@ def test_verify_names_every_file_that_is_damaged(run: Path) -> None:
     assert wrong(run) == []
     kinds = of_each_kind(run)
     assert {"config.json", "status.json", "metrics.json", "report.html", SUMS} <= set(kinds)
-    assert len(kinds) == 16
+    assert len(kinds) == 17
     for name in kinds:
         for how in DAMAGES:
             with damaged(run / name, how):
@@ -347,7 +347,7 @@ def test_the_list_of_digests_is_what_sha256sum_reads(run: Path) -> None:
         ["sha256sum", "--check", "--strict", SUMS], cwd=run, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count(": OK\n") == 15
+    assert done.stdout.count(": OK\n") == 16
 
 
 def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:

@@ -507,7 +507,7 @@ def test_a_small_decoder_guides_and_draws_nothing(tiny_kit: Path, tmp_path: Path
     [
         ({"channels": 3}, "takes 3 channels; the kit's latents have 4"),
         ({"blocks": 2}, "makes images of 16 px; the kit's have 32"),
-        ({}, "cannot be loaded"),
+        ({}, "lacks config.json"),
     ],
 )
 def test_a_small_decoder_of_another_kit_is_refused(

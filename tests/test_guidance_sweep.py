@@ -13,7 +13,7 @@ from test_methods import CLASSES
 
 from benchmarks import guidance
 from osfl.cli.launch import default_config
-from osfl.config import flatten
+from osfl.config import flatten, parse_run_config
 from osfl.methods import METHODS
 from osfl.payloads import Descriptions
 from server_app.methods import feddeo, prompts_only
@@ -43,7 +43,8 @@ def test_a_guidance_is_the_sum_of_a_methods_scales(name: str) -> None:
     row = guidance.ROWS[name]
     for scale in (min(guidance.GRID), max(guidance.GRID)):
         values = flatten(guidance.config_of(row, scale, 3, guidance.COMMON))
-        changed = {key: value for key, value in values.items() if value != DEFAULTS[key]}
+        defaults = flatten(parse_run_config(DEFAULTS))
+        changed = {key: value for key, value in values.items() if value != defaults[key]}
         assert sum(values[key] for key in row.scales) == pytest.approx(scale)
         assert set(changed) <= {*row.scales, *guidance.COMMON, "method", "seed", "runs-dir"}
     assert all("guidance" in key and key in values for key in row.scales)

@@ -550,7 +550,8 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_summary_is_of_what_was_played(kept_in: Path) -> None:
     assert histories.summary(0, 9) == (
         "2 histories, 1 with a violation [2], 1.0 hours; faults: "
-        "1 kill, 0 stop, 0 crash, 2 cut, 0 slow, 0 clock, 0 full, 0 older, 0 again",
+        "1 kill, 0 stop, 0 crash, 2 cut, 0 slow, 0 clock, 0 full, 0 older, 0 again, "
+        "0 term, 0 interrupt, 0 damage, 0 restore, 0 twin",
         1,
     )
     assert histories.summary(3, 9)[1] == 0

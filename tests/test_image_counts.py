@@ -289,7 +289,10 @@ def test_a_count_far_above_the_others_is_named() -> None:
     assert warnings_of(honest, 10) == []
     more = honest | {"c2": statistics_with(2, times=8)}
     (outlier,) = find_outliers(more)
-    assert str(outlier) == "c2: counts has a total of 8 times the others' median"
+    assert (
+        str(outlier)
+        == "c2: it states 8 times as many images as the other clients' median; details: counts has a total of 8 times the median"
+    )
     # Eight times as many are within the cap; fewer images than the others' are no lie
     assert warnings_of(more, 10) == [str(outlier)]
     assert find_outliers({**honest, **{f"c{k}": statistics_with(k, 8) for k in range(1, 6)}}) == []
@@ -304,7 +307,10 @@ def test_a_capped_client_is_named_once_with_what_became_of_it() -> None:
         "10)"
     )
     (said,) = warnings_of(honest | {"c2": statistics_with(2, times=1000)}, 0)
-    assert said == "c2: counts has a total of 1e+03 times the others' median"
+    assert (
+        said
+        == "c2: it states 1e+03 times as many images as the other clients' median; details: counts has a total of 1e+03 times the median"
+    )
 
 
 def test_sums_are_compared_as_means() -> None:
@@ -475,7 +481,7 @@ def test_fedavg_caps_a_model_at_ten_times_the_others_median(home: Path, tiny_kit
     made = load_file(home / "runs" / "off" / "models" / "fedavg.safetensors")["fc.weight"]
     torch.testing.assert_close(made, sent[2]["fc.weight"], rtol=0, atol=1e-4)
     (said,) = metrics(home, "off")["warnings"]
-    assert said.startswith("round 1: client-2: counts has a total of ")
+    assert said.startswith("round 1: client-2: it states ")
 
 
 def test_honest_rounds_are_the_same_with_and_without_the_cap(home: Path, tiny_kit: Path) -> None:
@@ -496,7 +502,7 @@ def test_a_mean_that_no_images_weigh_has_no_cap(home: Path, tiny_kit: Path) -> N
     start(config, tamper=states({0: [20], 1: [40], 2: [10**6]}, sent))
     (said,) = metrics(home)["warnings"]
     assert "capped" not in said
-    assert said.startswith("round 1: client-2: counts has a total of ")
+    assert said.startswith("round 1: client-2: it states ")
 
 
 def test_a_round_states_no_more_than_the_bound_or_the_join(home: Path, tiny_kit: Path) -> None:

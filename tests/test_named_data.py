@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,8 @@ def test_the_test_share_is_the_same_whatever_the_run(parquet: Path, classes: str
     places = {CLASSES.index(name.replace("_", " ")) for name in classes.split(",")}
     for seed in (0, 1, 8):
         tests = load_rows(data(parquet, classes=classes), node(0), "test", seed)["image"]
-        found = {tuple(image.getpixel((0, 0))) for image in tests}
+        images = [Image.open(BytesIO(image["bytes"])) for image in tests]
+        found = {tuple(image.getpixel((0, 0))) for image in images}
         assert found == {(0, label * 50, number) for _, label, number in stored if label in places}
 
 

@@ -56,7 +56,7 @@ def test_other_schedules_are_taken(scheduler: Path, settings: dict) -> None:
 
 def test_an_unreadable_schedule_is_named(scheduler: Path) -> None:
     scheduler.write_text("{")
-    with pytest.raises(KitError, match=r"its scheduler/ cannot be read"):
+    with pytest.raises(KitError, match=r"scheduler_config.json cannot be loaded"):
         check_schedule(str(scheduler.parent.parent))
 
 

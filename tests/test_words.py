@@ -344,6 +344,8 @@ def test_tables_on_a_terminal_show_words_as_they_are(
         "rounds": 1,
         "versions": {},
         "not_tested": [words],
+        "confusion": {},
+        "config": {},
     }
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
     shown = CliRunner().invoke(cli, ["show", str(tmp_path)])

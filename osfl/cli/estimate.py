@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -303,7 +303,9 @@ def upload_bytes(name: str, client: Client) -> int:
             blank = payloads.Classifier(held, architecture, _without_numbers(tensors))
         case kind:
             tensors = expected.tensors
-            blank = getattr(payloads, kind)(held, **_without_numbers(tensors))
+            of_kind = getattr(payloads, kind)
+            texts = {item.name: "" for item in fields(of_kind) if item.type in (str, "str")}
+            blank = of_kind(held, **_without_numbers(tensors), **texts)
     message = wire.encode(blank, client.config.method, job_id, name)
     return len(message) + wire.number_bytes(tensors, sizes, expected)
 

@@ -353,7 +353,7 @@ def _check_scheduler(folder: KitFolder, file: str) -> None:
 def _are_betas(values: object, count: int) -> bool:
     if not isinstance(values, list) or len(values) != count:
         return False
-    return all(isinstance(value, (int, float)) and 0 <= value < 1 for value in values)
+    return all(isinstance(value, (int, float)) and 0 <= value <= 1 for value in values)
 
 
 def _odd(
