@@ -87,7 +87,7 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
     """
     check_images(config.data, node, config.seed)
     if node.demands_guarantee and node.tells_tests:
-        check_apart(config.data, node, config.seed)
+        check_apart(config.data, node)
     if config.guaranteed_delta and find_spec("dp_accounting") is None:
         raise PublicConfigError(
             f"epsilon = {config.epsilon:g}: for method {config.method!r} this node needs the "

@@ -133,7 +133,8 @@ class Ledger:
             DamageError: the ledger is damaged.
         """
         hint = "restore the site's ledger from a backup: without it the sum is unknown"
-        if not self.file.exists():
+        # A link that leads nowhere is a volume that is not mounted, and no new ledger
+        if not os.path.lexists(self.file):
             return self._older_draws()
         try:
             return [Draw(**draw) for draw in read_record(self.file, hint)["draws"]]

@@ -98,7 +98,7 @@ def _places(key: str, value: str) -> Iterator[str]:
 def _check(key: str, place: str, folders: list[Path]) -> None:
     if is_hub_id(place) and ".." not in place.replace("@", "/").split("/"):
         return
-    if not _is_allowed(Path(place).expanduser(), folders, key != "data.root"):
+    if not _is_allowed(place, folders, key != "data.root"):
         raise ConfigError(
             f"{key} = {plain(place, 200)!r}: this client may not use the path, for it is not below "
             "a folder that its site allows. Name a shipped kit or a hub id; or the site adds the "
@@ -106,15 +106,15 @@ def _check(key: str, place: str, folders: list[Path]) -> None:
         )
 
 
-def _is_allowed(path: Path, folders: list[Path], links: bool) -> bool:
+def _is_allowed(place: str, folders: list[Path], links: bool) -> bool:
     """Whether a path is below one of the folders; and, with `links`, where its links lead."""
     try:
-        real = path.resolve()
+        real = Path(place).expanduser().resolve()
         if not _is_below(real, folders):
             return False
         entries = real.rglob("*") if links and real.is_dir() else ()
         return all(_is_below(entry.resolve(), folders) for entry in entries if entry.is_symlink())
-    # A loop of links, a name that no disk takes, a folder that this user may not list
+    # No such user, a loop of links, a name that no disk takes, a folder that this user may not list
     except (OSError, ValueError, RuntimeError):
         return False
 

@@ -41,7 +41,7 @@ def load(folder: Path) -> CachedPayload | None:
     Raises:
         DamageError: the payload or its record is not as it was written.
     """
-    if not (folder / _RECORD).exists():
+    if not has_payload(folder):
         return None
     record = read_record(folder / _RECORD)
     file = folder / _PAYLOAD

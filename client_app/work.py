@@ -102,7 +102,7 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: s
         _test_unheard(model, sent, config, node, client)
         return _withheld()
     if node.demands_guarantee:
-        check_apart(config.data, node, config.seed)
+        check_apart(config.data, node)
     matrix = _test(model, sent, config, node, client)
     # With a guarantee the time it took is not told, either
     seconds = 0.0 if guaranteed else watch.seconds

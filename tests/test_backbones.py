@@ -212,6 +212,13 @@ def test_weights_that_there_are_not_are_refused(settings: dict, message: str) ->
         parse_run_config(config)
 
 
+@pytest.mark.parametrize("name", ["local-dir:/hospital", "hf-hub:owner/model", "a\\b"])
+def test_timm_reads_and_fetches_nothing_by_itself(name: str) -> None:
+    """A message with a global model names its architecture: a folder could be told by errors."""
+    with pytest.raises(ClassifierError, match="must be timm:NAME, of timm's own"):
+        build_classifier(f"timm:{name}", 5)
+
+
 def test_what_cannot_be_built_is_told(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClassifierError, match="'timm:nothing': timm cannot build it: Unknown"):
         build_classifier("timm:nothing", 5)

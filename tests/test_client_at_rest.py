@@ -254,6 +254,26 @@ def test_a_raised_total_is_no_second_draw(site: Site, tiny_kit: Path) -> None:
     assert len(site.ledger()) == 1
 
 
+@pytest.mark.parametrize("name", ["payload.pb", "payload.json"])
+def test_a_lost_half_of_a_payload_with_a_guarantee_is_refused(
+    name: str, site: Site, tiny_kit: Path
+) -> None:
+    config = quick(method="votes", kit=str(tiny_kit), epsilon=1.0)
+    site.train(config)
+    site.file(name).unlink()
+    with pytest.raises(ConfigError, match="would spend epsilon = 1 again"):
+        site.train(config)
+    assert len(site.ledger()) == 1
+
+
+def test_a_ledger_whose_volume_is_not_mounted_is_no_new_budget(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "a")
+    ledger.file.symlink_to(tmp_path / "volume" / "a.ledger.json")
+    with pytest.raises(DamageError, match="restore the site's ledger from a backup"):
+        ledger.spend("one", "k", 0.5, 1e-6)
+    assert ledger.file.is_symlink()
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_ledger_is_no_new_budget(
     damage: Callable[[bytes], bytes], tmp_path: Path

@@ -81,6 +81,27 @@ def test_a_data_set_is_fetched_once_and_then_there_without_a_network(
     assert away.stdout == found.stdout
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_card_names_no_files_of_this_machine(tmp_path: Path, there: bool) -> None:
+    """In the same words whether there are such files; nothing of them is said."""
+    (tmp_path / "hospital").mkdir()
+    if there:
+        rows().to_parquet(tmp_path / "hospital" / "patients.parquet")
+    card = tmp_path / "hub" / "owner" / "evil" / "README.md"
+    card.parent.mkdir(parents=True)
+    files = f"- split: train\n    path: {tmp_path}/hospital/*.parquet\n"
+    card.write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n  {files}---\n")
+    settings = ["data.name=hf:owner/evil@" + REVISION, "num-clients=1", "method=fedavg"]
+    settings += ["classifier.init=none", "data.classes=mouse,Dog", "data.partition=iid"]
+    check = [str(Path(sys.executable).parent / "osfl"), "data", "check", *settings]
+    with hub(tmp_path / "hub") as server:
+        told = osfl(tmp_path, server.address, *check)
+    assert told.returncode == 1
+    words = " ".join((told.stdout + told.stderr).split())
+    assert "its card names data files that are not there, or not the data set's own" in words
+    assert "hospital" not in words
+
+
 def test_a_name_that_the_hub_does_not_know_is_told(repositories: Path, tmp_path: Path) -> None:
     with hub(repositories) as server:
         told = osfl(tmp_path, server.address, *ASK, "data.name=hf:owner/no", *FEDAVG)

@@ -21,6 +21,7 @@ from PIL import Image
 from client_app.app import app, cache_key, own_settings
 from client_app.errors import ClientError, PublicConfigError
 from osfl.config import NodeConfig, parse_run_config
+from osfl.data.named import load_rows
 from osfl.data.pins import USUAL
 from osfl.error_codes import CODES, DETAILS, OTHER
 from osfl.methods import METHODS
@@ -372,6 +373,86 @@ def test_a_training_image_is_no_test_image(
         asks(kind, run_config(), node)
     assert "is a training image, too" in caplog.text
     asks(kind, run_config(), {**node, "test-results": "off"})
+
+
+def relabelled(part: Path, folder: Path, label: int) -> Path:
+    """A copy of a part whose first image has another label; -1: none."""
+    stored = Dataset.load_from_disk(str(part))
+    labels = [label, *stored["label"][1:]]
+    column = Dataset.from_dict({"label": labels}, features=Features(label=stored.features["label"]))
+    Dataset.from_dict(
+        {**stored.remove_columns("label").to_dict(), **column.to_dict()}, features=stored.features
+    ).save_to_disk(folder)
+    return folder
+
+
+def trained_on(part: Path, **settings: Any) -> set[bytes]:
+    """The images of a part that a site with a guarantee trains on."""
+    data = parse_run_config(run_config(**settings)).data
+    place = NodeConfig(client_id="a", data_dir=str(part), epsilon=1.0)
+    return {row["image"]["bytes"] for row in load_rows(data, place, "train", 0)}
+
+
+@pytest.mark.parametrize("label", [1, -1])
+def test_one_images_label_moves_no_other_image(tmp_path: Path, label: int) -> None:
+    """From the class mouse to dog, or to none: the others stay on their side of the test."""
+    for each in (10, 11, 24):
+        place = tmp_path / f"{each}-{label}"
+        rows(each=each).save_to_disk(place / "here")
+        there = relabelled(place / "here", place / "there", label)
+        (first,) = {row["image"]["bytes"] for row in stored_images(place / "here", 1)}
+        moved = trained_on(place / "here") ^ trained_on(there)
+        assert moved <= {first}
+
+
+def stored_images(part: Path, count: int) -> Dataset:
+    stored = Dataset.load_from_disk(str(part)).select(range(count))
+    return stored.cast_column("image", ImageColumn(decode=False))
+
+
+@pytest.mark.parametrize("kind", HANDLERS)
+def test_one_image_decides_of_no_other_by_a_cap_or_a_group(
+    part: Path, home: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = site(part, epsilon=1.0)
+    with pytest.raises(PublicConfigError, match="data.max-per-class = 3: this site demands"):
+        asks(kind, run_config(data__max_per_class=3), node)
+    node["group-column"] = "patient"
+    if kind in ("query.join", "train"):
+        with pytest.raises(ClientError, match="^DATA"):
+            asks(kind, run_config(data__group_column="patient"), node)
+        assert "would move others into the test" in caplog.text
+
+
+def test_a_client_is_not_named_after_its_rows(part: Path) -> None:
+    """Its domain's name would tell of a single row, without noise."""
+    config = parse_run_config(
+        run_config(data__name="hf:o/n", data__partition="domain", data__domain_column="patient")
+    )
+    one = rows().filter(lambda row: row["patient"] == PATIENTS[0])
+    one.save_to_disk(part.with_name("one"))
+    place = NodeConfig(data_dir=str(part.with_name("one")), partition_id=3)
+    assert own_settings(config, place)[2] == "Ada_Abel"
+    place = replace(place, epsilon=1.0, domain_column="patient")
+    assert own_settings(config, place)[2] == "client-3"
+
+
+def test_no_choice_of_classes_hides_a_training_image_in_the_test(
+    tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is trained on as a mouse, and tested on as a dog, which another run alone asks for."""
+    names = ClassLabel(names=["mouse", "dog", "cat"])
+    train, test = (rows(seed).cast_column("label", names) for seed in (0, 1))
+    test = Dataset.from_list([{**train[0], "label": 1}, *test.to_list()], features=test.features)
+    assert train[0]["label"] == 0
+    DatasetDict(train=train, test=test).save_to_disk(tmp_path / "part")
+    node = site(tmp_path / "part", epsilon=1.0, test_results="exact", test_split="test")
+    chosen = {"data__classes": "dog,mouse", "data__test_split": "test"}
+    for classes in ("dog,mouse", "dog,cat"):
+        with pytest.raises(ClientError, match="^DATA"):
+            asks("query.join", run_config(**{**chosen, "data__classes": classes}), node)
+        assert "is a training image, too" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize("demand", [{}, {"epsilon": 1.0}, {"epsilon-total": 5.0}])

@@ -114,6 +114,17 @@ def test_a_path_outside_is_refused_in_the_same_words(key: str, tmp_path: Path) -
     check_paths(config_of(key, str(folder)), NodeConfig(allowed_dirs=f"/other, {tmp_path}"))
 
 
+def test_a_home_tells_nothing_of_users(tmp_path: Path) -> None:
+    words = set()
+    for place in ("~root/model", "~nobody-of-this-name/model"):
+        said = refusal(config_of("kit", place), NodeConfig(allowed_dirs=str(tmp_path)))
+        words.add(said.replace(place, "PLACE"))
+    (only,) = words
+    assert "may not use the path" in only
+    with pytest.raises(ConfigError, match="data.root = .*must be an absolute path"):
+        config_of("data.root", "~nobody-of-this-name/data")
+
+
 @pytest.mark.parametrize("key", sorted(USES))
 def test_a_link_leads_nowhere_else(key: str, tmp_path: Path) -> None:
     kits = tmp_path / "kits"

@@ -463,7 +463,11 @@ def _of_rounds(run: RunConfig) -> Iterator[str]:
 
 
 def _is_absolute(path: str) -> bool:
-    return Path(path).expanduser().is_absolute()
+    try:
+        return Path(path).expanduser().is_absolute()
+    # The home of a user that there is not
+    except RuntimeError:
+        return False
 
 
 def _not_absolute(key: str, path: str) -> str:

@@ -3,6 +3,7 @@
 Labels are mapped by the names that the data set itself stores. No image is opened here.
 """
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from osfl.data.partition import DataError, Rows, grouped, most_frequent, node_ro
 from osfl.words import identifier, plain
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict, Features  # seconds to import
+    from datasets import Dataset, DatasetBuilder, DatasetDict, Features  # seconds to import
 
 HUB = "hf:"
 # Of every site's test share, whatever the run's seed
@@ -131,7 +132,11 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         table = Rows(labels, domains, domain_names(config), groups)
         part, parts = node.partition_id, node.num_partitions
         rows = node_rows(config, table, part, parts, seed, even=is_held_out)
-    if not held_out and groups is None:
+    if not held_out and node.demands_guarantee:
+        _check_no_groups(config)
+        is_test = _is_test(train.total, config.test_share)[train.places[rows]]
+        rows = rows[is_test == (split == "test")]
+    elif not held_out and groups is None:
         rows = _share(rows, labels, config.test_share, split)
     elif not held_out:
         rows = _grouped_share(rows, Rows(labels, groups=groups), config.test_share, split)
@@ -185,6 +190,26 @@ def left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
+def side_of(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
+    """All stored images of a side, not decoded: of every class, uncut and uncapped.
+
+    Args:
+        split: `train` or `test`.
+
+    Raises:
+        DataError: as `load_rows`.
+    """
+    held_out = _held_out(config, node)
+    name = held_out if split == "test" and held_out else config.train_split
+    source = node.data_dir or config.name
+    stored = _stored_rows(config, node.data_dir, name, split)
+    rows = _pictures(stored, config.image_column, source)
+    if held_out:
+        return rows
+    is_test = _is_test(len(rows), config.test_share)
+    return rows.select(np.flatnonzero(is_test == (split == "test")))
+
+
 # ---- Reading ----
 
 
@@ -201,7 +226,7 @@ def check_root(root: str) -> None:
 @lru_cache(maxsize=4)
 def _read(name: str, subset: str, root: str) -> "DatasetDict":
     """All splits of a data set: of the local copy in `root`, or of the hub."""
-    from datasets import load_dataset
+    from datasets import load_dataset, load_dataset_builder
 
     if root:
         check_root(root)
@@ -214,15 +239,40 @@ def _read(name: str, subset: str, root: str) -> "DatasetDict":
             f"data.name = {name!r}: a folder here has this name, and the data set of the hub is "
             "not read in its place. Set data.root to the folder's absolute path, or rename it"
         )
+    place = str(Path(root).expanduser()) if root else repository
+    version = None if root else revision
     try:
-        return load_dataset(
-            str(Path(root).expanduser()) if root else repository,
-            subset or None,
-            revision=None if root else revision,
-        )
+        _check_origins(load_dataset_builder(place, subset or None, revision=version), name, root)
+        return load_dataset(place, subset or None, revision=version)
+    except DataError:
+        raise
     # Whatever the hub's client, the network or a file of the data set raises
     except Exception as error:
-        raise DataError(_unread(name, root, error)) from error
+        raise _unread(name, root, error) from error
+
+
+def _check_origins(builder: "DatasetBuilder", name: str, root: str) -> None:
+    """Refuse a data set whose card names files of this machine, or of another data set.
+
+    Raises:
+        DataError: it does.
+    """
+    files = [str(file) for named in (builder.config.data_files or {}).values() for file in named]
+    own = [f"hf://datasets/{repository_of(name)[0]}@"]
+    if root:
+        home = Path(root).expanduser()
+        own = [f"{home.absolute()}{os.sep}", f"{home.resolve()}{os.sep}"]
+    if not all(file.startswith(tuple(own)) and ".." not in file.split("/") for file in files):
+        raise _no_files(name, root)
+
+
+def _no_files(name: str, root: str) -> DataError:
+    """The same words where files are another's and where there are none."""
+    place = f"data.root = {root!r}" if root else f"data.name = {name!r}"
+    return DataError(
+        f"{place}: its card names data files that are not there, or not the data set's own. They "
+        "must lie in its repository or folder"
+    )
 
 
 def _features_on_hub(config: DataConfig) -> "Features":
@@ -233,15 +283,18 @@ def _features_on_hub(config: DataConfig) -> "Features":
     try:
         builder = load_dataset_builder(repository, config.subset or None, revision=revision)
     except Exception as error:
-        raise DataError(_unread(config.name, "", error)) from error
+        raise _unread(config.name, "", error) from error
+    _check_origins(builder, config.name, "")
     if builder.info.features:
         return builder.info.features
     return _first(_read(config.name, config.subset, "")).features
 
 
-def _unread(name: str, root: str, error: Exception) -> str:
+def _unread(name: str, root: str, error: Exception) -> DataError:
+    if type(error).__name__ == "DataFilesNotFoundError":
+        return _no_files(name, root)
     place = f"data.root = {root!r}" if root else f"data.name = {name!r}"
-    return (
+    return DataError(
         f"{place}: cannot be read ({type(error).__name__}: {plain(error)}). "
         "It is hf:OWNER/NAME@REVISION, with data.subset where the data set has several; without "
         "a network, give data.root, the folder of a copy of it"
@@ -305,12 +358,16 @@ class Labelled:
         left_out: how many rows are not among them, by what they lack.
         has_names: whether the data set stores the names of its labels.
         has_texts: whether its labels are texts.
+        places: [len(rows)], each row's place among all that the split stores.
+        total: how many rows the split stores.
     """
 
     rows: "Dataset"
     left_out: dict[str, int]
     has_names: bool
     has_texts: bool
+    places: np.ndarray
+    total: int
 
 
 @lru_cache(maxsize=4)
@@ -327,13 +384,7 @@ def _labelled(config: DataConfig, folder: str, split: str, key: str) -> Labelled
     from datasets import Value
 
     source = folder or config.name
-    if folder:
-        splits = _saved(Path(folder).expanduser())
-    else:
-        splits = _read(config.name, config.subset, config.root)
-    stored = _split(splits, split, key, source).with_format(None)
-    home = folder or config.root
-    check_rows(stored, config, Path(home).expanduser() if home else None, source)
+    stored = _stored_rows(config, folder, split, key)
     rows = _pictures(stored, config.image_column, source)
     _feature(stored.features, config.label_column, source)
     column = read_column(stored, config.label_column, "data.label-column")
@@ -352,7 +403,21 @@ def _labelled(config: DataConfig, folder: str, split: str, key: str) -> Labelled
         rows = rows.add_column("group", _groups(stored, config), feature=Value("string"))
     kept = rows if is_kept.all() else rows.select(np.flatnonzero(is_kept))
     has_texts = not column.is_number and column.names is None
-    return Labelled(kept, counts, column.names is not None, has_texts)
+    places = np.flatnonzero(is_kept)
+    return Labelled(kept, counts, column.names is not None, has_texts, places, len(rows))
+
+
+def _stored_rows(config: DataConfig, folder: str, split: str, key: str) -> "Dataset":
+    """All rows of one split, of which reading opens nothing but the data set's own."""
+    source = folder or config.name
+    if folder:
+        splits = _saved(Path(folder).expanduser())
+    else:
+        splits = _read(config.name, config.subset, config.root)
+    stored = _split(splits, split, key, source).with_format(None)
+    home = folder or config.root
+    check_rows(stored, config, Path(home).expanduser() if home else None, source)
+    return stored
 
 
 def _pictures(stored: "Dataset", column: str, source: str) -> "Dataset":
@@ -472,6 +537,31 @@ def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str) -> np
             count = min(max(count, 1), len(members) - 1)
         taken.append(order[:count] if split == "test" else order[count:])
     return np.concatenate(taken) if taken else rows
+
+
+def _is_test(total: int, share: float) -> np.ndarray:
+    """Which of all stored rows are for the test, [total], whatever their labels.
+
+    The guarantee is for one image replaced, also by one of another class. A cut by class would then
+    move other images between training and test, too.
+    """
+    count = min(max(round(share * total), 1), total - 1)
+    is_test = np.zeros(total, dtype=bool)
+    is_test[np.random.default_rng(SHARE_SEED).permutation(total)[:count]] = True
+    return is_test
+
+
+def _check_no_groups(config: DataConfig) -> None:
+    """Check that no group's size moves images between training and test.
+
+    Raises:
+        DataError: the run names groups.
+    """
+    if config.group_column:
+        raise DataError(
+            f"data.group-column = {config.group_column!r}: this site demands a guarantee, and one "
+            "image's group would move others into the test; save the data with a test split"
+        )
 
 
 def _grouped_share(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:

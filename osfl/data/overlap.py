@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from osfl.config import DataConfig, NodeConfig
-from osfl.data.named import load_rows
+from osfl.data.named import side_of
 from osfl.data.partition import DataError
 from osfl.data.parts import has_rows, list_folder
 
 
-def check_apart(config: DataConfig, node: NodeConfig, seed: int) -> None:
+def check_apart(config: DataConfig, node: NodeConfig) -> None:
     """Check that this site tests on no image that it trains on, by the images' bytes.
 
     The results of its tests have no guarantee, and would tell of that training image.
@@ -22,8 +22,8 @@ def check_apart(config: DataConfig, node: NodeConfig, seed: int) -> None:
     # The embedded digits are public, and no source image is in two splits
     if config.name == "digits":
         return
-    trained_on = set(_digests(config, node, "train", seed))
-    for number, digest in enumerate(_digests(config, node, "test", seed)):
+    trained_on = set(_digests(config, node, "train"))
+    for number, digest in enumerate(_digests(config, node, "test")):
         if digest in trained_on:
             raise DataError(
                 f"test image {number} of this site is a training image, too, and its guarantee "
@@ -32,17 +32,12 @@ def check_apart(config: DataConfig, node: NodeConfig, seed: int) -> None:
             )
 
 
-def _digests(config: DataConfig, node: NodeConfig, split: str, seed: int) -> Iterator[bytes]:
+def _digests(config: DataConfig, node: NodeConfig, split: str) -> Iterator[bytes]:
     if not has_rows(config, node):
         for file, _ in list_folder(config, node, split):
             yield hashlib.sha256(file.read_bytes()).digest()
         return
-    from datasets import Image
-
-    rows = load_rows(config, node, split, seed).select_columns(["image"])
-    if isinstance(rows.features["image"], Image):
-        rows = rows.cast_column("image", Image(decode=False))
-    for row in rows:
+    for row in side_of(config, node, split):
         yield hashlib.sha256(_stored(row["image"])).digest()
 
 

@@ -65,7 +65,8 @@ def client_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
         return folder.name
     if node.partition_id < 0:
         return ""
-    if has_rows(config, node) and config.partition == "domain":
+    # A name after the rows' domain would tell of single rows, without noise
+    if has_rows(config, node) and config.partition == "domain" and not node.demands_guarantee:
         domain = domain_of(load_rows(config, node, "train", seed))
         # A part on a machine of its own does not see the other domains
         others = () if node.data_dir else domain_names(config)

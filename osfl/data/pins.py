@@ -34,10 +34,10 @@ def check_pins(config: DataConfig, node: NodeConfig) -> None:
         )
     for field, usual in USUAL.items():
         _check_pin(field, getattr(config, field), getattr(node, field), usual, node)
-    if node.demands_guarantee and config.group_column and not node.classes:
+    if node.demands_guarantee and config.max_per_class:
         raise ConfigError(
-            f"data.group-column = {config.group_column!r}: this site demands a guarantee, and a "
-            "group's side of the test depends on the run's classes; set classes in its node-config"
+            f"data.max-per-class = {config.max_per_class}: this site demands a guarantee, and one "
+            "image would decide which others are left out; set data.max-per-class to 0"
         )
     own_cut = node.data_dir or node.test_split or config.partition == "domain"
     if node.demands_guarantee and config.name.startswith("hf:") and not own_cut:

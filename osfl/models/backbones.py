@@ -40,6 +40,9 @@ def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module"
             f"{key} = {architecture!r} needs the package timm: pip install 'osfl[backbones]'"
         ) from None
     source, _, name = architecture.partition(":")
+    # timm would read local-dir:FOLDER, and fetch hf-hub:NAME by itself
+    if source == "timm" and set(name) & set(":/\\"):
+        raise ConfigError(f"{key} = {plain(architecture, 200)!r}: must be timm:NAME, of timm's own")
     wanted = name if source == "timm" else f"local-dir:{_folder(name, '', key)}"
     try:
         return timm.create_model(wanted, pretrained=False, num_classes=num_classes)
