@@ -334,7 +334,7 @@ def test_missing_empty_and_unknown_folders_are_named(tmp_path) -> None:  # type:
     with pytest.raises(DataError, match="no images. This client has no data"):
         load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
     (tmp_path / "train" / "yak").mkdir()
-    with pytest.raises(DataError, match="'yak' is not one of the run's classes"):
+    with pytest.raises(DataError, match="'yak' is not one of data.classes"):
         load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
     for name, problem in (
         ("a\nb\x1b[2J", "'a b.\\[2J' is not .*; it has a character .*: rename the folder$"),

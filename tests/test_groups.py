@@ -182,7 +182,7 @@ def test_a_folder_that_looks_like_a_class_says_how_it_differs(
     tmp_path: Path, folder: str, problem: str
 ) -> None:
     grey(tmp_path / "train" / folder / "a.png", 1)
-    with pytest.raises(DataError, match=f"is not one of the run's classes.*{problem}"):
+    with pytest.raises(DataError, match=f"is not one of data.classes.*{problem}"):
         list_folder(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train")
 
 

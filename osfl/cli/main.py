@@ -130,6 +130,11 @@ def run(
     """
     complete = _with_method(settings)
     if dry_run:
+        from osfl.cli import display, launch
+
+        # Before torch and the models' libraries are imported, which takes long
+        with display.named_errors():
+            launch.resolve_config(complete)
         from osfl.cli.estimate import show_estimate
 
         show_estimate(complete, runs, connection)
@@ -288,6 +293,9 @@ def show(
 
     with display.named_errors():
         if not folder.is_dir():
+            usual = Path("runs") / folder.name
+            if usual.is_dir():
+                raise ConfigError(f"{folder}: no such folder; did you mean {usual}?")
             there = ", ".join(_runs_beside(folder)) or "none"
             raise ConfigError(f"{folder}: no such folder; the runs in {folder.parent}: {there}")
         if not os.path.lexists(metrics := RunFolder(folder).metrics_file):

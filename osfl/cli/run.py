@@ -73,6 +73,7 @@ def run(
             if os.path.lexists(root / job_id):
                 check_own_folder(root / job_id)
             check_same_run(RunFolder(root / job_id), flatten(config))
+            display.console.print("checking settings, data and models")
             for note in check_run(overrides, root):
                 display.console.print(note, markup=False)
             private_folder(root)

@@ -227,7 +227,7 @@ def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
         name = composed(folder.name)
         if name not in known:
             raise DataError(
-                f"{plain(root, 1000)}: {plain(folder.name, 120)!r} is not one of the run's classes "
+                f"{plain(root, 1000)}: {plain(folder.name, 120)!r} is not one of data.classes "
                 f"({plain(', '.join(names), 500)}){_why_unknown(folder.name, names)}"
             )
         if name in folders:
@@ -267,7 +267,9 @@ def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
     if folder != folder.strip():
         return f"; it has a blank at an end: rename the folder to {folder.strip()!r}"
     alike = [name for name in names if _spelled(name) == _spelled(folder)]
-    return f"; rename the folder to {alike[0]!r}" if alike else ""
+    if alike:
+        return f"; rename the folder to {alike[0]!r}"
+    return "; add it to data.classes, or remove the folder"
 
 
 def _spelled(name: str) -> str:

@@ -67,7 +67,7 @@ def picture_problem(folder: Path, row: dict[str, Any]) -> str:
 
 def is_run(folder: Path) -> bool:
     """Whether a run was ever here, however much of it is left."""
-    signs = ("config.json", "status.json", "metrics.json", "payloads", "images", SUMS)
+    signs = ("config.json", "status.json", "metrics.json", "payloads", "units", SUMS)
     return any(os.path.lexists(folder / name) for name in signs)
 
 

@@ -40,6 +40,8 @@ AWAY_SECONDS = 90.0
 GRACE_SECONDS = 2.0  # after a phase's end, to use replies that are here already
 MOST_REASONS = 20  # in one error's text
 LAST_LETTERS = 10_000  # of a client's exception, to look for its last line
+# Of Flower's simulation, around what a client raised
+WRAPPER = "Exception ClientAppException occurred. Message: "
 MOST_REASON = 1000  # characters of that line
 
 T = TypeVar("T")
@@ -341,4 +343,11 @@ def _reason(text: str | None, code: int) -> str:
     lines = [line.strip() for line in (text or "")[-LAST_LETTERS:].splitlines() if line.strip()]
     if lines and (told := find_coded(lines[-1])):
         return told
-    return f"{plain(lines[-1], MOST_REASON) if lines else 'no reason given'} (code {code})"
+    words = plain(_unwrapped(lines[-1]), MOST_REASON) if lines else "no reason given"
+    return f"{words} (code {code})"
+
+
+def _unwrapped(line: str) -> str:
+    """An exception's own words, without those that Flower puts around them in a simulation."""
+    _, wrapped, words = line.partition(WRAPPER)
+    return words.removesuffix("'>").removesuffix('">') if wrapped else line

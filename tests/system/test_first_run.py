@@ -118,7 +118,7 @@ def leaves_nothing(folder: Path) -> bool:
         (["classifier.init=/nowhere.pth"], "classifier.init = '/nowhere.pth': no such file"),
         (["classifier.architecture=resnet17"], "resnet17"),
         (["method=feddeo", "kit=/nowhere"], "kit = '/nowhere': no such folder"),
-        (["data.classes=dog,cat"], "is not one of the run's classes"),
+        (["data.classes=dog,cat"], "is not one of data.classes"),
         (["method=local", "max-payload-mb=0.1"], "max-payload-mb = 0.1: a would send"),
     ],
     ids=["weights", "architecture", "kit", "classes", "size"],
