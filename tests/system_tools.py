@@ -61,7 +61,13 @@ def quick_arguments(kit: Path, **overrides: object) -> list[str]:
 
 # A run's settings for the folders of `make_images`: to read them takes a process no time, to draw
 # the digits several seconds.
-TWO_CLASSES = {"data__name": "folder", "data__classes": "three,seven"}
+TWO_CLASSES = {
+    "data__name": "folder",
+    "data__classes": "three,seven",
+    # As the kit's classifiers have them
+    "classifier__small_stem": True,
+    "global_model__small_stem": True,
+}
 
 
 def make_images(folder: Path) -> None:

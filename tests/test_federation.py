@@ -40,7 +40,7 @@ from server_app.expected import expected_payload
 from server_app.federation import pulls
 from server_app.federation.collect import collect
 from server_app.federation.evaluate import evaluate_on_clients
-from server_app.federation.exchange import Exchange, RoundError, UnfitError
+from server_app.federation.exchange import Exchange, RoundError, UnfitError, _reason
 from server_app.federation.join import Members, join
 from server_app.federation.pulls import MOST, Pulls
 from server_app.job import GlobalModel, ServerJob
@@ -972,3 +972,20 @@ def test_an_array_that_would_grow_is_refused_before_it_is_built() -> None:
         "may send"
     }
     assert peak < 5e7
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("Exception ClientAppException occurred. Message: a.jpg: cut. Remove it'>", "a.jpg: cut."),
+        ("<class 'osfl.models.E'>:<'init = '/x' does not fit: 'conv1' more'>", "init = '/x' does"),
+        ("<class 'osfl.E'>:<\"it's lost\">", "it's lost"),
+        ("plain words", "plain words"),
+    ],
+)
+def test_a_clients_words_lose_flowers(said: str, words: str) -> None:
+    reason = _reason(f"Traceback\n  {said}", 2)
+    assert reason.startswith(words)
+    assert reason.endswith(" (code 2)")
+    assert "ClientAppException" not in reason
+    assert ">" not in reason

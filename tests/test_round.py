@@ -338,7 +338,7 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
         0,
         [
             "2 payloads as written, 20 images as written, 20 manifest rows as written, "
-            "1 model as written, 15 records as written"
+            "1 model as written, 16 records as written"
         ],
     )
     manifest = folder / "manifest.jsonl"
@@ -371,7 +371,7 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     ]
     assert lines[-2] == (
         "1 payload as written, 17 images as written, 19 manifest rows as written, "
-        "0 models as written, 14 records as written"
+        "0 models as written, 15 records as written"
     )
     blob[-1] ^= 1
     (folder / "payloads" / "client-1.pb").write_bytes(blob)

@@ -98,9 +98,7 @@ def run_to_the_images(
     monkeypatch.setattr(
         driver,
         "render",
-        lambda job, plan, make, divisible, others: SimpleNamespace(
-            pixels=make(CPU)(plan), labels=None
-        ),
+        lambda job, plan, make, *_: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
     )
     monkeypatch.setattr(driver, "train_global", lambda *args: None)
     method.run(job, payloads)
@@ -441,7 +439,7 @@ def test_each_strategy_has_its_own_teacher(
     monkeypatch.setattr(
         driver,
         "render",
-        lambda job, plan, make, divisible, others: (parted.append(divisible), made)[1],
+        lambda job, plan, make, divisible, *_: (parted.append(divisible), made)[1],
     )
     monkeypatch.setattr(
         fedlmg,

@@ -6,6 +6,7 @@ before anything else, acknowledge.
 """
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -40,8 +41,11 @@ AWAY_SECONDS = 90.0
 GRACE_SECONDS = 2.0  # after a phase's end, to use replies that are here already
 MOST_REASONS = 20  # in one error's text
 LAST_LETTERS = 10_000  # of a client's exception, to look for its last line
-# Of Flower's simulation, around what a client raised
-WRAPPER = "Exception ClientAppException occurred. Message: "
+# Flower's words around those of a client's exception: in a simulation, and of a node
+WRAPPED = re.compile(
+    r"(?:Exception ClientAppException occurred\. Message: |<class '[\w.]+'>:<['\"])"
+    r"(?P<words>.*?)(?:['\"]>)?$"
+)
 MOST_REASON = 1000  # characters of that line
 
 T = TypeVar("T")
@@ -348,6 +352,6 @@ def _reason(text: str | None, code: int) -> str:
 
 
 def _unwrapped(line: str) -> str:
-    """An exception's own words, without those that Flower puts around them in a simulation."""
-    _, wrapped, words = line.partition(WRAPPER)
-    return words.removesuffix("'>").removesuffix('">') if wrapped else line
+    """Return an exception's own words, without those that Flower puts around them."""
+    found = WRAPPED.search(line)
+    return found["words"] if found else line
