@@ -128,16 +128,20 @@ def test_a_run_that_is_killed_alone_leaves_nothing_running(tmp_path: Path, tiny_
 
 
 def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
-    """The clients lack a folder of images.
+    """A client has an image that cannot be read, which is seen when it works.
 
-    Their own message comes back, and nothing looks complete.
+    Its own message comes back, and nothing looks complete.
     """
+    for client in ("site-0", "site-1"):
+        make_images(tmp_path / "sites" / client)
+    (tmp_path / "sites" / "site-1" / "train" / "three" / "0.png").write_bytes(b"cut")
+    root = str(tmp_path / "sites")
     arguments = quick_arguments(
-        tiny_kit, method="feddeo", job_id="bad", data__name="folder", data__classes="cat,dog"
+        tiny_kit, method="feddeo", job_id="bad", data__root=root, **TWO_CLASSES
     )
     done = osfl("run", *ONE_AT_A_TIME, *arguments)
     assert done.returncode == 1
-    assert "needs node-config data-dir" in done.stdout
+    assert "three/0.png: not a readable image" in done.stdout
     folder = tmp_path / "runs" / "bad"
     assert not (folder / "report.html").exists()
     assert not (folder / "metrics.json").exists()
