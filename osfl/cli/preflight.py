@@ -5,8 +5,10 @@ gigabyte that torch and the models' libraries take.
 """
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +35,10 @@ def check_run(overrides: Mapping[str, Scalar], runs: Path | None) -> list[str]:
     )
     # -P: no module of the folder where the command was given takes the place of a library's
     command = [sys.executable, "-P", "-m", "osfl.cli.preflight"]
-    done = subprocess.run(command, input=request.encode(), capture_output=True)
+    # torch leaves a folder where temporary files go
+    with tempfile.TemporaryDirectory(prefix="osfl-", ignore_cleanup_errors=True) as scratch:
+        environment = {**os.environ, "TMPDIR": scratch}
+        done = subprocess.run(command, input=request.encode(), capture_output=True, env=environment)
     if done.returncode == REFUSED:
         raise ConfigError(plain_lines(done.stdout.strip()))
     if done.returncode:

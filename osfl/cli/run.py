@@ -73,6 +73,7 @@ def run(
             if os.path.lexists(root / job_id):
                 check_own_folder(root / job_id)
             check_same_run(RunFolder(root / job_id), flatten(config))
+            launch.check_temporary_folder()
             display.console.print("checking settings, data and models")
             for note in check_run(overrides, root):
                 display.console.print(note, markup=False)
@@ -110,8 +111,12 @@ def _interrupt(*_: object) -> None:
     """End, and let no other signal break into that: a closed terminal sends several."""
     for ending in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, ending):
-            signal.signal(getattr(signal, ending), signal.SIG_IGN)
+            signal.signal(getattr(signal, ending), _pass_over)
     raise KeyboardInterrupt
+
+
+def _pass_over(*_: object) -> None:
+    """Do nothing. With SIG_IGN Python complains of a signal that has just arrived."""
 
 
 def runs_folder(config: RunConfig, runs: Path | None, connection: str = "") -> Path:

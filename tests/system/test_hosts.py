@@ -72,6 +72,8 @@ class Host:
             "/opt/osfl/.venv/bin": BIN,
             "/etc/osfl": self.folder / "etc",
             "/var/lib/": f"{self.folder}/lib/",
+            # The tests' kit is in a folder of its own
+            "/srv/kits": "/",
         }
         for there, here in (places | {"/srv/": f"{self.folder}/srv/"}).items():
             text = text.replace(there, str(here))
