@@ -70,7 +70,7 @@ def test_a_reader_that_goes_away_stops_the_run(tmp_path: Path, scratch: Path) ->
     """As `osfl run | head -1`."""
     process = begin(tmp_path, scratch, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    assert process.stdout.readline() == "fedcgs, 2 clients, job job\n"
+    assert process.stdout.readline() == "checking settings, data and models\n"
     process.stdout.close()
     assert process.stderr is not None
     said = process.stderr.read().splitlines()
