@@ -335,7 +335,7 @@ def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        ("unknown", "lost sight of run 7, which may go on: why"),
+        ("unknown", r"lost sight of run 7, which may go on \(see `flwr list there`\): why"),
         ("finished:failed", "the run failed: why"),
     ],
 )

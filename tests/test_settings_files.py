@@ -280,3 +280,17 @@ def test_a_superlink_is_reached_past_a_proxy(
         command = ["flwr", "list", "osfl", "--format", "json"]
         done = subprocess.run(command, cwd=launch.HERE, env=environment, capture_output=True)
         assert json.loads(done.stdout[done.stdout.index(b"{") :])["success"]
+
+
+def test_flowers_error_is_its_last_line() -> None:
+    """As `flwr list` says of a run that an older copy of the SuperLink's database lacks."""
+    told = {"success": False, "error-message": "Using SuperLink: x\n\n[code: 16] Run ID not found."}
+    assert launch._error_in(b"words " + json.dumps(told).encode()) == "[code: 16] Run ID not found."
+    for other in (
+        b"",
+        b"{",
+        b'{"success": true}',
+        b'{"error-message": 5}',
+        b'{"error-message": ""}',
+    ):
+        assert launch._error_in(other) == ""

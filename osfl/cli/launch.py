@@ -486,7 +486,7 @@ def outcome(
             details = plain_lines(details, MOST_SAID)
         except (ValueError, KeyError, IndexError):
             status = "unknown"
-            details = _tail(done.stdout + done.stderr)
+            details = _error_in(done.stdout) or _tail(done.stdout + done.stderr)
         if status.startswith("finished") or time.monotonic() > end:
             return status, details
 
@@ -506,6 +506,15 @@ def follow_log(
                 show(plain(_COLOUR.sub(b"", line).rstrip(b"\n"), MOST_LINE))
         finally:
             streaming.terminate()
+
+
+def _error_in(output: bytes) -> str:
+    """Return the last line of the error in what a command of Flower's printed as JSON, or ""."""
+    try:
+        words = json.loads(output[output.index(b"{") :])["error-message"]
+        return plain(words.strip().splitlines()[-1], MOST_SAID)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return ""
 
 
 def _tail(output: bytes) -> str:

@@ -230,8 +230,8 @@ def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
             status, details = launch.outcome(run_id, connection, environment)
             if status == "unknown":
                 raise launch.LaunchError(
-                    f"lost sight of run {run_id}, which may go on: {details}\nsee `flwr list "
-                    f"{connection}`"
+                    f"lost sight of run {run_id}, which may go on (see `flwr list {connection}`): "
+                    f"{details}"
                 )
     if not status.startswith("finished:completed"):
         raise launch.LaunchError(f"the run failed: {details or status}")
