@@ -615,14 +615,14 @@ def unbounded(settings: Settings) -> Settings:
     return {**settings, "max-images": 10**9, "max-weight-ratio": 0.0}
 
 
-def counts_cell(system: str, kind: str, total: int, liars: int, seed: int) -> Cell:
+def counts_cell(system: str, kind: str, total: int, attackers: int, seed: int) -> Cell:
     """Accuracies without attack, with bound and cap, without them, and without the attackers."""
     settings = settings_of(system, seed)
-    name = f"counts-{folder_name(settings)}-{kind.replace(' ', '-')}-{total}-{liars}"
+    name = f"counts-{folder_name(settings)}-{kind.replace(' ', '-')}-{total}-{attackers}"
     result = WORK / f"{name}.json"
     if not result.is_file():
         honest = contributions(system, seed)
-        malicious = CLIENTS[:liars]
+        malicious = CLIENTS[:attackers]
         sent_by_all = dict(honest)
         for client in malicious:
             sent_by_all[client] = claiming(honest[client], total, kind)
@@ -761,10 +761,10 @@ def weighted_mean(states: Mapping[str, State], weights: Mapping[str, float]) -> 
     return found
 
 
-def counts_line(system: str, kind: str, total: int, liars: int) -> dict[str, str]:
+def counts_line(system: str, kind: str, total: int, attackers: int) -> dict[str, str]:
     """A row of the table of inflated counts."""
-    cells = [counts_cell(system, kind, total, liars, seed) for seed in SEEDS]
-    made = {"": counts_name(system, kind, total, liars)}
+    cells = [counts_cell(system, kind, total, attackers, seed) for seed in SEEDS]
+    made = {"": counts_name(system, kind, total, attackers)}
     for head, key in (
         ("no attack", "quiet"),
         ("neither bound nor cap", "unbounded"),
@@ -777,27 +777,27 @@ def counts_line(system: str, kind: str, total: int, liars: int) -> dict[str, str
     return made
 
 
-def counts_name(system: str, kind: str, total: int, liars: int) -> str:
+def counts_name(system: str, kind: str, total: int, attackers: int) -> str:
     """The name of a row."""
-    return f"{system}: {kind}, {total:,}, {liars} of {len(CLIENTS)}"
+    return f"{system}: {kind}, {total:,}, {attackers} of {len(CLIENTS)}"
 
 
 def write_counts(systems: Sequence[str]) -> None:
     """Make the table of inflated counts, row by row."""
     about = (
         "Top-1 accuracy (%) on all clients' test images, mean of the clients, where the first ones "
-        "of six clients state more images than they have: so many in all, by raising all counts, "
+        "of six clients state more images than they have: a stated total, by raising all counts, "
         "or the first class's alone, or counts, sums and moments alike. Bound: max-images = "
         "1,000,000, above which a client is refused; cap: max-weight-ratio = 10. FedAvg: one round "
         "of twenty local epochs. "
         f"Seeds {SEEDS}. Command: `python -m benchmarks.poison --counts`."
     )
     rows = [
-        (system, kind, total, liars)
+        (system, kind, total, attackers)
         for system in COUNTED
         for kind in COUNT_KINDS[system]
         for total in TOTALS
-        for liars in (LIARS if total == TOTALS[0] and system != AVERAGED else (1,))
+        for attackers in (LIARS if total == TOTALS[0] and system != AVERAGED else (1,))
     ]
     order = [counts_name(*row) for row in rows]
     for row in rows:

@@ -119,7 +119,7 @@ def _test_unheard(
     model: "nn.Module", sent: SentModel, config: RunConfig, node: NodeConfig, client: str
 ) -> None:
     """Test a model for this site alone. Whether that works is for its own log."""
-    # An adapted model that nobody keeps and nobody hears of is of no use
+    # An adapted model that is neither kept nor tested for the server has no use
     if sent.adapts and not node.models_dir:
         return
     try:

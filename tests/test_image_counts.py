@@ -210,7 +210,7 @@ def test_fedcgs_of_a_capped_client_is_that_of_fewer_images() -> None:
 
 
 def repeated(payload: FeatureStatistics, times: int) -> FeatureStatistics:
-    """Statistics of every image so many times."""
+    """Return the statistics of every image, repeated."""
     return replace(
         payload,
         counts=times * payload.counts,
@@ -276,7 +276,7 @@ def test_counts_and_sums_must_be_possible_class_by_class() -> None:
 
 
 def statistics_with(seed: int, times: int = 1, counts: int = 1) -> FeatureStatistics:
-    """Of 30 images, the payload and its counts so many times as large."""
+    """Return the payload of 30 images, with its counts multiplied."""
     rows = 2 + torch.randn(30, 4, generator=torch.Generator().manual_seed(seed))
     sums = torch.stack([rows[:10].sum(dim=0), rows[10:].sum(dim=0)])
     return FeatureStatistics(
@@ -440,7 +440,7 @@ Sent = dict[int, dict[str, torch.Tensor]]
 def states(
     images: dict[int, list[int]], sent: Sent, declared: bool = False
 ) -> Callable[[int, str, Message], Message | None]:
-    """Clients state so many images in each round; what they send is kept."""
+    """Let clients state these image counts in each round, and keep what they send."""
     turns = {
         index: itertools.chain(own, itertools.repeat(own[-1])) for index, own in images.items()
     }

@@ -151,7 +151,7 @@ def test_a_total_that_is_used_up_is_said_at_the_join(
 
 
 def with_asker(asker: str, part: Path, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(run-config, node-config) of a site or a run that asks for a guarantee; "": nobody does."""
+    """(run-config, node-config) of a site or a run that asks for a guarantee; "": neither does."""
     own = {asker: 4.0} if asker in ("epsilon", "epsilon-total") else {}
     epsilon = 0.0 if asker in ("", "epsilon") else 1.0
     return run_config(epsilon=epsilon, **settings), {**site(part), **own}

@@ -269,7 +269,7 @@ def nodes_revoke(
     name: Annotated[str, typer.Argument(help="The node's name, or its id.")],
     connection: FederationConnection = "",
 ) -> None:
-    """Unregister a node: its key lets nobody in any more.
+    """Unregister a node: its key is no longer accepted.
 
     Example: osfl nodes revoke site-b --connection hospitals
     """

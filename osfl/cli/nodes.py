@@ -44,7 +44,7 @@ def show_nodes(connection: str) -> None:
 
 
 def revoke(connection: str, name: str) -> None:
-    """Unregister a node, so that its key lets nobody in any more.
+    """Unregister a node, so that its key is no longer accepted.
 
     Args:
         name: the node's name, or its id.
@@ -56,7 +56,7 @@ def revoke(connection: str, name: str) -> None:
     with _superlink(connection) as superlink:
         node = _find(_registered(superlink), name)
         superlink.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
-    told = f"{node.name or 'node'} ({node.node_id}) is unregistered; its key lets nobody in"
+    told = f"{node.name or 'node'} ({node.node_id}) is unregistered; its key is no longer accepted"
     display.console.print(plain(told), markup=False, highlight=False, soft_wrap=True)
 
 

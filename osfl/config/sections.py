@@ -835,7 +835,7 @@ class RunConfig:
         Range(0, 1e9),
         Doc(
             "How much more a client may weigh than is typical: its image count, in all and of each "
-            "class, is capped at so many times the other clients' median. At least 1; 0: no cap. "
+            "class, is capped at this multiple of the other clients' median. At least 1; 0: none. "
             "For methods that weight clients by their images (fedcgs, fedpft, fedavg, fedprox, "
             "feddf)."
         ),

@@ -84,7 +84,7 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     16 bits a channel are taken for the whole range, 0 to 65,535.
 
     Raises:
-        ValueError: floating-point pixels, whose range nobody can know.
+        ValueError: floating-point pixels, whose range is unknown.
     """
     image = ImageOps.exif_transpose(image)
     if image.mode == "F":

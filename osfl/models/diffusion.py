@@ -402,7 +402,7 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
 
 
 def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
-    """The timesteps that a schedule of so many steps takes, from T down.
+    """Return the timesteps of a schedule with this number of steps, from T down.
 
     Raises:
         KitError: the schedule has fewer timesteps than these steps, or its `steps_offset` moves the

@@ -105,7 +105,7 @@ def test_who_has_no_registered_key_or_does_not_trust_the_server_stays_out(
 
 
 def nodes_are_known_by_their_names(federation: Federation) -> None:
-    """Of those that are registered; one is revoked by its name, and its key lets nobody in."""
+    """List the registered nodes, revoke one by its name, and see its key refused."""
 
     def call(*arguments: str) -> subprocess.CompletedProcess:
         command = [str(BIN / "osfl"), "nodes", *arguments, "--connection", "test"]
@@ -124,7 +124,8 @@ def nodes_are_known_by_their_names(federation: Federation) -> None:
     assert unknown.returncode == 1
     assert "'nobody': no such node is registered; these are: " in unknown.stdout
     done = call("revoke", "late")
-    assert done.stdout.endswith(f"late ({number}) is unregistered; its key lets nobody in\n")
+    told = f"late ({number}) is unregistered; its key is no longer accepted\n"
+    assert done.stdout.endswith(told)
     assert "late" not in call().stdout
     federation.begin_node("late", *federation.trusting("late"), isolation="process")
     assert federation.processes["late"].wait(timeout=60) != 0
