@@ -17,6 +17,7 @@ from client_app.app import check_node, own_settings
 from client_app.mechanisms import deviation_of_mean
 from osfl import payloads, wire
 from osfl.cli import display, launch
+from osfl.cli.preflight import check_data
 from osfl.cli.run import runs_folder
 from osfl.codecs import LARGEST
 from osfl.config import (
@@ -122,9 +123,12 @@ def show_estimate(settings: Iterable[str], runs: Path | None, connection: str) -
         try:
             config, _ = launch.resolve_config(settings)
             launch.check_disk(runs_folder(config, runs, connection), needed_bytes(config))
+            notes = [] if connection else check_data(config)
             estimate = estimate_run(config, simulated=not connection)
         except (ClassifierError, DataError, KitError, launch.LaunchError) as error:
             raise ConfigError(str(error)) from error
+        for note in notes:
+            display.console.print(note, markup=False, soft_wrap=True)
         _show(config, estimate, simulated=not connection)
 
 

@@ -65,7 +65,7 @@ def main() -> int:
             check_architectures(config)
         else:
             for note in check_simulation(config, Path(request["runs"])):
-                sys.stdout.buffer.write(f"{plain(note, 1000)}\n".encode(errors="replace"))
+                sys.stdout.buffer.write(f"{note}\n".encode(errors="replace"))
     except (ClassifierError, ConfigError, DataError, KitError, LaunchError, OSError) as error:
         sys.stdout.buffer.write(str(error).encode(errors="replace"))
         return REFUSED
@@ -83,16 +83,29 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
     """
     from osfl.cli import launch
     from osfl.cli.estimate import checked_clients
-    from osfl.data.parts import check_clients
     from osfl.run_folder.layout import RunFolder
     from server_app.app import needed_bytes
 
     if RunFolder(runs / config.job_id).stored_config() is None:
         launch.check_disk(runs, needed_bytes(config))
-    notes = check_clients(config.data, config.num_clients, config.seed)
+    notes = check_data(config)
     if not _fetches(config):
         checked_clients(config, simulated=True)
     return notes
+
+
+def check_data(config: RunConfig) -> list[str]:
+    """Check the images of a simulation's clients, and return notes on them.
+
+    Raises:
+        DataError: a client cannot take part, or an image that was opened cannot be read.
+    """
+    from osfl.data.load import check_headers
+    from osfl.data.parts import check_clients
+
+    notes = check_clients(config.data, config.num_clients, config.seed)
+    notes += check_headers(config.data, config.num_clients, config.seed)
+    return [plain(note, 1000) for note in notes]
 
 
 def check_architectures(config: RunConfig) -> None:

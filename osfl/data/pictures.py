@@ -76,6 +76,16 @@ def stored_picture(value: object, mode: str | None = None) -> Image.Image:
     return image
 
 
+def check_range(image: Image.Image) -> None:
+    """Check that the range of a picture's pixels is known.
+
+    Raises:
+        ValueError: floating-point pixels.
+    """
+    if image.mode == "F":
+        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
+
+
 def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     """A picture of any mode and shape as [3, S, S] uint8 RGB.
 
@@ -86,9 +96,8 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     Raises:
         ValueError: floating-point pixels, whose range is unknown.
     """
+    check_range(image)
     image = ImageOps.exif_transpose(image)
-    if image.mode == "F":
-        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
     # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
     if image.mode.startswith("I"):
         image = Image.fromarray(
