@@ -17,6 +17,7 @@ from osfl.methods import DIFFUSION_PARTS
 from osfl.models import fits, kit_check
 from osfl.models.diffusion import check_schedule, load_kit, timesteps
 from osfl.models.fits import DIFFUSERS_MODELS, SHIPPED, check_loaded, fit_mark
+from osfl.models.headers import tensor_shapes
 from osfl.models.kit_check import (
     MODELS,
     check_captioner,
@@ -173,11 +174,14 @@ def test_the_shipped_kits_are_checked_without_torch(tmp_path: Path) -> None:
             if folder.has(file_in(kind, "config.json")):
                 shapes = kit_check._check_weights(folder, kind, kind)
                 marks.add(fit_mark(folder, kind, kind, shapes, False))
+        if weights := folder.weights("lora"):
+            shapes = tensor_shapes(folder.path / weights[0])
+            marks.add(fit_mark(folder, "unet", "lora", shapes, False))
     assert marks == SHIPPED
     code = (
         "import sys; from osfl.models.kit_check import check_kit, MODELS; "
         f"kit = {str(ROOT / 'kits' / 'digits')!r}; "
-        "check_kit(kit, [part for part in MODELS if part != 'image_normalizer']); "
+        "check_kit(kit, [*(part for part in MODELS if part != 'image_normalizer'), 'lora']); "
         "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -186,7 +190,8 @@ def test_the_shipped_kits_are_checked_without_torch(tmp_path: Path) -> None:
 
 def test_the_shipped_kits_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "SHIPPED", frozenset())
-    check_kit(str(ROOT / "kits" / "digits"), [p for p in MODELS if p != "image_normalizer"])
+    own = [part for part in MODELS if part != "image_normalizer"]
+    check_kit(str(ROOT / "kits" / "digits"), [*own, "lora"])
     unclip = (*DIFFUSION_PARTS, "image_encoder", "image_normalizer", "image_noising_scheduler")
     check_kit(str(ROOT / "kits" / "digits-unclip"), unclip)
 

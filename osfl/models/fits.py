@@ -6,9 +6,10 @@ and header; the shipped kits' parts are known.
 """
 
 import hashlib
+import importlib.util
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from osfl.files import read_json, write_atomically
-from osfl.methods import SMALL_DECODER
+from osfl.methods import LORA, SMALL_DECODER
 from osfl.models.digests import cache_folder
 from osfl.models.headers import Shapes
 from osfl.models.kits import KitError, KitFolder, file_in, inner_settings
@@ -35,6 +36,7 @@ SHIPPED = frozenset(
         "5db08803c67406af60f34b52af291b25bbdc980ccfc41dda23ba02583f52a10b",
         "633316b034c9ed2849804f904f2a91955baea5872ee96f877415b1c94e0ec362",
         "7f263e6508c4fe03a49f2720f980f94708589351b70cea87c50e4be84bd436f7",
+        "cfc8ff532ff510096b9bdfb0563f8bc4ee671125ec4c98ac92ef368254a8b5c8",
         "dd54f76a1d52f5c9f277156763031b1b6aa1658c2c8cebed91976483c5c4b8ca",
         "e583318724470f11eaf0bf734f1b7a10542d94093fdcb62b2b571f32f7fbd688",
         "ea89368c33ecc298da80243dbed3e1f34caf37d2568e1d1233fb8d6d42addc09",
@@ -81,6 +83,37 @@ def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: 
         ) from None
     if found.missing or found.mismatched:
         raise KitError(_told(folder, part, kind, shapes, sharded, found))
+    _remember(mark)
+
+
+def check_lora_fit(setting: str, file: str, kit: KitFolder, shapes: Shapes) -> None:
+    """Check that every tensor of few-step weights fits a layer of a kit's UNet.
+
+    Args:
+        setting: as the user named the weights, for messages.
+        file: their file's name.
+        shapes: of its tensors.
+
+    Raises:
+        KitError: peft is not installed, a tensor fits no layer, or the settings describe no UNet.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise KitError(f"{setting} needs the package peft: pip install 'osfl[lora]'")
+    mark = fit_mark(kit, "unet", LORA, shapes, False)
+    if mark in SHIPPED or mark in _remembered():
+        return
+    _check_counts(kit, "unet")
+    begin = f"{setting}: {file} does not fit the UNet of {kit.setting}"
+    try:
+        found = _misfits_of_lora(kit, shapes)
+    # Of the renaming: the other half of a layer
+    except KeyError as error:
+        raise KitError(f"{begin}: it lacks {plain(error)}") from None
+    # Whatever a library raises for names and settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"{begin}: {plain(error) or type(error).__name__}") from None
+    if found:
+        raise KitError(f"{begin}: {_told_of_lora(kit, shapes, found)}")
     _remember(mark)
 
 
@@ -145,11 +178,34 @@ def _told(
     for prefix in _prefixes(shapes):
         bare = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
         if len(_misfit(folder, part, kind, bare, sharded).missing) < len(found.missing):
-            return (
-                f"{message}. All names in the file begin with {plain(prefix, 100)!r}: save the "
-                "weights without this prefix"
-            )
+            return f"{message}. {_without(prefix)}"
     return f"{message}. Fetch or save them again"
+
+
+def _misfits_of_lora(kit: KitFolder, shapes: Shapes) -> list[str]:
+    from osfl.models.diffusion import misfits_of_lora
+
+    return misfits_of_lora(kit.path, shapes)
+
+
+def _told_of_lora(kit: KitFolder, shapes: Shapes, found: Sequence[str]) -> str:
+    """Return the message on a LoRA's misfits: the first one, and a prefix that all names share."""
+    message = found[0]
+    if len(found) > 1:
+        message += f", and {len(found) - 1} more tensors do not fit"
+    for prefix in _prefixes(shapes):
+        bare = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+        with suppress(ValueError, RuntimeError, KeyError):
+            if len(_misfits_of_lora(kit, bare)) < len(found):
+                return f"{message}. {_without(prefix)}"
+    return f"{message}. Take weights that were made for this kit's UNet"
+
+
+def _without(prefix: str) -> str:
+    return (
+        f"All names in the file begin with {plain(prefix, 100)!r}: save the weights without this "
+        "prefix"
+    )
 
 
 def _prefixes(names: Collection[str]) -> list[str]:

@@ -3,14 +3,13 @@
 By names, settings and the headers of the weights. No weight is loaded.
 """
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from osfl.files import DamageError, placeholder
-from osfl.models.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit
+from osfl.models.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit, check_lora_fit
 from osfl.models.headers import Shapes, tensor_shapes
 from osfl.models.kits import (
     DIFFUSION_PARTS,
@@ -191,7 +190,7 @@ def check_small_decoder(source: str) -> None:
 
 
 def check_lora(source: str, kit: str) -> None:
-    """Whether what `synthesis.lora` names are weights that a UNet takes, and peft is installed.
+    """Check that what `synthesis.lora` names are weights for a kit's UNet, and peft is installed.
 
     Args:
         kit: the folder of the kit that draws, which `kit` stands for.
@@ -199,16 +198,16 @@ def check_lora(source: str, kit: str) -> None:
     Raises:
         KitError: as `check_kit`.
     """
-    key = f"synthesis.lora = {source!r}"
-    if importlib.util.find_spec("peft") is None:
-        raise KitError(f"{key} needs the package peft: pip install 'osfl[lora]'")
     file = lora_file(source, kit)
-    _check_lora_names(KitFolder(key, file.parent), file.name)
+    folder = KitFolder(f"synthesis.lora = {source!r}", file.parent)
+    check_lora_fit(folder.setting, file.name, open_kit(kit), _lora_shapes(folder, file.name))
 
 
-def _check_lora_names(folder: KitFolder, file: str) -> None:
-    if not any("lora" in name for name in _shapes(folder, file)):
+def _lora_shapes(folder: KitFolder, file: str) -> Shapes:
+    shapes = _shapes(folder, file)
+    if not any("lora" in name for name in shapes):
         raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
+    return shapes
 
 
 def lora_file(source: str, kit: str) -> Path:
@@ -374,8 +373,7 @@ def _check_weights(folder: KitFolder, part: str, kind: str) -> Shapes:
     if kind not in WEIGHTS:
         return {}
     if kind == LORA:
-        _check_lora_names(folder, folder.weights(part, kind)[0])
-        return {}
+        return _lora_shapes(folder, folder.weights(part, kind)[0])
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
@@ -389,6 +387,8 @@ def _check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes) -> None:
     if kind in MODELS:
         sharded = folder.weights(part, kind)[0].endswith(".json")
         check_fit(folder, part, kind, shapes, sharded)
+    if kind == LORA:
+        check_lora_fit(folder.setting, folder.weights(part, kind)[0], folder, shapes)
 
 
 def _need(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
