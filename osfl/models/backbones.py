@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from osfl.config import ConfigError
-from osfl.config.names import BACKBONES
+from osfl.config.names import BACKBONES, problem_of_backbone
 from osfl.models.kits import find_model, is_hub_id
 from osfl.words import plain
 
@@ -40,9 +40,8 @@ def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module"
             f"{key} = {architecture!r} needs the package timm: pip install 'osfl[backbones]'"
         ) from None
     source, _, name = architecture.partition(":")
-    # timm would read local-dir:FOLDER, and fetch hf-hub:NAME by itself
-    if source == "timm" and set(name) & set(":/\\"):
-        raise ConfigError(f"{key} = {plain(architecture, 200)!r}: must be timm:NAME, of timm's own")
+    if problem := problem_of_backbone(architecture, key):
+        raise ConfigError(problem)
     wanted = name if source == "timm" else f"local-dir:{_folder(name, '', key)}"
     try:
         return timm.create_model(wanted, pretrained=False, num_classes=num_classes)
