@@ -154,7 +154,8 @@ def train(message: Message, context: Context) -> Message:
     config, node, client = _settings(context)
     job_id = _job_id(message)
     kit = _kit(config, node)
-    folder = _cache(node, job_id) / f"{client}-{cache_key(config, node, kit)}"
+    key = cache_key(config, node, kit, _rounds_identity(message))
+    folder = _cache(node, job_id) / f"{client}-{key}"
     own_folder(folder.parent)
     own_folder(folder)
     # A server that lost sight of this node asks again: the second waits, and finds the payload
@@ -182,7 +183,8 @@ def _forgettable(
 ) -> list[Path]:
     """The folders of a job that its acknowledgement allows to remove."""
     if METHODS[config.method].rounds:
-        own = job / f"{client}-{cache_key(config, node, _kit(config, node))}"
+        key = cache_key(config, node, _kit(config, node), _rounds_identity(message))
+        own = job / f"{client}-{key}"
         return [] if payload_cache.has_payload(own) else [own]
     # What `osfl.protocol.pack_acknowledgement` packs; that module imports torch
     stored = str(message.content.config_records["job"].get("sha256", ""))
@@ -312,6 +314,15 @@ def _job_id(message: Message) -> str:
     return job_id
 
 
+def _rounds_identity(message: Message) -> str:
+    """Return what tells a run's rounds from another server's with the same job id.
+
+    "" of a method without rounds, and of a server of an older version.
+    """
+    records = message.content.config_records
+    return str(records["job" if "job" in records else "config"].get("rounds", ""))
+
+
 def _kit(config: RunConfig, node: NodeConfig) -> str:
     if not kit_parts(config):
         return ""
@@ -364,12 +375,16 @@ def _cache(node: NodeConfig, job_id: str) -> Path:
     )
 
 
-def cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
+def cache_key(config: RunConfig, node: NodeConfig, kit: str, rounds: str = "") -> str:
     """A digest of everything that could shape a payload.
 
     Node-config keys that are marked `NotIdentity` do not, nor does the kit's path: its files do.
+
+    Args:
+        rounds: the identity of a run's rounds, which keep state between them.
     """
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
     own = {k: v for k, v in flatten(node).items() if k not in NODE_NOT_IDENTITY}
     about = [shaping, own, kit_digest(kit, kit_parts(config, kit)) if kit else ""]
+    about += [rounds] if rounds else []
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]
