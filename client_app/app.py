@@ -43,10 +43,10 @@ from osfl.data.parts import check_images, client_name
 from osfl.data.pins import check_pins
 from osfl.files import OWNER_ONLY, own_folder, private_folder
 from osfl.methods import METHODS
-from osfl.models.initialisation import initial_weights
-from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
+from osfl.models.kit_check import check_kit
 from osfl.models.kits import find_kit, kit_digest, weights_digests
-from osfl.models.used_parts import kit_parts, models_apart
+from osfl.models.run_check import check_initial_weights, check_models_apart
+from osfl.models.used_parts import begins_at_clients, kit_parts
 
 KEY_LENGTH = 12
 
@@ -94,9 +94,9 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
             "package dp-accounting: pip install 'osfl[privacy]'"
         )
     kit = _kit(config, node)
-    _check_encoders(config)
-    if METHODS[config.method].payload == "Classifier":
-        initial_weights(config.classifier, kit, "classifier.init")
+    check_models_apart(config, "clients")
+    if begins_at_clients(config):
+        check_initial_weights(config.classifier, kit, "classifier.init")
     if node.models_dir:
         _check_models_dir(node.models_dir)
     if node.device not in ("auto", "cpu"):
@@ -333,13 +333,6 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
     kit = find_kit(name, parts)
     check_kit(kit, parts)
     return kit
-
-
-def _check_encoders(config: RunConfig) -> None:
-    """What the run names apart from the kit, where this client uses it."""
-    checks = {"captioner": check_captioner, "image-encoder": check_image_encoder}
-    for key, source, _ in models_apart(config):
-        checks[key](source)
 
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:

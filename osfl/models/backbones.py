@@ -58,10 +58,27 @@ def backbone_weights(architecture: str, key: str) -> Path:
         ConfigError: it has none on the hub, or timm is not installed.
         KitError: as `build_backbone`.
     """
+    return Path(_folder(_weights_name(architecture, key), "backbone", key)) / "model.safetensors"
+
+
+def backbone_to_fetch(architecture: str, key: str) -> bool:
+    """Whether `backbone_weights` would fetch the file of the hub.
+
+    Raises:
+        ConfigError, KitError: as `backbone_weights`.
+    """
+    name = _weights_name(architecture, key)
+    if not is_hub_id(name):
+        return False
+    # A client that needs no model of the hub stays small
+    from osfl.models.hub import missing_model_bytes
+
+    return missing_model_bytes(name, "backbone", key) > 0
+
+
+def _weights_name(architecture: str, key: str) -> str:
     source, _, name = architecture.partition(":")
-    if source == "timm":
-        name = _repository(name, key)
-    return Path(_folder(name, "backbone", key)) / "model.safetensors"
+    return _repository(name, key) if source == "timm" else name
 
 
 def _repository(name: str, key: str) -> str:

@@ -24,15 +24,16 @@ from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
+from osfl.models.encoders import TextEncoder, load_text_encoder
 from osfl.models.fits import Misfit, check_loaded
 from osfl.models.headers import Shapes
-from osfl.models.kit_check import check_kit, check_small_decoder
+from osfl.models.kit_check import check_kit, check_small_decoder, check_steps
 from osfl.models.kits import (
     DIFFUSION_PARTS,
     SMALL_DECODER,
     KitError,
     find_model,
+    kit_shapes,
     variant_of,
 )
 from osfl.words import plain
@@ -482,38 +483,14 @@ def save_lora(unet: UNet2DConditionModel, folder: Path) -> None:
     StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=half)
 
 
-def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit,
-    without loading its weights.
-
-    Raises:
-        KitError: a part is missing or damaged.
-    """
-    try:
-        unet = UNet2DConditionModel.load_config(source, subfolder="unet")
-        size = unet["sample_size"]
-        latent = unet["in_channels"], size, size
-        return text_shape(source), latent, unet.get("projection_class_embeddings_input_dim") or 0
-    # Whatever the libraries raise for settings that somebody wrote
-    except Exception as error:
-        raise KitError(f"kit = {source!r} cannot be read: {plain(error)}") from error
-
-
 def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
     """Return the timesteps of a schedule with this number of steps, from T down.
 
     Raises:
-        KitError: the schedule has fewer timesteps than these steps, or its `steps_offset` moves the
-            first one beyond them.
+        KitError: as `check_steps`.
     """
-    count = scheduler.config.num_train_timesteps
-    if steps <= count:
-        scheduler.set_timesteps(steps)
-    if steps > count or max(scheduler.timesteps.tolist()) >= count:
-        raise KitError(
-            f"synthesis.steps = {steps}: the kit's schedule has {count} timesteps, and its "
-            f"steps_offset is {scheduler.config.steps_offset}; set synthesis.steps to fewer"
-        )
+    check_steps(scheduler.config, steps)
+    scheduler.set_timesteps(steps)
     # Where T / steps is rounded up, diffusers' trailing spacing has a further one, below 0
     return [t for t in scheduler.timesteps.tolist() if t >= 0]
 

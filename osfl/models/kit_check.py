@@ -57,6 +57,7 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("tokenizer.json", "vocab.txt", "vocab.json"),
     ),
 }
+SCHEDULER_TIMESTEPS = 1000  # where the settings do not say how many
 SCHEDULERS = ("scheduler", "image_noising_scheduler")
 # Settings of a noise schedule: their words, the default first, and the ranges of their numbers
 SCHEDULE_WORDS: Mapping[str, tuple[Any, ...]] = {
@@ -146,6 +147,27 @@ def _check_all(folder: KitFolder, parts: tuple[str, ...], image_condition: bool 
     noised = "image_normalizer" in parts
     if noised or (image_condition and folder.has("image_normalizer/config.json")):
         _check_embedding(folder)
+
+
+def check_steps(settings: Mapping[str, Any], steps: int) -> None:
+    """Check that a noise schedule has timesteps for this number of steps.
+
+    Args:
+        settings: of its scheduler, as `check_kit` has checked them.
+
+    Raises:
+        KitError: it has fewer, or its `steps_offset` moves the first one beyond them.
+    """
+    count = settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
+    offset = settings.get("steps_offset", 0)
+    spacing = settings.get("timestep_spacing", SCHEDULE_WORDS["timestep_spacing"][0])
+    # The other spacings begin at the last timestep
+    first = (steps - 1) * (count // steps) + offset if spacing == "leading" else count - 1
+    if steps > count or first >= count:
+        raise KitError(
+            f"synthesis.steps = {steps}: the kit's schedule has {count} timesteps, and its "
+            f"steps_offset is {offset}; set synthesis.steps to fewer"
+        )
 
 
 def check_captioner(source: str) -> None:
@@ -344,7 +366,9 @@ def _check_scheduler(folder: KitFolder, file: str) -> None:
             kind = "a whole number" if whole else "a number"
             raise _odd(folder, file, settings, key, f"{kind} from {low} to {high}")
     betas = settings.get("trained_betas")
-    if betas is not None and not _are_betas(betas, settings.get("num_train_timesteps", 1000)):
+    if betas is not None and not _are_betas(
+        betas, settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
+    ):
         wanted = "null, or a number from 0 to 1 for each of num_train_timesteps"
         raise _odd(folder, file, settings, "trained_betas", wanted)
 
