@@ -13,8 +13,9 @@ from osfl.data.parts import class_names
 from osfl.devices import pick_device
 from osfl.log import log
 from osfl.methods import METHODS, server_half
-from osfl.models.classifiers import new_classifier
+from osfl.models.classifiers import blank_classifier
 from osfl.models.kits import KitError, find_kit, image_size
+from osfl.models.run_check import check_initial_weights, check_noise_schedule
 from osfl.models.used_parts import initial_models
 from osfl.payloads import Payload
 from osfl.run_folder.events import log_results
@@ -219,12 +220,12 @@ def check_server(config: RunConfig) -> None:
     if method.samples:
         check_workers(config.synthesis, device)
         check_sampling_kit(config)
-        from osfl.models.diffusion import check_schedule, timesteps  # seconds to import
-
-        timesteps(check_schedule(find_kit(config.sampling_kit)), config.synthesis.steps)
+        check_noise_schedule(find_kit(config.sampling_kit), config.synthesis.steps)
     for key, settings in initial_models(config):
         kit = find_kit(config.kit) if settings.init == "kit" else ""
-        new_classifier(settings, classes, kit, config.seed, key)
+        check_initial_weights(settings, kit, key)
+        if settings.init == "none":
+            blank_classifier(settings.architecture, classes, settings.small_stem)
     expected_tensors(config)
 
 

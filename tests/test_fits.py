@@ -16,7 +16,7 @@ from benchmarks import hub_layouts
 from osfl.methods import DIFFUSION_PARTS
 from osfl.models import fits, kit_check
 from osfl.models.diffusion import check_schedule, load_kit, timesteps
-from osfl.models.fits import DIFFUSERS_MODELS, SHIPPED, check_loaded, fit_mark
+from osfl.models.fits import DIFFUSERS_MODELS, check_loaded
 from osfl.models.kit_check import (
     MODELS,
     check_captioner,
@@ -24,7 +24,7 @@ from osfl.models.kit_check import (
     check_kit,
     check_small_decoder,
 )
-from osfl.models.kits import KitError, KitFolder, file_in
+from osfl.models.kits import KitError
 
 State = dict[str, torch.Tensor]
 CHECKS = {
@@ -164,31 +164,40 @@ def test_what_fits_is_remembered_by_settings_and_header(
     assert asked == ["vae"] * 3
 
 
-def test_the_shipped_kits_are_checked_without_torch(tmp_path: Path) -> None:
+CHECK_SHIPPED = """
+import sys
+from dataclasses import replace
+from osfl.cli.launch import default_config
+from osfl.config import parse_run_config
+from osfl.models.kit_check import MODELS, check_kit
+from osfl.models.kits import find_kit
+from osfl.models.run_check import check_initial_weights, check_noise_schedule
+
+kit, unclip = find_kit("digits"), find_kit("digits-unclip")
+check_kit(kit, [*(part for part in MODELS if part != "image_normalizer"), "lora"])
+check_kit(unclip, [part for part in MODELS if part not in ("captioner", "small_decoder")])
+check_noise_schedule(kit, 50)
+check_noise_schedule(unclip, 50)
+settings = parse_run_config(default_config()).classifier
+names = "mobilenet_v2 mobilenet_v3_small resnet18 resnet34 resnet50 shufflenet_v2_x1_0 vgg16"
+for name in names.split():
+    check_initial_weights(replace(settings, architecture=name), kit, "classifier.init")
+"""
+
+
+def test_the_shipped_kits_are_checked_without_torch() -> None:
     """Joining stays cheap. Their parts really fit, which the parts' own test shows."""
-    marks = set()
-    for name in ("digits", "digits-unclip"):
-        folder = KitFolder(name, ROOT / "kits" / name)
-        for kind in MODELS:
-            if folder.has(file_in(kind, "config.json")):
-                shapes = kit_check._check_weights(folder, kind, kind)
-                marks.add(fit_mark(folder, kind, kind, shapes, False))
-    assert marks == SHIPPED
-    code = (
-        "import sys; from osfl.models.kit_check import check_kit, MODELS; "
-        f"kit = {str(ROOT / 'kits' / 'digits')!r}; "
-        "check_kit(kit, [part for part in MODELS if part != 'image_normalizer']); "
-        "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
-    )
+    code = CHECK_SHIPPED + "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_the_shipped_kits_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is known of them is what their check remembers: of a kit that is made anew, too."""
+    known = fits.SHIPPED
     monkeypatch.setattr(fits, "SHIPPED", frozenset())
-    check_kit(str(ROOT / "kits" / "digits"), [p for p in MODELS if p != "image_normalizer"])
-    unclip = (*DIFFUSION_PARTS, "image_encoder", "image_normalizer", "image_noising_scheduler")
-    check_kit(str(ROOT / "kits" / "digits-unclip"), unclip)
+    exec(CHECK_SHIPPED, {})
+    assert set(fits._remembered()) == known
 
 
 # ---- Settings that somebody wrote ----

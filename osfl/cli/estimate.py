@@ -36,10 +36,10 @@ from osfl.devices import pick_device
 from osfl.methods import METHODS
 from osfl.models.classifiers import ClassifierError
 from osfl.models.kits import KitError, find_kit
+from osfl.models.run_check import check_run_models
 from osfl.models.used_parts import sampling_parts
 from osfl.payloads import Captions, Domain, Payload
 from osfl.run_folder.report_page import human_bytes, human_flops
-from server_app.agreement import rows_judged
 from server_app.app import check_server, needed_bytes
 from server_app.expected import expected_payload, run_dimensions
 
@@ -198,6 +198,8 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     Raises:
         ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: it cannot work; why.
     """
+    if simulated:
+        check_run_models(config)
     clients = checked_clients(config, simulated)
     rounds = config.rounds.count if METHODS[config.method].rounds else 1
     uploads = {name: rounds * upload_bytes(name, client) for name, client in clients.items()}
@@ -399,6 +401,9 @@ def judged_rows(config: RunConfig, clients: Iterable[Client]) -> int:
     """How many rows go through the UNet to judge what was drawn, where `robust` asks for it."""
     if config.robust == "off":
         return 0
+    # With diffusers, which takes seconds to import
+    from server_app.agreement import rows_judged
+
     every = len(class_names(config.data))
     of_a_class = rows_judged(config.synthesis.images_per_class, every)
     return of_a_class * sum(len(drawn_classes(client)) for client in clients)

@@ -76,6 +76,7 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
     """Check a run whose server and clients are on this machine, and return notes on its data.
 
     Models of the hub that are not here yet are the server's to fetch, which shows how far it is.
+    Until then their settings are checked, and all other models.
 
     Raises:
         ClassifierError, ConfigError, DataError, KitError, LaunchError, OSError: the run cannot
@@ -83,13 +84,14 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
     """
     from osfl.cli import launch
     from osfl.cli.estimate import checked_clients
+    from osfl.models.run_check import check_run_models
     from osfl.run_folder.layout import RunFolder
     from server_app.app import needed_bytes
 
     if RunFolder(runs / config.job_id).stored_config() is None:
         launch.check_disk(runs, needed_bytes(config))
     notes = check_data(config)
-    if not _fetches(config):
+    if not any(place.to_fetch for place in check_run_models(config)):
         checked_clients(config, simulated=True)
     return notes
 
@@ -124,18 +126,6 @@ def check_architectures(config: RunConfig) -> None:
             # Those of timm may be of the hub
             if not architecture.startswith(BACKBONES):
                 blank_classifier(architecture, len(class_names(config.data)), settings.small_stem)
-
-
-def _fetches(config: RunConfig) -> bool:
-    """Whether the run fetches models of the hub before it works."""
-    from osfl.models.hub import missing_bytes
-    from osfl.models.kits import is_hub_id
-    from osfl.models.used_parts import models_apart, used_parts
-
-    if any(is_hub_id(source) for _, source, _ in models_apart(config)):
-        return True
-    kits = used_parts(config).values()
-    return any(missing_bytes(kit, parts) for kit, parts in kits if is_hub_id(kit))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from osfl.config.names import BACKBONES, is_identifier, named_words, split_names
+from osfl.config.names import (
+    BACKBONES,
+    is_identifier,
+    named_words,
+    problem_of_backbone,
+    split_names,
+)
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.prompts import in_words
@@ -338,11 +344,8 @@ def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:
         )
     for architecture in split_names(settings.architecture):
         of_timm = architecture.startswith(BACKBONES)
-        if architecture.startswith("timm:") and set(architecture.removeprefix("timm:")) & set(":/"):
-            yield (
-                f"{section}.architecture = {plain(architecture, 200)!r}: must be timm:NAME, a name "
-                "of timm's alone; for a folder or a model of the hub set hf-hub:..."
-            )
+        if problem := problem_of_backbone(architecture, f"{section}.architecture"):
+            yield problem
         if of_timm and settings.init in ("kit", "imagenet"):
             yield (
                 f"{section}.init = {quoted(settings.init)}: there is none of "

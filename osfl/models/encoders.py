@@ -150,12 +150,6 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def text_shape(kit: str) -> tuple[int, int]:
-    """(L, d) of a kit's text encoder, without loading its weights."""
-    config = CLIPTextConfig.from_pretrained(kit, subfolder="text_encoder", trust_remote_code=False)
-    return _tokenizer(kit, config).model_max_length, config.hidden_size
-
-
 @dataclass(frozen=True)
 class ImageEncoder:
     """A frozen image encoder with its preprocessing.

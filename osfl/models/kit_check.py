@@ -3,14 +3,13 @@
 By names, settings and the headers of the weights. No weight is loaded.
 """
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from osfl.files import DamageError, placeholder
-from osfl.models.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit
+from osfl.models.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit, check_lora_fit
 from osfl.models.headers import Shapes, tensor_shapes
 from osfl.models.kits import (
     DIFFUSION_PARTS,
@@ -58,6 +57,7 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("tokenizer.json", "vocab.txt", "vocab.json"),
     ),
 }
+SCHEDULER_TIMESTEPS = 1000  # where the settings do not say how many
 SCHEDULERS = ("scheduler", "image_noising_scheduler")
 # Settings of a noise schedule: their words, the default first, and the ranges of their numbers
 SCHEDULE_WORDS: Mapping[str, tuple[Any, ...]] = {
@@ -149,6 +149,27 @@ def _check_all(folder: KitFolder, parts: tuple[str, ...], image_condition: bool 
         _check_embedding(folder)
 
 
+def check_steps(settings: Mapping[str, Any], steps: int) -> None:
+    """Check that a noise schedule has timesteps for this number of steps.
+
+    Args:
+        settings: of its scheduler, as `check_kit` has checked them.
+
+    Raises:
+        KitError: it has fewer, or its `steps_offset` moves the first one beyond them.
+    """
+    count = settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
+    offset = settings.get("steps_offset", 0)
+    spacing = settings.get("timestep_spacing", SCHEDULE_WORDS["timestep_spacing"][0])
+    # The other spacings begin at the last timestep
+    first = (steps - 1) * (count // steps) + offset if spacing == "leading" else count - 1
+    if steps > count or first >= count:
+        raise KitError(
+            f"synthesis.steps = {steps}: the kit's schedule has {count} timesteps, and its "
+            f"steps_offset is {offset}; set synthesis.steps to fewer"
+        )
+
+
 def check_captioner(source: str) -> None:
     """Whether a folder or hub id that `captioner` names is a BLIP or BLIP-2 that can be
     loaded.
@@ -191,7 +212,7 @@ def check_small_decoder(source: str) -> None:
 
 
 def check_lora(source: str, kit: str) -> None:
-    """Whether what `synthesis.lora` names are weights that a UNet takes, and peft is installed.
+    """Check that what `synthesis.lora` names are weights for a kit's UNet, and peft is installed.
 
     Args:
         kit: the folder of the kit that draws, which `kit` stands for.
@@ -199,16 +220,16 @@ def check_lora(source: str, kit: str) -> None:
     Raises:
         KitError: as `check_kit`.
     """
-    key = f"synthesis.lora = {source!r}"
-    if importlib.util.find_spec("peft") is None:
-        raise KitError(f"{key} needs the package peft: pip install 'osfl[lora]'")
     file = lora_file(source, kit)
-    _check_lora_names(KitFolder(key, file.parent), file.name)
+    folder = KitFolder(f"synthesis.lora = {source!r}", file.parent)
+    check_lora_fit(folder.setting, file.name, open_kit(kit), _lora_shapes(folder, file.name))
 
 
-def _check_lora_names(folder: KitFolder, file: str) -> None:
-    if not any("lora" in name for name in _shapes(folder, file)):
+def _lora_shapes(folder: KitFolder, file: str) -> Shapes:
+    shapes = _shapes(folder, file)
+    if not any("lora" in name for name in shapes):
         raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
+    return shapes
 
 
 def lora_file(source: str, kit: str) -> Path:
@@ -345,7 +366,9 @@ def _check_scheduler(folder: KitFolder, file: str) -> None:
             kind = "a whole number" if whole else "a number"
             raise _odd(folder, file, settings, key, f"{kind} from {low} to {high}")
     betas = settings.get("trained_betas")
-    if betas is not None and not _are_betas(betas, settings.get("num_train_timesteps", 1000)):
+    if betas is not None and not _are_betas(
+        betas, settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
+    ):
         wanted = "null, or a number from 0 to 1 for each of num_train_timesteps"
         raise _odd(folder, file, settings, "trained_betas", wanted)
 
@@ -374,8 +397,7 @@ def _check_weights(folder: KitFolder, part: str, kind: str) -> Shapes:
     if kind not in WEIGHTS:
         return {}
     if kind == LORA:
-        _check_lora_names(folder, folder.weights(part, kind)[0])
-        return {}
+        return _lora_shapes(folder, folder.weights(part, kind)[0])
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
@@ -389,6 +411,8 @@ def _check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes) -> None:
     if kind in MODELS:
         sharded = folder.weights(part, kind)[0].endswith(".json")
         check_fit(folder, part, kind, shapes, sharded)
+    if kind == LORA:
+        check_lora_fit(folder.setting, folder.weights(part, kind)[0], folder, shapes)
 
 
 def _need(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
