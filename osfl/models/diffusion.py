@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
-from osfl.models.fits import Misfit, check_loaded
+from osfl.models.fits import Misfit, check_finite, check_loaded
 from osfl.models.headers import Shapes
 from osfl.models.kit_check import check_kit, check_small_decoder
 from osfl.models.kits import (
@@ -235,6 +235,9 @@ def _network(
     except Exception as error:
         raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
     check_loaded(info, setting, kind)
+    # Of a file with numbers of several types diffusers leaves some as they are
+    network.to(dtype)
+    check_finite(network, setting, kind)
     return network
 
 
@@ -396,6 +399,8 @@ def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
         size = unet["sample_size"]
         latent = unet["in_channels"], size, size
         return text_shape(source), latent, unet.get("projection_class_embeddings_input_dim") or 0
+    except KitError:
+        raise
     # Whatever the libraries raise for settings that somebody wrote
     except Exception as error:
         raise KitError(f"kit = {source!r} cannot be read: {plain(error)}") from error
