@@ -15,6 +15,7 @@ import numpy as np
 from osfl.config import DataConfig, NodeConfig, split_names
 from osfl.data.columns import (
     check_complete,
+    check_distinct,
     check_pictures,
     class_indices,
     read_column,
@@ -61,7 +62,15 @@ def stored_classes(config: DataConfig) -> tuple[str, ...]:
             f"data.classes: {config.name} stores no names for the labels in its column "
             f"{config.label_column!r}; name the classes, in the order of its numbers"
         )
-    return tuple(map(identifier, names))
+    found = tuple(map(identifier, names))
+    place = f"data.label-column = {config.label_column!r}"
+    if "" in found:
+        raise DataError(
+            f"{place}: {config.name} stores the name {plain(repr(names[found.index('')]), 80)}, of "
+            "which no letter is left as a class's name; rename this class in the data set"
+        )
+    check_distinct(place, names)
+    return found
 
 
 def chosen_classes(config: DataConfig) -> tuple[str, ...]:
@@ -123,7 +132,9 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         _check_sides(config, train.rows, test)
         if not node.data_dir:
             _check_domains(config, test)
+        _check_any(config, node, test, "test", held_out)
         chosen = test if is_held_out else train.rows
+    _check_any(config, node, train.rows, "train", config.train_split)
     labels = np.asarray(chosen["label"])
     groups = group_numbers(list(chosen["group"])) if config.group_column else None
     if node.data_dir:
@@ -155,9 +166,18 @@ def _held_out(config: DataConfig, node: NodeConfig) -> str:
 
 
 def _no_rows(config: DataConfig, node: NodeConfig, split: str) -> str:
-    grouped = "; data.group-column keeps each group on one side" if config.group_column else ""
     source = node.data_dir or config.name
-    return f"{source}: no images. This client has no data for {split}{grouped}"
+    begin = f"{source}: no images. This client has no data for {split}"
+    if node.data_dir:
+        cure = "Save more images in this part"
+    else:
+        begin += f" (partition-id {node.partition_id} of {node.num_partitions})"
+        cure = "Lower num-clients"
+    if config.group_column:
+        begin += "; data.group-column keeps each group on one side"
+    if not _held_out(config, node):
+        cure += ", or set data.test-split to a split of the test images"
+    return f"{begin}. {cure}"
 
 
 def domain_of(rows: "Dataset") -> str:
@@ -463,7 +483,11 @@ def _domains(stored: "Dataset", config: DataConfig, folder: str) -> list[str] | 
             )
         return None
     try:
-        return read_column(stored, config.domain_column, "data.domain-column").texts()
+        column = read_column(stored, config.domain_column, "data.domain-column")
+        if is_cut:
+            # Two domains of one name would be one client
+            check_distinct(column.place, column.words())
+        return column.texts()
     except DataError:
         # A column that happens to have this name, and nothing is cut by it
         if is_cut:
@@ -481,6 +505,28 @@ def _groups(stored: "Dataset", config: DataConfig) -> list[str]:
     return read_column(stored, config.group_column, "data.group-column").texts()
 
 
+def _check_any(config: DataConfig, node: NodeConfig, rows: "Dataset", key: str, split: str) -> None:
+    """Check that a split has rows of the run's classes, such as no test split of hidden labels has.
+
+    Raises:
+        DataError: it has none.
+    """
+    if len(rows):
+        return
+    source = node.data_dir or config.name
+    domain = " and a domain" if _by_domain(config) else ""
+    share = ', or to "" for a share of the training images' if key == "test" else ""
+    raise DataError(
+        f"data.{key}-split = {split!r}: no row of {source} has a label of the run{domain} (-1 and "
+        f"null mean none). Set data.{key}-split to another split{share}; or set data.label-column "
+        f"= {config.label_column!r}{_domain_key(config)} to another column"
+    )
+
+
+def _domain_key(config: DataConfig) -> str:
+    return f" or data.domain-column = {config.domain_column!r}" if _by_domain(config) else ""
+
+
 def _check_whole(config: DataConfig, held_out: str) -> None:
     """Check that a whole data set has images of all classes, unless it stores their names.
 
@@ -492,7 +538,9 @@ def _check_whole(config: DataConfig, held_out: str) -> None:
         parts.append(_labelled(config, "", held_out, "test"))
     if not parts[0].has_names:
         labels = np.concatenate([np.asarray(part.rows["label"]) for part in parts])
-        check_complete(labels, split_names(config.classes), config.label_column, config.name)
+        classes = split_names(config.classes)
+        has_texts = parts[0].has_texts
+        check_complete(labels, classes, config.label_column, config.name, has_texts)
 
 
 def _check_sides(config: DataConfig, train: "Dataset", test: "Dataset") -> None:

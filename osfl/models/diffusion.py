@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from osfl.models.encoders import TextEncoder, load_text_encoder
-from osfl.models.fits import Misfit, check_loaded
+from osfl.models.fits import Misfit, check_finite, check_loaded
 from osfl.models.headers import Shapes
 from osfl.models.kit_check import check_kit, check_small_decoder, check_steps
 from osfl.models.kits import (
@@ -242,6 +242,9 @@ def _network(
     except Exception as error:
         raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
     check_loaded(info, setting, kind)
+    # Of a file with numbers of several types diffusers leaves some as they are
+    network.to(dtype)
+    check_finite(network, setting, kind)
     return network
 
 

@@ -143,6 +143,22 @@ def check_loaded(info: Mapping[str, Any], setting: str, part: str) -> None:
         )
 
 
+def check_finite(model: Any, setting: str, part: str) -> None:
+    """Check the numbers of a model that was loaded.
+
+    Raises:
+        KitError: one is NaN or infinite, as it is given or in the model's type.
+    """
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            cure = "" if kind == "float32" else "set synthesis.dtype to float32, or "
+            raise KitError(
+                f"{setting}: the weights of {part} have NaN or infinity in {plain(name, 200)!r} as "
+                f"{kind}; {cure}fetch or save them again"
+            )
+
+
 def fit_mark(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> str:
     """Return the SHA-256 of all that the comparison depends on."""
     settings = folder.settings(file_in(part, "config.json"))
