@@ -43,8 +43,8 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-proto: setup ## generate osfl/v1 from proto/
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. osfl/v1/payload.proto
+proto: setup ## generate osfl/payload/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. osfl/payload/v1/payload.proto
 
 docs-pages: setup ## write the pages that are made from the code: docs/configuration.md
 	$(BIN)/python docs/generate.py

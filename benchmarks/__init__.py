@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from osfl.cli.compare import machine
-from osfl.files import PUBLIC, write_atomically
+from osfl.util.files import PUBLIC, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

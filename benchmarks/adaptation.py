@@ -7,9 +7,9 @@ python -m benchmarks.adaptation --tuning    # steps and learning rates, on the v
 
 Global models learn by the recipe of benchmarks.main_table, in bfloat16, from its rows' payloads;
 images are drawn in six UniPC steps. Then each client adapts its copy on its hundred training images
-(`adaptation`, client_app/adaptation.py), and tests it on its own domain. Nothing is sent of it.
-Beside them, what a client has that takes no part: the kit's first weights, trained on its own
-images for as long as a global model. Interrupted, the same command goes on.
+(`adaptation`, client_app/learning/personalization.py), and tests it on its own domain. Nothing of
+it is sent. Beside them, what a client has that takes no part: the kit's first weights, trained on
+its own images for as long as a global model. Interrupted, the same command goes on.
 """
 
 import copy
@@ -30,13 +30,13 @@ from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, LONG, ROWS, config_of
 from benchmarks.server import job_in
 from benchmarks.styles import share_seen
-from client_app.adaptation import adapt
+from client_app.learning.personalization import adapt
 from osfl.config import RunConfig
-from osfl.files import private_folder, write_atomically
+from osfl.kit.kits import find_kit
 from osfl.methods import server_half
 from osfl.models.classifiers import new_classifier
-from osfl.models.kits import find_kit
-from osfl.prompts import DIGITS
+from osfl.util.files import private_folder, write_atomically
+from osfl.util.prompts import DIGITS
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "adaptation"
 SEEDS = (0, 1, 2)

@@ -28,12 +28,12 @@ from osfl.data.load import load_images
 from osfl.data.parts import class_names
 from osfl.methods import server_half
 from osfl.models.classifiers import confusion
-from osfl.payloads import Payload
+from osfl.payload.kinds import Payload
+from osfl.payload.wire import decode
 from osfl.run_folder.layout import RunFolder, open_run_folder, read_picture
 from osfl.run_folder.status import Status
-from osfl.wire import decode
+from server_app.context import ServerJob
 from server_app.expected import expected_payload
-from server_app.job import ServerJob
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "approximations"

@@ -18,7 +18,7 @@ from osfl.cli import display
 from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
 from osfl.cli.launch import default_config
 from osfl.config import parse_run_config
-from osfl.files import private_folder
+from osfl.util.files import private_folder
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "audit"
 # Of `osfl audit`'s columns, without who and what

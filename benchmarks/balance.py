@@ -24,10 +24,10 @@ from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, config_of
 from benchmarks.server import job_in
 from osfl.config import RunConfig
-from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half
-from server_app.driver import plan_held
-from server_app.job import ServerJob
+from osfl.util.files import private_folder, write_atomically
+from server_app.context import ServerJob
+from server_app.pipeline import plan_held
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "balance"
 STEPS = 627

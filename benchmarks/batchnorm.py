@@ -24,7 +24,7 @@ from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names
 from osfl.models.classifiers import logits_of, normalise, rebuild
-from osfl.pixels import to_float
+from osfl.util.pixels import to_float
 
 CPU = torch.device("cpu")
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from flwr.app import RecordDict
 
 from benchmarks.guidance import digest_of
-from client_app.work import train
+from client_app.handlers import train
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import Images, load_images
-from osfl.files import private_folder
+from osfl.kit.kits import find_kit
 from osfl.methods import METHODS
-from osfl.models.kits import find_kit
-from osfl.payloads import Payload
-from osfl.wire import decode, encode
+from osfl.payload.kinds import Payload
+from osfl.payload.wire import decode, encode
+from osfl.util.files import private_folder
 from server_app.expected import expected_payload
 
 PAYLOADS = Path(__file__).resolve().parent.parent / "runs" / "payloads"

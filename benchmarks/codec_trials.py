@@ -22,12 +22,12 @@ from sklearn.metrics import pairwise_distances_argmin
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.clients import sent
 from benchmarks.main_table import CODED, config_of, settings_of
-from osfl.codecs import BLOCK, packed, unpacked
 from osfl.config import RunConfig
+from osfl.kit.kits import find_kit
 from osfl.models.encoders import load_text_encoder
-from osfl.models.kits import find_kit
-from osfl.payloads import Descriptions, DomainVector, Encodings
-from osfl.prompts import DIGITS, fill
+from osfl.payload.codecs import BLOCK, packed, unpacked
+from osfl.payload.kinds import Descriptions, DomainVector, Encodings
+from osfl.util.prompts import DIGITS, fill
 
 SYSTEMS = (*CODED, "OSCAR-pooled")
 # Of residual vector quantisation: a byte each

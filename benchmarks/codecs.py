@@ -25,10 +25,10 @@ from benchmarks.clients import sent
 from benchmarks.left_out import against
 from benchmarks.main_table import CODED, SEEDS, WORK, averages, cells, config_of, settings_of
 from benchmarks.teachers import on_own
-from osfl.files import private_folder
 from osfl.models.classifiers import rebuild
-from osfl.payloads import Classifier, Payload
-from osfl.wire import encode
+from osfl.payload.kinds import Classifier, Payload
+from osfl.payload.wire import encode
+from osfl.util.files import private_folder
 
 CODECS = ("raw", "int8", "int4")
 PACKED = ("raw", "float16", "int8", "int4")

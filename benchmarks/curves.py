@@ -36,10 +36,10 @@ from benchmarks.guidance import score
 from benchmarks.left_out import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
 from osfl.config import RunConfig
+from osfl.kit.kits import find_kit
 from osfl.models.classifiers import new_classifier
-from osfl.models.kits import find_kit
 from osfl.models.training import fit
-from osfl.payloads import Payload
+from osfl.payload.kinds import Payload
 from osfl.run_folder.layout import RunFolder
 from server_app.synthesis.images import SyntheticSet
 

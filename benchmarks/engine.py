@@ -34,19 +34,19 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import TABLES, command_line, write_table
-from client_app.conditions import learn_conditions, posteriors
-from client_app.job import ClientJob
+from client_app.context import ClientJob
+from client_app.learning.conditions import learn_conditions, posteriors
 from osfl.cli.launch import KEEP_MEMORY, default_config
 from osfl.config import NodeConfig, RunConfig, SynthesisConfig, parse_run_config
-from osfl.costs import Stopwatch
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
+from osfl.kit.kits import find_kit, kit_digest
 from osfl.models.diffusion import Kit, forward_noise, load_kit, load_pipeline
-from osfl.models.kits import find_kit, kit_digest
-from osfl.pixels import to_float
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.job import ServerJob
+from osfl.util.costs import Stopwatch
+from osfl.util.pixels import to_float
+from server_app.context import ServerJob
 from server_app.methods import prompts_only
 from server_app.synthesis import images
 from server_app.synthesis.engine import DTYPES, load_engine, settled

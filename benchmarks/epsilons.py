@@ -34,24 +34,24 @@ from benchmarks.guidance import digest_of
 from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON
 from benchmarks.server import job_in
-from client_app.conditions import load_kit_to_learn, posteriors
-from client_app.job import ClientJob
-from client_app.mechanisms import private_mean_of_class
+from client_app.context import ClientJob
+from client_app.learning.conditions import load_kit_to_learn, posteriors
 from client_app.methods import domain_vector, feddeo, oscar, votes
+from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.cli.compare import as_arguments
 from osfl.cli.launch import default_config
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.digits import split_sources
 from osfl.data.load import Fit, Images, to_pixels
 from osfl.data.render import DOMAIN_SLICES, render
-from osfl.files import private_folder, write_atomically
+from osfl.kit.kits import find_kit
 from osfl.methods import client_half, server_half
 from osfl.models.diffusion import load_kit
 from osfl.models.encoders import load_captioner, load_text_encoder
-from osfl.models.kits import find_kit
-from osfl.payloads import Descriptions, DomainVector, Encodings, Payload, Votes
-from osfl.prompts import DIGITS
-from osfl.wire import decode, encode
+from osfl.payload.kinds import Descriptions, DomainVector, Encodings, Payload, Votes
+from osfl.payload.wire import decode, encode
+from osfl.util.files import private_folder, write_atomically
+from osfl.util.prompts import DIGITS
 from server_app.expected import expected_payload
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "epsilons"

@@ -16,17 +16,17 @@ import torch
 
 from benchmarks import TABLES, write_table
 from benchmarks.guidance import score
-from client_app.job import ClientJob
+from client_app.context import ClientJob
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
+from osfl.kit.kits import find_kit
 from osfl.methods import client_half, server_half
-from osfl.models.kits import find_kit
-from osfl.payloads import Payload
+from osfl.payload.kinds import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.job import ServerJob
+from server_app.context import ServerJob
 
 CLIENTS = 6
 SEED = 100

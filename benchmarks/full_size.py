@@ -27,7 +27,7 @@ import torch
 from benchmarks import TABLES, hub_layouts, write_table
 from osfl.methods import METHODS
 from osfl.models.diffusion import load_kit, load_pipeline
-from osfl.run_folder.report_page import human_bytes, human_flops
+from osfl.run_folder.report.page import human_bytes, human_flops
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.samplers import ddim
 

@@ -27,18 +27,12 @@ from typing import Any
 import torch
 
 from benchmarks import TABLES, write_table
-from osfl import wire
-from osfl.costs import release_memory
 from osfl.methods import METHODS
-from osfl.payload_fields import tensors_of
-from osfl.payloads import (
-    Captions,
-    Classifier,
-    Domain,
-    Payload,
-    kind_of,
-)
-from osfl.v1 import payload_pb2 as pb
+from osfl.payload import wire
+from osfl.payload.fields import tensors_of
+from osfl.payload.kinds import Captions, Classifier, Domain, Payload, kind_of
+from osfl.payload.v1 import payload_pb2 as pb
+from osfl.util.costs import release_memory
 
 REAL = torch.float32
 WHOLE = torch.int64

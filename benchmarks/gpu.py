@@ -27,12 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import TABLES, command_line, write_table
 from benchmarks.engine import CPU, config_with, textual_inversion_step
-from client_app.conditions import learn_conditions
-from client_app.job import ClientJob
-from osfl.kit_recipe.untrained import new_scheduler
+from client_app.context import ClientJob
+from client_app.learning.conditions import learn_conditions
+from osfl.kit_training.untrained import new_scheduler
 from osfl.models.classifiers import build_classifier
 from osfl.models.diffusion import Kit
-from osfl.payloads import Mixtures
+from osfl.payload.kinds import Mixtures
 from server_app.methods import espresso, fedcado, feddeo, fedlmg, prompts_only
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.plan import plan_images

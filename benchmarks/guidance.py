@@ -31,18 +31,18 @@ import torch
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
-from osfl.costs import Stopwatch
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
 from osfl.methods import METHODS, server_half
 from osfl.models.classifiers import confusion
-from osfl.payloads import Payload
+from osfl.payload.kinds import Payload
+from osfl.payload.wire import decode
 from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.report import over_images
+from osfl.run_folder.report.metrics import over_images
 from osfl.run_folder.status import Status
-from osfl.wire import decode
+from osfl.util.costs import Stopwatch
+from server_app.context import ServerJob
 from server_app.expected import expected_payload
-from server_app.job import ServerJob
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "guidance"

@@ -35,8 +35,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks import TABLES, write_table
 from osfl.cli.guard import end_process_tree
-from osfl.kit_recipe.untrained import new_scheduler
-from osfl.models.kits import find_kit
+from osfl.kit.kits import find_kit
+from osfl.kit_training.untrained import new_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "kit-start"

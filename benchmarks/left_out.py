@@ -25,7 +25,7 @@ from osfl.config import RunConfig, Scalar, parse_run_config
 from osfl.methods import server_half
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.job import ServerJob
+from server_app.context import ServerJob
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "left-out"
 # In the place of public domains' names: all but the one that is tested

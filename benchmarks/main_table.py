@@ -38,9 +38,9 @@ from benchmarks.server import job_in
 from osfl.cli.compare import as_arguments, machine
 from osfl.cli.launch import default_config
 from osfl.config import RunConfig, Scalar, parse_run_config
-from osfl.costs import Stopwatch
-from osfl.files import private_folder, write_atomically
 from osfl.methods import server_half
+from osfl.util.costs import Stopwatch
+from osfl.util.files import private_folder, write_atomically
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
 SEEDS = (0, 1, 2, 3, 4)

@@ -24,16 +24,16 @@ from benchmarks import TABLES, command_line, write_figure, write_table
 from benchmarks.clients import CLIENTS, DOMAINS
 from benchmarks.main_table import config_of, settings_of
 from client_app.audit.attacks import denoising_errors
-from client_app.conditions import load_kit_to_learn, posteriors
-from client_app.job import ClientJob
+from client_app.context import ClientJob
+from client_app.learning.conditions import load_kit_to_learn, posteriors
 from client_app.methods.domain_vector import noised_mean, vector_of_each
 from osfl.config import NodeConfig, RunConfig
 from osfl.data.load import Images, load_images
-from osfl.files import private_folder, write_atomically
+from osfl.kit.kits import find_kit
 from osfl.models.diffusion import Kit
-from osfl.models.kits import find_kit
-from osfl.prompts import DIGITS
-from osfl.seeds import generator_of
+from osfl.util.files import private_folder, write_atomically
+from osfl.util.prompts import DIGITS
+from osfl.util.seeds import generator_of
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "noise"
 ROW = "domain-vector, one for all tokens, epsilon 1"

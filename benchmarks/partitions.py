@@ -36,10 +36,10 @@ from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON, config_of
 from benchmarks.server import drawn_by, job_in
 from osfl.data.parts import class_names
-from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of
-from osfl.payloads import Votes
-from server_app.job import ServerJob
+from osfl.payload.kinds import Votes
+from osfl.util.files import private_folder, write_atomically
+from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 from server_app.training import train_global
 

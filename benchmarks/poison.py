@@ -38,28 +38,28 @@ from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, Settings, coded, folder_name, names, real, sent
 from benchmarks.main_table import config_of
 from benchmarks.server import drawn_by, job_in
-from client_app.local_training import train_round
-from client_app.work import client_job
+from client_app.handlers import client_job
+from client_app.learning.local_training import train_round
 from osfl.config import NodeConfig, Scalar
 from osfl.data.load import Fit, Images, count_images, load_images
 from osfl.data.parts import class_names
-from osfl.files import private_folder, write_atomically
+from osfl.kit.kits import find_kit
+from osfl.kit.used_parts import final_model
 from osfl.methods import METHODS, client_half, server_half
 from osfl.models.classifiers import head_of, headless, logits_of, new_classifier, rebuild
-from osfl.models.kits import find_kit
-from osfl.models.used_parts import final_model
-from osfl.payloads import Classifier, FeatureMixtures, FeatureStatistics, Payload
-from osfl.protocol import pack_state, unpack_state
-from osfl.seeds import generator_of
-from server_app import agreement
-from server_app.agreement import LOOKED_AT, agreements, judged, without_doubted
-from server_app.averaging.models import initial_state
-from server_app.driver import train_one
+from osfl.payload.kinds import Classifier, FeatureMixtures, FeatureStatistics, Payload
+from osfl.payload.messages import pack_state, unpack_state
+from osfl.util.files import private_folder, write_atomically
+from osfl.util.seeds import generator_of
+from server_app.baselines.models import initial_state
+from server_app.context import ServerJob
+from server_app.defenses import label_consistency
+from server_app.defenses.contribution import Influence, measured
+from server_app.defenses.image_counts import ALL, Cap, check_counts, find_caps, stated_counts
+from server_app.defenses.label_consistency import LOOKED_AT, agreements, judged, without_doubted
+from server_app.defenses.outliers import find_outliers
 from server_app.expected import probe
-from server_app.image_counts import ALL, Cap, check_counts, find_caps, stated_counts
-from server_app.influence import Influence, measured
-from server_app.job import ServerJob
-from server_app.outliers import find_outliers
+from server_app.pipeline import train_one
 from server_app.synthesis.images import SyntheticSet
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
@@ -403,7 +403,7 @@ def cell(system: str, attack: str, count: int, seed: int) -> Cell:
 
 def judge() -> str:
     """Short for the code by which is judged, without what is said of it."""
-    code = ast.parse(inspect.getsource(agreement))
+    code = ast.parse(inspect.getsource(label_consistency))
     for node in ast.walk(code):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node
@@ -577,11 +577,12 @@ def influence_line(system: str, attack: str, seeds: Sequence[int]) -> dict[str, 
 def write_influences(systems: Sequence[str]) -> None:
     """Make the table of influences, row by row."""
     about = (
-        "What each of six clients gives, by trainings without it (server_app/influence.py); the "
-        "first one lies. Seen by the others: how many of a client's images the model of all others "
-        "takes for what the client says. Gives the others: points that it adds on images like the "
-        "other clients'. Harms: by more than the interval. Synthetic images that no model learned "
-        f"test. Seeds {SEEDS}; recipe and payloads are benchmarks.main_table's. "
+        "What each of six clients gives, by trainings without it "
+        "(server_app/defenses/contribution.py); the first one lies. Seen by the others: how many "
+        "of a client's images the model of all others takes for what the client says. Gives the "
+        "others: points that it adds on images like the other clients'. Harms: by more than the "
+        f"interval. Synthetic images that no model learned test. Seeds {SEEDS}; recipe and "
+        "payloads are benchmarks.main_table's. "
         "Command: `python -m benchmarks.poison --influence`."
     )
     rows = [(system, attack) for system in OF_SIX for attack in (HONEST, *attacks_of(system))]
@@ -842,7 +843,7 @@ def main() -> None:
             "where nobody lies; 0.5 by chance. Six clients, a domain each, or two to four "
             "classes, or classes by Dirichlet's distribution with alpha 0.1; payloads of "
             f"benchmarks.main_table, seeds {HONEST_SEEDS}. The rule is in "
-            "server_app/agreement.py. "
+            "server_app/defenses/label_consistency.py. "
             "Command: `python -m benchmarks.poison --honest`."
         )
         for system in systems:

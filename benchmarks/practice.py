@@ -27,13 +27,13 @@ from benchmarks.clients import folder_name, sent
 from benchmarks.curves import first_images, taught, tested
 from benchmarks.main_table import config_of, settings_of
 from benchmarks.server import drawn_by, job_in
-from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of, normalise
 from osfl.models.diffusion import Kit, x0hat
-from osfl.payloads import DomainVector
-from server_app.driver import plan_held
-from server_app.job import ServerJob
+from osfl.payload.kinds import DomainVector
+from osfl.util.files import private_folder, write_atomically
+from server_app.context import ServerJob
 from server_app.methods.fedlmg import guided
+from server_app.pipeline import plan_held
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.images import SyntheticSet

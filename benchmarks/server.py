@@ -6,12 +6,12 @@ from functools import partial
 from benchmarks.clients import CLIENTS
 from osfl.config import RunConfig
 from osfl.methods import server_half
-from osfl.payloads import Payload
+from osfl.payload.kinds import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.driver import plan_held
-from server_app.job import ServerJob
+from server_app.context import ServerJob
 from server_app.methods import fedcado, fedlmg
+from server_app.pipeline import plan_held
 from server_app.synthesis.images import SyntheticSet, render
 from server_app.synthesis.workers import Sample
 

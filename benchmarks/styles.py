@@ -39,10 +39,10 @@ from benchmarks.poison import of
 from benchmarks.server import drawn_by, job_in
 from benchmarks.switches import of_clients, reconstructed
 from osfl.data.load import Images
-from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import headless, logits_of, normalise
-from osfl.pixels import to_float
-from server_app.driver import train_one
+from osfl.util.files import private_folder, write_atomically
+from osfl.util.pixels import to_float
+from server_app.pipeline import train_one
 from server_app.synthesis.images import SyntheticSet
 
 SEED = 0

@@ -27,10 +27,10 @@ from benchmarks.left_out import against
 from benchmarks.main_table import config_of, settings_of
 from benchmarks.server import drawn_by, job_in
 from osfl.config import RunConfig
-from osfl.files import private_folder, write_atomically
-from osfl.models.kits import find_kit
-from osfl.pixels import to_float, to_uint8
-from server_app.driver import train_one
+from osfl.kit.kits import find_kit
+from osfl.util.files import private_folder, write_atomically
+from osfl.util.pixels import to_float, to_uint8
+from server_app.pipeline import train_one
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import SyntheticSet
 

@@ -31,11 +31,11 @@ from benchmarks.main_table import COMMON, PARTITIONS, config_of
 from benchmarks.server import job_in
 from osfl.config import NodeConfig
 from osfl.data.load import load_images
-from osfl.files import private_folder, write_atomically
 from osfl.models.classifiers import logits_of
-from osfl.payloads import Classifier
-from server_app.driver import plan_held
+from osfl.payload.kinds import Classifier
+from osfl.util.files import private_folder, write_atomically
 from server_app.methods import fedlmg
+from server_app.pipeline import plan_held
 from server_app.synthesis.images import render
 from server_app.training import mean_teacher, own_teacher, train_global
 

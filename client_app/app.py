@@ -23,8 +23,8 @@ from client_app import payload_cache
 from client_app.declared import declared_images
 from client_app.errors import PublicConfigError, plain_errors, private_errors, public_words
 from client_app.keys import sealing_key
-from client_app.ledger import Ledger, ledger_folder
 from client_app.paths import check_architecture, check_paths
+from client_app.privacy.ledger import Ledger, ledger_folder
 from osfl.config import (
     NODE_NOT_IDENTITY,
     NOT_IDENTITY,
@@ -41,12 +41,12 @@ from osfl.config import (
 from osfl.data.overlap import check_apart
 from osfl.data.parts import check_images, client_name
 from osfl.data.pins import check_pins
-from osfl.files import OWNER_ONLY, own_folder, private_folder
+from osfl.kit.check import check_captioner, check_image_encoder, check_kit
+from osfl.kit.initial_weights import initial_weights
+from osfl.kit.kits import find_kit, kit_digest, weights_digests
+from osfl.kit.used_parts import kit_parts, models_apart
 from osfl.methods import METHODS
-from osfl.models.initialisation import initial_weights
-from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
-from osfl.models.kits import find_kit, kit_digest, weights_digests
-from osfl.models.used_parts import kit_parts, models_apart
+from osfl.util.files import OWNER_ONLY, own_folder, private_folder
 
 KEY_LENGTH = 12
 
@@ -100,7 +100,7 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
     if node.models_dir:
         _check_models_dir(node.models_dir)
     if node.device not in ("auto", "cpu"):
-        from osfl.devices import pick_device
+        from osfl.util.devices import pick_device
 
         pick_device(node.device)
     return kit
@@ -149,7 +149,7 @@ def train(message: Message, context: Context) -> Message:
 
     A method with rounds: one round.
     """
-    from client_app import work
+    from client_app import handlers
 
     config, node, client = _settings(context)
     job_id = _job_id(message)
@@ -159,7 +159,7 @@ def train(message: Message, context: Context) -> Message:
     own_folder(folder)
     # A server that lost sight of this node asks again: the second waits, and finds the payload
     with FileLock(folder / "lock", mode=OWNER_ONLY):
-        reply = work.train(message.content, config, node, client, job_id, kit, folder)
+        reply = handlers.train(message.content, config, node, client, job_id, kit, folder)
     return Message(reply, reply_to=message)
 
 
@@ -184,7 +184,7 @@ def _forgettable(
     if METHODS[config.method].rounds:
         own = job / f"{client}-{cache_key(config, node, _kit(config, node))}"
         return [] if payload_cache.has_payload(own) else [own]
-    # What `osfl.protocol.pack_acknowledgement` packs; that module imports torch
+    # What `osfl.payload.messages.pack_acknowledgement` packs; that module imports torch
     stored = str(message.content.config_records["job"].get("sha256", ""))
     folders = job.glob(f"{client}-{'?' * KEY_LENGTH}")
     return [folder for folder in folders if payload_cache.may_forget(folder, stored)]
@@ -193,11 +193,11 @@ def _forgettable(
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Test a global model on this client's own test images; asked to, adapt it first."""
-    from client_app import work
+    from client_app import handlers
 
     config, node, client = _settings(context)
     check_architecture(str(message.content.config_records["header"]["architecture"]), node)
-    return Message(work.evaluate(message.content, config, node, client), reply_to=message)
+    return Message(handlers.evaluate(message.content, config, node, client), reply_to=message)
 
 
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:

@@ -1,8 +1,8 @@
 """What the server hears of a client's exceptions.
 
 Without a guarantee it hears their words, which say what to do. With one, words could name a label,
-a file or a patient, so it hears a code (`osfl.error_codes`), and the site's own log has the words.
-Only the words of a `PublicConfigError` are sent then: they depend on settings alone.
+a file or a patient, so it hears a code (`osfl.payload.error_codes`), and the site's own log has the
+words. Only the words of a `PublicConfigError` are sent then: they depend on settings alone.
 """
 
 import logging
@@ -13,8 +13,8 @@ from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from osfl.config import ConfigError
-from osfl.error_codes import coded
-from osfl.words import plain_lines, plain_record
+from osfl.payload.error_codes import coded
+from osfl.util.text import plain_lines, plain_record
 
 MOST_ERROR = 4000  # characters of an error that is sent to the server
 log = logging.getLogger("flwr")  # in which Flower writes what a client raises

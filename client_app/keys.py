@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from flwr.app import RecordDict
 
 from osfl.config import ConfigError, NodeConfig
-from osfl.sealing import fingerprint, unpack_public_key
-from osfl.words import plain
+from osfl.payload.encryption import fingerprint, unpack_public_key
+from osfl.util.text import plain
 
 
 def sealing_key(content: RecordDict, node: NodeConfig, of_the_run: str = "") -> bytes | None:

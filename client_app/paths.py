@@ -10,10 +10,10 @@ from pathlib import Path
 
 from osfl.config import SITE_PATHS, ConfigError, NodeConfig, RunConfig, flatten, split_names
 from osfl.data.named import is_named, repository_of
+from osfl.kit.kits import is_hub_id, kit_roots
+from osfl.kit.used_parts import kit_parts, models_apart
 from osfl.methods import METHODS
-from osfl.models.kits import is_hub_id, kit_roots
-from osfl.models.used_parts import kit_parts, models_apart
-from osfl.words import plain
+from osfl.util.text import plain
 
 _INITS = ("kit", "imagenet", "pretrained", "none")
 _OF_THE_HUB = "hf-hub:"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from osfl.files import DamageError, read_record, write_atomically, write_record
-from osfl.words import plain
+from osfl.util.files import DamageError, read_record, write_atomically, write_record
+from osfl.util.text import plain
 
 _PAYLOAD = "payload.pb"
 _RECORD = "payload.json"

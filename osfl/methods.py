@@ -25,8 +25,8 @@ class Method:
         client: module in `client_app.methods` with `make_payload(job)`; None: clients make no
             payload.
         server: module in `server_app.methods` with `run(job, payloads)`; of a method with rounds,
-            in `server_app.averaging` with `strategy(job)`.
-        payload: class in `osfl.payloads` that clients send once; None: they send none.
+            in `server_app.baselines` with `strategy(job)`.
+        payload: class in `osfl.payload.kinds` that clients send once; None: they send none.
         sends: what leaves a client, in words; of a method with rounds it is no payload, and is sent
             in every round.
         reveals: what somebody could learn from that of a client's images, in words.
@@ -254,5 +254,5 @@ def client_half(method: str) -> ModuleType:
 
 def server_half(method: str) -> ModuleType:
     """The server module of a method."""
-    folder = "averaging" if METHODS[method].rounds else "methods"
+    folder = "baselines" if METHODS[method].rounds else "methods"
     return importlib.import_module(f"server_app.{folder}.{METHODS[method].server}")

@@ -10,27 +10,28 @@ from flwr.serverapp import Grid, ServerApp
 
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.data.parts import class_names
-from osfl.devices import pick_device
-from osfl.log import log
+from osfl.kit.kits import KitError, find_kit, image_size
+from osfl.kit.used_parts import initial_models
 from osfl.methods import METHODS, server_half
 from osfl.models.classifiers import new_classifier
-from osfl.models.kits import KitError, find_kit, image_size
-from osfl.models.used_parts import initial_models
-from osfl.payloads import Payload
+from osfl.payload.encryption import fingerprint, load_key, public_bytes
+from osfl.payload.kinds import Payload
+from osfl.payload.wire import PayloadError
 from osfl.run_folder.events import log_results
 from osfl.run_folder.layout import RunFolder, open_run_folder
-from osfl.run_folder.report import write_report
+from osfl.run_folder.report.metrics import write_report
 from osfl.run_folder.status import Status
 from osfl.run_folder.verify import seal as seal_folder
-from osfl.sealing import fingerprint, load_key, public_bytes
-from osfl.wire import PayloadError
-from server_app.averaging.run import run_rounds
+from osfl.util.devices import pick_device
+from osfl.util.log import log
+from server_app.baselines.run import run_rounds
+from server_app.context import ServerJob
+from server_app.defenses.image_counts import find_caps, stated_counts
+from server_app.defenses.outliers import find_outliers
 from server_app.expected import expected_payload, expected_tensors
 from server_app.federation.collect import collect, leave_out
 from server_app.federation.evaluate import evaluate_on_clients
 from server_app.federation.join import join
-from server_app.image_counts import find_caps, stated_counts
-from server_app.job import ServerJob
 from server_app.kit import (
     bind_to_kit,
     check_sampling_kit,
@@ -39,7 +40,6 @@ from server_app.kit import (
     kit_bytes,
     kit_of_clients,
 )
-from server_app.outliers import find_outliers
 from server_app.synthesis.workers import check_workers
 
 app = ServerApp()

@@ -5,16 +5,16 @@ from functools import cache
 
 import torch
 
-from osfl import wire
 from osfl.config import RunConfig, split_names
 from osfl.data.parts import class_names
+from osfl.kit.kits import find_kit
 from osfl.methods import METHODS
 from osfl.models.classifiers import blank_classifier, headless, logits_of, rebuild
-from osfl.models.kits import find_kit
-from osfl.payload_fields import fields_of, tensors_of
-from osfl.payloads import Classifier, FeatureStatistics, Payload, Votes, kind_of
-from osfl.seeds import generator_of
-from server_app.image_counts import check_counts, stated_counts
+from osfl.payload import wire
+from osfl.payload.fields import fields_of, tensors_of
+from osfl.payload.kinds import Classifier, FeatureStatistics, Payload, Votes, kind_of
+from osfl.util.seeds import generator_of
+from server_app.defenses.image_counts import check_counts, stated_counts
 from server_app.methods.fedcgs import check_statistics
 
 ExpectedOf = Callable[[str], wire.Expected]
@@ -60,7 +60,7 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
 
 
 def run_dimensions(config: RunConfig) -> dict[str, int]:
-    """The sizes that a run gives the dimensions of `osfl.payload_fields.DIMENSIONS`.
+    """The sizes that a run gives the dimensions of `osfl.payload.fields.DIMENSIONS`.
 
     Without L where conditions are pooled, without M where Espresso has no mixture, and without o
     where classes add nothing to their domain's vector.

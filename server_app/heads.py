@@ -6,10 +6,10 @@ import hashlib
 
 import torch
 
-from osfl.costs import Stopwatch
+from osfl.kit.kits import find_kit
 from osfl.models.classifiers import new_classifier, replace_head
-from osfl.models.kits import find_kit
-from server_app.job import GlobalModel, ServerJob
+from osfl.util.costs import Stopwatch
+from server_app.context import GlobalModel, ServerJob
 
 NEVER = -1e6  # the bias of a class that nobody holds
 

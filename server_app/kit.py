@@ -10,20 +10,20 @@ from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig
 from osfl.config.problems import DIGITS_KITS, kit_of_digits
-from osfl.files import DamageError, read_json
-from osfl.methods import METHODS
-from osfl.models.kit_check import check_kit, check_lora, check_small_decoder
-from osfl.models.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
-from osfl.models.used_parts import (
+from osfl.kit.check import check_kit, check_lora, check_small_decoder
+from osfl.kit.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
+from osfl.kit.used_parts import (
     kit_parts,
     sampling_parts,
     unread_kit_bytes,
     used_digests,
     used_parts,
 )
-from osfl.payloads import Classifier, Payload
+from osfl.methods import METHODS
+from osfl.payload.kinds import Classifier, Payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
+from osfl.util.files import DamageError, read_json
 
 MB = 10**6
 FETCHING = "fetching the kit (MB)"

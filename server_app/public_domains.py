@@ -12,10 +12,10 @@ from typing import cast
 import torch
 
 from osfl.methods import server_half
-from osfl.payloads import Domain
-from osfl.prompts import in_words
-from osfl.words import safe_name
-from server_app.job import ServerJob
+from osfl.payload.kinds import Domain
+from osfl.util.prompts import in_words
+from osfl.util.text import safe_name
+from server_app.context import ServerJob
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.workers import MakeSampler, Sample
 

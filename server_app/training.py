@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osfl.costs import Stopwatch
 from osfl.models import classifiers
 from osfl.models.classifiers import logits_of
 from osfl.models.training import fit
-from osfl.pixels import Pixels
-from osfl.wire import PayloadError
-from server_app.job import GlobalModel, ServerJob
+from osfl.payload.wire import PayloadError
+from osfl.util.costs import Stopwatch
+from osfl.util.pixels import Pixels
+from server_app.context import GlobalModel, ServerJob
 
 
 def train_global(

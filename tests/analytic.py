@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from osfl.kit_recipe.untrained import new_scheduler, new_text_encoder
+from osfl.kit_training.untrained import new_scheduler, new_text_encoder
 from osfl.models.diffusion import Kit
 from osfl.models.encoders import TextEncoder
 

@@ -184,8 +184,8 @@ def home(
     FLOPs are counted where a test is marked `flops`: counting takes a quarter of a small run's
     time.
     """
-    from osfl.costs import FlopMeter
     from osfl.data import digits, load
+    from osfl.util.costs import FlopMeter
 
     def not_counted(meter: FlopMeter, kind: Hashable, step: Callable[[], Any]) -> Any:
         meter._of[kind] = 0
@@ -231,7 +231,7 @@ def make_tiny_kit(folder: Path) -> None:
     import torch
 
     from osfl.data.digits import CLASSES
-    from osfl.kit_recipe import untrained
+    from osfl.kit_training import untrained
     from osfl.models import classifiers
 
     torch.manual_seed(0)
@@ -266,7 +266,7 @@ def tiny_unclip(tiny_kit: Path) -> Path:
 def _make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
     import torch
 
-    from osfl.kit_recipe import untrained
+    from osfl.kit_training import untrained
     from osfl.models import diffusion, encoders
 
     torch.manual_seed(1)

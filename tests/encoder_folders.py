@@ -13,7 +13,7 @@ from transformers import (
     Dinov2Model,
 )
 
-from osfl.kit_recipe.untrained import new_captioner
+from osfl.kit_training.untrained import new_captioner
 from osfl.models.encoders import Captioner, ImageEncoder
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}

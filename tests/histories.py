@@ -71,7 +71,7 @@ from system_tools import (
 )
 
 from osfl.cli.guard import end_process_tree
-from osfl.files import write_atomically
+from osfl.util.files import write_atomically
 
 SITES = ("site-0", "site-1")
 # Seconds in which a run in peace is asked for, collects, draws, trains and tests

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from test_analytic_training import assert_same, order
 from test_round import nodes
 
-from client_app import work
+from client_app import handlers
 from client_app.app import app
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.models import classifiers
-from osfl.protocol import SentModel, pack_model, unpack_model
-from osfl.seeds import seed_of
+from osfl.payload.messages import SentModel, pack_model, unpack_model
+from osfl.util.seeds import seed_of
 from server_app.app import run_job
 from server_app.federation import evaluate
 from server_app.federation.exchange import RoundError
@@ -305,7 +305,7 @@ def test_a_full_disk_loses_a_model_and_no_test(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(work, "write_atomically", full)
+    monkeypatch.setattr(handlers, "write_atomically", full)
     sites = [{**nodes(2)[0], "models-dir": str(home / "kept")}, nodes(2)[1]]
     run(settings(root), sites)
     assert "the model cannot be kept: [Errno 28] No space left" in caplog.text

@@ -19,12 +19,14 @@ from test_round import metrics, start
 from torch.nn import functional as F
 
 from osfl.config import ConfigError, parse_run_config
+from osfl.kit.kits import find_kit
 from osfl.models.diffusion import Kit, load_kit
-from osfl.models.kits import find_kit
-from osfl.payloads import Classifier, Descriptions
-from osfl.prompts import DIGITS
-from server_app import agreement, driver
-from server_app.agreement import (
+from osfl.payload.kinds import Classifier, Descriptions
+from osfl.util.prompts import DIGITS
+from server_app import pipeline
+from server_app.context import ServerJob
+from server_app.defenses import label_consistency
+from server_app.defenses.label_consistency import (
     Doubt,
     Verdict,
     agreements,
@@ -33,7 +35,6 @@ from server_app.agreement import (
     rows_judged,
     without_doubted,
 )
-from server_app.job import ServerJob
 from server_app.methods import feddeo, fedlmg
 from server_app.synthesis.images import SyntheticSet, render
 
@@ -52,7 +53,7 @@ def test_errors_are_the_denoisers_at_three_times_of_the_schedule() -> None:
     kit = analytic_kit()
     latents, _ = kit.encode(random_pixels(3).double() / 127.5 - 1)
     prompts = kit.text(["an image of zero", "an image of two"])
-    found = agreement.denoising_errors(kit, latents, prompts, chance())
+    found = label_consistency.denoising_errors(kit, latents, prompts, chance())
     source = chance()
     a = analytic.alphas_cumprod()
     mean, _ = analytic.encode(random_pixels(3).numpy())
@@ -71,9 +72,9 @@ def test_errors_are_the_same_whatever_the_batches(monkeypatch: pytest.MonkeyPatc
     kit = analytic_kit()
     latents = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(1)).double()
     prompts = kit.text([f"an image of {name}" for name in CLASSES])
-    together = agreement.denoising_errors(kit, latents, prompts, chance())
-    monkeypatch.setattr(agreement, "BATCH", 3)
-    parts = agreement.denoising_errors(kit, latents, prompts, chance())
+    together = label_consistency.denoising_errors(kit, latents, prompts, chance())
+    monkeypatch.setattr(label_consistency, "BATCH", 3)
+    parts = label_consistency.denoising_errors(kit, latents, prompts, chance())
     torch.testing.assert_close(parts, together)
 
 
@@ -82,7 +83,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(monkeypatch: pytest.Mon
     kit = analytic_kit()
     latents = torch.randn(5, *SHAPE, generator=chance()).double()
     prompts = kit.text(["an image of zero"])
-    together = agreement.denoising_errors(kit, latents, prompts, chance())
+    together = label_consistency.denoising_errors(kit, latents, prompts, chance())
     eps = Kit.eps
     most = 1
 
@@ -92,11 +93,11 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(monkeypatch: pytest.Mon
         return eps(kit, z, *more)
 
     monkeypatch.setattr(Kit, "eps", small)
-    halved = agreement.denoising_errors(kit, latents, prompts, chance())
+    halved = label_consistency.denoising_errors(kit, latents, prompts, chance())
     torch.testing.assert_close(halved, together)
     most = 0
     with pytest.raises(torch.OutOfMemoryError):
-        agreement.denoising_errors(kit, latents, prompts, chance())
+        label_consistency.denoising_errors(kit, latents, prompts, chance())
 
 
 @pytest.mark.parametrize("side", [8, 4, 16])
@@ -146,9 +147,11 @@ PAYLOADS = dict.fromkeys("abc", Descriptions(CLASSES, torch.zeros(4, 12, 8)))
 def test_a_share_of_wins_by_hand() -> None:
     """Of two images against three others: 2 and 0 wins of 6. An equal error is half a win."""
     errors = torch.tensor([[0.2, 0.1, 0.3, 0.4], [0.9, 0.1, 0.2, 0.3]])
-    assert agreement.share_of_wins(errors) == pytest.approx(2 / 6)
-    assert agreement.share_of_wins(torch.tensor([[0.1, 0.2, 0.3, 0.1]])) == pytest.approx(2.5 / 3)
-    assert agreement.share_of_wins(torch.ones(4, 3)) == 0.5
+    assert label_consistency.share_of_wins(errors) == pytest.approx(2 / 6)
+    assert label_consistency.share_of_wins(torch.tensor([[0.1, 0.2, 0.3, 0.1]])) == pytest.approx(
+        2.5 / 3
+    )
+    assert label_consistency.share_of_wins(torch.ones(4, 3)) == 0.5
 
 
 Asked = list[tuple[list[int], torch.Tensor]]
@@ -169,15 +172,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         found[:, 0] = torch.where(numbers.int() % 2 == 0, 0.5, 1.5)
         return found
 
-    monkeypatch.setattr(agreement, "latents_of", lambda kit, pixels: pixels[:, 0, 0, 0].double())
-    monkeypatch.setattr(agreement, "denoising_errors", errors)
+    monkeypatch.setattr(
+        label_consistency, "latents_of", lambda kit, pixels: pixels[:, 0, 0, 0].double()
+    )
+    monkeypatch.setattr(label_consistency, "denoising_errors", errors)
     return seen
 
 
 def test_each_clients_class_is_asked_for(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no public domain's. The own prompt comes first, and every other class's behind."""
     kit = analytic_kit()
-    monkeypatch.setattr(agreement, "load_engine", lambda *_: kit)
+    monkeypatch.setattr(label_consistency, "load_engine", lambda *_: kit)
     images = numbered("aaabbp", "001330")
     images = replace(images, clients=(*images.clients[:5], "public.oil"))
     found = agreements(job_of(), PAYLOADS, images)
@@ -195,7 +200,7 @@ def test_some_images_and_rivals_are_drawn_anew_each_time(
     """Six of thirty images, and nine of nineteen other classes: nobody can know which."""
     encoded = torch.arange(20.0).view(20, 1, 1)
     kit = replace(analytic_kit(), text=lambda prompts: encoded[: len(prompts)])
-    monkeypatch.setattr(agreement, "load_engine", lambda *_: kit)
+    monkeypatch.setattr(label_consistency, "load_engine", lambda *_: kit)
     job = job_of()
     job.classes = tuple(f"class {number}" for number in range(20))
     for _ in range(8):
@@ -226,7 +231,7 @@ def test_what_a_dry_run_foretells_is_what_the_kit_is_asked(
         return eps(kit, z, *more)
 
     kit = replace(kit, text=lambda prompts: analytic_kit().text([""]).expand(len(prompts), -1, -1))
-    monkeypatch.setattr(agreement, "load_engine", lambda *_: kit)
+    monkeypatch.setattr(label_consistency, "load_engine", lambda *_: kit)
     monkeypatch.setattr(Kit, "eps", counted)
     job = job_of()
     job.classes = tuple(f"class {number}" for number in range(classes))
@@ -253,7 +258,7 @@ def test_the_judge_samples_without_short_cuts(
         settings.append((source, given))
         return analytic_kit()
 
-    monkeypatch.setattr(agreement, "load_engine", load)
+    monkeypatch.setattr(label_consistency, "load_engine", load)
     agreements(job_of(synthesis__dtype="bfloat16", **given), PAYLOADS, numbered("a", "0"))
     ((source, found),) = settings
     assert source == "a kit"
@@ -342,7 +347,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, float]]:
     """What the kit sees: a lies, class 1 of c is of something else, and nobody else has d's."""
     found = {"a": of(0.4, 0.5), "b": of(1.0, 0.9), "c": {0: 1.0, 1: 0.3, 3: 1.0}, "d": {2: 1.0}}
     found |= {"e": of(1.0, 0.9), "f": {**of(1.0, 0.9), 3: 1.0}}
-    monkeypatch.setattr(agreement, "agreements", lambda *_: found)
+    monkeypatch.setattr(label_consistency, "agreements", lambda *_: found)
     return found
 
 
@@ -432,10 +437,10 @@ def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     def believed(job: Any, payloads: Any, images: SyntheticSet) -> Any:
         return {"b": payloads["b"]}, replace(images, labels=images.labels[:2])
 
-    monkeypatch.setattr(driver, "render", lambda *_: numbered(*IMAGES))
-    monkeypatch.setattr(driver, "without_doubted", believed)
+    monkeypatch.setattr(pipeline, "render", lambda *_: numbered(*IMAGES))
+    monkeypatch.setattr(pipeline, "without_doubted", believed)
     classifier = Classifier(CLASSES, "resnet18", {})
-    driver.synthesise_and_train(
+    pipeline.synthesise_and_train(
         job_of(),
         dict.fromkeys("ab", classifier),
         fedlmg.sampler,  # type: ignore[arg-type]
@@ -481,7 +486,7 @@ def test_the_digits_kit_finds_a_liar(
     job = run_folder(config, tuple(payloads))
     images = render(
         job,
-        driver.plan_held(job, payloads),
+        pipeline.plan_held(job, payloads),
         lambda device: feddeo.sampler(job, device, payloads),
     )
     kept, left = without_doubted(job, payloads, images)

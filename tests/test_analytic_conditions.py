@@ -19,16 +19,16 @@ import torch
 from analytic import CLASSES, TIMESTEPS, Adam, analytic_kit, numbers
 from conftest import quick
 
-from client_app import conditions
-from client_app.job import ClientJob
+from client_app.context import ClientJob
+from client_app.learning import conditions
 from client_app.methods import espresso as espresso_half
 from client_app.methods import fedbip as fedbip_half
 from client_app.methods import feddeo as feddeo_half
 from osfl.config import parse_run_config
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit
-from osfl.payloads import Concepts
-from osfl.seeds import seed_of
+from osfl.payload.kinds import Concepts
+from osfl.util.seeds import seed_of
 
 SHAPE = (analytic.CHANNELS, analytic.SIDE, analytic.SIDE)
 SIZE = int(np.prod(SHAPE))  # D

@@ -24,8 +24,8 @@ from diffusers import DDIMInverseScheduler
 
 from osfl.config import RunConfig, parse_run_config
 from osfl.models.diffusion import Kit, ddim_step
-from osfl.payloads import Concepts, Mixtures
-from osfl.seeds import seed_of
+from osfl.payload.kinds import Concepts, Mixtures
+from osfl.util.seeds import seed_of
 from server_app.methods import espresso, fedbip, feddeo, feddisc, prompts_only
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.samplers import ddim, ddim_schedule, z_sampling

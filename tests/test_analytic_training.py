@@ -20,18 +20,18 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_round import start
 
-from client_app.job import ClientJob
-from client_app.local_training import train_round
+from client_app.context import ClientJob
+from client_app.learning.local_training import train_round
 from osfl.config import NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.models import classifiers
-from osfl.payloads import Classifier
-from osfl.protocol import pack_state, unpack_state
+from osfl.payload.kinds import Classifier
+from osfl.payload.messages import pack_state, unpack_state
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
-from osfl.seeds import seed_of
-from server_app import driver
-from server_app.averaging.feddyn import FedDyn
+from osfl.util.seeds import seed_of
+from server_app import pipeline
+from server_app.baselines.feddyn import FedDyn
 from server_app.methods import fedcado, fedlmg
 
 CPU = torch.device("cpu")
@@ -322,7 +322,7 @@ def test_the_teachers_weight_reaches_the_global_model(
     made = SimpleNamespace(
         pixels=random_pixels(8, 16), labels=torch.tensor(labels), clients=tuple(owners)
     )
-    monkeypatch.setattr(driver, "render", lambda *args: made)
+    monkeypatch.setattr(pipeline, "render", lambda *args: made)
     job: Any = SimpleNamespace(
         config=config,
         classes=CLASSES,

@@ -21,20 +21,20 @@ from test_analytic_conditions import SHAPE, generator, images, job_of
 from typer.testing import CliRunner
 
 from benchmarks import audit as audit_table
-from client_app import mechanisms, private_training
 from client_app.audit import attacks, game, linear, statistics
 from client_app.audit.attacks import ATTACKS, attack, denoising_errors, leverage
 from client_app.audit.game import Pairs, Scores, draw_pairs, play
 from client_app.audit.statistics import least_epsilon, measured_epsilon, p_value
-from client_app.mechanisms import private_mean
 from client_app.methods import votes
+from client_app.privacy import dp_sgd, mechanisms
+from client_app.privacy.mechanisms import private_mean
 from osfl.cli import audit as command
 from osfl.cli.main import app as cli
 from osfl.data import digits
 from osfl.data.load import Images
 from osfl.methods import METHODS
 from osfl.models.diffusion import Kit
-from osfl.payloads import (
+from osfl.payload.kinds import (
     KINDS,
     Captions,
     Classifier,
@@ -46,7 +46,7 @@ from osfl.payloads import (
     Mixtures,
     Votes,
 )
-from osfl.pixels import LazyPixels
+from osfl.util.pixels import LazyPixels
 
 COIN = torch.Generator().manual_seed(0)
 
@@ -836,7 +836,7 @@ def leave_out_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
         return counts.index(max(counts))
 
     monkeypatch.setattr(mechanisms, "standard_normal", nothing)
-    monkeypatch.setattr(private_training, "standard_normal", nothing)
+    monkeypatch.setattr(dp_sgd, "standard_normal", nothing)
     monkeypatch.setattr(votes, "permute_and_flip", largest)
 
 

@@ -10,7 +10,7 @@ from test_compare import metrics, outcome
 
 from osfl.cli import compare
 from osfl.cli.launch import default_config
-from osfl.run_folder.report import gather, write_report
+from osfl.run_folder.report.metrics import gather, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -28,7 +28,7 @@ from osfl.models.classifiers import (
     rebuild,
 )
 from osfl.models.training import fit
-from osfl.pixels import to_float
+from osfl.util.pixels import to_float
 from server_app.app import run_job
 from server_app.synthesis.guidance import as_teacher, classifier_loss
 

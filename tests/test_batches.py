@@ -15,7 +15,7 @@ from test_round import files, start
 
 from osfl.config import SynthesisConfig, parse_run_config
 from osfl.models.diffusion import Kit, load_kit
-from osfl.wire import PayloadError
+from osfl.payload.wire import PayloadError
 from server_app.synthesis import engine, images
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
 from server_app.synthesis.progress import step_done

@@ -8,13 +8,13 @@ from conftest import quick
 
 from osfl.cli.estimate import Client, planned_images
 from osfl.config import ConfigError, RunConfig, parse_run_config
-from osfl.payloads import Domain, Payload
-from osfl.prompts import DIGITS
+from osfl.payload.kinds import Domain, Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.driver import plan_held
-from server_app.job import ServerJob
+from osfl.util.prompts import DIGITS
+from server_app.context import ServerJob
 from server_app.methods import domain_vector, fedlmg
+from server_app.pipeline import plan_held
 from server_app.synthesis.plan import ImageJob, balanced_counts, mix_classes, plan_counts
 
 # Three clients; class 0 is held by all, 1 by two, 2 by one

@@ -12,17 +12,17 @@ from test_round import nodes
 
 from client_app import payload_cache
 from client_app.app import app, cache_key
-from client_app.decoded import load_once
+from client_app.context import ClientJob
 from client_app.errors import ClientError
-from client_app.job import ClientJob
-from client_app.ledger import Draw, Ledger, ledger_folder
-from client_app.local_training import _load_correction, _save_correction
+from client_app.image_cache import load_once
+from client_app.learning.local_training import _load_correction, _save_correction
 from client_app.methods import domain, votes
+from client_app.privacy.ledger import Draw, Ledger, ledger_folder
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import Images
-from osfl.files import DamageError, read_record, write_record
-from osfl.payloads import Payload, Votes
-from osfl.protocol import PRIVATE_COST_KEYS, pack_acknowledgement, unpack_bytes
+from osfl.payload.kinds import Payload, Votes
+from osfl.payload.messages import PRIVATE_COST_KEYS, pack_acknowledgement, unpack_bytes
+from osfl.util.files import DamageError, read_record, write_record
 
 
 def flip(content: bytes) -> bytes:

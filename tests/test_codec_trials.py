@@ -10,8 +10,8 @@ from scipy.linalg import hadamard
 
 from benchmarks import codec_trials
 from benchmarks.clients import CLIENTS
-from osfl.payloads import Descriptions, DomainVector, Encodings
-from osfl.prompts import DIGITS
+from osfl.payload.kinds import Descriptions, DomainVector, Encodings
+from osfl.util.prompts import DIGITS
 
 
 def test_decibels_by_hand() -> None:

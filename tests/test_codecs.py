@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from test_wire import CLASSES, CLASSIFIER, KINDS, STATE, expected_of
 
-from osfl import wire
-from osfl.codecs import BLOCK, LARGEST, PART, packed, packed_size, unpacked
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.config.markers import OneOf, marks_of
-from osfl.payloads import Classifier, Descriptions, DomainVector, Payload, Votes
-from osfl.v1 import payload_pb2 as pb
+from osfl.payload import wire
+from osfl.payload.codecs import BLOCK, LARGEST, PART, packed, packed_size, unpacked
+from osfl.payload.kinds import Classifier, Descriptions, DomainVector, Payload, Votes
+from osfl.payload.v1 import payload_pb2 as pb
 
 CODECS = ("raw", "float16", "int8", "int4")
 EXPECTED = wire.Expected(

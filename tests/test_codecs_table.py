@@ -11,10 +11,10 @@ from torchvision.models import shufflenet_v2_x1_0
 
 from benchmarks import clients, codecs, main_table
 from benchmarks.clients import folder_name, for_clients
-from osfl import wire
-from osfl.codecs import packed
-from osfl.payloads import Classifier, DomainVector
-from osfl.prompts import DIGITS
+from osfl.payload import wire
+from osfl.payload.codecs import packed
+from osfl.payload.kinds import Classifier, DomainVector
+from osfl.util.prompts import DIGITS
 
 NUMBERS = torch.linspace(-1, 1, 16 * 64).view(16, 64)
 # What every codec saves of them; the short message around them is the same

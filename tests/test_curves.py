@@ -11,8 +11,8 @@ from benchmarks import curves, left_out
 from benchmarks.clients import CLIENTS
 from osfl.cli.launch import default_config
 from osfl.methods import server_half
-from osfl.payloads import Domain
-from osfl.prompts import DIGITS
+from osfl.payload.kinds import Domain
+from osfl.util.prompts import DIGITS
 from server_app.synthesis.images import SyntheticSet
 
 BASE = curves.BASE

@@ -29,12 +29,12 @@ from client_app.app import app
 from osfl.cli import compare
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
-from osfl.files import DamageError
 from osfl.run_folder.layout import SUMS, RunFolder, open_run_folder, read_picture, read_rows
 from osfl.run_folder.status import Status
 from osfl.run_folder.verify import seal, verify_run
+from osfl.util.files import DamageError
 from server_app.app import run_job
-from server_app.averaging.run import _keep, _resume
+from server_app.baselines.run import _keep, _resume
 
 NOBODY = 65534
 GARBAGE = b"\x00\xff\x1b[2J\x1b]52;c;cm0gLXJm\x07\xe2\x80\xae" * 20

@@ -17,7 +17,7 @@ from client_app.methods import domain_vector as client_half
 from osfl.cli.estimate import Client, planned_images
 from osfl.config import parse_run_config
 from osfl.models.diffusion import Kit
-from osfl.payloads import DomainVector
+from osfl.payload.kinds import DomainVector
 from server_app.expected import run_dimensions
 from server_app.methods import domain_vector
 

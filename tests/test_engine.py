@@ -12,11 +12,11 @@ from test_round import start
 from torch.nn import functional as F
 
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
-from osfl.devices import saves_memory
+from osfl.kit.kits import KitError
 from osfl.models.classifiers import build_classifier
 from osfl.models.diffusion import Attention, Kit, Sampling, load_kit, load_pipeline, new_solver
-from osfl.models.kits import KitError
-from osfl.run_folder.report import gather
+from osfl.run_folder.report.metrics import gather
+from osfl.util.devices import saves_memory
 from server_app.app import check_server
 from server_app.methods import fedlmg, prompts_only
 from server_app.synthesis import engine

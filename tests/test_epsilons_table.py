@@ -14,16 +14,16 @@ from sklearn.datasets import load_digits
 from benchmarks import epsilons
 from benchmarks.clients import DOMAINS
 from benchmarks.epsilons import MECHANISMS
-from client_app import mechanisms, private_training
-from client_app.job import ClientJob
+from client_app.context import ClientJob
 from client_app.methods import votes
+from client_app.privacy import dp_sgd, mechanisms
 from osfl.config import RunConfig
 from osfl.data.digits import split_sources
 from osfl.data.load import Images
 from osfl.data.render import DOMAIN_SLICES
 from osfl.methods import client_half
-from osfl.payloads import Payload
-from osfl.prompts import DIGITS
+from osfl.payload.kinds import Payload
+from osfl.util.prompts import DIGITS
 
 QUICK: dict[str, Any] = {
     "synthesis.images-per-class": 1,
@@ -130,7 +130,7 @@ def test_a_mechanism_ends_in_the_domains_accuracies(
         return 10.0 * number
 
     # What takes half a minute
-    monkeypatch.setattr(private_training, "noise_multiplier", lambda *given: 1.0)
+    monkeypatch.setattr(dp_sgd, "noise_multiplier", lambda *given: 1.0)
     monkeypatch.setattr(epsilons, "accuracy", accuracy)
     assert epsilons.measured(MECHANISMS[name], 2, 8.0) == [0, 10, 20, 30, 40, 50]
     of_clients = name.startswith("local")

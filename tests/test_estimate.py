@@ -13,7 +13,7 @@ from test_guarantees import least_sigma
 from typer.testing import CliRunner
 
 from client_app.app import app as client_app
-from client_app.mechanisms import private_mean
+from client_app.privacy.mechanisms import private_mean
 from osfl.cli import estimate
 from osfl.cli.estimate import Client
 from osfl.cli.main import app as cli

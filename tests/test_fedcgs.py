@@ -11,20 +11,20 @@ from safetensors.torch import load_file
 from test_methods import images, job_of
 from torch import nn
 
-from client_app import features as frozen_features
+from client_app.learning import features as frozen_features
 from client_app.methods import fedcgs
-from osfl import wire
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.load import Images
 from osfl.models.classifiers import ClassifierError, headless, new_classifier, normalise
-from osfl.payloads import FeatureStatistics
-from osfl.pixels import to_float
+from osfl.payload import wire
+from osfl.payload.kinds import FeatureStatistics
+from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from osfl.wire import PayloadError
+from osfl.util.pixels import to_float
+from server_app.context import ServerJob
 from server_app.expected import probe
 from server_app.heads import NEVER
-from server_app.job import ServerJob
 from server_app.methods import fedcgs as server_half
 from server_app.methods.fedcgs import check_statistics, closed_form_head
 

@@ -16,16 +16,16 @@ from test_round import metrics, nodes
 from torch import nn
 
 from client_app.app import app
-from client_app.local_training import train_round
+from client_app.learning.local_training import train_round
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
+from osfl.kit.used_parts import final_model, initial_models
 from osfl.models.classifiers import MEAN, STD, new_classifier
-from osfl.models.used_parts import final_model, initial_models
-from osfl.protocol import pack_state, unpack_state
-from osfl.seeds import generator_of
+from osfl.payload.messages import pack_state, unpack_state
+from osfl.util.seeds import generator_of
 from server_app.app import check_server, run_job
-from server_app.averaging import feddf
-from server_app.averaging import proxy as proxies
+from server_app.baselines import feddf
+from server_app.baselines import proxy as proxies
 from server_app.federation.exchange import RoundError
 
 CPU = torch.device("cpu")

@@ -25,17 +25,18 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import osfl
-from osfl import wire
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.parts import class_names
 from osfl.models.classifiers import build_classifier
-from osfl.payloads import Domain
-from osfl.protocol import COST_KEYS, pack_payload, pack_state, unpack_state
+from osfl.payload import wire
+from osfl.payload.kinds import Domain
+from osfl.payload.messages import COST_KEYS, pack_payload, pack_state, unpack_state
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
-from server_app.averaging import feddf
-from server_app.averaging.models import initial_state
-from server_app.averaging.run import RoundsGrid, _shapes
+from server_app.baselines import feddf
+from server_app.baselines.models import initial_state
+from server_app.baselines.run import RoundsGrid, _shapes
+from server_app.context import GlobalModel, ServerJob
 from server_app.expected import expected_payload
 from server_app.federation import pulls
 from server_app.federation.collect import collect
@@ -43,7 +44,6 @@ from server_app.federation.evaluate import evaluate_on_clients
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, _reason
 from server_app.federation.join import Members, join
 from server_app.federation.pulls import MOST, Pulls
-from server_app.job import GlobalModel, ServerJob
 
 ARCHITECTURE = "shufflenet_v2_x1_0"
 Answer = Callable[[Message], RecordDict | Error | None]

@@ -12,14 +12,14 @@ from conftest import quick
 from safetensors.torch import load_file
 from test_methods import images, job_of
 
-from client_app.features import width_and_features
+from client_app.learning.features import width_and_features
 from client_app.methods import fedpft
 from osfl.config import ConfigError, FedPFTConfig, parse_run_config
-from osfl.payloads import FeatureMixtures
+from osfl.payload.kinds import FeatureMixtures
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
+from server_app.context import ServerJob
 from server_app.heads import NEVER
-from server_app.job import ServerJob
 from server_app.methods import fedpft as server_half
 from server_app.methods.fedpft import drawn_features, trained_head
 

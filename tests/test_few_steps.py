@@ -13,7 +13,7 @@ import torch
 from analytic import CHANNELS, SIDE, Denoiser, alphas_cumprod, analytic_kit, eps, mu
 from torch import nn
 
-from osfl.kit_recipe.few_steps import consistency, consistency_loss
+from osfl.kit_training.few_steps import consistency, consistency_loss
 from osfl.models.diffusion import Kit
 
 TIMID = 0.8

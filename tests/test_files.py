@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from osfl import files
-from osfl.files import DamageError, open_private, private_folder, read_json, write_atomically
-from osfl.models.digests import SMALL_BYTES, sha256_of
+from osfl.kit.digests import SMALL_BYTES, sha256_of
+from osfl.util import files
+from osfl.util.files import DamageError, open_private, private_folder, read_json, write_atomically
 
 
 def mode(path: Path) -> int:

@@ -13,18 +13,18 @@ from safetensors.torch import load_file, save_file
 from test_kits import UNET, change, index, linked, rewrite
 
 from benchmarks import hub_layouts
-from osfl.methods import DIFFUSION_PARTS
-from osfl.models import fits, kit_check
-from osfl.models.diffusion import check_schedule, load_kit, timesteps
-from osfl.models.fits import DIFFUSERS_MODELS, SHIPPED, check_loaded, fit_mark
-from osfl.models.kit_check import (
+from osfl.kit import check, fits
+from osfl.kit.check import (
     MODELS,
     check_captioner,
     check_image_encoder,
     check_kit,
     check_small_decoder,
 )
-from osfl.models.kits import KitError, KitFolder, file_in
+from osfl.kit.fits import DIFFUSERS_MODELS, SHIPPED, check_loaded, fit_mark
+from osfl.kit.kits import KitError, KitFolder, file_in
+from osfl.methods import DIFFUSION_PARTS
+from osfl.models.diffusion import check_schedule, load_kit, timesteps
 
 State = dict[str, torch.Tensor]
 CHECKS = {
@@ -140,7 +140,7 @@ def test_loading_refuses_what_a_check_let_pass(
     """A file that is changed between the check and the loading, say."""
     kit = linked(shipped(part), tmp_path / "kit")
     changed(kit, part, without_last)
-    monkeypatch.setattr(kit_check, "check_fit", lambda *about: None)
+    monkeypatch.setattr(check, "check_fit", lambda *about: None)
     with pytest.raises(KitError, match=f"the weights of {part} lack"):
         load_kit(kit)
 
@@ -171,11 +171,11 @@ def test_the_shipped_kits_are_checked_without_torch(tmp_path: Path) -> None:
         folder = KitFolder(name, ROOT / "kits" / name)
         for kind in MODELS:
             if folder.has(file_in(kind, "config.json")):
-                shapes = kit_check._check_weights(folder, kind, kind)
+                shapes = check._check_weights(folder, kind, kind)
                 marks.add(fit_mark(folder, kind, kind, shapes, False))
     assert marks == SHIPPED
     code = (
-        "import sys; from osfl.models.kit_check import check_kit, MODELS; "
+        "import sys; from osfl.kit.check import check_kit, MODELS; "
         f"kit = {str(ROOT / 'kits' / 'digits')!r}; "
         "check_kit(kit, [part for part in MODELS if part != 'image_normalizer']); "
         "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"

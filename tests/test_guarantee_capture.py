@@ -1,8 +1,8 @@
 """Everything that a client sends under a guarantee, twice, with one training image replaced.
 
-The mechanisms' adjacency is replacement (`client_app/mechanisms.py`): by another image of the same
-class, or for votes and classifiers by one of another class that leaves the payload's list of
-classes, and the number of images, as they are. What is declared noisy here is a mechanism's
+The mechanisms' adjacency is replacement (`client_app/privacy/mechanisms.py`): by another image of
+the same class, or for votes and classifiers by one of another class that leaves the payload's list
+of classes, and the number of images, as they are. What is declared noisy here is a mechanism's
 output. Everything else must be equal.
 """
 
@@ -18,13 +18,13 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from PIL import Image
 
 from client_app.app import app
-from osfl import wire
 from osfl.config import RunConfig, parse_run_config
 from osfl.methods import METHODS
 from osfl.models.classifiers import build_classifier
-from osfl.payload_fields import fields_of
-from osfl.payloads import kind_of
-from osfl.protocol import SentModel, pack_model, unpack_payload
+from osfl.payload import wire
+from osfl.payload.fields import fields_of
+from osfl.payload.kinds import kind_of
+from osfl.payload.messages import SentModel, pack_model, unpack_payload
 from server_app.expected import expected_payload
 
 PRIVATE = tuple(name for name, method in METHODS.items() if method.private)

@@ -20,16 +20,17 @@ from test_systems import images as digits_like
 from test_systems import job_of as kit_job_of
 
 from client_app import app as client
-from client_app import conditions, mechanisms, private_training
 from client_app.app import app, check_node, own_settings
-from client_app.mechanisms import clipped, private_mean, spread, standard_normal
+from client_app.learning import conditions
 from client_app.methods import classifier, domain_vector, feddeo, feddisc, fedpft, oscar
+from client_app.privacy import dp_sgd, mechanisms
+from client_app.privacy.mechanisms import clipped, private_mean, spread, standard_normal
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import Images
 from osfl.methods import METHODS, client_half
 from osfl.models.diffusion import Kit, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
-from osfl.payloads import Classifier, DomainVector, Embeddings, FeatureMixtures
+from osfl.payload.kinds import Classifier, DomainVector, Embeddings, FeatureMixtures
 from server_app.app import run_job
 
 APPROXIMATE = tuple(name for name, method in METHODS.items() if method.private == "approximate")
@@ -340,7 +341,7 @@ def test_a_private_payload_is_another_one_each_time(
 
     for place in (mechanisms, domain_vector, feddisc, fedpft):
         monkeypatch.setattr(place, "private_mean", kept)
-    monkeypatch.setattr(private_training, "noise_multiplier", multiplier)
+    monkeypatch.setattr(dp_sgd, "noise_multiplier", multiplier)
     kit = tiny_unclip if method == "feddisc" else tiny_kit
     settings = {"feddisc__kit": str(tiny_unclip), "classifier__steps": 1}
     job = kit_job_of(kit, data, method=method, **settings, epsilon=2.0, delta=1e-4)

@@ -15,7 +15,7 @@ from benchmarks import guidance
 from osfl.cli.launch import default_config
 from osfl.config import flatten, parse_run_config
 from osfl.methods import METHODS
-from osfl.payloads import Descriptions
+from osfl.payload.kinds import Descriptions
 from server_app.methods import feddeo, prompts_only
 
 DEFAULTS = default_config()

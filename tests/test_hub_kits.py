@@ -22,13 +22,13 @@ from benchmarks import hub_layouts
 from client_app.app import app
 from osfl.cli.main import app as cli
 from osfl.config import parse_run_config
+from osfl.kit import hub as hub_of_kits
+from osfl.kit.check import check_captioner, check_kit
+from osfl.kit.hub import missing_bytes
+from osfl.kit.kits import KitError, find_kit, find_model
 from osfl.methods import DIFFUSION_PARTS
-from osfl.models import hub as hub_of_kits
 from osfl.models.diffusion import load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder
-from osfl.models.hub import missing_bytes
-from osfl.models.kit_check import check_captioner, check_kit
-from osfl.models.kits import KitError, find_kit, find_model
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import hub_layouts
+from osfl.kit.check import check_captioner, check_image_encoder, check_kit
 from osfl.methods import DIFFUSION_PARTS
 from osfl.models.diffusion import (
     load_embedding_noise,
@@ -19,7 +20,6 @@ from osfl.models.diffusion import (
     load_unclip_pipeline,
 )
 from osfl.models.encoders import load_captioner, load_image_encoder
-from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.samplers import ddim
 

@@ -18,26 +18,26 @@ from test_fedcgs import statistics as statistics_of
 from test_round import metrics, start
 
 from client_app.declared import declared_images
-from osfl import wire
 from osfl.cli.launch import default_config
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import image_labels
-from osfl.payloads import FeatureMixtures, FeatureStatistics
-from osfl.protocol import pack_payload, unpack_bytes, unpack_state
-from osfl.wire import PayloadError
+from osfl.payload import wire
+from osfl.payload.kinds import FeatureMixtures, FeatureStatistics
+from osfl.payload.messages import pack_payload, unpack_bytes, unpack_state
+from osfl.payload.wire import PayloadError
 from server_app.app import warnings_of
-from server_app.expected import check_stated, expected_payload, probe
-from server_app.federation.exchange import RoundError
-from server_app.image_counts import (
+from server_app.defenses.image_counts import (
     ALL,
     check_counts,
     class_weights,
     find_caps,
     medians_of_others,
 )
+from server_app.defenses.outliers import find_outliers
+from server_app.expected import check_stated, expected_payload, probe
+from server_app.federation.exchange import RoundError
 from server_app.methods.fedcgs import check_statistics, closed_form_head, weighted
 from server_app.methods.fedpft import drawn_features
-from server_app.outliers import find_outliers
 
 BILLION = 10**9
 

@@ -18,18 +18,18 @@ from typer.testing import CliRunner
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.classifiers import ClassifierError
-from osfl.payloads import Domain
+from osfl.payload.kinds import Domain
 from osfl.run_folder.layout import SUMS, RunFolder
 from osfl.run_folder.status import Status
-from server_app import influence
-from server_app.influence import (
+from server_app.context import ServerJob
+from server_app.defenses import contribution
+from server_app.defenses.contribution import (
     EVERYBODY,
     held_out,
     hits_without,
     influences,
     report_influences,
 )
-from server_app.job import ServerJob
 from server_app.synthesis.images import SyntheticSet
 
 CLIENTS = ("a", "b")
@@ -90,7 +90,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         numbers.append(rows)
         return Reads()
 
-    monkeypatch.setattr(influence, "trained", trained)
+    monkeypatch.setattr(contribution, "trained", trained)
     monkeypatch.setattr("osfl.models.classifiers.normalise", lambda images, model: images)
     return numbers
 
@@ -134,17 +134,17 @@ def test_what_was_tested_is_kept_at_once(
 ) -> None:
     """The server ends in the third training; two are there, and the third alone is done again."""
     images = numbered(OWNERS, LABELS)
-    plain = influence.trained
+    plain = contribution.trained
 
     def ending(*given: Any, **more: Any) -> nn.Module:
         if len(learned) == 2:
             raise KeyboardInterrupt
         return plain(*given, **more)
 
-    monkeypatch.setattr(influence, "trained", ending)
+    monkeypatch.setattr(contribution, "trained", ending)
     with pytest.raises(KeyboardInterrupt):
         hits_without(job, CLIENTS, images, TESTED)
-    monkeypatch.setattr(influence, "trained", plain)
+    monkeypatch.setattr(contribution, "trained", plain)
     hits_without(job, CLIENTS, images, TESTED)
     assert len(learned) == 3
 
@@ -266,7 +266,7 @@ def gains(monkeypatch: pytest.MonkeyPatch, harm: int) -> None:
         "b": torch.tensor([True] * 10 + [False] * 10 + [True] * 10),
         "c": torch.tensor([True] * 10 + [False] * 10 + [True] * 10),
     }
-    monkeypatch.setattr(influence, "hits_without", lambda *given: hits)
+    monkeypatch.setattr(contribution, "hits_without", lambda *given: hits)
 
 
 def payloads_of(clients: Sequence[str]) -> dict[str, Domain]:
@@ -306,7 +306,7 @@ def test_a_training_that_fails_costs_the_table_alone(
     def diverged(*given: Any, **more: Any) -> nn.Module:
         raise ClassifierError("the loss is not finite")
 
-    monkeypatch.setattr(influence, "trained", diverged)
+    monkeypatch.setattr(contribution, "trained", diverged)
     report_influences(job, payloads_of(THREE), numbered("aaabbbccc", "0" * 9))
     (warning,) = job.status.state["warnings"]
     assert warning == "influence: a training without a client failed: the loss is not finite"

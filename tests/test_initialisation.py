@@ -20,10 +20,11 @@ from torch import nn
 from torchvision.models import ResNet50_Weights, VisionTransformer, get_model_weights
 
 from osfl.config import ClassifierConfig, ConfigError, parse_run_config
-from osfl.models import classifiers, initialisation
+from osfl.kit import initial_weights
+from osfl.kit.used_parts import kit_parts, used_parts
+from osfl.models import classifiers
 from osfl.models.classifiers import ClassifierError, build_classifier, load_initialisation
-from osfl.models.used_parts import kit_parts, used_parts
-from osfl.payloads import Classifier
+from osfl.payload.kinds import Classifier
 from server_app.app import check_server
 from server_app.federation.exchange import RoundError
 from server_app.kit import kit_bytes
@@ -130,7 +131,7 @@ def test_an_architecture_finds_its_own_file_in_a_folder(
     folder = folder_of(tmp_path / "weights", name)
     (folder / f"{architecture}_bn.pth").write_bytes(b"another's")
     about = settings(architecture=architecture, init=str(folder))
-    assert initialisation.initial_weights(about, "") == folder / name
+    assert initial_weights.initial_weights(about, "") == folder / name
     model = classifiers.new_classifier(about, 10, "", 0)
     assert first(model) == 0
     assert float(next(model.buffers()).mean()) > 0
@@ -145,14 +146,14 @@ def test_of_several_files_in_a_folder_the_plain_name_goes_first(tmp_path: Path) 
     about = settings(architecture="resnet50", init=str(tmp_path))
     for name in (older, default, "resnet50.pth", "resnet50.safetensors"):
         (tmp_path / name).touch()
-        assert initialisation.initial_weights(about, "").name == name  # type: ignore[union-attr]
+        assert initial_weights.initial_weights(about, "").name == name  # type: ignore[union-attr]
 
 
 def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "weights", "mobilenet_v2.pth")
     about = settings(architecture="vgg16", init=str(folder))
     with pytest.raises(ConfigError) as caught:
-        initialisation.initial_weights(about, "", "classifier.init")
+        initial_weights.initial_weights(about, "", "classifier.init")
     message = str(caught.value)
     assert message.startswith(
         f"classifier.init = '{folder}': the folder lacks vgg16.safetensors or vgg16.pth"
@@ -161,9 +162,9 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     # A ResNet-34 is made from a ResNet-18 of the kit alone
     (folder / "resnet18.pth").touch()
     with pytest.raises(ConfigError, match="the folder lacks resnet34.safetensors"):
-        initialisation.initial_weights(replace(about, architecture="resnet34"), "")
+        initial_weights.initial_weights(replace(about, architecture="resnet34"), "")
     with pytest.raises(ConfigError, match="'/nowhere/at/all': no such file or folder"):
-        initialisation.initial_weights(replace(about, init="/nowhere/at/all"), "")
+        initial_weights.initial_weights(replace(about, init="/nowhere/at/all"), "")
 
 
 def mixed(kit: Path, folder: Path, **changes: object) -> dict:
@@ -290,14 +291,14 @@ def test_without_a_network_the_way_out_is_named(cache: Path) -> None:
     url = get_model_weights("mobilenet_v2").DEFAULT.url
     about = settings(architecture="mobilenet_v2", init="imagenet")
     with pytest.raises(ConfigError) as caught:
-        initialisation.initial_weights(about, "", "classifier.init")
+        initial_weights.initial_weights(about, "", "classifier.init")
     message = str(caught.value)
     assert message.startswith("classifier.init = 'imagenet': ")
     assert str(cache / url.rpartition("/")[2]) in message
     assert "Connection refused" in message
     assert "TORCH_HOME" in message
     with pytest.raises(ConfigError, match="torchvision has no weights of resnet19"):
-        initialisation.initial_weights(replace(about, architecture="resnet19"), "")
+        initial_weights.initial_weights(replace(about, architecture="resnet19"), "")
 
 
 def test_clients_look_for_imagenets_weights_when_they_join(
@@ -335,12 +336,12 @@ def test_what_is_fetched_must_have_the_digits_of_its_name(
     name = f"net-{digits}.pth"
     (folder / name).write_bytes(b"weights")
     place = tmp_path / "new" / name
-    initialisation._fetch(f"{address}/{name}", place, "init")
+    initial_weights._fetch(f"{address}/{name}", place, "init")
     assert place.read_bytes() == b"weights"
     (folder / name).write_bytes(b"another's")
     place.unlink()
     with pytest.raises(ConfigError, match="init = 'imagenet': .*cannot be fetched .*hash"):
-        initialisation._fetch(f"{address}/{name}", place, "init")
+        initial_weights._fetch(f"{address}/{name}", place, "init")
     assert not place.exists()
 
 

@@ -15,19 +15,19 @@ from rich.progress import Progress
 from sklearn.svm import SVC
 from torch.utils.flop_counter import FlopCounterMode
 
-from osfl import kit_recipe
+from osfl import kit_training
 from osfl.cli import compare
 from osfl.cli.launch import resolve_config
 from osfl.config import ConfigError, parse_run_config
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.kit_recipe import card
+from osfl.kit.check import check_kit
+from osfl.kit.kits import SMALL_DECODER, find_kit
+from osfl.kit.used_parts import kit_parts
+from osfl.kit_training import card
 from osfl.models import classifiers, encoders
 from osfl.models.diffusion import load_kit, load_small_decoder, load_unclip_pipeline
-from osfl.models.kit_check import check_kit
-from osfl.models.kits import SMALL_DECODER, find_kit
-from osfl.models.used_parts import kit_parts
-from osfl.pixels import LEVELS, to_float
+from osfl.util.pixels import LEVELS, to_float
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import plan_images
@@ -242,7 +242,7 @@ def test_initialisations_know_turns_and_styles(file: Path, seen) -> None:  # typ
 
 
 def test_tokens_are_numbered_the_same_every_time() -> None:
-    from osfl.kit_recipe.untrained import new_text_encoder
+    from osfl.kit_training.untrained import new_text_encoder
 
     captions = [*digits.CLASSES, "an image of a", "in style, photo"]
     one, two = (new_text_encoder(captions, 16, 16).tokenizer for _ in range(2))
@@ -294,11 +294,11 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         "lora",
     )
     short = {f"{name}_steps": 1 for name in stages} | {f"{name}_batch": 4 for name in stages}
-    recipe = replace(kit_recipe.Recipe(), classifiers=("resnet18", "shufflenet_v2_x1_0"), **short)  # type: ignore[arg-type]
+    recipe = replace(kit_training.Recipe(), classifiers=("resnet18", "shufflenet_v2_x1_0"), **short)  # type: ignore[arg-type]
 
     def train(out: Path, work: Path, base: Path | None = None) -> None:
         with Progress(disable=True) as progress:
-            kit_recipe.train_kit(out, work, recipe, "cpu", progress, base)
+            kit_training.train_kit(out, work, recipe, "cpu", progress, base)
 
     quiet = tmp_path / "quiet"
     rough = tmp_path / "rough"
@@ -333,7 +333,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         assert folder_digest(rough / part) == folder_digest(quiet / part), part
     assert folder_digest(tmp_path / "rough-unclip") == folder_digest(tmp_path / "quiet-unclip")
     with pytest.raises(ConfigError, match="its checkpoints are of another recipe"):
-        kit_recipe.train_kit(
+        kit_training.train_kit(
             tmp_path / "other", tmp_path / "work-2", replace(recipe, vae_steps=2), "cpu", Progress()
         )
     for kit in (quiet, tmp_path / "quiet-unclip"):

@@ -18,12 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from client_app.app import app
 from osfl.config import ConfigError, parse_run_config
-from osfl.files import write_atomically
-from osfl.models import digests
-from osfl.models.diffusion import load_kit
-from osfl.models.encoders import load_captioner, load_image_encoder
-from osfl.models.kit_check import check_captioner, check_image_encoder, check_kit
-from osfl.models.kits import (
+from osfl.kit import digests
+from osfl.kit.check import check_captioner, check_image_encoder, check_kit
+from osfl.kit.kits import (
     DIFFUSION_PARTS,
     KitError,
     download_bytes,
@@ -31,11 +28,14 @@ from osfl.models.kits import (
     kit_digest,
     weights_digests,
 )
+from osfl.models.diffusion import load_kit
+from osfl.models.encoders import load_captioner, load_image_encoder
 from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.run_folder.status import Status
-from server_app import driver
+from osfl.util.files import write_atomically
+from server_app import pipeline
 from server_app.app import run_job
-from server_app.job import ServerJob
+from server_app.context import ServerJob
 from server_app.kit import bind_to_kit, check_sampling_kit
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, plan_images
@@ -530,7 +530,7 @@ def test_a_run_goes_on_with_a_repaired_kit_and_asks_nobody_again(
         return [kind for _, kind in grid.sent]
 
     with monkeypatch.context() as broken:
-        broken.setattr(driver, "render", lambda *_, **__: 1 / 0)
+        broken.setattr(pipeline, "render", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             start()
     weights = {name: value + 0.01 for name, value in load_file(kit / UNET).items()}

@@ -14,8 +14,9 @@ from test_round import metrics, start
 from torch import nn
 
 from osfl.config import ConfigError, parse_run_config
-from server_app import driver, label_check
-from server_app.job import GlobalModel
+from server_app import pipeline
+from server_app.context import GlobalModel
+from server_app.defenses import label_filter
 from server_app.synthesis.images import SyntheticSet
 
 LABELS = (0, 0, 0, 1, 1, 1, 2, 2)
@@ -63,8 +64,8 @@ def test_nobody_judges_what_it_learned_from(monkeypatch: pytest.MonkeyPatch) -> 
         learned[name] = (pixels[:, 0, 0, 0].tolist(), labels.tolist())
         return GlobalModel(Says(name == "opinion-1"), "resnet18", True)
 
-    monkeypatch.setattr(label_check, "train_global", train)
-    opinions = label_check.second_opinions(job_of(), numbered())
+    monkeypatch.setattr(label_filter, "train_global", train)
+    opinions = label_filter.second_opinions(job_of(), numbered())
     assert learned == {
         "opinion-1": ([0, 2, 4, 6], [0, 0, 1, 2]),
         "opinion-2": ([1, 3, 5, 7], [0, 1, 1, 2]),
@@ -79,7 +80,7 @@ def test_what_is_taken_for_another_class_is_left_out() -> None:
     rows = [[0.6, 0.3, 0.1], [0.4, 0.6, 0.0], [0.5, 0.4, 0.1], [0.1, 0.8, 0.1]]
     rows += [[0.5, 0.2, 0.3], [0.3, 0.4, 0.3], [0.9, 0.0, 0.1], [0.0, 0.6, 0.4]]
     opinions = torch.tensor(rows)
-    kept = label_check.without_doubtful(job_of(), numbered(), opinions)
+    kept = label_filter.without_doubtful(job_of(), numbered(), opinions)
     assert kept.pixels[:, 0, 0, 0].tolist() == [0, 2, 3, 5, 6, 7]
     assert kept.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert kept.clients == ("a", "b", "b", "a", "b", "b")
@@ -92,9 +93,9 @@ def test_the_global_model_learns_what_was_asked(
 ) -> None:
     opinions = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3], [0.4, 0.6]])
     trained: list[tuple] = []
-    monkeypatch.setattr(driver, "second_opinions", lambda job, images: opinions)
-    monkeypatch.setattr(driver, "train_global", lambda job, *given: trained.append(given))
-    driver.train_one(job_of(check), {}, numbered(4))
+    monkeypatch.setattr(pipeline, "second_opinions", lambda job, images: opinions)
+    monkeypatch.setattr(pipeline, "train_global", lambda job, *given: trained.append(given))
+    pipeline.train_one(job_of(check), {}, numbered(4))
     ((name, pixels, labels, teacher, weight),) = trained
     seen = pixels[:, 0, 0, 0].tolist()
     assert (name, weight) == ("FT", 1.0)

@@ -13,10 +13,10 @@ from conftest import quick
 from safetensors.torch import load_file, save_file
 
 from osfl.config import ConfigError, parse_run_config
+from osfl.kit.check import check_lora, lora_file
+from osfl.kit.kits import KitError, kit_digest
+from osfl.kit.used_parts import sampling_parts
 from osfl.models.diffusion import Kit, Sampling, load_kit, load_lora, load_pipeline, save_lora
-from osfl.models.kit_check import check_lora, lora_file
-from osfl.models.kits import KitError, kit_digest
-from osfl.models.used_parts import sampling_parts
 from server_app.kit import check_sampling_kit
 from server_app.synthesis import images, samplers
 from server_app.synthesis.engine import load_engine

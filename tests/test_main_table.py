@@ -15,11 +15,11 @@ import torch
 from benchmarks import clients, main_table
 from benchmarks.clients import DOMAINS, folder_name, for_clients
 from benchmarks.left_out import SYSTEMS
-from osfl import wire
 from osfl.cli.launch import default_config
 from osfl.methods import METHODS
-from osfl.payloads import Domain, DomainVector
-from osfl.prompts import DIGITS
+from osfl.payload import wire
+from osfl.payload.kinds import Domain, DomainVector
+from osfl.util.prompts import DIGITS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = default_config()

@@ -8,18 +8,18 @@ import pytest
 import torch
 from conftest import plain_classifier, quick
 
-from client_app import conditions
-from client_app.job import ClientJob
+from client_app.context import ClientJob
+from client_app.learning import conditions
 from client_app.methods import classifier as classifier_half
 from client_app.methods import feddeo as feddeo_half
 from osfl.config import parse_run_config
-from osfl.costs import FlopMeter
 from osfl.data.load import Images
 from osfl.models import classifiers, training
 from osfl.models.classifiers import ClassifierError
 from osfl.models.diffusion import KitError, forward_noise, load_kit
 from osfl.models.training import fit
-from osfl.seeds import generator_of, seed_of
+from osfl.util.costs import FlopMeter
+from osfl.util.seeds import generator_of, seed_of
 from server_app.methods import feddeo, fedlmg, prompts_only
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.plan import cut_units, initial_noise, plan_images

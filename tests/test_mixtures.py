@@ -11,11 +11,11 @@ import torch
 from conftest import quick
 from test_methods import images, job_of
 
+from client_app.learning.mixtures import fit_mixture
 from client_app.methods import espresso
-from client_app.mixtures import fit_mixture
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.diffusion import load_kit
-from osfl.seeds import generator_of, seed_of
+from osfl.util.seeds import generator_of, seed_of
 from server_app.synthesis.samplers import ddim_schedule
 
 SHAPE = (4, 8, 8)

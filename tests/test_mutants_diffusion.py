@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from osfl.kit_recipe.untrained import new_small_decoder
+from osfl.kit_training.untrained import new_small_decoder
 from osfl.models.diffusion import load_kit, load_small_decoder
 
 

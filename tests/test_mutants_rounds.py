@@ -9,8 +9,8 @@ from conftest import quick
 from osfl.config import parse_run_config
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.averaging.run import _resume
-from server_app.job import ServerJob
+from server_app.baselines.run import _resume
+from server_app.context import ServerJob
 
 
 def test_a_new_run_begins_with_nothing_done(home: Path) -> None:

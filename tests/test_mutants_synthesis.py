@@ -14,10 +14,10 @@ from osfl.config import parse_run_config
 from osfl.models.classifiers import logits_of, new_classifier
 from osfl.models.diffusion import load_kit
 from osfl.models.training import fit
+from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from osfl.wire import PayloadError
-from server_app.job import ServerJob
+from server_app.context import ServerJob
 from server_app.synthesis.engine import _calibrated, _seconds
 from server_app.synthesis.images import _shaping
 from server_app.synthesis.plan import Unit, cut_units, plan_images

@@ -21,7 +21,7 @@ from osfl.data.load import count_images, domain_name, image_labels, load_images
 from osfl.data.named import load_rows
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, class_names, client_name
-from osfl.pixels import LazyPixels, concatenated
+from osfl.util.pixels import LazyPixels, concatenated
 
 CLASSES = ["alarm clock", "Dog", "mouse"]
 DOMAINS = ["Clipart", "Real World"]

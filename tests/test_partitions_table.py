@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import partitions
 from osfl.data.load import Images
-from osfl.payloads import Votes
+from osfl.payload.kinds import Votes
 from server_app.synthesis.images import SyntheticSet
 
 

@@ -16,8 +16,8 @@ from toy import add_row, copy_project, run_toy
 
 from osfl.config import parse_run_config
 from osfl.methods import METHODS
-from osfl.payload_fields import CLIENTS_OWN, DIMENSIONS, Shape, fields_of, tensors_of
-from osfl.payloads import KINDS, Encodings, Mixtures, kind_of
+from osfl.payload.fields import CLIENTS_OWN, DIMENSIONS, Shape, fields_of, tensors_of
+from osfl.payload.kinds import KINDS, Encodings, Mixtures, kind_of
 from server_app import expected
 
 KIND = '''
@@ -46,7 +46,7 @@ ROW = """"toy": Method(
     )"""
 CLIENT = """
 import torch
-from osfl.payloads import Colours
+from osfl.payload.kinds import Colours
 def make_payload(job):
     images = job.load(16)
     held = images.held()
@@ -77,15 +77,16 @@ def replace(file: Path, old: str, new: str) -> None:
 
 def add_kind(folder: Path, declaration: str) -> None:
     """Edits 1 and 2 of the recipe, a class and a message, and `make proto`."""
-    replace(folder / "osfl" / "payloads.py", "\nPayload = (\n", declaration)
-    proto = folder / "proto" / "osfl" / "v1" / "payload.proto"
+    replace(folder / "osfl" / "payload" / "kinds.py", "\nPayload = (\n", declaration)
+    schema = Path("proto", "osfl", "payload", "v1", "payload.proto")
+    proto = folder / schema
     proto.parent.mkdir(parents=True)
-    proto.write_text((ROOT / "proto" / "osfl" / "v1" / "payload.proto").read_text() + MESSAGE)
+    proto.write_text((ROOT / schema).read_text() + MESSAGE)
     replace(
         proto, "    Domain domain = 17;\n", "    Domain domain = 17;\n    Colours colours = 22;\n"
     )
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", "--python_out=."]
-    subprocess.run([*command, "osfl/v1/payload.proto"], cwd=folder, check=True)
+    subprocess.run([*command, "osfl/payload/v1/payload.proto"], cwd=folder, check=True)
 
 
 def test_a_payload_kind_is_added_with_two_edits(tmp_path: Path, tiny_kit: Path) -> None:
@@ -104,8 +105,8 @@ def test_a_payload_kind_is_added_with_two_edits(tmp_path: Path, tiny_kit: Path) 
 def test_a_kind_without_shapes_ends_the_import(tmp_path: Path) -> None:
     copy_project(tmp_path)
     bare = KIND.replace('Annotated[torch.Tensor, Shape("classes", 3)]', "torch.Tensor")
-    replace(tmp_path / "osfl" / "payloads.py", "\nPayload = (\n", bare)
-    command = [sys.executable, "-c", "import osfl.payloads"]
+    replace(tmp_path / "osfl" / "payload" / "kinds.py", "\nPayload = (\n", bare)
+    command = [sys.executable, "-c", "import osfl.payload.kinds"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert "TypeError: payload Colours: means: it has no shape. Declare it" in done.stderr

@@ -23,8 +23,8 @@ from osfl.data.load import load_images
 from osfl.data.partition import DataError
 from osfl.data.pictures import open_picture, stored_picture, to_pixels, traits_of
 from osfl.models.encoders import ImageEncoder
-from osfl.pixels import LONGEST, cut_ends
-from server_app.averaging.proxy import Pictures
+from osfl.util.pixels import LONGEST, cut_ends
+from server_app.baselines.proxy import Pictures
 
 
 def noise(width: int, height: int) -> Image.Image:

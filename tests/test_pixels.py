@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from conftest import ROOT
 
-from osfl.pixels import to_float, to_uint8
+from osfl.util.pixels import to_float, to_uint8
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 
@@ -28,4 +28,4 @@ def test_nothing_else_converts_pixels() -> None:
     folders = ("osfl", "client_app", "server_app", "benchmarks")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     users = [file.relative_to(ROOT).as_posix() for file in files if "127.5" in file.read_text()]
-    assert users == ["osfl/pixels.py"]
+    assert users == ["osfl/util/pixels.py"]

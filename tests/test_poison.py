@@ -17,9 +17,9 @@ from test_round import metrics, start
 from test_wire import KINDS
 from typer.testing import CliRunner
 
-from osfl import wire
 from osfl.cli.main import app as cli
-from osfl.payloads import (
+from osfl.payload import wire
+from osfl.payload.kinds import (
     Classifier,
     Descriptions,
     DomainVector,
@@ -28,12 +28,12 @@ from osfl.payloads import (
     Payload,
     Votes,
 )
-from osfl.protocol import COST_KEYS, pack_payload
+from osfl.payload.messages import COST_KEYS, pack_payload
 from osfl.run_folder.layout import MOST_ENDS, RunFolder
 from osfl.run_folder.status import split_details
+from server_app.defenses.outliers import DEVIATIONS, FACTOR, FLOOR, Outlier, find_outliers
 from server_app.federation import collect as collecting
 from server_app.federation.exchange import RoundError
-from server_app.outliers import DEVIATIONS, FACTOR, FLOOR, Outlier, find_outliers
 
 END = """
 import os, sys

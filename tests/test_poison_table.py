@@ -16,14 +16,14 @@ from benchmarks.server import sampler_of
 from osfl.config import NodeConfig
 from osfl.data.load import Images, image_labels
 from osfl.methods import server_half
-from osfl.payloads import Classifier, Descriptions, DomainVector, Encodings, FeatureStatistics
-from osfl.prompts import DIGITS
-from osfl.seeds import generator_of
-from osfl.wire import PayloadError
-from server_app import influence
-from server_app.driver import plan_held
-from server_app.influence import Gain, Influence
+from osfl.payload.kinds import Classifier, Descriptions, DomainVector, Encodings, FeatureStatistics
+from osfl.payload.wire import PayloadError
+from osfl.util.prompts import DIGITS
+from osfl.util.seeds import generator_of
+from server_app.defenses import contribution
+from server_app.defenses.contribution import Gain, Influence
 from server_app.methods import fedlmg
+from server_app.pipeline import plan_held
 from server_app.synthesis.images import SyntheticSet
 
 SYSTEM = "FedDEO description alone"
@@ -553,7 +553,7 @@ def test_the_first_of_six_lies(
         return {"": ~seen, "client-0": seen, **dict.fromkeys(CLIENTS[1:], ~seen)}
 
     monkeypatch.setattr(poison, "drawn", of_twenty)
-    monkeypatch.setattr(influence, "hits_without", hits)
+    monkeypatch.setattr(contribution, "hits_without", hits)
     found = poison.influences_of(SYSTEM, attack, 0)
     assert list(found) == list(CLIENTS)
     assert (found["client-0"].others.points, found["client-1"].others.points) == (-100.0, 0.0)

@@ -14,13 +14,13 @@ from benchmarks.clients import CLIENTS
 from osfl.config import RunConfig, parse_run_config
 from osfl.models.classifiers import build_classifier, normalise
 from osfl.models.diffusion import load_kit
-from osfl.payloads import Descriptions, DomainVector
-from osfl.prompts import DIGITS
+from osfl.payload.kinds import Descriptions, DomainVector
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.driver import plan_held
-from server_app.job import ServerJob
+from osfl.util.prompts import DIGITS
+from server_app.context import ServerJob
 from server_app.methods import prompts_only
+from server_app.pipeline import plan_held
 from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, plan_images
 

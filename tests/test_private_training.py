@@ -14,15 +14,15 @@ from test_guarantees import least_sigma
 from test_systems import images, job_of
 from torch import nn
 
-from client_app import private_training
 from client_app.app import own_settings
-from client_app.mechanisms import noise_multiplier
 from client_app.methods import classifier
-from client_app.private_training import clipped_sum, fit_private, gradients, sampled
+from client_app.privacy import dp_sgd
+from client_app.privacy.dp_sgd import clipped_sum, fit_private, gradients, sampled
+from client_app.privacy.mechanisms import noise_multiplier
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
-from osfl.costs import FlopMeter
 from osfl.models.classifiers import MEAN, STD, ClassifierError, new_classifier
-from osfl.pixels import LazyPixels
+from osfl.util.costs import FlopMeter
+from osfl.util.pixels import LazyPixels
 
 CPU = torch.device("cpu")
 SIDE = 3
@@ -79,7 +79,7 @@ def test_the_training_is_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear classifier: dL/dlogits is the softmax less the smoothed label, and dL/dW its outer
     product with the image. Four steps of each image with 0.4, in threes; the mean is over four.
     """
-    monkeypatch.setattr(private_training, "AT_ONCE", 3)
+    monkeypatch.setattr(dp_sgd, "AT_ONCE", 3)
     config = settings()
     pixels, labels = data()
     model = fit_private(
@@ -124,14 +124,14 @@ def test_the_training_is_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_images_are_all_taken_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 65 is more than there are; epochs are steps then."""
     seen: list[int] = []
-    real = private_training.sampled
+    real = dp_sgd.sampled
 
     def kept(count: int, rate: float, chance: Any) -> torch.Tensor:
         rows = real(count, rate, chance)
         seen.append(len(rows))
         return rows
 
-    monkeypatch.setattr(private_training, "sampled", kept)
+    monkeypatch.setattr(dp_sgd, "sampled", kept)
     config = settings(classifier__batch_size=65, classifier__steps=0, classifier__epochs=3)
     fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
     assert seen == [COUNT] * 3
@@ -299,7 +299,7 @@ def test_the_learning_rate_has_its_course(monkeypatch: pytest.MonkeyPatch) -> No
 def test_each_image_is_augmented_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one stream for all, whether the first image is taken would show in the second's."""
     seen: list[torch.Tensor] = []
-    real = private_training.gradients
+    real = dp_sgd.gradients
 
     def kept(model: nn.Module, images: torch.Tensor, *more: Any) -> list[torch.Tensor]:
         seen.append(images)
@@ -309,8 +309,8 @@ def test_each_image_is_augmented_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
         assert chance is secrets.token_bytes
         return torch.full_like(image, 255)
 
-    monkeypatch.setattr(private_training, "gradients", kept)
-    monkeypatch.setattr(private_training, "by_itself", white)
+    monkeypatch.setattr(dp_sgd, "gradients", kept)
+    monkeypatch.setattr(dp_sgd, "by_itself", white)
     config = settings(classifier__augmentation="affine-color")
     fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
     every = torch.cat(seen)
@@ -330,14 +330,11 @@ def test_an_image_is_augmented_by_chance_of_its_own() -> None:
 
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    found = [
-        private_training.by_itself(noise, image, lambda count: next(asked)[:count])
-        for _ in range(3)
-    ]
+    found = [dp_sgd.by_itself(noise, image, lambda count: next(asked)[:count]) for _ in range(3)]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-    one, two = (private_training.by_itself(noise, image, secrets.token_bytes) for _ in range(2))
+    one, two = (dp_sgd.by_itself(noise, image, secrets.token_bytes) for _ in range(2))
     assert not torch.equal(one, two)
 
 
@@ -345,7 +342,7 @@ def test_an_image_is_augmented_by_chance_of_its_own() -> None:
 def test_a_step_may_take_no_image(monkeypatch: pytest.MonkeyPatch, augmentation: str) -> None:
     """Then there is noise alone. Images that are decoded when asked for know no empty part."""
     none = torch.empty(0, dtype=torch.int64)
-    monkeypatch.setattr(private_training, "sampled", lambda *_: none)
+    monkeypatch.setattr(dp_sgd, "sampled", lambda *_: none)
     pixels, labels = data()
     config = settings(classifier__augmentation=augmentation)
     for some in (pixels, LazyPixels(lambda row: pixels[row], COUNT)):
@@ -356,7 +353,7 @@ def test_a_step_may_take_no_image(monkeypatch: pytest.MonkeyPatch, augmentation:
 def test_flops_do_not_tell_how_many_images_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = set()
     for rows in ([0], [0, 1, 2, 3, 4, 5]):
-        monkeypatch.setattr(private_training, "sampled", lambda *_, rows=rows: torch.tensor(rows))
+        monkeypatch.setattr(dp_sgd, "sampled", lambda *_, rows=rows: torch.tensor(rows))
         meter = FlopMeter()
         fit_private(linear(), *data(), settings(), CPU, meter, lambda *_: None)
         totals.add(meter.total)

@@ -19,8 +19,8 @@ from rich.console import Console
 from test_methods import images, job_of
 
 import client_app.app
-from client_app import decoded, work
-from client_app.decoded import files_key, load_once
+from client_app import handlers, image_cache
+from client_app.image_cache import files_key, load_once
 from client_app.methods import (
     classifier,
     domain_vector,
@@ -36,16 +36,16 @@ from client_app.methods.oscar import mean_encoding
 from osfl.cli import display
 from osfl.cli.launch import MOST_LINE
 from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_config
-from osfl.costs import FlopMeter
 from osfl.data.load import Images
 from osfl.models.diffusion import load_kit
-from osfl.pixels import LazyPixels
 from osfl.run_folder.events import FollowedRun, log_results
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
+from osfl.util.costs import FlopMeter
+from osfl.util.pixels import LazyPixels
 from server_app.app import run_job
+from server_app.context import ServerJob
 from server_app.federation.exchange import RoundError
-from server_app.job import ServerJob
 from server_app.methods import prompts_only
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
@@ -109,7 +109,7 @@ def test_what_a_client_wrote_is_what_the_terminal_shows(tmp_path: Path) -> None:
     folder.mkdir()
     for line in ("encoding image 8 of 100", "step 0 of 40"):
         what, done, _, total = line.rsplit(" ", 3)
-        work._Progress(folder)(int(done), int(total), what)
+        handlers._Progress(folder)(int(done), int(total), what)
         table = display.client_rows({"client-0": "asked"}, tmp_path)
         assert list(table.columns[1].cells) == [line]
 
@@ -273,7 +273,7 @@ def test_the_run_says_whether_clients_save_memory_and_the_node_goes_first(tmp_pa
     def saves(run: str, node: str = "") -> bool:
         config = parse_run_config(quick(checkpointing=run))
         given = parse_node_config({"device": "cpu", **({"checkpointing": node} if node else {})})
-        return work.client_job(config, given, "a", "", tmp_path).saves_memory
+        return handlers.client_job(config, given, "a", "", tmp_path).saves_memory
 
     assert [saves("auto"), saves("on"), saves("off")] == [False, True, False]
     assert [saves("on", "off"), saves("off", "on"), saves("on", "auto")] == [False, True, False]
@@ -371,11 +371,11 @@ def test_images_are_decoded_once_a_job(
     node = NodeConfig(data_dir=str(client_folder))
     cache = tmp_path / "cache"
     calls = []
-    decode = work.load_images
-    monkeypatch.setattr(work, "load_images", lambda *a: calls.append(a) or decode(*a))
+    decode = handlers.load_images
+    monkeypatch.setattr(handlers, "load_images", lambda *a: calls.append(a) or decode(*a))
 
     def load(size: int = 16) -> Images:
-        return work.client_job(config, node, "a", "", cache).load(size)
+        return handlers.client_job(config, node, "a", "", cache).load(size)
 
     first = load()
     again = load()
@@ -418,7 +418,7 @@ def test_what_is_too_much_or_finds_no_room_is_not_kept(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(decoded, "write_atomically", full)
+    monkeypatch.setattr(image_cache, "write_atomically", full)
     assert load_once(tmp_path, "k", lambda: made) is made
 
 

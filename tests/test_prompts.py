@@ -9,8 +9,8 @@ from conftest import defaults, quick
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.render import CLASSES, STYLES
 from osfl.models.concepts import concept_prompts
-from osfl.payloads import Domain
-from osfl.prompts import fill, in_words
+from osfl.payload.kinds import Domain
+from osfl.util.prompts import fill, in_words
 from server_app.methods import fgl, prompts_domain
 
 FOLDERS = ("alarm_clock", "hourglass", "Unicorn", "umbrella", "dog")

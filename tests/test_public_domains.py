@@ -12,7 +12,7 @@ from test_wiring import CPU, composed, config_of, prompts_of, server
 
 from osfl.cli.estimate import Client, planned_images
 from osfl.config import ConfigError, RunConfig, parse_run_config
-from osfl.prompts import DIGITS
+from osfl.util.prompts import DIGITS
 from server_app import public_domains
 from server_app.app import needed_bytes
 from server_app.synthesis.plan import ImageJob, cut_units

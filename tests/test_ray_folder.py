@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from osfl import ray_folder as places
 from osfl.config import ConfigError
-from osfl.ray_folder import ray_folder
+from osfl.util import ray_folder as places
+from osfl.util.ray_folder import ray_folder
 
 LONG = "/scratch/" + "0" * 60
 
@@ -43,7 +43,7 @@ def test_ray_begins_at_the_limit_and_beyond(tmp_path: Path, length: int) -> None
     folder = Path("/tmp") / f"osfl-{os.getpid()}-".ljust(length - len("/tmp/"), "0")
     folder.mkdir()
     code = (
-        "import os, ray; from osfl.ray_folder import ray_folder\n"
+        "import os, ray; from osfl.util.ray_folder import ray_folder\n"
         "os.environ.update(ray_folder(os.environ))\n"
         "ray.init(address='local', include_dashboard=False, num_cpus=1)\n"
         "print('begun')"

@@ -12,9 +12,9 @@ from PIL import Image
 from test_averages import run_folder
 
 from osfl.run_folder.layout import RunFolder, image_name
-from osfl.run_folder.report import gather, write_report
-from osfl.run_folder.report_page import human_seconds, scores
-from osfl.run_folder.report_pictures import (
+from osfl.run_folder.report.metrics import gather, write_report
+from osfl.run_folder.report.page import human_seconds, scores
+from osfl.run_folder.report.pictures import (
     FIRST_PIXELS,
     MOST_EACH,
     MOST_GRID_BYTES,

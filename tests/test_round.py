@@ -31,19 +31,19 @@ import osfl
 import server_app.methods.feddeo as feddeo_server
 import server_app.synthesis.images as synthesis_images
 from client_app.app import app
-from client_app.job import ClientJob
-from osfl import wire
+from client_app.context import ClientJob
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import image_labels
 from osfl.data.parts import class_names
+from osfl.kit.kits import KitError
 from osfl.methods import METHODS
-from osfl.models.kits import KitError
-from osfl.payloads import Payload
-from osfl.prompts import DIGITS
-from osfl.protocol import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
-from osfl.seeds import seed_of
-from osfl.v1 import payload_pb2 as pb
+from osfl.payload import wire
+from osfl.payload.kinds import Payload
+from osfl.payload.messages import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
+from osfl.payload.v1 import payload_pb2 as pb
+from osfl.util.prompts import DIGITS
+from osfl.util.seeds import seed_of
 from server_app.app import run_job
 from server_app.federation.exchange import Exchange, RoundError
 from server_app.kit import kit_of_clients
@@ -1185,7 +1185,7 @@ def test_a_reply_that_flower_cannot_put_together_is_its_nodes_failure(
 
 def test_a_classifier_whose_logits_are_not_finite_is_refused(home: Path, tiny_kit: Path) -> None:
     """Every number is plausible alone; together they overflow."""
-    from osfl.payloads import Classifier
+    from osfl.payload.kinds import Classifier
     from server_app.expected import expected_payload
 
     config = quick(method="fedlmg", kit=str(tiny_kit), min_clients=1, fedlmg__strategies="ft")
@@ -1257,7 +1257,7 @@ def test_domains_that_nobody_names_are_asked_for(home: Path, tiny_kit: Path) -> 
         for node, domain in zip(nodes(2), ("etching", "fresco"), strict=True)
     ]
     run_job(LoopGrid(app, config, node_configs), parse_run_config(config), "told")
-    from osfl.v1 import payload_pb2 as pb
+    from osfl.payload.v1 import payload_pb2 as pb
 
     blobs = [
         (home / "runs" / "told" / "payloads" / f"client-{k}.pb").read_bytes() for k in range(2)

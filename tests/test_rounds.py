@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from test_round import Killed, metrics, nodes, start
 
 from client_app import app as client_app
-from client_app import local_training as client_rounds
 from client_app.app import app
+from client_app.learning import local_training as client_rounds
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.classifiers import new_classifier
-from osfl.protocol import pack_bytes, pack_state, unpack_state
+from osfl.payload.messages import pack_bytes, pack_state, unpack_state
 from server_app.app import run_job
-from server_app.averaging import feddf
-from server_app.averaging import run as rounds_run
+from server_app.baselines import feddf
+from server_app.baselines import run as rounds_run
 from server_app.federation.exchange import RoundError
 
 
@@ -446,7 +446,7 @@ def test_who_missed_a_round_is_waited_for_briefly_and_may_come_back(
 def test_a_mean_that_is_not_finite_is_not_kept(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from server_app.averaging.feddyn import FedDyn
+    from server_app.baselines.feddyn import FedDyn
 
     aggregate = FedDyn.aggregate_train
 
@@ -535,7 +535,7 @@ def test_clients_of_different_architectures_make_one_global_model(
         run_job(grid, parse_run_config(config), "job")
     result = metrics(home)
     assert set(result["accuracy"]) == {"FT", "MD", "SD"}
-    from osfl.v1 import payload_pb2 as pb
+    from osfl.payload.v1 import payload_pb2 as pb
 
     sent = {
         p.stem: pb.Payload.FromString(p.read_bytes()).classifier.architecture

@@ -9,8 +9,8 @@ import torch
 from conftest import quick
 
 from osfl.config import parse_run_config
+from osfl.kit.kits import KitError
 from osfl.models.diffusion import check_schedule, load_kit
-from osfl.models.kits import KitError
 from server_app.app import check_server
 
 

@@ -20,11 +20,10 @@ from typer.testing import CliRunner
 from client_app import keys
 from client_app.app import app, cache_key, own_settings
 from client_app.keys import sealing_key
-from osfl import wire
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, NodeConfig, parse_run_config
-from osfl.protocol import pack_bytes, unpack_bytes
-from osfl.sealing import (
+from osfl.payload import wire
+from osfl.payload.encryption import (
     OVERHEAD,
     SealError,
     fingerprint,
@@ -35,6 +34,7 @@ from osfl.sealing import (
     seal,
     unpack_public_key,
 )
+from osfl.payload.messages import pack_bytes, unpack_bytes
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
 

@@ -23,15 +23,15 @@ from osfl.data.digits import CLASSES
 from osfl.models import classifiers
 from osfl.models.diffusion import load_kit
 from osfl.models.training import fit
-from osfl.payloads import Classifier, Descriptions
+from osfl.payload.kinds import Classifier, Descriptions
+from osfl.payload.wire import PayloadError
 from osfl.run_folder import layout as run_folder
 from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.report import gather, write_report
+from osfl.run_folder.report.metrics import gather, write_report
 from osfl.run_folder.status import Status
-from osfl.seeds import generator_of
-from osfl.wire import PayloadError
-from server_app import driver
-from server_app.job import ServerJob
+from osfl.util.seeds import generator_of
+from server_app import pipeline
+from server_app.context import ServerJob
 from server_app.methods import feddeo, fedlmg, local, prompts_only
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.images import render
@@ -203,7 +203,9 @@ def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.Monke
     ):
         config = parse_run_config(quick(seed=5, method=name))
         job = ServerJob(config, SimpleNamespace(), SimpleNamespace(), ("a",))  # type: ignore[arg-type]
-        monkeypatch.setattr(driver, "render", lambda job, plan, *rest: plans.append(plan) or 1 / 0)
+        monkeypatch.setattr(
+            pipeline, "render", lambda job, plan, *rest: plans.append(plan) or 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             method.run(job, {"a": payload})  # type: ignore[attr-defined]
         assert plans.pop() == plan_images(name, 5, {"a": [2, 7]}, 1)

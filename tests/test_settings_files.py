@@ -13,7 +13,7 @@ from osfl.cli.compare import read_table
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.config import toml as toml_files
-from osfl.words import quoted
+from osfl.util.text import quoted
 
 MOST_SHOWN = 3000  # characters of an error
 LONG = "x" * 3_000_000

@@ -23,10 +23,10 @@ from client_app.errors import ClientError, PublicConfigError
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.named import load_rows
 from osfl.data.pins import USUAL
-from osfl.error_codes import CODES, DETAILS, OTHER
 from osfl.methods import METHODS
 from osfl.models import classifiers
-from osfl.protocol import WITHHELD, SentModel, pack_model
+from osfl.payload.error_codes import CODES, DETAILS, OTHER
+from osfl.payload.messages import WITHHELD, SentModel, pack_model
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
 

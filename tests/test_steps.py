@@ -7,8 +7,8 @@ import torch
 from test_methods import images, job_of
 
 from client_app.methods import espresso, fedbip, feddeo
-from osfl.minibatches import minibatches
 from osfl.models.encoders import TextEncoder
+from osfl.util.minibatches import minibatches
 
 
 def generator() -> torch.Generator:

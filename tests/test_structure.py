@@ -57,7 +57,7 @@ def test_heavy_libraries_have_one_door_each() -> None:
     doors = {"diffusers": "osfl/models/diffusion.py", "transformers": "osfl/models/encoders.py"}
     for library, door in doors.items():
         users = {str(f.relative_to(ROOT)) for f in sources() if library in imports(f)}
-        assert users == {door, "osfl/kit_recipe/untrained.py"}
+        assert users == {door, "osfl/kit_training/untrained.py"}
 
 
 def test_nobody_imports_what_stands_above() -> None:
@@ -65,7 +65,7 @@ def test_nobody_imports_what_stands_above() -> None:
     for file in sources():
         name = file.relative_to(ROOT).as_posix()
         text = file.read_text()
-        above = {"osfl.cli": "osfl/cli/", "osfl.kit_recipe": ("osfl/kit_recipe/", "osfl/cli/")}
+        above = {"osfl.cli": "osfl/cli/", "osfl.kit_training": ("osfl/kit_training/", "osfl/cli/")}
         for package, users in above.items():
             used = re.search(
                 rf"(from|import) {re.escape(package)}\b|import_module.*{package}", text
@@ -103,7 +103,7 @@ _RUN_FOLDERS = {"payloads", "units", "rounds", "tests", "models", "images"}
 
 def paths_of_runs(file: Path) -> list[str]:
     """The text constants of a file that spell a path inside a run's folder."""
-    of_kits = {"models", "kit_recipe"} & set(file.parts)
+    of_kits = {"models", "kit", "kit_training"} & set(file.parts)
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -161,14 +161,16 @@ def test_the_bundle_is_the_checkouts(tmp_path: Path) -> None:
         "LICENSE",
         "pyproject.toml",
     }
-    assert bundle.read("osfl/wire.py") == (ROOT / "osfl" / "wire.py").read_bytes()
+    assert (
+        bundle.read("osfl/payload/wire.py") == (ROOT / "osfl" / "payload" / "wire.py").read_bytes()
+    )
 
 
 def test_every_method_has_its_modules_and_lists_its_differences() -> None:
     for name, method in METHODS.items():
         for half, module in (("client_app", method.client), ("server_app", method.server)):
             if module:
-                file = ROOT / half / ("averaging" if method.rounds else "methods") / f"{module}.py"
+                file = ROOT / half / ("baselines" if method.rounds else "methods") / f"{module}.py"
                 assert file.is_file(), (name, file)
                 assert len(file.read_text().splitlines()) <= 250
                 docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
@@ -179,7 +181,7 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
     ("modules", "unneeded"),
     [
         (
-            "client_app.app, client_app.work, client_app.methods.classifier",
+            "client_app.app, client_app.handlers, client_app.methods.classifier",
             {"diffusers", "transformers", "datasets", "sklearn"},
         ),
         ("client_app.app", {"torch"}),  # joining and forgetting, each a process of its own
@@ -210,14 +212,14 @@ def test_no_registry_and_no_machine_path_is_committed() -> None:
 
 
 TOY = '''"""Toy. Differences: none."""
-from osfl.payloads import Descriptions
+from osfl.payload.kinds import Descriptions
 def make_payload(job):
     import torch
     held = job.load(32).held()
     return Descriptions(tuple(job.classes[i] for i in held), torch.zeros(len(held), *SHAPE))
 '''
 TOY_SERVER = '''"""Toy. Differences: none."""
-from server_app.driver import synthesise_and_train
+from server_app.pipeline import synthesise_and_train
 from server_app.methods.feddeo import sampler
 def run(job, payloads):
     return synthesise_and_train(job, payloads, sampler)

@@ -18,9 +18,9 @@ from benchmarks.clients import CLIENTS, DOMAINS
 from benchmarks.poison import together
 from osfl.data.load import Images
 from osfl.models.classifiers import normalise
-from osfl.payloads import Domain
-from osfl.prompts import DIGITS
-from server_app.job import ServerJob
+from osfl.payload.kinds import Domain
+from osfl.util.prompts import DIGITS
+from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 
 

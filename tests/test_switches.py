@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import main_table, server, switches
 from benchmarks.clients import CLIENTS, folder_name
-from osfl.payloads import DomainVector
-from osfl.prompts import DIGITS
-from server_app.job import ServerJob
+from osfl.payload.kinds import DomainVector
+from osfl.util.prompts import DIGITS
+from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 
 FEW = SyntheticSet(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.arange(2), CLIENTS[:2])

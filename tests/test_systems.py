@@ -20,18 +20,17 @@ from test_methods import CLASSES, images, job_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from client_app import conditions
-from client_app.local_training import dynamic, proximal
+from client_app.learning import conditions
+from client_app.learning.local_training import dynamic, proximal
+from client_app.learning.mixtures import fit_mixture
 from client_app.methods import espresso as espresso_half
 from client_app.methods import fedbip as fedbip_half
 from client_app.methods import feddisc as feddisc_half
 from client_app.methods import fgl as fgl_half
 from client_app.methods import oscar as oscar_half
-from client_app.mixtures import fit_mixture
-from osfl import wire
 from osfl.config import NodeConfig, parse_run_config
-from osfl.costs import FlopMeter
 from osfl.data.load import domain_name
+from osfl.kit.kits import KitError
 from osfl.models import classifiers, encoders
 from osfl.models.concepts import concept_prompt, concept_starts
 from osfl.models.diffusion import (
@@ -42,12 +41,13 @@ from osfl.models.diffusion import (
     load_pipeline,
     load_unclip_pipeline,
 )
-from osfl.models.kits import KitError
 from osfl.models.training import fit
-from osfl.payloads import Captions, Classifier, Concepts, Mixtures
-from osfl.seeds import generator_of
+from osfl.payload import wire
+from osfl.payload.kinds import Captions, Classifier, Concepts, Mixtures
+from osfl.util.costs import FlopMeter
+from osfl.util.seeds import generator_of
 from server_app import expected
-from server_app.averaging import feddf
+from server_app.baselines import feddf
 from server_app.kit import kit_bytes
 from server_app.methods import (
     espresso,
@@ -902,7 +902,7 @@ def test_feddyns_server_step_by_hand() -> None:
     """
     from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-    from server_app.averaging.feddyn import FedDyn
+    from server_app.baselines.feddyn import FedDyn
 
     strategy = FedDyn(
         0.5, clients=2, parameters=frozenset({"w"}), min_train_nodes=2, min_available_nodes=2

@@ -12,7 +12,7 @@ from torch import nn
 
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.training import fit, new_augmentation
-from osfl.pixels import LazyPixels
+from osfl.util.pixels import LazyPixels
 
 CPU = torch.device("cpu")
 STEPS = 8

@@ -17,10 +17,10 @@ from osfl.config import parse_run_config
 from osfl.data.digits import CLASSES
 from osfl.models import classifiers
 from osfl.models.diffusion import Kit
-from osfl.payloads import Classifier
+from osfl.payload.kinds import Classifier
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
-from server_app.job import ServerJob
+from server_app.context import ServerJob
 from server_app.methods import fedlmg
 from server_app.synthesis.guidance import as_teacher, classifier_loss
 from server_app.synthesis.plan import ImageJob, cut_units, mix_classes, plan_images

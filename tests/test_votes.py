@@ -23,13 +23,13 @@ from test_wiring import CPU, PLAN, composed, config_of, prompts_of, server
 
 from benchmarks.votes import chances
 from client_app.app import app, own_settings
-from client_app.ledger import Ledger
-from client_app.mechanisms import happens_exp, permute_and_flip
 from client_app.methods import votes as client_half
+from client_app.privacy.ledger import Ledger
+from client_app.privacy.mechanisms import happens_exp, permute_and_flip
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.models.diffusion import Kit
-from osfl.payloads import Votes
-from osfl.wire import PayloadError
+from osfl.payload.kinds import Votes
+from osfl.payload.wire import PayloadError
 from server_app.app import run_job
 from server_app.expected import probe
 from server_app.methods import votes

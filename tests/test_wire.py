@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from osfl import wire
-from osfl.costs import release_memory
-from osfl.payloads import (
+from osfl.payload import wire
+from osfl.payload.kinds import (
     Captions,
     Classifier,
     Concepts,
@@ -33,8 +32,9 @@ from osfl.payloads import (
     Payload,
     Votes,
 )
-from osfl.protocol import COST_KEYS, pack_payload, unpack_payload
-from osfl.v1 import payload_pb2 as pb
+from osfl.payload.messages import COST_KEYS, pack_payload, unpack_payload
+from osfl.payload.v1 import payload_pb2 as pb
+from osfl.util.costs import release_memory
 
 CLASSES = ("cat", "dog", "emu")
 DESCRIPTIONS = wire.Expected(
@@ -245,7 +245,7 @@ def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(
 
     What was read is gone from the message: a payload of 500 MB would stay as long as its reply.
     """
-    monkeypatch.setattr("osfl.protocol.PART_BYTES", 10)
+    monkeypatch.setattr("osfl.payload.messages.PART_BYTES", 10)
     payload = bytes(range(size))
     content = pack_payload(payload, dict.fromkeys(COST_KEYS, 1.0))
     assert len(content["payload"]) == max(1, math.ceil(size / 10))
@@ -257,7 +257,9 @@ def test_a_reply_is_read_part_by_part_and_held_by_nobody_else(
 def test_a_payload_that_is_too_large_is_not_even_put_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("osfl.protocol.unpack_bytes", lambda record: pytest.fail("it was copied"))
+    monkeypatch.setattr(
+        "osfl.payload.messages.unpack_bytes", lambda record: pytest.fail("it was copied")
+    )
     content = pack_payload(bytes(10**6), dict.fromkeys(COST_KEYS, 1.0))
     with pytest.raises(wire.PayloadError, match="client-0: size: 1,000,000 bytes"):
         unpack_payload(content, DESCRIPTIONS)
@@ -345,11 +347,11 @@ def test_generated_code_is_up_to_date(tmp_path) -> None:  # type: ignore[no-unty
         "grpc_tools.protoc",
         f"-I{ROOT / 'proto'}",
         f"--python_out={tmp_path}",
-        "osfl/v1/payload.proto",
+        "osfl/payload/v1/payload.proto",
     ]
     subprocess.run(command, check=True)
-    assert (tmp_path / "osfl/v1/payload_pb2.py").read_text() == (
-        ROOT / "osfl/v1/payload_pb2.py"
+    assert (tmp_path / "osfl/payload/v1/payload_pb2.py").read_text() == (
+        ROOT / "osfl/payload/v1/payload_pb2.py"
     ).read_text(), "run `make proto`"
 
 

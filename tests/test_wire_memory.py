@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_wire import CLASSIFIER, DESCRIPTIONS, KINDS, STATE, blob, expected_of, peak_of
 
-from osfl import wire
-from osfl.payloads import Captions, Classifier, Descriptions
-from osfl.v1 import payload_pb2 as pb
-from osfl.wire_scan import WIRE_TYPES, ScanError, scan
+from osfl.payload import wire
+from osfl.payload.kinds import Captions, Classifier, Descriptions
+from osfl.payload.v1 import payload_pb2 as pb
+from osfl.payload.wire_scan import WIRE_TYPES, ScanError, scan
 
 MB = 10**6
 linux = pytest.mark.skipif(

@@ -21,7 +21,7 @@ from osfl.models import classifiers
 from osfl.models.concepts import concept_prompt
 from osfl.models.diffusion import load_embedding_noise, load_kit
 from osfl.models.encoders import load_image_encoder
-from osfl.payloads import (
+from osfl.payload.kinds import (
     Captions,
     Classifier,
     Concepts,
@@ -31,7 +31,7 @@ from osfl.payloads import (
     Encodings,
     Mixtures,
 )
-from server_app import driver
+from server_app import pipeline
 from server_app.expected import run_dimensions
 from server_app.methods import (
     espresso,
@@ -96,11 +96,11 @@ def run_to_the_images(
     """A server half up to its images, all of one batch; no global model is trained."""
     job.held = lambda payloads: HELD
     monkeypatch.setattr(
-        driver,
+        pipeline,
         "render",
         lambda job, plan, make, *_: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
     )
-    monkeypatch.setattr(driver, "train_global", lambda *args: None)
+    monkeypatch.setattr(pipeline, "train_global", lambda *args: None)
     method.run(job, payloads)
 
 
@@ -437,7 +437,7 @@ def test_each_strategy_has_its_own_teacher(
     targets = {}
     parted = []
     monkeypatch.setattr(
-        driver,
+        pipeline,
         "render",
         lambda job, plan, make, divisible, *_: (parted.append(divisible), made)[1],
     )

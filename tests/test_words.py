@@ -25,10 +25,10 @@ from osfl.cli.display import client_rows, console, print_error
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.parts import DataError
-from osfl.run_folder.report import write_report
+from osfl.payload.wire import PayloadError
+from osfl.run_folder.report.metrics import write_report
 from osfl.run_folder.status import Status
-from osfl.wire import PayloadError
-from osfl.words import MARK, name_problem, plain, plain_lines, plain_record
+from osfl.util.text import MARK, name_problem, plain, plain_lines, plain_record
 from server_app.app import run_job
 
 ESC = "\x1b"

@@ -16,7 +16,7 @@ from conftest import quick
 from test_round import files, start
 
 from osfl.config import ConfigError, SynthesisConfig, parse_run_config
-from osfl.wire import PayloadError
+from osfl.payload.wire import PayloadError
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
 from server_app.synthesis.workers import (
     AHEAD,

@@ -3,7 +3,7 @@
 To benchmarks/tables/mutants.{md,json}.
 
     python -m benchmarks.mutants --sample 100 --minutes 60 --seed 0
-    python -m benchmarks.mutants --only osfl/wire.py    # a part of a mutant's name; no table
+    python -m benchmarks.mutants --only osfl/payload/wire.py   # a part of a mutant's name; no table
 
 A mutant is run against the unit tests that reach its line (`trials.py`), in a copy of the project
 below runs/mutants, by a process that has torch imported and forks (`server.py`). Stopped, it goes
@@ -46,15 +46,15 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 OSFL = Project(
     ROOT,
     targets=(
-        "client_app/conditions.py",
+        "client_app/learning/conditions.py",
         "client_app/methods/*.py",
-        "client_app/local_training.py",
+        "client_app/learning/local_training.py",
         "server_app/methods/*.py",
-        "server_app/averaging/*.py",
+        "server_app/baselines/*.py",
         "server_app/synthesis/*.py",
         "server_app/training.py",
-        "osfl/wire.py",
-        "osfl/wire_scan.py",
+        "osfl/payload/wire.py",
+        "osfl/payload/wire_scan.py",
         "osfl/models/diffusion.py",
         "osfl/models/encoders.py",
         "osfl/models/classifiers.py",

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from benchmarks.mutants.mutations import Mutant
-from osfl.files import write_atomically
+from osfl.util.files import write_atomically
 
 T = TypeVar("T")
 NOT_COPIED = (".git", ".venv", ".tools", "runs", "__pycache__", ".*_cache", ".hypothesis")

@@ -14,15 +14,15 @@ from typing import cast
 import torch
 
 from client_app.audit.linear import MEANS_OF, features_and_labels, rows_of
-from client_app.conditions import posteriors
-from client_app.job import ClientJob
+from client_app.context import ClientJob
+from client_app.learning.conditions import posteriors
 from client_app.methods import votes
 from osfl.data.load import Images
 from osfl.models.classifiers import logits_of, rebuild
 from osfl.models.concepts import concept_prompt
 from osfl.models.diffusion import Kit, forward_noise, load_embedding_noise, load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder
-from osfl.payloads import (
+from osfl.payload.kinds import (
     Captions,
     Classifier,
     Concepts,
@@ -36,7 +36,7 @@ from osfl.payloads import (
     Payload,
     Votes,
 )
-from osfl.seeds import generator_of
+from osfl.util.seeds import generator_of
 
 DRAWS = 10  # timesteps at which a denoising error is looked at
 BATCH = 16  # images in a batch

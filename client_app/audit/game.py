@@ -13,11 +13,11 @@ import torch
 
 from client_app.audit.attacks import attack
 from client_app.audit.linear import linear_attack
-from client_app.job import ClientJob
+from client_app.context import ClientJob
 from osfl.data.load import Fit, Images
 from osfl.methods import client_half
-from osfl.payloads import Payload
-from osfl.pixels import LazyPixels, Pixels, concatenated
+from osfl.payload.kinds import Payload
+from osfl.util.pixels import LazyPixels, Pixels, concatenated
 
 
 @dataclass(frozen=True)

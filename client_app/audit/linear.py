@@ -22,15 +22,15 @@ from typing import cast
 
 import torch
 
-from client_app.conditions import image_names, learn_condition_of_each, posteriors
-from client_app.features import width_and_features
-from client_app.job import ClientJob
-from client_app.mechanisms import clipped, common_to_tokens, spread
+from client_app.context import ClientJob
+from client_app.learning.conditions import image_names, learn_condition_of_each, posteriors
+from client_app.learning.features import width_and_features
 from client_app.methods import domain_vector, oscar
+from client_app.privacy.mechanisms import clipped, common_to_tokens, spread
 from osfl.models.classifiers import ClassifierError, head_of, new_classifier, rebuild
 from osfl.models.diffusion import load_embedding_noise, load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder, load_text_encoder
-from osfl.payloads import (
+from osfl.payload.kinds import (
     Classifier,
     Descriptions,
     DomainVector,

@@ -13,7 +13,7 @@ Differences from the paper:
 3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): 100 images make 4
    steps an epoch at 32, and the classifiers stay half trained; 32 is in
    configs/methods/fedlmg.toml.
-4. Theirs: no guarantee. Ours: with `epsilon` DP-SGD (client_app/private_training.py), and the
+4. Theirs: no guarantee. Ours: with `epsilon` DP-SGD (client_app/privacy/dp_sgd.py), and the
    initialisation's BatchNorm statistics.
 5. Order and dropout are seeded by the run's seed alone: clients with equally many images take them
    in the same order of places.
@@ -22,11 +22,11 @@ Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parame
 BatchNorm statistics.
 """
 
-from client_app.job import ClientJob
-from client_app.private_training import fit_private
+from client_app.context import ClientJob
+from client_app.privacy.dp_sgd import fit_private
 from osfl.models import classifiers
 from osfl.models.training import fit
-from osfl.payloads import Classifier
+from osfl.payload.kinds import Classifier
 
 
 def make_payload(job: ClientJob) -> Classifier:

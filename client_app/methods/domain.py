@@ -6,9 +6,9 @@ A reference, not a method of the papers: it gives away what OSFL keeps from the 
 Differences: none; the papers say only that the prompt names the domain.
 """
 
-from client_app.job import ClientJob
+from client_app.context import ClientJob
 from osfl.data.parts import DataError
-from osfl.payloads import Domain
+from osfl.payload.kinds import Domain
 
 
 def make_payload(job: ClientJob) -> Domain:

@@ -26,21 +26,21 @@ Payload for Stable Diffusion 1.5: 77 x 768 numbers, or 768, however many classes
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from client_app.conditions import (
+from client_app.context import ClientJob
+from client_app.learning.conditions import (
     image_names,
     learn_condition_of_each,
     learn_from_all,
     load_kit_to_learn,
     posteriors,
 )
-from client_app.job import ClientJob
-from client_app.mechanisms import common_to_tokens, private_mean, spread
+from client_app.privacy.mechanisms import common_to_tokens, private_mean, spread
 from osfl.config import ConditionTraining, RunConfig
 from osfl.data.load import Images
-from osfl.minibatches import minibatches
 from osfl.models.diffusion import Kit
-from osfl.payloads import DomainVector
-from osfl.seeds import generator_of
+from osfl.payload.kinds import DomainVector
+from osfl.util.minibatches import minibatches
+from osfl.util.seeds import generator_of
 
 AT_ONCE = 16  # images that learn side by side, with epsilon
 

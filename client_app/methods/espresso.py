@@ -37,13 +37,13 @@ from functools import partial
 import torch
 from sklearn.cluster import AgglomerativeClustering
 
-from client_app.conditions import learn_conditions, load_kit_to_learn, posteriors
-from client_app.job import ClientJob
-from client_app.mixtures import fit_mixture, padded_mixture
+from client_app.context import ClientJob
+from client_app.learning.conditions import learn_conditions, load_kit_to_learn, posteriors
+from client_app.learning.mixtures import fit_mixture, padded_mixture
 from osfl.models.diffusion import forward_noise
 from osfl.models.encoders import load_image_encoder
-from osfl.payloads import Mixtures
-from osfl.seeds import generator_of, seed_of
+from osfl.payload.kinds import Mixtures
+from osfl.util.seeds import generator_of, seed_of
 
 
 def make_payload(job: ClientJob) -> Mixtures:

@@ -22,13 +22,13 @@ decodes to a close likeness of its image: of all methods here this one gives the
 
 import torch
 
-from client_app.conditions import learn_from_all, load_kit_to_learn, posteriors
-from client_app.job import ClientJob
-from osfl.minibatches import minibatches
+from client_app.context import ClientJob
+from client_app.learning.conditions import learn_from_all, load_kit_to_learn, posteriors
 from osfl.models.concepts import concept_prompt, concept_starts
 from osfl.models.diffusion import Kit
-from osfl.payloads import Concepts
-from osfl.seeds import generator_of
+from osfl.payload.kinds import Concepts
+from osfl.util.minibatches import minibatches
+from osfl.util.seeds import generator_of
 
 
 def make_payload(job: ClientJob) -> Concepts:

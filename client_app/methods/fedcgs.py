@@ -17,9 +17,9 @@ collection with, and how many images of it there are. With one image of a class,
 
 import torch
 
-from client_app.features import width_and_features
-from client_app.job import ClientJob
-from osfl.payloads import FeatureStatistics
+from client_app.context import ClientJob
+from client_app.learning.features import width_and_features
+from osfl.payload.kinds import FeatureStatistics
 
 
 def make_payload(job: ClientJob) -> FeatureStatistics:

@@ -30,7 +30,8 @@ from functools import partial
 
 import torch
 
-from client_app.conditions import (
+from client_app.context import ClientJob, Progress
+from client_app.learning.conditions import (
     image_names,
     learn_condition_of_each,
     learn_conditions,
@@ -38,11 +39,10 @@ from client_app.conditions import (
     posteriors,
     steps_of_each,
 )
-from client_app.job import ClientJob, Progress
-from client_app.mechanisms import private_mean_of_class
+from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit
-from osfl.payloads import Descriptions
+from osfl.payload.kinds import Descriptions
 
 
 def make_payload(job: ClientJob) -> Descriptions:

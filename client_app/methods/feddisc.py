@@ -23,13 +23,13 @@ from functools import partial
 import torch
 from sklearn.cluster import KMeans
 
-from client_app.job import ClientJob
-from client_app.mechanisms import private_mean, standard_normal
+from client_app.context import ClientJob
+from client_app.privacy.mechanisms import private_mean, standard_normal
 from osfl.config import RunConfig
 from osfl.models.diffusion import EmbeddingNoise, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
-from osfl.payloads import Embeddings
-from osfl.seeds import seed_of
+from osfl.payload.kinds import Embeddings
+from osfl.util.seeds import seed_of
 
 
 def make_payload(job: ClientJob) -> Embeddings:

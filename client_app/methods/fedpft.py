@@ -23,13 +23,13 @@ each image's features.
 
 import torch
 
-from client_app.features import width_and_features
-from client_app.job import ClientJob
-from client_app.mechanisms import clipped, deviation_of_mean, private_mean
-from client_app.mixtures import padded_mixture
+from client_app.context import ClientJob
+from client_app.learning.features import width_and_features
+from client_app.learning.mixtures import padded_mixture
+from client_app.privacy.mechanisms import clipped, deviation_of_mean, private_mean
 from osfl.config import RunConfig
-from osfl.payloads import FeatureMixtures
-from osfl.seeds import seed_of
+from osfl.payload.kinds import FeatureMixtures
+from osfl.util.seeds import seed_of
 
 
 def make_payload(job: ClientJob) -> FeatureMixtures:

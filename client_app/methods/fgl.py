@@ -11,10 +11,10 @@ Differences from the paper:
 Payload: some 50 bytes an image; the words are readable by whoever sees the message.
 """
 
-from client_app.job import ClientJob
+from client_app.context import ClientJob
 from osfl.models.encoders import load_captioner
-from osfl.payloads import Captions
-from osfl.wire import sendable
+from osfl.payload.kinds import Captions
+from osfl.payload.wire import sendable
 
 
 def make_payload(job: ClientJob) -> Captions:

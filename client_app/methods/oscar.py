@@ -10,7 +10,7 @@ Differences from the paper:
    exists. Ours: both. `oscar` sends the mean hidden states [L, d]; `oscar-pooled` sends the mean
    end-of-text state [d], from which the server builds a condition.
 2. Theirs: the mean itself. Ours: that, or with `epsilon` a noised mean
-   (`client_app.mechanisms.private_mean`).
+   (`client_app.privacy.mechanisms.private_mean`).
 3. Theirs: a captioner of BLIP's first kind, whose size is not said. Ours: the kit's `captioner/`,
    or any BLIP by `captioner`; greedy decoding, so that the same image gives the same caption.
 
@@ -23,11 +23,11 @@ from functools import partial
 
 import torch
 
-from client_app.job import ClientJob
-from client_app.mechanisms import private_mean_of_class
-from osfl.costs import FlopMeter
+from client_app.context import ClientJob
+from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.models.encoders import load_captioner, load_text_encoder
-from osfl.payloads import Encodings
+from osfl.payload.kinds import Encodings
+from osfl.util.costs import FlopMeter
 
 BATCH = 16  # images that are captioned, and captions that are encoded, together
 

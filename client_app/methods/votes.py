@@ -5,10 +5,10 @@ generated ones, over many rounds. Here they vote once, and for words: which of t
 candidates, domains by name, a class's images look like. The nearest prompt is that under which the
 denoising error is least: a diffusion classifier (Li et al., arXiv 2303.16203, eq. 6).
 
-With `epsilon` above 0 a winner is drawn by permute-and-flip (client_app/mechanisms.py). The message
-is then epsilon-differentially private for one image replaced: of the same class it changes two
-counts of one election; of another class, one count in each of two, at epsilon / 2 each. Which
-classes the client holds is not covered.
+With `epsilon` above 0 a winner is drawn by permute-and-flip (client_app/privacy/mechanisms.py). The
+message is then epsilon-differentially private for one image replaced: of the same class it
+changes two counts of one election; of another class, one count in each of two, at epsilon / 2 each.
+Which classes the client holds is not covered.
 
 Differences from Private Evolution:
 
@@ -24,13 +24,13 @@ from functools import partial
 
 import torch
 
-from client_app.conditions import posteriors
-from client_app.job import ClientJob
-from client_app.mechanisms import permute_and_flip
+from client_app.context import ClientJob
+from client_app.learning.conditions import posteriors
+from client_app.privacy.mechanisms import permute_and_flip
 from osfl.models.diffusion import Kit, forward_noise, load_kit
-from osfl.payloads import Votes
-from osfl.prompts import fill
-from osfl.seeds import generator_of
+from osfl.payload.kinds import Votes
+from osfl.util.prompts import fill
+from osfl.util.seeds import generator_of
 
 
 def make_payload(job: ClientJob) -> Votes:

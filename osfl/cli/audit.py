@@ -16,19 +16,19 @@ from client_app.app import cache_key, check_node, own_settings
 from client_app.audit import statistics
 from client_app.audit.attacks import PICTURES
 from client_app.audit.game import Scores, draw_pairs, play
-from client_app.decoded import files_key
-from client_app.job import ClientJob
-from client_app.job import Progress as JobProgress
-from client_app.work import client_job
-from osfl import wire
+from client_app.context import ClientJob
+from client_app.context import Progress as JobProgress
+from client_app.handlers import client_job
+from client_app.image_cache import files_key
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_node_config
 from osfl.data.load import Fit, Images, image_labels, load_images
-from osfl.files import private_folder, read_json, write_atomically
 from osfl.methods import METHODS
-from osfl.payloads import Payload
-from osfl.seeds import generator_of
+from osfl.payload import wire
+from osfl.payload.kinds import Payload
+from osfl.util.files import private_folder, read_json, write_atomically
+from osfl.util.seeds import generator_of
 from server_app.expected import expected_payload
 
 ALL = "all"  # the row of all clients together

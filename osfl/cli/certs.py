@@ -26,9 +26,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from osfl.config import ConfigError, is_identifier
-from osfl.files import PUBLIC, write_atomically
-from osfl.sealing import fingerprint, load_key, new_key, public_bytes
-from osfl.words import plain
+from osfl.payload.encryption import fingerprint, load_key, new_key, public_bytes
+from osfl.util.files import PUBLIC, write_atomically
+from osfl.util.text import plain
 
 # Names of every server certificate: the server's own processes dial these
 ALWAYS = (

@@ -62,12 +62,12 @@ from osfl.cli.paired import paired_difference
 from osfl.cli.run import TRY_AGAIN
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.config.toml import read_toml
-from osfl.files import DamageError, private_folder, write_atomically
-from osfl.models.used_parts import used_digests
-from osfl.run_folder.report import AND_ADAPTED, over_images, read_metrics
-from osfl.run_folder.report_page import human_bytes, human_flops
+from osfl.kit.used_parts import used_digests
+from osfl.run_folder.report.metrics import AND_ADAPTED, over_images, read_metrics
+from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
-from osfl.words import plain, quoted
+from osfl.util.files import DamageError, private_folder, write_atomically
+from osfl.util.text import plain, quoted
 
 PARTS = ("title", "source", "seeds", "reference", "common", "rows", "grid", "published", "lacks")
 SECTIONS = ("common", "rows", "grid", "published", "lacks")

@@ -14,12 +14,12 @@ from osfl.cli.display import Table
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names, client_name
-from osfl.devices import pick_device
-from osfl.files import write_atomically
 from osfl.models.encoders import ImageEncoder, load_image_encoder
-from osfl.pixels import LazyPixels
 from osfl.run_folder.layout import RunFolder, read_picture, read_rows
-from osfl.seeds import generator_of
+from osfl.util.devices import pick_device
+from osfl.util.files import write_atomically
+from osfl.util.pixels import LazyPixels
+from osfl.util.seeds import generator_of
 
 
 def show_copies(run: Path, node_config: str, out: Path | None) -> None:

@@ -17,7 +17,7 @@ from osfl.config import NodeConfig, RunConfig
 from osfl.data.load import image_groups, open_images
 from osfl.data.partition import DataError
 from osfl.data.parts import check_clients, class_names, client_name
-from osfl.words import plain
+from osfl.util.text import plain
 
 SIDE = 16  # of the grid of a picture's hash, which has 256 bits
 NEAR = 16  # bits in which the hashes of two pictures that look alike may differ

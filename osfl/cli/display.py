@@ -27,10 +27,10 @@ from rich.table import Table
 
 from osfl.config import ConfigError
 from osfl.data.partition import DataError
-from osfl.models.kits import KitError
-from osfl.run_folder.report_page import human_bytes
+from osfl.kit.kits import KitError
+from osfl.run_folder.report.page import human_bytes
 from osfl.run_folder.status import read_status, split_details
-from osfl.words import plain, plain_lines
+from osfl.util.text import plain, plain_lines
 
 ENDS = ("finished", "failed")  # phases in which a run does nothing more
 EVERY_LINE = 60.0  # seconds between two lines on how far a phase is

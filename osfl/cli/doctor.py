@@ -162,7 +162,7 @@ def check_device(name: str) -> Finding:
     """Torch, and what the server would compute on."""
     import torch
 
-    from osfl.devices import pick_device
+    from osfl.util.devices import pick_device
 
     try:
         device = pick_device(name)
@@ -181,8 +181,8 @@ def check_device(name: str) -> Finding:
 
 def check_parts(config: RunConfig) -> Finding:
     """Whether the parts of the kit that the run uses can be loaded."""
-    from osfl.models.kits import KitError
-    from osfl.models.used_parts import used_parts
+    from osfl.kit.kits import KitError
+    from osfl.kit.used_parts import used_parts
     from server_app.kit import check_subject
 
     places: dict[str, None] = {}
@@ -202,11 +202,11 @@ def _place_of_kit(name: str, parts: tuple[str, ...], image_condition: bool | Non
     Raises:
         KitError, FileNotFoundError: it cannot be used.
     """
-    from osfl.models.kit_check import check_kit
-    from osfl.models.kits import find_kit, is_hub_id
+    from osfl.kit.check import check_kit
+    from osfl.kit.kits import find_kit, is_hub_id
 
     if is_hub_id(name):
-        from osfl.models.hub import missing_bytes
+        from osfl.kit.hub import missing_bytes
 
         if missing := missing_bytes(name, parts):
             return f"{name}, of which a run will fetch {missing / GB:.2f} GB"

@@ -14,11 +14,9 @@ import torch
 from rich.table import Table
 
 from client_app.app import check_node, own_settings
-from client_app.mechanisms import deviation_of_mean
-from osfl import payloads, wire
+from client_app.privacy.mechanisms import deviation_of_mean
 from osfl.cli import display, launch
 from osfl.cli.run import runs_folder
-from osfl.codecs import LARGEST
 from osfl.config import (
     ConfigError,
     NodeConfig,
@@ -31,15 +29,17 @@ from osfl.config import (
 from osfl.config.markers import AUTO
 from osfl.data.load import domain_name, image_labels
 from osfl.data.parts import DataError, class_names
-from osfl.devices import pick_device
+from osfl.kit.kits import KitError, find_kit
+from osfl.kit.used_parts import sampling_parts
 from osfl.methods import METHODS
 from osfl.models.classifiers import ClassifierError
-from osfl.models.kits import KitError, find_kit
-from osfl.models.used_parts import sampling_parts
-from osfl.payloads import Captions, Domain, Payload
-from osfl.run_folder.report_page import human_bytes, human_flops
-from server_app.agreement import rows_judged
+from osfl.payload import kinds, wire
+from osfl.payload.codecs import LARGEST
+from osfl.payload.kinds import Captions, Domain, Payload
+from osfl.run_folder.report.page import human_bytes, human_flops
+from osfl.util.devices import pick_device
 from server_app.app import check_server, needed_bytes
+from server_app.defenses.label_consistency import rows_judged
 from server_app.expected import expected_payload, run_dimensions
 
 CAPTION = "x" * 50  # FGL's captions have some 50 characters
@@ -300,10 +300,10 @@ def upload_bytes(name: str, client: Client) -> int:
         case "Classifier":
             architecture = client.config.classifier.architecture
             tensors = expected.architectures[architecture]
-            blank = payloads.Classifier(held, architecture, _without_numbers(tensors))
+            blank = kinds.Classifier(held, architecture, _without_numbers(tensors))
         case kind:
             tensors = expected.tensors
-            of_kind = getattr(payloads, kind)
+            of_kind = getattr(kinds, kind)
             texts = {item.name: "" for item in fields(of_kind) if item.type in (str, "str")}
             blank = of_kind(held, **_without_numbers(tensors), **texts)
     message = wire.encode(blank, client.config.method, job_id, name)

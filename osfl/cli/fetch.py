@@ -5,11 +5,11 @@ from dataclasses import replace
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import ClassifierConfig, RunConfig, split_names
+from osfl.kit.initial_weights import initial_weights
+from osfl.kit.kits import download_bytes, find_kit, find_model, model_bytes
+from osfl.kit.used_parts import initial_models, models_apart, used_parts
 from osfl.methods import LORA, METHODS, SMALL_DECODER
-from osfl.models.initialisation import initial_weights
-from osfl.models.kits import download_bytes, find_kit, find_model, model_bytes
-from osfl.models.used_parts import initial_models, models_apart, used_parts
-from osfl.run_folder.report_page import human_bytes
+from osfl.run_folder.report.page import human_bytes
 
 # Values of `init` that stand for weights of the network
 FETCHED = ("imagenet", "pretrained")

@@ -30,8 +30,8 @@ from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config, schema
 from osfl.config.toml import parse_toml, read_toml
 from osfl.data.named import chosen_classes, is_named
 from osfl.data.partition import DataError
-from osfl.ray_folder import MOST_BYTES, ray_folder
-from osfl.words import plain, plain_lines, quoted
+from osfl.util.ray_folder import MOST_BYTES, ray_folder
+from osfl.util.text import plain, plain_lines, quoted
 
 # Flower installs an app's dependencies before every run (and fails offline), phones home and looks
 # for updates, unless told not to.

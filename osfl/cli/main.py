@@ -288,7 +288,7 @@ def show(
     from osfl.cli import display
     from osfl.config import ConfigError
     from osfl.run_folder.layout import RunFolder
-    from osfl.run_folder.report import read_metrics
+    from osfl.run_folder.report.metrics import read_metrics
     from osfl.run_folder.status import read_status
 
     with display.named_errors():
@@ -312,7 +312,7 @@ def verify(
     from osfl.cli import display
     from osfl.config import ConfigError
     from osfl.run_folder.verify import is_run, verify_run
-    from osfl.words import plain
+    from osfl.util.text import plain
 
     with display.named_errors():
         if not is_run(folder):
@@ -525,8 +525,8 @@ def kit_train(
     from rich.progress import Progress, TimeElapsedColumn
 
     from osfl.cli import display
-    from osfl.devices import pick_device
-    from osfl.kit_recipe import Recipe, train_kit
+    from osfl.kit_training import Recipe, train_kit
+    from osfl.util.devices import pick_device
 
     try:
         with Progress(

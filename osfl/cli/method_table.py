@@ -7,8 +7,8 @@ from rich.table import Table
 
 from osfl.cli import display, launch
 from osfl.config import RunConfig, parse_run_config
+from osfl.kit.used_parts import kit_parts
 from osfl.methods import METHODS
-from osfl.models.used_parts import kit_parts
 
 PRIVACY = {"": "", "pure": "ε", "approximate": "ε, δ"}
 WIDE = 160  # columns of a terminal

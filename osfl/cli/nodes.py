@@ -16,7 +16,7 @@ from rich.table import Table
 
 from osfl.cli import display
 from osfl.config import ConfigError
-from osfl.words import plain
+from osfl.util.text import plain
 
 UNREGISTERED = "unregistered"
 

@@ -13,10 +13,10 @@ from osfl.cli.display import Table
 from osfl.cli.estimate import planned_images, rows_an_image, unseen_clients, upload_bytes
 from osfl.cli.launch import resolve_config
 from osfl.config import RunConfig
+from osfl.kit.kits import KitError, find_kit
 from osfl.methods import METHODS
 from osfl.models.diffusion import check_schedule, timesteps, unet_flops
-from osfl.models.kits import KitError, find_kit
-from osfl.run_folder.report_page import human_bytes, human_flops
+from osfl.run_folder.report.page import human_bytes, human_flops
 from server_app.app import needed_bytes
 
 TERA = 1e12

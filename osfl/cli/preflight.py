@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig, Scalar
-from osfl.words import plain, plain_lines
+from osfl.util.text import plain, plain_lines
 
 # The exit status of a run that cannot work; a check that breaks down ends with another one
 REFUSED = 3
@@ -55,8 +55,8 @@ def main() -> int:
     from osfl.cli.launch import LaunchError, default_config
     from osfl.config import parse_run_config
     from osfl.data.partition import DataError
+    from osfl.kit.kits import KitError
     from osfl.models.classifiers import ClassifierError
-    from osfl.models.kits import KitError
 
     request = json.load(sys.stdin)
     config = parse_run_config({**default_config(), **request["overrides"]})
@@ -115,9 +115,9 @@ def check_architectures(config: RunConfig) -> None:
 
 def _fetches(config: RunConfig) -> bool:
     """Whether the run fetches models of the hub before it works."""
-    from osfl.models.hub import missing_bytes
-    from osfl.models.kits import is_hub_id
-    from osfl.models.used_parts import models_apart, used_parts
+    from osfl.kit.hub import missing_bytes
+    from osfl.kit.kits import is_hub_id
+    from osfl.kit.used_parts import models_apart, used_parts
 
     if any(is_hub_id(source) for _, source, _ in models_apart(config)):
         return True

@@ -16,12 +16,12 @@ from osfl.cli.output import OutputError, say_on_stderr
 from osfl.cli.preflight import check_run
 from osfl.config import ConfigError, RunConfig, Scalar, flatten, is_identifier
 from osfl.data.partition import DataError
-from osfl.files import check_own_folder, open_private, private_folder
 from osfl.run_folder.events import FollowedRun
 from osfl.run_folder.layout import RunFolder, check_same_run
-from osfl.run_folder.report import read_metrics
+from osfl.run_folder.report.metrics import read_metrics
 from osfl.run_folder.status import read_status
-from osfl.words import plain
+from osfl.util.files import check_own_folder, open_private, private_folder
+from osfl.util.text import plain
 
 TRY_AGAIN = 75  # the exit code of what may succeed the next time: EX_TEMPFAIL of sysexits.h
 # In the traceback of Flower's backend where Ray did not start, as on a busy machine

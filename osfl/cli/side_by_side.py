@@ -12,11 +12,11 @@ from rich.table import Table
 from osfl.cli import compare as tables
 from osfl.cli import display, launch
 from osfl.cli.run import end_as_interrupted
-from osfl.files import private_folder
-from osfl.models.kits import find_kit, is_hub_id
-from osfl.models.used_parts import used_parts
-from osfl.run_folder.report_page import human_bytes
-from osfl.words import plain
+from osfl.kit.kits import find_kit, is_hub_id
+from osfl.kit.used_parts import used_parts
+from osfl.run_folder.report.page import human_bytes
+from osfl.util.files import private_folder
+from osfl.util.text import plain
 
 
 @dataclass(frozen=True)

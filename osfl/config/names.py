@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from osfl.words import quoted
+from osfl.util.text import quoted
 
 # How architectures begin that are not torchvision's: timm's own, and those of the hub for timm
 BACKBONES = ("timm:", "hf-hub:")

@@ -22,7 +22,7 @@ from osfl.config.markers import (
 from osfl.config.problems import problems
 from osfl.config.sections import NodeConfig, RunConfig
 from osfl.methods import METHODS
-from osfl.words import quoted
+from osfl.util.text import quoted
 
 MOST_TEXT = 4096  # characters of a setting's value, as of a path
 MOST_NAMES = 2**16  # characters of a list of names

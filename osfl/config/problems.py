@@ -8,8 +8,8 @@ from pathlib import Path
 from osfl.config.names import BACKBONES, is_identifier, named_words, split_names
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
-from osfl.prompts import in_words
-from osfl.words import name_problem, plain, quoted, safe_name
+from osfl.util.prompts import in_words
+from osfl.util.text import name_problem, plain, quoted, safe_name
 
 DIGITS_KITS = ("digits", "digits-unclip")
 # AES-GCM's limit in the library that seals

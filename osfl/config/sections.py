@@ -21,7 +21,7 @@ from osfl.config.markers import (
 )
 from osfl.config.names import named_words, split_names
 from osfl.methods import METHODS
-from osfl.prompts import fill
+from osfl.util.prompts import fill
 
 Scale = Annotated[float, Range(0, 100)]
 Weight = Annotated[float, Range(0, 1e4)]

@@ -11,7 +11,7 @@ from typing import Any
 import tomli
 
 from osfl.config.markers import ConfigError
-from osfl.words import plain, quoted
+from osfl.util.text import plain, quoted
 
 MOST_BYTES = 2**20
 # A table file's deepest value is in rows.NAME.SECTION.KEY

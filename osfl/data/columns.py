@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from osfl.data.partition import DataError
-from osfl.words import identifier, plain
+from osfl.util.text import identifier, plain
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -30,8 +30,8 @@ from osfl.data.pictures import (
     to_pixels,
     traits_of,
 )
-from osfl.pixels import LazyPixels, Pixels, to_float
-from osfl.words import plain
+from osfl.util.pixels import LazyPixels, Pixels, to_float
+from osfl.util.text import plain
 
 if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it

@@ -23,7 +23,7 @@ from osfl.data.columns import (
 )
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError, Rows, grouped, most_frequent, node_rows
-from osfl.words import identifier, plain
+from osfl.util.text import identifier, plain
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, DatasetDict, Features  # seconds to import

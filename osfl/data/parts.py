@@ -24,7 +24,7 @@ from osfl.data.named import (
 )
 from osfl.data.partition import DataError, check_count, cut
 from osfl.data.render import CLASSES, STYLES
-from osfl.words import name_problem, plain
+from osfl.util.text import name_problem, plain
 
 # Of all clients together; `osfl.data.digits`, which takes seconds to import, draws them
 _DIGITS_OF_A_CLASS = 10 * len(STYLES)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from osfl.pixels import cut_ends
+from osfl.util.pixels import cut_ends
 
 # A scan of 20,000 x 25,000 pixels, which takes some 4 GB of memory while it is read
 MOST_PIXELS = 500_000_000

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 from PIL import Image, ImageFilter
 
-from osfl.prompts import DIGITS
+from osfl.util.prompts import DIGITS
 
 SIZE = 32
 Array = np.ndarray

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig, ConfigError
-from osfl.files import PUBLIC, DamageError, placeholder, write_atomically
-from osfl.models.backbones import build_backbone, is_backbone
-from osfl.models.headers import check_header
-from osfl.models.initialisation import initial_weights
-from osfl.models.kits import KitError
-from osfl.pixels import Pixels, to_float
-from osfl.seeds import seed_of
-from osfl.words import plain
+from osfl.kit.backbones import build_backbone, is_backbone
+from osfl.kit.headers import check_header
+from osfl.kit.initial_weights import initial_weights
+from osfl.kit.kits import KitError
+from osfl.util.files import PUBLIC, DamageError, placeholder, write_atomically
+from osfl.util.pixels import Pixels, to_float
+from osfl.util.seeds import seed_of
+from osfl.util.text import plain
 
 # Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to
 # them.
@@ -47,7 +47,7 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
     Input [B, 3, H, W] as `normalise` makes it, output logits [B, C].
 
     Args:
-        architecture: a torchvision model name, e.g. `resnet18`; or as `osfl.models.backbones`.
+        architecture: a torchvision model name, e.g. `resnet18`; or as `osfl.kit.backbones`.
         num_classes: C.
         small_stem: for images of about 32 px, halve the reduction of the first layers
             (`_shrink_stem`).

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from osfl.models.encoders import TextEncoder
-from osfl.prompts import fill
+from osfl.util.prompts import fill
 
 PROMPT = "a x style of a x"  # an x where S goes, and one where V goes
 

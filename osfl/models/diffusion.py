@@ -3,7 +3,7 @@
 The only file that imports diffusers.
 
 A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_encoder/ tokenizer/
-scheduler/`): `kits/digits`, or what `osfl.models.hub` fetched.
+scheduler/`): `kits/digits`, or what `osfl.kit.hub` fetched.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,12 @@ from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from osfl.kit.check import check_kit, check_small_decoder
+from osfl.kit.fits import Misfit, check_loaded
+from osfl.kit.headers import Shapes
+from osfl.kit.kits import DIFFUSION_PARTS, SMALL_DECODER, KitError, find_model, variant_of
 from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
-from osfl.models.fits import Misfit, check_loaded
-from osfl.models.headers import Shapes
-from osfl.models.kit_check import check_kit, check_small_decoder
-from osfl.models.kits import (
-    DIFFUSION_PARTS,
-    SMALL_DECODER,
-    KitError,
-    find_model,
-    variant_of,
-)
-from osfl.words import plain
+from osfl.util.text import plain
 
 if TYPE_CHECKING:
     from diffusers import (

@@ -28,18 +28,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from osfl.costs import FlopMeter
-from osfl.models.fits import Misfit, check_loaded
-from osfl.models.headers import Shapes
-from osfl.models.kit_check import (
-    CAPTIONERS,
-    IMAGE_ENCODERS,
-    check_captioner,
-    check_image_encoder,
-)
-from osfl.models.kits import KitError, find_model, variant_of
-from osfl.pixels import cut_ends
-from osfl.words import plain
+from osfl.kit.check import CAPTIONERS, IMAGE_ENCODERS, check_captioner, check_image_encoder
+from osfl.kit.fits import Misfit, check_loaded
+from osfl.kit.headers import Shapes
+from osfl.kit.kits import KitError, find_model, variant_of
+from osfl.util.costs import FlopMeter
+from osfl.util.pixels import cut_ends
+from osfl.util.text import plain
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor

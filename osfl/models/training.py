@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from osfl.config import ClassifierConfig
-from osfl.costs import FlopMeter
-from osfl.minibatches import minibatches
 from osfl.models.classifiers import ClassifierError, head_of, normalise
-from osfl.pixels import LazyPixels, Pixels, to_float
-from osfl.seeds import seed_of
+from osfl.util.costs import FlopMeter
+from osfl.util.minibatches import minibatches
+from osfl.util.pixels import LazyPixels, Pixels, to_float
+from osfl.util.seeds import seed_of
 
 # One image [3, S, S] to another
 Augmentation = Callable[[torch.Tensor], torch.Tensor]

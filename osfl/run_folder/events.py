@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from osfl.log import log
-from osfl.words import plain
+from osfl.util.log import log
+from osfl.util.text import plain
 
 CLIENTS_OF_A_LINE = 50  # Flower's client cuts long lines
 MOST_WARNING = 1000  # characters

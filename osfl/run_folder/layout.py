@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
-from osfl.files import (
+from osfl.util.files import (
     OWNER_ONLY,
     DamageError,
     own_folder,
@@ -48,8 +48,8 @@ from osfl.files import (
     read_json,
     write_atomically,
 )
-from osfl.log import log
-from osfl.words import plain, safe_name
+from osfl.util.log import log
+from osfl.util.text import plain, safe_name
 
 if TYPE_CHECKING:
     import torch  # seconds to import, and few readers need it
@@ -248,7 +248,7 @@ class RunFolder:
             PayloadError: the server ended while it read this payload, or too often while it read
                 what this client sent; or there is not enough memory to read it.
         """
-        from osfl.wire import PayloadError
+        from osfl.payload.wire import PayloadError
 
         marker = f"payloads/{client}.decoding"
         if self.read_json(marker) is not None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from osfl.config import ConfigError
-from osfl.files import open_private, private_folder, read_json, write_atomically
 from osfl.run_folder.layout import read_rows
 from osfl.run_folder.verify import check_sealed, picture_problem
+from osfl.util.files import open_private, private_folder, read_json, write_atomically
 
 
 def write_shards(

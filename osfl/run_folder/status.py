@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from osfl.files import read_json, write_atomically
-from osfl.log import log
 from osfl.run_folder.events import log_event
-from osfl.words import plain, plain_lines
+from osfl.util.files import read_json, write_atomically
+from osfl.util.log import log
+from osfl.util.text import plain, plain_lines
 
 _DETAILS = "; details: "
 MOST_PHASES = 50  # that `status.json` keeps

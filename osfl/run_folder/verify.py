@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osfl.files import DamageError, read_json, write_atomically
 from osfl.run_folder.layout import (
     MADE_ANEW,
     NOT_A_RECORD,
@@ -24,7 +23,8 @@ from osfl.run_folder.layout import (
     read_picture,
     read_rows,
 )
-from osfl.words import plain
+from osfl.util.files import DamageError, read_json, write_atomically
+from osfl.util.text import plain
 
 _RECORDS = (
     *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),

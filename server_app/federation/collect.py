@@ -8,15 +8,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from osfl import wire
 from osfl.config import RunConfig
-from osfl.costs import release_memory
-from osfl.log import log
-from osfl.payloads import Payload
-from osfl.protocol import ACKNOWLEDGE, pack_acknowledgement, unpack_payload
-from osfl.run_folder.layout import RunFolder
-from osfl.run_folder.status import Status
-from osfl.sealing import (
+from osfl.payload import wire
+from osfl.payload.encryption import (
     OVERHEAD,
     SealError,
     fingerprint,
@@ -24,7 +18,13 @@ from osfl.sealing import (
     pack_public_key,
     public_bytes,
 )
-from osfl.words import plain
+from osfl.payload.kinds import Payload
+from osfl.payload.messages import ACKNOWLEDGE, pack_acknowledgement, unpack_payload
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
+from osfl.util.costs import release_memory
+from osfl.util.log import log
+from osfl.util.text import plain
 from server_app.expected import ExpectedOf, check_stated, probe
 from server_app.federation import exchange as under_way
 from server_app.federation.exchange import Exchange, RoundError, ignore, listed

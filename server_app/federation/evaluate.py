@@ -9,15 +9,15 @@ from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from osfl.config import RunConfig
-from osfl.costs import release_memory
 from osfl.data.parts import class_names
-from osfl.log import log
-from osfl.protocol import WITHHELD, SentModel, pack_model
+from osfl.payload.messages import WITHHELD, SentModel, pack_model
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
+from osfl.util.costs import release_memory
+from osfl.util.log import log
+from server_app.context import GlobalModel
+from server_app.defenses.outliers import find_large_counts
 from server_app.federation.exchange import Exchange, RoundError, UnfitError
-from server_app.job import GlobalModel
-from server_app.outliers import find_large_counts
 
 Matrix = list[list[int]]
 

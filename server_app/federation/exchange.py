@@ -20,10 +20,10 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from osfl.error_codes import find_coded
-from osfl.log import log
-from osfl.wire import PayloadError
-from osfl.words import plain
+from osfl.payload.error_codes import find_coded
+from osfl.payload.wire import PayloadError
+from osfl.util.log import log
+from osfl.util.text import plain
 from server_app.federation.pulls import Pulls, Result
 
 POLL_SECONDS = 1.0

@@ -10,14 +10,14 @@ from flwr.serverapp import Grid
 import osfl
 from osfl.config import RunConfig, is_identifier, split_names
 from osfl.data.parts import class_names
-from osfl.log import log
 from osfl.methods import METHODS
-from osfl.protocol import JOIN
+from osfl.payload.encryption import pack_public_key
+from osfl.payload.messages import JOIN
 from osfl.run_folder.status import Status
-from osfl.sealing import pack_public_key
-from osfl.words import plain
+from osfl.util.log import log
+from osfl.util.text import plain
+from server_app.defenses.image_counts import ALL, check_counts
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, listed
-from server_app.image_counts import ALL, check_counts
 
 # While enough others are there, a client whose payload is stored is expected for so long after
 # the last one came. It is welcome later, too.

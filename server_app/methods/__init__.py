@@ -1,4 +1,4 @@
 """Server halves.
 
-`run(job, payloads) -> {name: GlobalModel}`, most of them by `server_app.driver`.
+`run(job, payloads) -> {name: GlobalModel}`, most of them by `server_app.pipeline`.
 """

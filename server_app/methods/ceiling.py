@@ -14,9 +14,9 @@ import torch
 from osfl.config import ConfigError, NodeConfig
 from osfl.data.load import load_images
 from osfl.data.parts import client_name
-from osfl.payloads import Payload
-from osfl.pixels import concatenated
-from server_app.job import GlobalModel, ServerJob
+from osfl.payload.kinds import Payload
+from osfl.util.pixels import concatenated
+from server_app.context import GlobalModel, ServerJob
 from server_app.training import train_global
 
 

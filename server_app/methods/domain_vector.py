@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.payloads import DomainVector
-from server_app.driver import Models, plan_held, synthesise_and_train
-from server_app.job import ServerJob, by_class
+from osfl.payload.kinds import DomainVector
+from server_app.context import ServerJob, by_class
 from server_app.methods.prompts_only import sample
+from server_app.pipeline import Models, plan_held, synthesise_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.workers import Sample

@@ -21,10 +21,10 @@ import torch
 from osfl.config import FedBiPConfig
 from osfl.models.concepts import concept_prompt
 from osfl.models.diffusion import Kit, forward_noise
-from osfl.payloads import Concepts
-from osfl.seeds import generator_of
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob
+from osfl.payload.kinds import Concepts
+from osfl.util.seeds import generator_of
+from server_app.context import ServerJob
+from server_app.pipeline import Models, synthesise_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise

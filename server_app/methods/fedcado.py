@@ -26,10 +26,10 @@ import torch
 
 from osfl.config import FedCADOConfig
 from osfl.models.diffusion import Kit
-from osfl.payloads import Classifier
-from server_app.driver import Models
-from server_app.job import ServerJob
+from osfl.payload.kinds import Classifier
+from server_app.context import ServerJob
 from server_app.methods.fedlmg import LossAt, guidance_loss, guided, run_guided
+from server_app.pipeline import Models
 from server_app.synthesis.guidance import Teacher
 from server_app.synthesis.plan import ImageJob, initial_noise
 from server_app.synthesis.samplers import denoise, first_timestep, to_images

@@ -13,7 +13,7 @@ Differences from the paper:
 2. Theirs has a class without images at log 0. Ours: such a class is never chosen.
 3. Theirs goes on to train a model of each client's own with the global statistics. Not ours.
 4. Theirs adds clients as they are. A client that states far more images than the others counts here
-   for fewer of them (`max-weight-ratio`, server_app/image_counts.py).
+   for fewer of them (`max-weight-ratio`, server_app/defenses/image_counts.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from typing import cast
 
 import torch
 
-from osfl.costs import Stopwatch
-from osfl.payloads import FeatureStatistics, Payload
-from osfl.wire import PayloadError
+from osfl.payload.kinds import FeatureStatistics, Payload
+from osfl.payload.wire import PayloadError
+from osfl.util.costs import Stopwatch
+from server_app.context import GlobalModel, ServerJob
+from server_app.defenses.image_counts import class_weights
 from server_app.heads import NEVER, store_with_head
-from server_app.image_counts import class_weights
-from server_app.job import GlobalModel, ServerJob
 
 # Of the moments' trace: by how much rounding to 32 bits may lower an eigenvalue of their scatter.
 ROUNDING = 1e-4

@@ -19,9 +19,9 @@ import torch
 
 from osfl.config import FedDISCConfig
 from osfl.models.diffusion import Kit
-from osfl.payloads import Embeddings
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob, by_class
+from osfl.payload.kinds import Embeddings
+from server_app.context import ServerJob, by_class
+from server_app.pipeline import Models, synthesise_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise

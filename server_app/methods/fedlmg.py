@@ -38,9 +38,9 @@ import torch
 from osfl.config import FedLMGConfig, split_names
 from osfl.models.classifiers import rebuild
 from osfl.models.diffusion import Kit, x0hat
-from osfl.payloads import Classifier
-from server_app.driver import Models, plan_held, synthesise_and_train
-from server_app.job import ServerJob
+from osfl.payload.kinds import Classifier
+from server_app.context import ServerJob
+from server_app.pipeline import Models, plan_held, synthesise_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import (
     Condition,

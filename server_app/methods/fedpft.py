@@ -22,12 +22,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
 from osfl.config import FedPFTConfig
-from osfl.costs import Stopwatch
-from osfl.payloads import FeatureMixtures, Payload
-from osfl.seeds import generator_of
+from osfl.payload.kinds import FeatureMixtures, Payload
+from osfl.util.costs import Stopwatch
+from osfl.util.seeds import generator_of
+from server_app.context import GlobalModel, ServerJob
+from server_app.defenses.image_counts import class_weights
 from server_app.heads import NEVER, store_with_head
-from server_app.image_counts import class_weights
-from server_app.job import GlobalModel, ServerJob
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from osfl.models.classifiers import rebuild
-from osfl.payloads import Classifier, Payload
-from server_app.job import GlobalModel, ServerJob
+from osfl.payload.kinds import Classifier, Payload
+from server_app.context import GlobalModel, ServerJob
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:

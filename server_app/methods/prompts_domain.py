@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from osfl.config import PromptsDomainConfig, VotesConfig
-from osfl.payloads import Domain
-from osfl.prompts import fill
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob
+from osfl.payload.kinds import Domain
+from osfl.util.prompts import fill
+from server_app.context import ServerJob
 from server_app.methods.prompts_only import sample
+from server_app.pipeline import Models, synthesise_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample

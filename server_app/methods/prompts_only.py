@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from osfl.models.diffusion import Kit
-from osfl.payloads import Payload
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob
+from osfl.payload.kinds import Payload
+from server_app.context import ServerJob
+from server_app.pipeline import Models, synthesise_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images

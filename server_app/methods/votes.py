@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
-from osfl.payloads import Votes
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob, by_class
+from osfl.payload.kinds import Votes
+from server_app.context import ServerJob, by_class
 from server_app.methods.prompts_domain import by_name
+from server_app.pipeline import Models, synthesise_and_train
 from server_app.synthesis.workers import Sample
 
 

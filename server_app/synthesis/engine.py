@@ -23,9 +23,8 @@ import torch
 from filelock import FileLock
 
 from osfl.config import SynthesisConfig
-from osfl.costs import FlopMeter, Stopwatch
-from osfl.devices import saves_memory
-from osfl.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
+from osfl.kit.check import lora_file
+from osfl.kit.kits import SMALL_DECODER, kit_digest
 from osfl.models.diffusion import (
     Attention,
     Kit,
@@ -34,8 +33,9 @@ from osfl.models.diffusion import (
     load_lora,
     load_small_decoder,
 )
-from osfl.models.kit_check import lora_file
-from osfl.models.kits import SMALL_DECODER, kit_digest
+from osfl.util.costs import FlopMeter, Stopwatch
+from osfl.util.devices import saves_memory
+from osfl.util.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
 from server_app.synthesis.caching import cache_features
 
 # What may be chosen by a measurement: of the networks, and with all that a run records.

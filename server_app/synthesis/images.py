@@ -17,16 +17,16 @@ from PIL import Image
 
 from osfl.config import NOT_IDENTITY, flatten
 from osfl.data.load import to_pixels
-from osfl.files import DamageError, open_private, private_folder, write_atomically
-from osfl.log import log
+from osfl.kit.check import lora_file
+from osfl.kit.digests import sha256_of
+from osfl.kit.kits import SMALL_DECODER, find_model, kit_digest, part_digest
+from osfl.kit.used_parts import sampling_parts
 from osfl.methods import METHODS
-from osfl.models.digests import sha256_of
-from osfl.models.kit_check import lora_file
-from osfl.models.kits import SMALL_DECODER, find_model, kit_digest, part_digest
-from osfl.models.used_parts import sampling_parts
+from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
-from osfl.wire import PayloadError
-from server_app.job import ServerJob
+from osfl.util.files import DamageError, open_private, private_folder, write_atomically
+from osfl.util.log import log
+from server_app.context import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
 from server_app.synthesis.samplers import NotFiniteError, PrecisionError
 from server_app.synthesis.workers import MakeSampler, Sample, sample_units

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from osfl.seeds import seed_of
+from osfl.util.seeds import seed_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from osfl.models.diffusion import FEW_STEP_SOLVERS, Kit, ddim_step, new_solver, timesteps
-from osfl.pixels import to_uint8
+from osfl.util.pixels import to_uint8
 from server_app.synthesis.progress import step_done
 
 

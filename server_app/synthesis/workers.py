@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from osfl.config import ConfigError, SynthesisConfig
-from osfl.costs import Stopwatch
-from osfl.ray_folder import ray_folder
+from osfl.util.costs import Stopwatch
+from osfl.util.ray_folder import ray_folder
 from server_app.synthesis.plan import ImageJob, Unit
 from server_app.synthesis.progress import Watcher, watched
 

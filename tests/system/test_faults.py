@@ -17,7 +17,7 @@ from system_tools import (
     wait_for,
 )
 
-from osfl import wire
+from osfl.payload import wire
 
 pytestmark = pytest.mark.system
 

@@ -1,0 +1,1 @@
+"""What a client trains or fits on its own images."""

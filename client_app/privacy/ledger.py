@@ -1,0 +1,210 @@
+"""The privacy ledger: the epsilon and delta that a client has spent, over all jobs.
+
+Differential privacy adds up: messages with epsilon 1 and 2 about the same images are together one
+with epsilon 3 (basic composition; Dwork et al., 2006).
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+from filelock import FileLock
+
+from osfl.config import ConfigError, NodeConfig
+from osfl.util.files import OWNER_ONLY, DamageError, private_folder, read_record, write_record
+from osfl.util.text import plain
+
+log = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A noisy message about this site's images.
+
+    Attributes:
+        job: the id of the job that asked for it.
+        key: the payload's settings, as the cache key has them; "" in ledgers of older versions.
+        epsilon, delta: its guarantee.
+        kept: whether the payload was finished, and may have been sent.
+    """
+
+    job: str
+    key: str
+    epsilon: float
+    delta: float
+    kept: bool
+
+
+def ledger_folder(node: NodeConfig) -> Path:
+    """Return the folder of this site's ledger, which is no cache: its loss is a new budget.
+
+    Raises:
+        ConfigError: `ledger-dir` is not an absolute path.
+    """
+    if node.ledger_dir and not Path(node.ledger_dir).expanduser().is_absolute():
+        raise ConfigError(f"node-config ledger-dir = {node.ledger_dir!r}: must be an absolute path")
+    return Path(node.ledger_dir or os.environ.get("OSFL_STATE", "~/.osfl/state")).expanduser()
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The draws of one client.
+
+    Attributes:
+        folder: where this site keeps its ledgers.
+        client: its id.
+        older: the cache folder, where older versions kept the ledger; None: nothing to take over.
+    """
+
+    folder: Path
+    client: str
+    older: Path | None = None
+
+    @property
+    def file(self) -> Path:
+        """The ledger's file."""
+        return self.folder / f"{self.client}.ledger.json"
+
+    def spend(
+        self, job_id: str, key: str, epsilon: float, delta: float, limit: float = 0.0
+    ) -> tuple[float, float]:
+        """Book a draw before it is made, and return the sums of epsilon and delta so far.
+
+        A draw whose payload was not finished gave nothing away: the same job and settings book it
+        once.
+
+        Args:
+            limit: of the sum of epsilon; 0: none.
+
+        Raises:
+            ConfigError: the sum would exceed the limit.
+            DamageError: the ledger is damaged.
+        """
+        with self._alone():
+            draws = self._with(job_id, key, epsilon, delta, limit)
+            self._write(draws)
+        return float(_sum(draw.epsilon for draw in draws)), float(_sum(d.delta for d in draws))
+
+    def check(self, job_id: str, key: str, epsilon: float, limit: float) -> None:
+        """Check that a draw would stay within the limit; nothing is booked.
+
+        Raises:
+            ConfigError: as `spend`.
+        """
+        self._with(job_id, key, epsilon, 0.0, limit)
+
+    def _with(
+        self, job_id: str, key: str, epsilon: float, delta: float, limit: float
+    ) -> list[Draw]:
+        draws = self.draws()
+        if not any(_is(draw, job_id, key) and not draw.kept for draw in draws):
+            draws.append(Draw(job_id, key, epsilon, delta, kept=False))
+        total = _sum(draw.epsilon for draw in draws)
+        if limit and total > _exact(limit):
+            asker = f"job {job_id!r}" if job_id else "this run"
+            raise ConfigError(
+                f"node-config epsilon-total = {limit:g}: with {asker} this client would "
+                f"have spent epsilon = {float(total):g}. Its site may raise the total, or begin "
+                "a new ledger with other images"
+            )
+        return draws
+
+    def mark_kept(self, job_id: str, key: str) -> None:
+        """Note that a draw's payload is finished: from here on another one costs again."""
+        with self._alone():
+            draws = self.draws()
+            if any(_is(draw, job_id, key) and not draw.kept for draw in draws):
+                self._write(
+                    replace(draw, kept=True) if _is(draw, job_id, key) else draw for draw in draws
+                )
+
+    def is_pending(self, job_id: str, key: str) -> bool:
+        """Whether a draw of this job and these settings is booked, and its payload unfinished."""
+        return any(_is(draw, job_id, key) and not draw.kept for draw in self.draws())
+
+    def draws(self) -> list[Draw]:
+        """Return all draws; those of an older version's ledger if there is no other one.
+
+        Raises:
+            DamageError: the ledger is damaged.
+        """
+        hint = "restore the site's ledger from a backup: without it the sum is unknown"
+        # A link that leads nowhere is a volume that is not mounted, and no new ledger
+        if not os.path.lexists(self.file):
+            return self._older_draws()
+        try:
+            return [Draw(**draw) for draw in read_record(self.file, hint)["draws"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamageError(
+                f"{plain(self.file, 1000)} is damaged ({plain(error, 100)}); {hint}"
+            ) from None
+
+    def _older_draws(self) -> list[Draw]:
+        """Return the draws that an older version booked in the cache folder."""
+        older = None if self.older is None else self.older / f"{self.client}.epsilon"
+        if older is None or not older.is_file():
+            log.warning(
+                "%s: a new privacy ledger begins in %s. If this client has spent epsilon before, "
+                "stop it and restore the older ledger there",
+                *(self.client, self.folder),
+            )
+            return []
+        log.warning("%s: the privacy ledger moves from %s to %s", self.client, older, self.file)
+        try:
+            lines = [json.loads(line) for line in older.read_text().splitlines()]
+            return [
+                Draw(
+                    str(line["job"]), "", float(line["epsilon"]), float(line.get("delta", 0)), True
+                )
+                for line in lines
+            ]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamageError(
+                f"{plain(older, 1000)} is damaged ({plain(error, 100)}); restore it from a backup, "
+                "or remove it to begin a new ledger"
+            ) from None
+
+    def _write(self, draws: Iterable[Draw]) -> None:
+        write_record(self.file, {"draws": [asdict(draw) for draw in draws]})
+
+    def _alone(self) -> FileLock:
+        private_folder(self.folder)
+        return FileLock(f"{self.file}.lock", mode=OWNER_ONLY)
+
+
+@dataclass(frozen=True)
+class BookedDraw:
+    """One payload's entry in a ledger."""
+
+    ledger: Ledger
+    job: str
+    key: str
+
+    def book(self, epsilon: float, delta: float, limit: float) -> tuple[float, float]:
+        """As `Ledger.spend`."""
+        return self.ledger.spend(self.job, self.key, epsilon, delta, limit)
+
+    def finish(self) -> None:
+        """As `Ledger.mark_kept`."""
+        self.ledger.mark_kept(self.job, self.key)
+
+    def is_pending(self) -> bool:
+        """As `Ledger.is_pending`."""
+        return self.ledger.is_pending(self.job, self.key)
+
+
+def _is(draw: Draw, job_id: str, key: str) -> bool:
+    return (draw.job, draw.key) == (job_id, key)
+
+
+def _sum(figures: Iterable[float]) -> Fraction:
+    return sum(map(_exact, figures), Fraction(0))
+
+
+def _exact(figure: float) -> Fraction:
+    """Return the decimal that a site wrote: three times 0.1 is 0.3."""
+    return Fraction(repr(figure))

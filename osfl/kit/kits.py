@@ -1,0 +1,351 @@
+"""Where a kit is, and which of its files are loaded.
+
+Imports no model library: a client that needs only a file of it stays small.
+"""
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from osfl.kit.digests import sha256_of
+from osfl.methods import DIFFUSION_PARTS, LORA, SMALL_DECODER
+from osfl.util.files import parse_json, read_bounded
+from osfl.util.text import plain
+
+# How the file of a part's weights begins: diffusers' name, or transformers'.
+WEIGHTS: Mapping[str, str] = {
+    "vae": "diffusion_pytorch_model",
+    "unet": "diffusion_pytorch_model",
+    "image_normalizer": "diffusion_pytorch_model",
+    SMALL_DECODER: "diffusion_pytorch_model",
+    "text_encoder": "model",
+    "image_encoder": "model",
+    "captioner": "model",
+    "backbone": "model",
+    LORA: "pytorch_lora_weights",
+}
+# Of the weights: those of half precision are taken where there are no others.
+VARIANTS = ("", ".fp16")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
+_SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+MOST_SETTINGS_BYTES = 2**23  # the tokenizer of CLIP has 2.2 MB
+# What else the loaders read of a part.
+SETTINGS: tuple[str, ...] = (
+    "config.json",
+    "generation_config.json",
+    "scheduler_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+
+
+def initialisation_part(architecture: str, kit: str) -> str:
+    """The file of a kit folder that an architecture's initial weights come from.
+
+    A ResNet-34 grows out of the ResNet-18 where the kit has no weights of its own for it.
+    """
+    file = f"classifiers/{architecture}.safetensors"
+    if architecture == "resnet34" and not (Path(kit) / file).is_file():
+        return "classifiers/resnet18.safetensors"
+    return file
+
+
+def _is_shard(name: object) -> bool:
+    """Whether an index names a plain file of its own folder."""
+    return isinstance(name, str) and bool(_SHARD.fullmatch(name))
+
+
+class KitError(ValueError):
+    """A kit that cannot be used; the message says what to do."""
+
+
+Progress = Callable[[int, int], None]  # bytes fetched, of how many
+
+
+def _silent(fetched: int, total: int) -> None:
+    pass
+
+
+def find_kit(name: str, parts: Iterable[str] = (), progress: Progress = _silent) -> str:
+    """The folder of a kit.
+
+    Of one of the hub, which is fetched unless it is there.
+
+    Args:
+        name: a shipped kit (`digits`), a path, or a hub id (`owner/name@revision`).
+        parts: what a hub's kit is needed for beyond its settings: folders and files of it.
+        progress: called while a hub's weights are fetched.
+
+    Raises:
+        FileNotFoundError: no kit of this name is shipped.
+        KitError: the hub is not reached, has no such kit, or one of another kind.
+    """
+    if is_hub_id(name):
+        # A client that needs no kit stays small
+        from osfl.kit.hub import fetch_kit
+
+        return str(fetch_kit(name, parts, progress))
+    if "/" in name or "\\" in name:
+        return str(Path(name).expanduser()) if name.startswith("~") else name
+    for root in kit_roots():
+        if (root / name / "model_index.json").is_file():
+            return str(root / name)
+    shipped = sorted(
+        {p.parent.name for root in kit_roots() for p in root.glob("*/model_index.json")}
+    )
+    raise FileNotFoundError(
+        f"kit = {name!r}: no such kit. Shipped: {', '.join(shipped) or 'none'}; or give an "
+        "absolute path or a hub id"
+    )
+
+
+def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -> str:
+    """The folder of a model that is one part alone, such as a captioner, or of a kit with it.
+
+    Args:
+        source: a path, or a hub id, which is fetched unless it is there.
+        kind: the part; "": the settings alone are fetched.
+        key: of the configuration, for messages.
+
+    Raises:
+        KitError: as `find_kit`.
+    """
+    if not is_hub_id(source):
+        return source
+    from osfl.kit.hub import fetch_model
+
+    return str(fetch_model(source, kind, key, progress))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it is `owner/name` or `owner/name@revision`, and no folder here."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
+
+
+def kit_roots() -> list[Path]:
+    """The installed package's kits.
+
+    Not beside this file, which may be the copy in a Flower bundle, where kits are left out.
+    """
+    roots = []
+    # Installed with `pip install -e`: the checkout, before the copy made at installation
+    with suppress(PackageNotFoundError):
+        origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
+            roots.append(Path(unquote(urlparse(origin["url"]).path)) / "kits")
+    if (
+        spec := importlib.util.find_spec("osfl_kits")
+    ) and spec.submodule_search_locations:  # installed from a wheel
+        roots.append(Path(next(iter(spec.submodule_search_locations))))
+    roots.append(Path(__file__).resolve().parents[2] / "kits")
+    return [root for root in roots if root.is_dir()]
+
+
+def file_in(part: str, name: str) -> str:
+    """The path of a part's file in its kit; "" is the kit's folder itself."""
+    return f"{part}/{name}" if part else name
+
+
+def inner_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, those of inner settings too."""
+    for key, value in settings.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from inner_settings(value)
+
+
+@dataclass(frozen=True)
+class KitFolder:
+    """A kit's files: those in a folder, and those that the hub has."""
+
+    setting: str  # as the user named it, for messages: kit = '/a/folder'
+    path: Path
+    on_hub: frozenset[str] = frozenset()
+
+    def has(self, file: str) -> bool:
+        """Whether there is such a file, here or on the hub."""
+        return (self.path / file).is_file() or file in self.on_hub
+
+    def names(self, part: str) -> list[str]:
+        """The names of a part's files."""
+        here = [file.name for file in (self.path / part).glob("*") if file.is_file()]
+        there = [Path(name) for name in self.on_hub]
+        return sorted({*here, *(file.name for file in there if file.parent == Path(part))})
+
+    def settings(self, file: str) -> dict[str, Any]:
+        """A file of settings.
+
+        Raises:
+            KitError: it is missing, no JSON object, too large or nested too deep.
+        """
+        try:
+            content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
+        except (OSError, ValueError) as error:
+            raise KitError(f"{self.setting}: {file} cannot be loaded: {plain(error)}") from None
+        if not isinstance(content, dict):
+            raise KitError(f"{self.setting}: {file} cannot be loaded: it is no JSON object")
+        return content
+
+    def weights(self, part: str, kind: str = "") -> list[str]:
+        """The file of weights that a part's loader takes, or the index of several and they.
+
+        [] where there is neither.
+
+        Args:
+            part: a folder of the kit; "" for the folder itself.
+            kind: which part it stands for, where the folder's name does not say so.
+
+        Raises:
+            KitError: the index is damaged.
+        """
+        stem = WEIGHTS.get(kind or part)
+        if stem is None:
+            return []
+        for variant in VARIANTS:
+            single = file_in(part, f"{stem}{variant}.safetensors")
+            index = file_in(part, f"{stem}.safetensors.index{variant}.json")
+            # Where there are both, diffusers takes the index, transformers the single file.
+            order = (index, single) if stem.startswith("diffusion") else (single, index)
+            chosen = next((file for file in order if self.has(file)), "")
+            if chosen == index:
+                return [index, *self._shards(part, index)]
+            if chosen:
+                return [chosen]
+        return []
+
+    def _shards(self, part: str, index: str) -> list[str]:
+        """The files that an index names."""
+        content = self.settings(index)
+        shards = content.get("weight_map")
+        if not isinstance(shards, dict) or "metadata" not in content:
+            raise KitError(
+                f"{self.setting}: {index} cannot be loaded: it has no weight_map or metadata"
+            )
+        if strange := [name for name in shards.values() if not _is_shard(name)]:
+            raise KitError(
+                f"{self.setting}: {index} names {plain(repr(strange[0]), 100)}; it must name "
+                "safetensors beside it, by letters, digits, '.', '_' and '-'"
+            )
+        return [file_in(part, shard) for shard in sorted(set(shards.values()))]
+
+    def variant(self, part: str, kind: str = "") -> str | None:
+        """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing."""
+        weights = self.weights(part, kind)
+        return "fp16" if weights and ".fp16." in Path(weights[0]).name else None
+
+    def place_of(self, kind: str) -> str:
+        """The folder of a part in a kit; "" where the model is that part alone."""
+        return kind if self.has(file_in(kind, "config.json")) else ""
+
+    def loaded(self, part: str, kind: str = "") -> list[str]:
+        """Every file of a part that is loaded.
+
+        Not the variants, formats and examples that lie beside them.
+        """
+        if self.has(part):
+            return [part]
+        settings = [file_in(part, name) for name in SETTINGS]
+        return sorted(file for file in (*settings, *self.weights(part, kind)) if self.has(file))
+
+
+def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
+    """The files of some of a kit folder's parts that are loaded, by their paths in it."""
+    folder = KitFolder(f"kit = {kit!r}", Path(kit))
+    return {file: folder.path / file for part in parts for file in _what_is_there(folder, part)}
+
+
+def _what_is_there(folder: KitFolder, part: str) -> list[str]:
+    """Of a damaged part, nothing: `check_kit` says what is wrong with it."""
+    with suppress(KitError):
+        return folder.loaded(part)
+    return []
+
+
+def download_bytes(kit: str, parts: Iterable[str]) -> int:
+    """Bytes of the files that are loaded of some of a kit folder's parts."""
+    return sum(file.stat().st_size for file in loaded_files(kit, parts).values())
+
+
+def model_bytes(folder: str, kind: str) -> int:
+    """Bytes of the files that are loaded of a model that is one part alone, or of that part of a
+    kit.
+    """
+    model = KitFolder(folder, Path(folder))
+    files = model.loaded(model.place_of(kind), kind)
+    return sum((model.path / file).stat().st_size for file in files)
+
+
+def file_digests(
+    kit: str, parts: Iterable[str], progress: Callable[[int], None] = lambda read: None
+) -> dict[str, str]:
+    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit.
+
+    Args:
+        progress: called with the number of bytes that were read since it was last called.
+    """
+    return {name: sha256_of(file, progress) for name, file in loaded_files(kit, parts).items()}
+
+
+def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
+    """As `file_digests`, of the weights alone."""
+    files = loaded_files(kit, parts).items()
+    return {name: sha256_of(file) for name, file in files if file.suffix == ".safetensors"}
+
+
+def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
+    """SHA-256 over the names and bytes of the files that are loaded of some parts."""
+    return _together(file_digests(str(kit), parts))
+
+
+def part_digest(source: str, kind: str) -> str:
+    """As `kit_digest`, of a folder that is one part alone, such as a small decoder."""
+    folder = KitFolder(source, Path(source))
+    return _together({file: sha256_of(folder.path / file) for file in folder.loaded("", kind)})
+
+
+def _together(of_files: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name, one in sorted(of_files.items()):
+        digest.update(name.encode() + b"\0" + bytes.fromhex(one))
+    return digest.hexdigest()
+
+
+def image_size(kit: str) -> int:
+    """Pixels on a side of the kit's images.
+
+    Raises:
+        KitError: the kit is not there, or its settings do not say so.
+    """
+    folder = KitFolder(f"kit = {kit!r}", Path(kit))
+    side = folder.settings("unet/config.json").get("sample_size")
+    blocks = folder.settings("vae/config.json").get("block_out_channels")
+    if not isinstance(side, int) or not isinstance(blocks, list):
+        raise KitError(
+            f"{folder.setting}: sample_size in unet/config.json must be a whole number, and "
+            "block_out_channels in vae/config.json a list"
+        )
+    return int(side * 2 ** (len(blocks) - 1))
+
+
+def variant_of(kit: str, part: str, kind: str = "") -> str | None:
+    """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing.
+
+    Raises:
+        KitError: its index is damaged.
+    """
+    return KitFolder(f"kit = {kit!r}", Path(kit)).variant(part, kind)

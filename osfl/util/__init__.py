@@ -1,0 +1,1 @@
+"""Small helpers without knowledge of federations: text, files, costs, seeds, pixels, log."""

@@ -1,0 +1,77 @@
+"""FedDyn (Acar et al., arXiv 2111.04263).
+
+The clients' objectives are corrected so that their minima and the global one agree.
+
+Server (algorithm 1): h <- h - alpha (1/m) sum_k (theta_k - theta); theta <- mean_k theta_k - h /
+alpha. The client's part, with its own gradient, is in client_app/learning/local_training.py.
+
+Differences from the paper:
+
+1. Theirs: parameters only. Ours: BatchNorm's running statistics are averaged beside them, without
+   correction.
+2. Theirs: a mean over clients. Ours: the same, not weighted by images as FedAvg's.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from osfl.models.classifiers import blank_classifier
+from server_app.baselines.fedavg import everyone
+from server_app.context import ServerJob
+
+
+class FedDyn(FedAvg):
+    """FedAvg whose mean is corrected by h.
+
+    Args:
+        alpha: the correction's weight.
+        clients: m.
+        parameters: the arrays that are corrected; the others are BatchNorm's statistics.
+    """
+
+    def __init__(self, alpha: float, clients: int, parameters: frozenset[str], **settings: int):
+        super().__init__(fraction_evaluate=0.0, weighted_by_key="clients", **settings)  # type: ignore[arg-type]
+        self.alpha = alpha
+        self.clients = clients
+        self.parameters = parameters
+        self.memory: dict[str, np.ndarray] = {}  # h
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Remember theta, and tell the clients alpha."""
+        self._before = {name: arrays[name].numpy() for name in self.parameters}
+        config["dyn-alpha"] = self.alpha
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """FedDyn's server step."""
+        replies = list(replies)
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if arrays is None:
+            return arrays, metrics
+        result = {name: array.numpy() for name, array in arrays.items()}
+        for name in self.parameters:
+            mean = result[name]
+            before = self._before[name]
+            h = self.memory.get(name, np.zeros_like(before))
+            h = h - self.alpha * len(replies) / self.clients * (mean - before)
+            self.memory[name] = h.astype(before.dtype)
+            result[name] = (mean - h / self.alpha).astype(before.dtype)
+        return ArrayRecord(
+            {name: Array(np.asarray(value)) for name, value in result.items()}
+        ), metrics
+
+
+def strategy(job: ServerJob) -> FedAvg:
+    """FedDyn with `rounds.dyn-alpha`."""
+    settings = job.config.classifier
+    model = blank_classifier(settings.architecture, len(job.classes), settings.small_stem)
+    parameters = frozenset(name for name, _ in model.named_parameters())
+    return FedDyn(job.config.rounds.dyn_alpha, len(job.clients), parameters, **everyone(job))
