@@ -1,5 +1,6 @@
-"""README and docs/: what they point at exists, and they name what there is."""
+"""README, docs/ and the notes of the benchmarks: links and commands exist, methods are named."""
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -12,13 +13,21 @@ from osfl.cli.main import app
 from osfl.methods import METHODS
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+BENCHMARKS = ROOT / "benchmarks"
+NOTES = [BENCHMARKS / "README.md", *sorted((BENCHMARKS / "notes").glob("*.md"))]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 COMMAND = re.compile(r"(?:^|[`|&;/ ])osfl ((?:--)?[a-z][a-z-]*)(?: ([a-z]+))?", re.MULTILINE)
+WORDS = 15_000
 CONFIG = re.compile(r"configs/[\w/-]+\.toml")
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def prose(page: Path) -> str:
@@ -52,7 +61,7 @@ def subcommands() -> dict[str, set[str]]:
     return {name: set(getattr(sub, "commands", {})) for name, sub in command.commands.items()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + NOTES, ids=page_id)
 def test_links_anchors_and_pictures_exist(page: Path) -> None:
     links = [link for link in LINK.findall(prose(page)) if not link.startswith("https://")]
     for link in links:
@@ -63,16 +72,19 @@ def test_links_anchors_and_pictures_exist(page: Path) -> None:
 
 
 def test_every_page_is_reached_from_readme_and_index() -> None:
-    """A page of results from the first page of results."""
-    docs = ROOT / "docs"
+    """A page such as running-compare.md is linked from its first page, running.md."""
     for page in PAGES:
-        if page.name.startswith("results-"):
-            assert f"({page.name})" in (docs / "results.md").read_text(), page.name
-        elif page not in (README, docs / "index.md"):
+        if page in (README, DOCS / "index.md"):
+            continue
+        first = DOCS / f"{page.stem.partition('-')[0]}.md"
+        if first != page and first.is_file():
+            assert f"({page.name})" in first.read_text(), page.name
+        else:
             assert f"(docs/{page.name})" in README.read_text(), page.name
-            assert f"({page.name})" in (docs / "index.md").read_text(), page.name
-        if page not in (README, docs / "index.md"):
-            assert f": {page.name}\n" in (ROOT / "mkdocs.yml").read_text(), page.name
+            assert f"({page.name})" in (DOCS / "index.md").read_text(), page.name
+        assert f": {page.name}\n" in (ROOT / "mkdocs.yml").read_text(), page.name
+    for note in NOTES[1:]:
+        assert f"notes/{note.name})" in (DOCS / "results.md").read_text(), note.name
 
 
 def test_readme_is_read_to_its_end() -> None:
@@ -81,13 +93,24 @@ def test_readme_is_read_to_its_end() -> None:
     assert max(map(len, lines)) <= 160
 
 
+def words(page: Path) -> int:
+    return len(page.read_text().split())
+
+
+def test_pages_stay_short() -> None:
+    """Do not count docs/configuration.md, which is generated."""
+    assert words(README) <= 800
+    written = [page for page in PAGES[1:] if page.name != "configuration.md"]
+    assert sum(map(words, written)) <= WORDS
+
+
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "methods.md"], ids=lambda page: page.name)
 def test_every_method_is_named(page: Path) -> None:
     named = set(re.findall(r"`([a-z-]+)`", page.read_text()))
     assert set(METHODS) <= named
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + NOTES, ids=page_id)
 def test_commands_and_config_files_exist(page: Path) -> None:
     there = subcommands()
     for name, sub in COMMAND.findall(code(page)):
@@ -105,3 +128,17 @@ def test_the_commands_of_the_pages_are_found() -> None:
     found = [match for page in PAGES for match in COMMAND.findall(code(page))]
     assert {"run", "show", "compare", "verify", "shards", "certs", "kit"} <= {m[0] for m in found}
     assert ("certs", "server") in found
+
+
+def test_the_names_in_the_example_of_adding_a_method_exist() -> None:
+    """tests/test_structure.py runs a method that is added in the same way."""
+    row, server_half = re.findall(
+        r"```python\n(.*?)```", (DOCS / "adding-a-method.md").read_text(), re.DOTALL
+    )
+    example = ast.parse(f"{{{row}}}\n{server_half}")
+    imports = [node for node in example.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == 3
+    for node in imports:
+        source = (ROOT / f"{node.module}.py".replace(".", "/", node.module.count("."))).read_text()
+        for alias in node.names:
+            assert re.search(rf"^def {alias.name}\b", source, re.MULTILINE), alias.name
