@@ -64,7 +64,7 @@ AGAIN ?=
 TABLE ?=
 
 histories: setup ## random histories of faults in a real federation, and what must be true after each: FIRST=0 COUNT=1000 AT_ONCE=1 AGAIN= TABLE=
-	$(BIN)/python tests/histories.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
+	$(BIN)/python tests/helpers/fault_injection.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
 
 mutants: setup ## how many small faults the unit tests notice: SAMPLE=100 of them, chosen by SEED=0, begun within MINUTES=60
 	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)

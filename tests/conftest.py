@@ -360,7 +360,7 @@ def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 @pytest.fixture
 def federation(tmp_path: Path) -> Iterator[Any]:
     """A `system_tools.Federation` in the test's own folder."""
-    from system_tools import new_federation
+    from tests.helpers.system_tools import new_federation
 
     with new_federation(tmp_path) as made:
         yield made

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from PIL import Image
+
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.system
 
