@@ -27,17 +27,10 @@ from osfl.models.diffusion import Kit
 from server_app.methods import fedcado, fedlmg
 from server_app.synthesis.guidance import Teacher, as_teacher
 from server_app.synthesis.plan import ImageJob, plan_images
-from tests.conftest import quick
-from tests.equations.test_analytic_sampling import (
-    HELD,
-    LABELS,
-    PLAN,
-    assert_made,
-    empty_mean,
-    noise_of,
-)
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, DEVIATION, IMAGE_SIDE, analytic_kit, numbers, softmax
+from tests.helpers.analytic_sampling import HELD, LABELS, PLAN, assert_made, empty_mean, noise_of
+from tests.helpers.settings import quick
 
 # torchvision's, of ImageNet
 MEAN = np.array([0.485, 0.456, 0.406]).reshape(3, 1, 1)

@@ -22,31 +22,25 @@ from diffusers import DDIMInverseScheduler
 from osfl.config import RunConfig, parse_run_config
 from osfl.models.diffusion import Kit, ddim_step
 from osfl.payload.kinds import Concepts, Mixtures
-from osfl.util.seeds import seed_of
 from server_app.methods import espresso, fedbip, feddeo, feddisc, prompts_only
-from server_app.synthesis.plan import ImageJob, plan_images
+from server_app.synthesis.plan import plan_images
 from server_app.synthesis.samplers import ddim, ddim_schedule, z_sampling
-from tests.conftest import quick
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, DEVIATION, analytic_kit, numbers
-
-HELD = {"a": [1, 3], "b": [0]}
-PLAN = plan_images("m", 0, HELD, 3)  # a 1 three times, a 3, b 0
-LABELS = [job.label for job in PLAN]
-SHAPE = (analytic.CHANNELS, analytic.SIDE, analytic.SIDE)
+from tests.helpers.analytic_sampling import (
+    HELD,
+    LABELS,
+    PLAN,
+    SHAPE,
+    assert_made,
+    empty_mean,
+    noise_of,
+)
+from tests.helpers.settings import quick
 
 
 def settings(**overrides: object) -> RunConfig:
     return parse_run_config(quick(**overrides))
-
-
-def noise_of(plan: list[ImageJob]) -> np.ndarray:
-    """z_T of every image: standard normal numbers of a seed of its own."""
-    rows = []
-    for job in plan:
-        seed = seed_of(job.seed, job.method, job.client, job.label, job.index)
-        rows.append(torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)))
-    return numbers(torch.stack(rows))
 
 
 def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -66,19 +60,6 @@ def sampled(z: np.ndarray, steps: int, mean: np.ndarray) -> np.ndarray:
     for _, a, a_prev in analytic.step_down(steps):
         z = step(z, a, a_prev, mean)
     return z
-
-
-def assert_made(kit: Kit, pictures: torch.Tensor, z_0: np.ndarray) -> None:
-    """The latents that were decoded are z_0, and the pictures are what D makes of them."""
-    decoded: Any = kit.vae.decoded
-    np.testing.assert_allclose(numbers(decoded) * analytic.SCALING, z_0, rtol=1e-4, atol=1e-4)
-    difference = numbers(pictures) - analytic.as_picture(analytic.decode(z_0))
-    assert np.abs(difference).max() <= 1
-    assert (difference == 0).mean() > 0.99
-
-
-def empty_mean(kit: Kit) -> np.ndarray:
-    return analytic.mu(numbers(kit.text([""])))
 
 
 # ---- The schedule ----

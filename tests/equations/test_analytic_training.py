@@ -28,9 +28,8 @@ from osfl.util.seeds import seed_of
 from server_app import pipeline
 from server_app.baselines.feddyn import FedDyn
 from server_app.methods import fedcado, fedlmg
-from tests.conftest import quick
 from tests.helpers import analytic_classifier
-from tests.helpers.analytic import CLASSES, Adam, numbers, random_pixels, softmax
+from tests.helpers.analytic import CLASSES, Adam, random_pixels, softmax
 from tests.helpers.analytic_classifier import (
     PARAMETERS,
     State,
@@ -40,7 +39,9 @@ from tests.helpers.analytic_classifier import (
     in_use,
     sgd,
 )
-from tests.integration.test_one_shot_runs import start
+from tests.helpers.analytic_training import assert_same, order
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import start
 
 CPU = torch.device("cpu")
 TRAINING = {
@@ -73,21 +74,6 @@ def root(home: Path) -> Path:
 
 def begin() -> State:
     return in_numbers(analytic_classifier.build("", len(CLASSES)).state_dict())
-
-
-def order(count: int, size: int, epochs: int, seed: int) -> list[np.ndarray]:
-    """The batches of `fit`: a new order every epoch; a batch of one is left out."""
-    source = torch.Generator().manual_seed(seed_of(seed, "order"))
-    batches: list[np.ndarray] = []
-    for _ in range(epochs):
-        shuffled = torch.randperm(count, generator=source)
-        batches += [rows.numpy() for rows in shuffled.split(size) if len(rows) > 1]
-    return batches
-
-
-def assert_same(made: dict[str, torch.Tensor], expected: State) -> None:
-    for name, value in expected.items():
-        np.testing.assert_allclose(numbers(made[name]), value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 # ---- Rounds ----

@@ -1,7 +1,8 @@
 """Latent consistency distillation: its loss with a kit that is known in closed form.
 
 The teacher's latents are x0 ~ N(mu(c), s^2 I) (tests/helpers/analytic.py). The student is the
-same kit with predictions that are 0.8 of the teacher's, so that no two of the loss's terms agree by chance.
+same kit with predictions that are 0.8 of the teacher's, so that no two of the loss's terms agree
+by chance.
 """
 
 from dataclasses import replace

@@ -15,15 +15,10 @@ from osfl.models.diffusion import Kit
 from osfl.payload.kinds import DomainVector
 from server_app.expected import run_dimensions
 from server_app.methods import domain_vector
-from tests.conftest import quick
-from tests.equations.test_analytic_conditions import (
-    generator,
-    gradient_for_the_mean,
-    images,
-    job_of,
-    normal,
-)
-from tests.equations.test_payload_to_image import (
+from tests.helpers import analytic
+from tests.helpers.analytic import TIMESTEPS, Adam, analytic_kit, numbers
+from tests.helpers.analytic_clients import generator, gradient_for_the_mean, images, job_of, normal
+from tests.helpers.composition import (
     CPU,
     HELD,
     NAMES,
@@ -34,8 +29,7 @@ from tests.equations.test_payload_to_image import (
     prompts_of,
     server,
 )
-from tests.helpers import analytic
-from tests.helpers.analytic import TIMESTEPS, Adam, analytic_kit, numbers
+from tests.helpers.settings import quick
 
 __all__ = ["composed"]  # a fixture
 EACH = parse_run_config(quick()).domain_vector

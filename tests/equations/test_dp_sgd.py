@@ -20,9 +20,9 @@ from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.models.classifiers import MEAN, STD, ClassifierError, new_classifier
 from osfl.util.costs import FlopMeter
 from osfl.util.pixels import LazyPixels
-from tests.conftest import quick
-from tests.equations.test_method_mathematics import images, job_of
-from tests.unit.client_app.privacy.test_guarantees import least_sigma
+from tests.helpers.client_jobs import images, job_of
+from tests.helpers.gaussian_mechanism import least_sigma
+from tests.helpers.settings import quick
 
 CPU = torch.device("cpu")
 SIDE = 3

@@ -15,7 +15,6 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.data.load import Images
 from osfl.models.classifiers import ClassifierError, headless, new_classifier, normalise
 from osfl.payload import wire
-from osfl.payload.kinds import FeatureStatistics
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
@@ -25,11 +24,9 @@ from server_app.expected import probe
 from server_app.heads import NEVER
 from server_app.methods import fedcgs as server_half
 from server_app.methods.fedcgs import check_statistics, closed_form_head
-from tests.conftest import quick
-from tests.unit.client_app.methods.test_client_methods import images, job_of
-
-WIDTH = 6
-CLASSES = 4
+from tests.helpers.class_statistics import CLASSES, WIDTH, drawn, statistics
+from tests.helpers.client_jobs import images, job_of
+from tests.helpers.settings import quick
 
 
 def assert_near(found: torch.Tensor, wanted: np.ndarray) -> None:
@@ -37,28 +34,6 @@ def assert_near(found: torch.Tensor, wanted: np.ndarray) -> None:
     largest = np.abs(wanted).max()
     assert largest > 0
     np.testing.assert_allclose(found / largest, wanted / largest, rtol=0, atol=1e-3)
-
-
-def drawn(count: int = 400) -> tuple[np.ndarray, np.ndarray]:
-    """Features [N, D] of classes 0, 1 and 3, unlike in their means and not spherical."""
-    draw = np.random.default_rng(0)
-    labels = draw.choice([0, 1, 3], count, p=[0.2, 0.5, 0.3])
-    centres = draw.normal(size=(CLASSES, WIDTH))
-    mixing = draw.normal(size=(WIDTH, WIDTH))
-    return centres[labels] + draw.normal(size=(count, WIDTH)) @ mixing * 0.3, labels
-
-
-def statistics(features: np.ndarray, labels: np.ndarray) -> tuple[FeatureStatistics, list[int]]:
-    held = sorted(set(labels.tolist()))
-    counts = [int((labels == label).sum()) for label in held]
-    sums = np.stack([features[labels == label].sum(axis=0) for label in held])
-    payload = FeatureStatistics(
-        tuple(map(str, held)),
-        torch.tensor(counts),
-        torch.tensor(sums).float(),
-        torch.tensor(features.T @ features).float(),
-    )
-    return payload, held
 
 
 def head_of(parts: list[np.ndarray], shrinkage: float) -> tuple[np.ndarray, np.ndarray]:

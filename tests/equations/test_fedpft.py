@@ -20,8 +20,8 @@ from server_app.context import ServerJob
 from server_app.heads import NEVER
 from server_app.methods import fedpft as server_half
 from server_app.methods.fedpft import drawn_features, trained_head
-from tests.conftest import quick
-from tests.unit.client_app.methods.test_client_methods import images, job_of
+from tests.helpers.client_jobs import images, job_of
+from tests.helpers.settings import quick
 
 LABELS = [0, 3, 3, 3, 3, 4, 4]
 SETTINGS = parse_run_config(quick(method="fedpft")).fedpft

@@ -12,7 +12,8 @@ from osfl.models.diffusion import Kit, Sampling, ddim_step, forward_noise, load_
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide
 from server_app.synthesis.samplers import ddim
 from server_app.training import mean_teacher, own_teacher
-from tests.conftest import plain_classifier
+from tests.helpers.batch_norm import bn_model
+from tests.helpers.settings import plain_classifier
 
 A = torch.tensor(0.64)  # sqrt(a) = 0.8, sqrt(1 - a) = 0.6
 
@@ -76,17 +77,6 @@ def test_compositional_guidance_by_hand() -> None:
         FakeKit(), torch.zeros(1, 1, 1, 1), torch.tensor(0), torch.ones(1, 3, 4), conditions
     )  # type: ignore[arg-type]
     assert torch.allclose(e.flatten(), torch.tensor([4.0]))
-
-
-def bn_model(running_mean: float, running_var: float) -> nn.Module:
-    """BatchNorm on the normalised image, then a head whose logits are all zero."""
-    norm = nn.BatchNorm2d(3)
-    head = nn.Linear(3 * 2, 4)
-    norm.running_mean.fill_(running_mean)  # type: ignore[union-attr]
-    norm.running_var.fill_(running_var)  # type: ignore[union-attr]
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return nn.Sequential(norm, nn.Flatten(), head)
 
 
 def image_with_normalised_pixels(*values: float) -> torch.Tensor:

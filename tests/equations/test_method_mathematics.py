@@ -61,8 +61,8 @@ from server_app.methods import (
 from server_app.synthesis.guidance import Condition, as_teacher, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim, ddim_schedule, z_sampling
-from tests.conftest import defaults, plain_classifier, quick
-from tests.unit.client_app.methods.test_client_methods import CLASSES, images, job_of
+from tests.helpers.client_jobs import CLASSES, images, job_of
+from tests.helpers.settings import defaults, plain_classifier, quick
 
 CPU = torch.device("cpu")
 

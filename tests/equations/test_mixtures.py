@@ -15,8 +15,8 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.models.diffusion import load_kit
 from osfl.util.seeds import generator_of, seed_of
 from server_app.synthesis.samplers import ddim_schedule
-from tests.conftest import quick
-from tests.unit.client_app.methods.test_client_methods import images, job_of
+from tests.helpers.client_jobs import images, job_of
+from tests.helpers.settings import quick
 
 SHAPE = (4, 8, 8)
 A_T = torch.tensor(0.0058)  # about Stable Diffusion 1.5's at the first of 50 steps

@@ -14,7 +14,6 @@ from torch import nn
 
 from client_app.methods import espresso as espresso_half
 from client_app.methods import feddisc as feddisc_half
-from osfl.config import RunConfig, parse_run_config
 from osfl.models import classifiers
 from osfl.models.concepts import concept_prompt
 from osfl.models.diffusion import load_embedding_noise, load_kit
@@ -43,21 +42,20 @@ from server_app.methods import (
     prompts_domain,
     prompts_only,
 )
-from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss
-from server_app.synthesis.plan import initial_noise, plan_images
+from server_app.synthesis.guidance import as_teacher, classifier_loss
+from server_app.synthesis.plan import initial_noise
 from server_app.synthesis.samplers import ddim_schedule
-from tests.conftest import quick
-from tests.unit.client_app.methods.test_client_methods import CLASSES, images, job_of
-
-CPU = torch.device("cpu")
-# B's only class is a's second: a row number is no label, and no client's row is another's
-HELD = {
-    "a": [3, 8],
-    "b": [8],
-}
-NAMES = {client: tuple(CLASSES[label] for label in labels) for client, labels in HELD.items()}
-PLAN = plan_images("m", 0, HELD, 1)  # a 3, a 8, b 8
-OWN = [103.0, 108.0, 208.0]  # what `marked` says of the three
+from tests.helpers.client_jobs import CLASSES, images, job_of
+from tests.helpers.composition import (
+    CPU,
+    HELD,
+    NAMES,
+    OWN,
+    PLAN,
+    config_of,
+    prompts_of,
+    server,
+)
 
 
 def marked(client: str, label: int, *shape: int) -> torch.Tensor:
@@ -66,28 +64,6 @@ def marked(client: str, label: int, *shape: int) -> torch.Tensor:
 
 def rows(client: str, *shape: int) -> torch.Tensor:
     return torch.stack([marked(client, label, *shape) for label in HELD[client]])
-
-
-def config_of(kit, **overrides: object) -> RunConfig:  # type: ignore[no-untyped-def]
-    return parse_run_config(quick(kit=str(kit), **overrides))
-
-
-def server(kit, config: RunConfig) -> Any:  # type: ignore[no-untyped-def]
-    return SimpleNamespace(kit=str(kit), device=CPU, classes=CLASSES, config=config)
-
-
-@pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, list[Condition]]]:
-    """(c0, conditions) of every call of `compose`, which predicts no noise."""
-    seen: list[tuple[torch.Tensor, list[Condition]]] = []
-
-    def record(kit, z, t, c0, conditions):  # type: ignore[no-untyped-def]
-        seen.append((c0, list(conditions)))
-        return torch.zeros_like(z)
-
-    for module in (prompts_only, feddeo, fedlmg, feddisc, fedbip, espresso):
-        monkeypatch.setattr(module, "compose", record)
-    return seen
 
 
 def run_to_the_images(
@@ -102,10 +78,6 @@ def run_to_the_images(
     )
     monkeypatch.setattr(pipeline, "train_global", lambda *args: None)
     method.run(job, payloads)
-
-
-def prompts_of(kit, *texts: str) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    return load_kit(kit).text(texts)
 
 
 CLASS_PROMPTS = ("an image of three", "an image of eight", "an image of eight")

@@ -23,12 +23,13 @@ from osfl.util.seeds import seed_of
 from server_app.app import run_job
 from server_app.federation import evaluate
 from server_app.federation.exchange import RoundError
-from tests.conftest import LoopGrid, quick
-from tests.equations.test_analytic_training import assert_same, order
 from tests.helpers import analytic_classifier
 from tests.helpers.analytic import CLASSES, random_pixels
 from tests.helpers.analytic_classifier import State, features, in_numbers, in_use, sgd
-from tests.integration.test_one_shot_runs import nodes
+from tests.helpers.analytic_training import assert_same, order
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import nodes
 
 STEPS = 5
 

@@ -13,7 +13,7 @@ from osfl.methods import server_half
 from osfl.payload.kinds import Domain
 from osfl.util.prompts import DIGITS
 from server_app.synthesis.images import SyntheticSet
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 BASE = curves.BASE
 DEFAULTS = default_config()

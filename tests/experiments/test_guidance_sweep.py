@@ -15,8 +15,8 @@ from osfl.config import flatten, parse_run_config
 from osfl.methods import METHODS
 from osfl.payload.kinds import Descriptions
 from server_app.methods import feddeo, prompts_only
-from tests.conftest import quick
-from tests.unit.client_app.methods.test_client_methods import CLASSES
+from tests.helpers.client_jobs import CLASSES
+from tests.helpers.settings import quick
 
 DEFAULTS = default_config()
 

@@ -12,7 +12,7 @@ from osfl.cli.launch import default_config
 from osfl.config import NodeConfig
 from osfl.data.load import domain_name
 from osfl.methods import METHODS
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 DEFAULTS = default_config()
 

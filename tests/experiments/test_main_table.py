@@ -20,8 +20,8 @@ from osfl.methods import METHODS
 from osfl.payload import wire
 from osfl.payload.kinds import Domain, DomainVector
 from osfl.util.prompts import DIGITS
+from tests.helpers.settings import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = default_config()
 OWN = {
     "seed",

@@ -22,7 +22,7 @@ from server_app.methods import prompts_only
 from server_app.pipeline import plan_held
 from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, plan_images
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 
 def test_the_entropy_of_a_row() -> None:

@@ -641,7 +641,7 @@ def _played_in_one(seeds: list[int], span_of: SpanOf) -> list[int]:
     """Histories in a federation of their own; those that are left after a violation, whose run
     might go on there.
     """
-    from tests.conftest import make_tiny_kit
+    from tests.helpers.tiny_kits import make_tiny_kit
 
     with tempfile.TemporaryDirectory() as place:
         kit = Path(place) / "kit"
@@ -722,7 +722,7 @@ def code() -> str:
     """Short for all that a history plays with, and for whether it may fill disks."""
     digest = hashlib.sha256(f"{version('flwr')} {os.geteuid() == 0}".encode())
     helpers = Path(__file__).resolve().parent
-    for name in ("fault_injection.py", "system_tools.py", "../conftest.py"):
+    for name in ("fault_injection.py", "system_tools.py", "tiny_kits.py"):
         digest.update((helpers / name).read_bytes())
     root = helpers.parents[1]
     for package in ("osfl", "client_app", "server_app"):

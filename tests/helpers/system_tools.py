@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 from osfl.cli import certs
 from osfl.cli.guard import end_process_tree
 from osfl.cli.launch import flower_environment, free_ports
-from tests.conftest import defaults, quick
+from tests.helpers.settings import defaults, quick
 
 BIN = Path(sys.executable).parent
 # Every client that is simulated at the same time is a process that imports torch: half of what a

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 
 PACKAGES = ("osfl", "client_app", "server_app")
 GO = """
 import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from functools import partial
-from tests.conftest import LoopGrid, begin_task, few_digits, quick
+from tests.helpers.loop_grid import LoopGrid, begin_task
+from tests.helpers.settings import quick
+from tests.helpers.small_digits import few_digits
 import osfl; assert osfl.__file__.startswith(sys.argv[1]), osfl.__file__
 from client_app.app import app
 from osfl.cli.estimate import estimate_run

@@ -9,8 +9,9 @@ from flwr.app import Message, MetricRecord, RecordDict
 from osfl.cli.estimate import estimate_run
 from osfl.config import ConfigError, parse_run_config
 from server_app.federation.exchange import RoundError
-from tests.conftest import LoopGrid, quick
-from tests.integration.test_one_shot_runs import metrics, start, swap_payload
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, start, swap_payload
 
 
 def asked(grid: LoopGrid, kind: str) -> set[int]:

@@ -21,8 +21,9 @@ from server_app.app import run_job
 from server_app.baselines import feddf
 from server_app.baselines import run as rounds_run
 from server_app.federation.exchange import RoundError
-from tests.conftest import LoopGrid, quick
-from tests.integration.test_one_shot_runs import Killed, metrics, nodes, start
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import Killed, metrics, nodes, start
 
 
 def model(home: Path, method: str, job: str = "job") -> dict[str, torch.Tensor]:

@@ -38,7 +38,7 @@ from osfl.kit.kits import KitError
 from osfl.methods import METHODS
 from osfl.payload import wire
 from osfl.payload.kinds import Payload
-from osfl.payload.messages import COST_KEYS, pack_bytes, pack_payload, unpack_bytes
+from osfl.payload.messages import COST_KEYS, pack_payload, unpack_bytes
 from osfl.payload.v1 import payload_pb2 as pb
 from osfl.util.prompts import DIGITS
 from osfl.util.seeds import seed_of
@@ -47,8 +47,10 @@ from server_app.federation.exchange import Exchange, RoundError
 from server_app.kit import kit_of_clients
 from server_app.synthesis.samplers import NotFiniteError
 from server_app.training import mean_teacher, own_teacher
-from tests.conftest import LoopGrid, quick
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
 from tests.helpers.system_tools import FILLER, fill_disk, mount_disk
+from tests.helpers.whole_runs import Killed, files, metrics, nodes, start, swap_payload
 
 
 def as_it_is(node: int, content: RecordDict) -> RecordDict:
@@ -58,18 +60,6 @@ def as_it_is(node: int, content: RecordDict) -> RecordDict:
 
 def failed(*it: object) -> None:
     pytest.fail(str(it))
-
-
-def nodes(count: int) -> list[dict]:
-    return [{"partition-id": k, "num-partitions": count} for k in range(count)]
-
-
-def start(config: dict, job: str = "job", count: int | None = None, tamper=None) -> LoopGrid:  # type: ignore[no-untyped-def]
-    grid = LoopGrid(
-        app, config, nodes(count if count is not None else config["num-clients"]), tamper
-    )
-    run_job(grid, parse_run_config(config), job)
-    return grid
 
 
 def test_nothing_is_sent_of_a_class_that_a_site_finds_too_small(
@@ -98,10 +88,6 @@ def test_nothing_is_sent_of_a_class_that_a_site_finds_too_small(
         in (caplog.text)
     )
     assert "client-1: min-class-images" not in caplog.text
-
-
-def metrics(home: Path, job: str = "job") -> dict:
-    return json.loads((home / "runs" / job / "metrics.json").read_text())
 
 
 @pytest.mark.flops
@@ -213,19 +199,6 @@ def test_a_finished_job_asks_nobody_and_renders_nothing(
     grid = start(config)
     assert "train" not in [t for _, t in grid.sent]
     assert metrics(home)["accuracy"] == before["accuracy"]
-
-
-class Killed(BaseException):
-    """Stands for the process's end: no handler for exceptions sees it."""
-
-
-def files(folder: Path, *names: str) -> dict[str, bytes]:
-    found = [
-        p
-        for name in names
-        for p in ([folder / name] if (folder / name).is_file() else (folder / name).rglob("*"))
-    ]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in found if p.is_file()}
 
 
 def test_an_interrupted_server_makes_the_same_images(
@@ -492,18 +465,6 @@ def test_a_cached_payload_of_other_settings_is_not_sent(home: Path, tiny_kit: Pa
     start(quick(method="feddeo", kit=str(tiny_kit), feddeo__lr=0.5), "a")
     for file in (home / "runs" / "a" / "payloads").glob("*.json"):
         assert json.loads(file.read_text())["costs"]["resent"] == 0.0
-
-
-def swap_payload(change) -> object:  # type: ignore[no-untyped-def]
-    """A tamper that changes the payload bytes of client 1 and leaves the header alone."""
-
-    def tamper(index: int, kind: str, reply: Message) -> Message:
-        if kind == "train" and index == 1:
-            blob = change(unpack_bytes(reply.content.array_records["payload"]))
-            reply.content["payload"] = pack_bytes(blob, "osfl.payload.v1")
-        return reply
-
-    return tamper
 
 
 # No costs of what was refused

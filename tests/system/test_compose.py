@@ -19,7 +19,7 @@ from docker.models.containers import Container
 from filelock import FileLock
 
 from osfl.cli import certs
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import BIN, quick_arguments, wait_for
 
 

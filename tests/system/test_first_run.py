@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 
 pytestmark = pytest.mark.system
 

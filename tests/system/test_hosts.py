@@ -18,7 +18,7 @@ from string import Template
 import pytest
 
 from osfl.cli.guard import end_process_tree
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import BIN, TWO_CLASSES, make_images, quick_arguments, wait_for
 
 UNITS = ROOT / "deploy" / "systemd"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import ONE_AT_A_TIME, quick_arguments
 
 UV = shutil.which("uv") or shutil.which("uv", path=str(ROOT / ".tools" / "bin"))

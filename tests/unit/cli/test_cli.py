@@ -18,7 +18,7 @@ from osfl.cli import doctor, launch
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.methods import METHODS
-from tests.conftest import ROOT, quick
+from tests.helpers.settings import ROOT, quick
 
 HEAVY = {"torch", "flwr", "rich", "numpy", "psutil"}
 

@@ -16,7 +16,7 @@ from osfl.cli.main import app
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.parts import check_images, class_names
 from osfl.methods import METHODS
-from tests.conftest import ROOT, defaults
+from tests.helpers.settings import ROOT, defaults
 
 PRESETS = sorted(file.stem for file in (ROOT / "configs" / "data").glob("*.toml"))
 

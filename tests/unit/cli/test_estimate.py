@@ -19,8 +19,9 @@ from osfl.config import parse_run_config
 from osfl.models.diffusion import load_kit, timesteps
 from server_app.app import run_job
 from server_app.expected import shapes_of_kit
-from tests.conftest import LoopGrid, quick
-from tests.unit.client_app.privacy.test_guarantees import least_sigma
+from tests.helpers.gaussian_mechanism import least_sigma
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
 
 SAMPLES_NOTHING = ("local", "fedavg")
 

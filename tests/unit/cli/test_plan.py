@@ -12,9 +12,8 @@ from osfl.cli.launch import UnseenDataError
 from osfl.cli.plan import plan_of, show_plan
 from osfl.config import ConfigError
 from osfl.models.diffusion import load_kit, unet_flops
-from tests.conftest import quick
+from tests.helpers.settings import ROOT, quick
 
-ROOT = Path(__file__).resolve().parents[3]
 PAPERS = sorted((ROOT / "configs" / "papers").glob("*.toml"))
 
 

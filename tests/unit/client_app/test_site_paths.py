@@ -31,8 +31,8 @@ from osfl.config.markers import marks_of
 from osfl.data.load import load_images
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import nodes
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import nodes
 
 # Texts that no machine resolves as a path
 NO_PATHS = {

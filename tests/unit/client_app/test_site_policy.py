@@ -26,9 +26,10 @@ from osfl.payload.error_codes import CODES, DETAILS, OTHER
 from osfl.payload.messages import WITHHELD, SentModel, pack_model
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
-from tests.conftest import ROOT, LoopGrid, defaults, quick
 from tests.helpers import analytic_classifier
 from tests.helpers.analytic import random_pixels
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import ROOT, defaults, quick
 
 CLASSES = ("mouse", "dog")
 PATIENTS = ("Ada_Abel", "Ada_Berg", "Ada_Cruz")

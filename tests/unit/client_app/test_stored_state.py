@@ -21,8 +21,8 @@ from osfl.data.load import Images
 from osfl.payload.kinds import Payload, Votes
 from osfl.payload.messages import PRIVATE_COST_KEYS, pack_acknowledgement, unpack_bytes
 from osfl.util.files import DamageError, read_record, write_record
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import nodes
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import nodes
 
 
 def flip(content: bytes) -> bytes:

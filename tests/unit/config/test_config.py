@@ -15,7 +15,7 @@ from osfl.config import (
     parse_run_config,
     schema,
 )
-from tests.conftest import ROOT, defaults
+from tests.helpers.settings import ROOT, defaults
 
 
 def test_what_may_change_between_a_run_and_its_resumption() -> None:

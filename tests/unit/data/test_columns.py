@@ -17,8 +17,8 @@ from osfl.data.load import domain_name, image_labels, load_images
 from osfl.data.named import left_out
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, client_name
-from tests.unit.data.test_named_data import data, node
-from tests.unit.data.test_pictures import encoded, noise
+from tests.helpers.named_data import data, node
+from tests.helpers.pictures import encoded, noise
 
 
 def saved(folder: Path, labels: list, kind: Any, **more: tuple[list, Any]) -> Path:

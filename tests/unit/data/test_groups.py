@@ -18,8 +18,8 @@ from osfl.data.load import image_groups, load_images
 from osfl.data.named import load_rows
 from osfl.data.partition import DataError, Rows, node_rows
 from osfl.data.parts import check_clients, check_images, list_folder
-from tests.unit.data.test_load import FOLDER
-from tests.unit.data.test_named_data import data, node
+from tests.helpers.image_folders import FOLDER
+from tests.helpers.named_data import data, node
 
 PATIENTS = 24
 

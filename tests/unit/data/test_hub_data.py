@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.loopback_hub import REVISION, hub
-from tests.unit.data.test_named_data import CLASSES, rows
+from tests.helpers.named_data import CLASSES, rows
 
 TOLD = "print(','.join(launch.resolve_config(sys.argv[1:])[0].data.classes.split(',')))"
 FEDAVG = ("method=fedavg", "classifier.init=none")

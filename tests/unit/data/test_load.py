@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from osfl.config import NodeConfig, parse_run_config
+from osfl.config import NodeConfig
 from osfl.data.digits import IMAGES_PER_CLASS, load_split, split_sources
 from osfl.data.load import (
     _digits_partition,
@@ -22,9 +22,9 @@ from osfl.data.load import (
 )
 from osfl.data.parts import DataError, check_images, simulated_folder
 from osfl.data.render import DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
-from tests.conftest import ROOT, defaults, public_digits
-
-DIGITS = parse_run_config(defaults()).data
+from tests.helpers.image_folders import DIGITS, FOLDER, make_folder
+from tests.helpers.settings import ROOT
+from tests.helpers.small_digits import public_digits
 
 
 def test_no_scan_is_in_two_splits() -> None:
@@ -162,18 +162,6 @@ def test_a_client_beyond_the_data_is_told() -> None:
         load_images(DIGITS, NodeConfig(partition_id=6, num_partitions=7), "train", 0)
     with pytest.raises(DataError, match="needs node-config partition-id"):
         load_images(DIGITS, NodeConfig(), "train", 0)
-
-
-FOLDER = replace(DIGITS, name="folder", classes="cat,dog", image_size=16)
-
-
-def make_folder(root, **classes: list[Image.Image]):  # type: ignore[no-untyped-def]
-    for name, images in classes.items():
-        folder = root / "train" / name
-        folder.mkdir(parents=True)
-        for index, image in enumerate(images):
-            image.save(folder / f"{index}.png")
-    return NodeConfig(client_id="site", data_dir=str(root))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """Data sets by name: rows, labels, partitions, shares and caps, of copies in the hub's formats."""
 
 from collections import Counter
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Dataset, DatasetDict, Features, Value
 from datasets import Image as ImageColumn
 from flwr_datasets.partitioner import IidPartitioner
 from PIL import Image
@@ -21,31 +20,8 @@ from osfl.data.named import load_rows
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, class_names, client_name
 from osfl.util.pixels import LazyPixels, concatenated
-from tests.conftest import defaults
-
-CLASSES = ["alarm clock", "Dog", "mouse"]
-DOMAINS = ["Clipart", "Real World"]
-EACH = 10  # images of each class and domain
-
-
-def shade(domain: int, label: int, number: int) -> Image.Image:
-    """A picture that says which one it is: its red is the domain, its green the class."""
-    return Image.new("RGB", (12, 8), (domain * 100, label * 50, number))
-
-
-def rows(each: int = EACH) -> Dataset:
-    """Class by class and domain by domain, as data sets lie."""
-    columns: dict[str, list] = {"image": [], "domain": [], "label": []}
-    for domain in range(len(DOMAINS)):
-        for label in range(len(CLASSES)):
-            for number in range(each):
-                columns["image"].append(shade(domain, label, number))
-                columns["domain"].append(DOMAINS[domain])
-                columns["label"].append(label)
-    features = Features(
-        image=ImageColumn(), domain=Value("string"), label=ClassLabel(names=CLASSES)
-    )
-    return Dataset.from_dict(columns, features=features)
+from tests.helpers.named_data import CLASSES, DOMAINS, EACH, data, node, rows, shade
+from tests.helpers.settings import defaults
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +33,6 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "data").mkdir(parents=True, exist_ok=True)
         part.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
     return folder
-
-
-def data(root: Path | str = "", **settings: object) -> DataConfig:
-    chosen = {
-        "name": "hf:owner/toy",
-        "classes": "alarm_clock,Dog,mouse",
-        "image_size": 8,
-        "root": str(root),
-        **settings,
-    }
-    return replace(parse_run_config(defaults()).data, **chosen)
-
-
-def node(part: int, parts: int = 2) -> NodeConfig:
-    return NodeConfig(partition_id=part, num_partitions=parts)
 
 
 def pictures(config: DataConfig, place: NodeConfig, split: str, seed: int = 0) -> set[tuple]:

@@ -23,19 +23,9 @@ from osfl.data.pictures import open_picture, stored_picture, to_pixels, traits_o
 from osfl.models.encoders import ImageEncoder
 from osfl.util.pixels import LONGEST, cut_ends
 from server_app.baselines.proxy import Pictures
-from tests.conftest import ROOT
-from tests.unit.data.test_load import FOLDER, make_folder
-
-
-def noise(width: int, height: int) -> Image.Image:
-    draw = np.random.default_rng(0)
-    return Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def encoded(image: Image.Image, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return buffer.getvalue()
+from tests.helpers.image_folders import FOLDER, make_folder
+from tests.helpers.pictures import encoded, noise
+from tests.helpers.settings import ROOT
 
 
 def damaged(content: bytes, seed: int) -> bytes:

@@ -27,10 +27,11 @@ from osfl.models.training import fit
 from osfl.util.pixels import to_float
 from server_app.app import run_job
 from server_app.synthesis.guidance import as_teacher, classifier_loss
-from tests.conftest import LoopGrid, plain_classifier, quick
+from tests.helpers.hub_requests import asked, nobody, weights_of
+from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.loopback_hub import REVISION, Hub, hub
-from tests.integration.test_one_shot_runs import nodes
-from tests.unit.kit.test_hub_kits import asked, nobody, weights_of
+from tests.helpers.settings import plain_classifier, quick
+from tests.helpers.whole_runs import nodes
 
 CPU = torch.device("cpu")
 # Takes 160 px alone, mean and deviation 0.5

@@ -23,8 +23,8 @@ from osfl.kit.fits import DIFFUSERS_MODELS, SHIPPED, check_loaded, fit_mark
 from osfl.kit.kits import KitError, KitFolder, file_in
 from osfl.methods import DIFFUSION_PARTS
 from osfl.models.diffusion import check_schedule, load_kit, timesteps
-from tests.conftest import ROOT
-from tests.unit.kit.test_kit_files import UNET, change, index, linked, rewrite
+from tests.helpers.kit_files import UNET, change, index, linked, rewrite
+from tests.helpers.settings import ROOT
 
 State = dict[str, torch.Tensor]
 CHECKS = {

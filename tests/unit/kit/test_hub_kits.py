@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -28,9 +27,11 @@ from osfl.models.diffusion import load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
-from tests.conftest import LoopGrid, quick
+from tests.helpers.hub_requests import asked, nobody, weights_of
+from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.loopback_hub import REVISION, Handler, Hub, hub
-from tests.integration.test_one_shot_runs import nodes
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import nodes
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 CPU = torch.device("cpu")
@@ -58,27 +59,6 @@ def served(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with hub(repositories) as server:
         asked(monkeypatch, server.address, tmp_path / "cache")
         yield server
-
-
-def asked(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
-    """Which hub the client library asks from here on."""
-    constants = huggingface_hub.constants
-    pattern = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", pattern)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-
-
-def nobody() -> str:
-    """An address at which no server is."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
-def weights_of(server: Hub) -> list[str]:
-    """The files of weights that were sent, in their order."""
-    ends = (".safetensors", ".bin")
-    return [name.partition("/")[2] for name in server.fetched if name.endswith(ends)]
 
 
 def test_what_a_role_needs_is_fetched_once(

@@ -26,8 +26,8 @@ from osfl.payload.kinds import Classifier
 from server_app.app import check_server
 from server_app.federation.exchange import RoundError
 from server_app.kit import kit_bytes
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import metrics, start
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, start
 
 
 def numbered(architecture: str, num_classes: int = 1000) -> dict[str, torch.Tensor]:

@@ -38,27 +38,12 @@ from server_app.context import ServerJob
 from server_app.kit import bind_to_kit, check_sampling_kit
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import ImageJob, plan_images
-from tests.conftest import LoopGrid, quick
+from tests.helpers.kit_files import UNET, change, index, linked, rewrite
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
 
-UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
 TEXT = "text_encoder/model.safetensors"
-
-
-def linked(kit: Path, folder: Path) -> Path:
-    """A copy whose files are the same until they are written anew."""
-    return shutil.copytree(kit, folder, copy_function=os.link)
-
-
-def rewrite(file: Path, content: bytes) -> None:
-    file.unlink(missing_ok=True)
-    file.write_bytes(content)
-
-
-def change(kit: Path, file: str, **settings: object) -> None:
-    """Other settings in a file of JSON."""
-    known = json.loads((kit / file).read_text()) if (kit / file).is_file() else {}
-    rewrite(kit / file, json.dumps({**known, **settings}).encode())
 
 
 def cut(kit: Path, file: str, keep: int) -> None:
@@ -78,22 +63,6 @@ def renamed(kit: Path, file: str, name: str) -> None:
 
 def overlong_header(kit: Path, file: str) -> None:
     rewrite(kit / file, struct.pack("<Q", 2**40) + (kit / file).read_bytes()[8:])
-
-
-def index(kit: Path, missing: bool = False) -> None:
-    """The UNet in two shards, by an index; one of them may be gone."""
-    weights = load_file(kit / UNET)
-    names = sorted(weights)
-    first = "diffusion_pytorch_model-00001-of-00002.safetensors"
-    second = first.replace("00001-of", "00002-of")
-    half = len(names) // 2
-    save_file({name: weights[name] for name in names[:half]}, kit / "unet" / first)
-    save_file({name: weights[name] for name in names[half:]}, kit / "unet" / second)
-    shards = {name: first if number < half else second for number, name in enumerate(names)}
-    rewrite(kit / f"{UNET}.index.json", json.dumps({"metadata": {}, "weight_map": shards}).encode())
-    (kit / UNET).unlink()
-    if missing:
-        (kit / "unet" / second).unlink()
 
 
 # Fmt: skip

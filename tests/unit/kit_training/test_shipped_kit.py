@@ -30,7 +30,8 @@ from osfl.util.pixels import LEVELS, to_float
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import plan_images
-from tests.conftest import ROOT, public_digits, quick
+from tests.helpers.settings import ROOT, quick
+from tests.helpers.small_digits import public_digits
 
 
 def folder_digest(folder: Path) -> str:

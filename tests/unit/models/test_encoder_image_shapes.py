@@ -18,9 +18,9 @@ from client_app.methods import espresso, feddisc, fgl, oscar
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import Images, load_images, to_pixels
 from osfl.models.encoders import load_captioner, load_image_encoder
-from tests.conftest import ROOT, defaults
+from tests.helpers.client_jobs import images, job_of
 from tests.helpers.encoder_folders import save_captioner, save_clip, save_dinov2, seen
-from tests.unit.client_app.methods.test_client_methods import images, job_of
+from tests.helpers.settings import ROOT, defaults
 
 CPU = torch.device("cpu")
 SHAPES = [(400, 300), (301, 451), (90, 231), (500, 256), (224, 224), (64, 64), (1, 3)]

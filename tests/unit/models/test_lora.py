@@ -20,7 +20,7 @@ from server_app.kit import check_sampling_kit
 from server_app.synthesis import images, samplers
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 CPU = torch.device("cpu")
 RANK = 2

@@ -11,7 +11,7 @@ from osfl.config import parse_run_config
 from osfl.kit.kits import KitError
 from osfl.models.diffusion import check_schedule, load_kit
 from server_app.app import check_server
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.training import fit, new_augmentation
 from osfl.util.pixels import LazyPixels
-from tests.conftest import plain_classifier, quick
+from tests.helpers.settings import plain_classifier, quick
 
 CPU = torch.device("cpu")
 STEPS = 8

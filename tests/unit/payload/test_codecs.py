@@ -18,8 +18,8 @@ from osfl.payload import wire
 from osfl.payload.codecs import BLOCK, LARGEST, PART, packed, packed_size, unpacked
 from osfl.payload.kinds import Classifier, Descriptions, DomainVector, Payload, Votes
 from osfl.payload.v1 import payload_pb2 as pb
-from tests.conftest import quick
-from tests.unit.payload.test_wire import CLASSES, CLASSIFIER, KINDS, STATE, expected_of
+from tests.helpers.payload_examples import CLASSES, CLASSIFIER, KINDS, STATE, expected_of
+from tests.helpers.settings import quick
 
 CODECS = ("raw", "float16", "int8", "int4")
 EXPECTED = wire.Expected(

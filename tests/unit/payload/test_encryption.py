@@ -35,8 +35,9 @@ from osfl.payload.encryption import (
 from osfl.payload.messages import pack_bytes, unpack_bytes
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
-from tests.conftest import LoopGrid, quick
-from tests.integration.test_one_shot_runs import metrics, nodes
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, nodes
 
 BLOB = b"what nobody else may read " * 40
 

@@ -17,7 +17,7 @@ from osfl.methods import METHODS
 from osfl.payload.fields import CLIENTS_OWN, DIMENSIONS, Shape, fields_of, tensors_of
 from osfl.payload.kinds import KINDS, Encodings, Mixtures, kind_of
 from server_app import expected
-from tests.conftest import ROOT, quick
+from tests.helpers.settings import ROOT, quick
 from tests.helpers.toy import add_row, copy_project, run_toy
 
 KIND = '''

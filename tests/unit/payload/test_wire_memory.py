@@ -22,8 +22,7 @@ from osfl.payload import wire
 from osfl.payload.kinds import Captions, Classifier, Descriptions
 from osfl.payload.v1 import payload_pb2 as pb
 from osfl.payload.wire_scan import WIRE_TYPES, ScanError, scan
-from tests.conftest import ROOT
-from tests.unit.payload.test_wire import (
+from tests.helpers.payload_examples import (
     CLASSIFIER,
     DESCRIPTIONS,
     KINDS,
@@ -32,6 +31,7 @@ from tests.unit.payload.test_wire import (
     expected_of,
     peak_of,
 )
+from tests.helpers.settings import ROOT
 
 MB = 10**6
 linux = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import runpy
 
 from osfl.config import NOT_IDENTITY, node_schema, schema
 from osfl.config.markers import Doc, marks_of
-from tests.conftest import ROOT, defaults
+from tests.helpers.settings import ROOT, defaults
 
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from osfl.cli.launch import _FLOWER_SWITCHES, KEEP_MEMORY
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import BIN
 
 COMPOSE = ROOT / "docker-compose.yml"

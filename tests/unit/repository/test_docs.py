@@ -9,7 +9,7 @@ import typer
 
 from osfl.cli.main import app
 from osfl.methods import METHODS
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,7 +14,7 @@ from flwr.cli.build import build_fab_from_disk
 
 from osfl.cli import launch
 from osfl.methods import METHODS
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 from tests.helpers.toy import PACKAGES, add_row, copy_project, run_toy
 
 

@@ -34,7 +34,8 @@ from osfl.run_folder.verify import seal, verify_run
 from osfl.util.files import DamageError
 from server_app.app import run_job
 from server_app.baselines.run import _keep, _resume
-from tests.conftest import LoopGrid, quick
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
 
 NOBODY = 65534
 GARBAGE = b"\x00\xff\x1b[2J\x1b]52;c;cm0gLXJm\x07\xe2\x80\xae" * 20

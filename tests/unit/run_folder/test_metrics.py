@@ -1,7 +1,6 @@
 """Both averages, of clients and of images, and what a table says of a row beyond its figures."""
 
 import csv
-import json
 import re
 from pathlib import Path
 
@@ -10,20 +9,9 @@ import pytest
 from osfl.cli import compare
 from osfl.cli.launch import default_config
 from osfl.run_folder.report.metrics import gather, write_report
-from tests.unit.cli.test_compare import metrics, outcome
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def run_folder(folder: Path, tests: dict[str, dict], **config: object) -> Path:
-    (folder / "tests").mkdir(parents=True)
-    about = {**default_config(), "method": "fedlmg", **config}
-    (folder / "config.json").write_text(json.dumps(about))
-    (folder / "status.json").write_text(json.dumps({"phase": "finished", "clients": {}}))
-    for name, matrices in tests.items():
-        (folder / "tests" / f"{name}.json").write_text(json.dumps(matrices))
-    return folder
-
+from tests.helpers.run_folders import run_folder
+from tests.helpers.run_outcomes import metrics, outcome
+from tests.helpers.settings import ROOT
 
 # a: 6 of 8 right; b: 1 of 32. The clients' average is 39.1 %; of the 40 images 7 are right, 17.5 %.
 UNEQUAL = {"a": [[3, 1], [1, 3]], "b": [[1, 15], [16, 0]]}

@@ -49,8 +49,9 @@ from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.progress import step_done, watched
 from server_app.synthesis.samplers import ddim, denoise, z_sampling
-from tests.conftest import LoopGrid, quick
-from tests.unit.client_app.methods.test_client_methods import images, job_of
+from tests.helpers.client_jobs import images, job_of
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from osfl.run_folder.report.pictures import (
     gallery_of,
 )
 from osfl.run_folder.status import MOST_PHASES, Status, read_status
-from tests.unit.run_folder.test_metrics import run_folder
+from tests.helpers.run_folders import run_folder
 
 MATRIX = {"a": [[3, 1], [1, 3]], "b": [[2, 2], [0, 4]]}
 

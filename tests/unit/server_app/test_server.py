@@ -36,7 +36,7 @@ from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.images import render
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.samplers import NotFiniteError, PrecisionError, to_images
-from tests.conftest import plain_classifier, quick
+from tests.helpers.settings import plain_classifier, quick
 
 CPU = torch.device("cpu")
 

@@ -561,8 +561,8 @@ def test_code_is_all_that_a_history_plays_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file, Flower's version, and whether disks can be filled; what is tested beside, not."""
-    played_with = ["helpers/fault_injection.py", "helpers/system_tools.py", "conftest.py"]
-    files = [tmp_path / "tests" / name for name in [*played_with, "test_wire.py"]]
+    played_with = ["fault_injection.py", "system_tools.py", "tiny_kits.py"]
+    files = [tmp_path / "tests" / "helpers" / name for name in [*played_with, "toy.py"]]
     files += [tmp_path / package / "a.py" for package in ("osfl", "client_app", "server_app")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -578,7 +578,7 @@ def test_code_is_all_that_a_history_plays_with(
     monkeypatch.setattr(histories.os, "geteuid", lambda: 0 if os.getuid() else 1)
     found.append(asked())
     changed = [one != other for one, other in itertools.pairwise(found)]
-    assert changed == [file.name != "test_wire.py" for file in files] + [True, True]
+    assert changed == [file.name != "toy.py" for file in files] + [True, True]
 
 
 def test_no_second_signal_breaks_into_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

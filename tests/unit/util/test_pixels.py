@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from osfl.util.pixels import to_float, to_uint8
-from tests.conftest import ROOT
+from tests.helpers.settings import ROOT
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 

@@ -11,7 +11,7 @@ from osfl.models.concepts import concept_prompts
 from osfl.payload.kinds import Domain
 from osfl.util.prompts import fill, in_words
 from server_app.methods import fgl, prompts_domain
-from tests.conftest import defaults, quick
+from tests.helpers.settings import defaults, quick
 
 FOLDERS = ("alarm_clock", "hourglass", "Unicorn", "umbrella", "dog")
 

@@ -29,7 +29,8 @@ from osfl.run_folder.report.metrics import write_report
 from osfl.run_folder.status import Status
 from osfl.util.text import MARK, name_problem, plain, plain_lines, plain_record
 from server_app.app import run_job
-from tests.conftest import ROOT, LoopGrid, defaults, quick
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import ROOT, defaults, quick
 
 ESC = "\x1b"
 # By what each would do to a terminal, or to who reads it

@@ -43,9 +43,9 @@ from osfl.payload.kinds import (
     Votes,
 )
 from osfl.util.pixels import LazyPixels
-from tests.equations.test_analytic_conditions import SHAPE, generator, images, job_of
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, analytic_kit, numbers
+from tests.helpers.analytic_clients import SHAPE, generator, images, job_of
 from tests.helpers.system_tools import quick_arguments
 
 COIN = torch.Generator().manual_seed(0)

@@ -15,8 +15,9 @@ from osfl.cli.main import app as cli
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import load_images
 from server_app.app import run_job
-from tests.conftest import LoopGrid, quick
-from tests.integration.test_one_shot_runs import nodes
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import nodes
 
 
 def source(seed: int = 0) -> torch.Generator:

@@ -8,7 +8,7 @@ import torch
 from client_app.methods import espresso, fedbip, feddeo
 from osfl.models.encoders import TextEncoder
 from osfl.util.minibatches import minibatches
-from tests.unit.client_app.methods.test_client_methods import images, job_of
+from tests.helpers.client_jobs import images, job_of
 
 
 def generator() -> torch.Generator:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from client_app.context import ClientJob
 from client_app.learning import conditions
 from client_app.methods import classifier as classifier_half
 from client_app.methods import feddeo as feddeo_half
@@ -22,28 +21,8 @@ from osfl.util.seeds import generator_of, seed_of
 from server_app.methods import feddeo, fedlmg, prompts_only
 from server_app.synthesis.guidance import as_teacher
 from server_app.synthesis.plan import cut_units, initial_noise, plan_images
-from tests.conftest import plain_classifier, quick
-
-CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-
-
-def images(*labels: int) -> Images:
-    generator = torch.Generator().manual_seed(5)
-    return Images(
-        torch.randint(256, (len(labels), 3, 32, 32), generator=generator, dtype=torch.uint8),
-        torch.tensor(labels),
-    )
-
-
-def job_of(kit, data: Images, **overrides: object) -> ClientJob:  # type: ignore[no-untyped-def]
-    return ClientJob(
-        parse_run_config(quick(**overrides)),
-        "client-0",
-        CLASSES,
-        lambda size: data,
-        str(kit),
-        torch.device("cpu"),
-    )
+from tests.helpers.client_jobs import CLASSES, images, job_of
+from tests.helpers.settings import plain_classifier, quick
 
 
 def test_each_class_learns_as_if_it_were_alone(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -250,10 +229,10 @@ def test_training_does_not_depend_on_memory_layout() -> None:
     labels = torch.arange(8)
     settings = plain_classifier(epochs=2, batch_size=4, lr=0.01, momentum=0.9)
     states = []
-    for images in (pixels, pixels.contiguous(memory_format=torch.channels_last)):
+    for batch in (pixels, pixels.contiguous(memory_format=torch.channels_last)):
         model = classifiers.new_classifier(settings, 10, "", 0)
-        logits = classifiers.logits_of(model, images, torch.device("cpu"))
-        fit(model, images, labels, settings, 0, torch.device("cpu"))
+        logits = classifiers.logits_of(model, batch, torch.device("cpu"))
+        fit(model, batch, labels, settings, 0, torch.device("cpu"))
         states.append([logits, *model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 

@@ -27,12 +27,13 @@ from osfl.payload.wire import PayloadError
 from server_app.app import run_job
 from server_app.expected import probe
 from server_app.methods import votes
-from tests.conftest import LoopGrid, quick
-from tests.equations.test_analytic_conditions import SHAPE, generator, images, job_of
-from tests.equations.test_payload_to_image import CPU, PLAN, composed, config_of, prompts_of, server
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, TIMESTEPS, analytic_kit, numbers
-from tests.integration.test_one_shot_runs import metrics, nodes
+from tests.helpers.analytic_clients import SHAPE, generator, images, job_of
+from tests.helpers.composition import CPU, PLAN, composed, config_of, prompts_of, server
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, nodes
 
 __all__ = ["composed"]  # a fixture
 DRAWN = 40_000

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import optimize, stats
+from scipy import stats
 
 from client_app import app as client
 from client_app.app import app, check_node, own_settings
@@ -25,26 +25,17 @@ from osfl.models.diffusion import Kit, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
 from osfl.payload.kinds import Classifier, DomainVector, Embeddings, FeatureMixtures
 from server_app.app import run_job
-from tests.conftest import LoopGrid, quick
-from tests.equations.test_analytic_conditions import generator, images, job_of, learned_alone
-from tests.equations.test_method_mathematics import images as digits_like
-from tests.equations.test_method_mathematics import job_of as kit_job_of
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, analytic_kit, numbers
-from tests.integration.test_one_shot_runs import metrics, nodes
+from tests.helpers.analytic_clients import generator, images, job_of, learned_alone
+from tests.helpers.client_jobs import images as digits_like
+from tests.helpers.client_jobs import job_of as kit_job_of
+from tests.helpers.gaussian_mechanism import least_sigma
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, nodes
 
 APPROXIMATE = tuple(name for name, method in METHODS.items() if method.private == "approximate")
-
-
-def least_sigma(epsilon: float, delta: float) -> float:
-    """Balle & Wang, theorem 8, for a sensitivity of 1; by plain bisection."""
-
-    def exceeds(sigma: float) -> float:
-        near = stats.norm.cdf(1 / (2 * sigma) - epsilon * sigma)
-        far = stats.norm.cdf(-1 / (2 * sigma) - epsilon * sigma)
-        return float(near - math.exp(epsilon) * far - delta)
-
-    return float(optimize.bisect(exceeds, 0.05, 100))
 
 
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:

@@ -24,8 +24,8 @@ from osfl.payload.fields import fields_of
 from osfl.payload.kinds import kind_of
 from osfl.payload.messages import SentModel, pack_model, unpack_payload
 from server_app.expected import expected_payload
-from tests.conftest import quick
 from tests.helpers.analytic import random_pixels
+from tests.helpers.settings import quick
 
 PRIVATE = tuple(name for name, method in METHODS.items() if method.private)
 # Where the guarantee covers an image's class, too

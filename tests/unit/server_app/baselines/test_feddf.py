@@ -25,8 +25,9 @@ from server_app.app import check_server, run_job
 from server_app.baselines import feddf
 from server_app.baselines import proxy as proxies
 from server_app.federation.exchange import RoundError
-from tests.conftest import LoopGrid, quick
-from tests.integration.test_one_shot_runs import metrics, nodes
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, nodes
 
 CPU = torch.device("cpu")
 TWO = "shufflenet_v2_x0_5,mobilenet_v3_small"

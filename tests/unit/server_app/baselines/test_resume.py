@@ -10,7 +10,7 @@ from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.baselines.run import _resume
 from server_app.context import ServerJob
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 
 def test_a_new_run_begins_with_nothing_done(home: Path) -> None:

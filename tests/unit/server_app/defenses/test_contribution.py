@@ -29,8 +29,8 @@ from server_app.defenses.contribution import (
     report_influences,
 )
 from server_app.synthesis.images import SyntheticSet
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import metrics, start
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, start
 
 CLIENTS = ("a", "b")
 

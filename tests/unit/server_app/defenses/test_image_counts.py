@@ -34,10 +34,10 @@ from server_app.expected import check_stated, expected_payload, probe
 from server_app.federation.exchange import RoundError
 from server_app.methods.fedcgs import check_statistics, closed_form_head, weighted
 from server_app.methods.fedpft import drawn_features
-from tests.conftest import quick
-from tests.equations.test_fedcgs import CLASSES, drawn
-from tests.equations.test_fedcgs import statistics as statistics_of
-from tests.integration.test_one_shot_runs import metrics, start
+from tests.helpers.class_statistics import CLASSES, drawn
+from tests.helpers.class_statistics import statistics as statistics_of
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, start
 
 BILLION = 10**9
 

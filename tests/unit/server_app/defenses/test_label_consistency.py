@@ -33,10 +33,10 @@ from server_app.defenses.label_consistency import (
 )
 from server_app.methods import feddeo, fedlmg
 from server_app.synthesis.images import SyntheticSet, render
-from tests.conftest import quick
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, analytic_kit, numbers, random_pixels
-from tests.integration.test_one_shot_runs import metrics, start
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, start
 
 SHAPE = (analytic.CHANNELS, analytic.SIDE, analytic.SIDE)
 

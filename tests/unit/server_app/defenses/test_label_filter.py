@@ -16,8 +16,8 @@ from server_app import pipeline
 from server_app.context import GlobalModel
 from server_app.defenses import label_filter
 from server_app.synthesis.images import SyntheticSet
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import metrics, start
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, start
 
 LABELS = (0, 0, 0, 1, 1, 1, 2, 2)
 

@@ -31,9 +31,9 @@ from osfl.run_folder.status import split_details
 from server_app.defenses.outliers import DEVIATIONS, FACTOR, FLOOR, Outlier, find_outliers
 from server_app.federation import collect as collecting
 from server_app.federation.exchange import RoundError
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import metrics, start
-from tests.unit.payload.test_wire import KINDS
+from tests.helpers.payload_examples import KINDS
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import metrics, start
 
 END = """
 import os, sys

@@ -43,7 +43,7 @@ from server_app.federation.evaluate import evaluate_on_clients
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, _reason
 from server_app.federation.join import Members, join
 from server_app.federation.pulls import MOST, Pulls
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 ARCHITECTURE = "shufflenet_v2_x1_0"
 Answer = Callable[[Message], RecordDict | Error | None]

@@ -18,8 +18,8 @@ from server_app.synthesis import engine, images
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
 from server_app.synthesis.progress import step_done
 from server_app.synthesis.workers import Sample, sample_units
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import files, start
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import files, start
 
 CPU = torch.device("cpu")
 UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 4, {}, {})

@@ -15,7 +15,7 @@ from server_app.context import ServerJob
 from server_app.methods import domain_vector, fedlmg
 from server_app.pipeline import plan_held
 from server_app.synthesis.plan import ImageJob, balanced_counts, mix_classes, plan_counts
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 # Three clients; class 0 is held by all, 1 by two, 2 by one
 HELD = {"a": [0, 1, 2], "b": [0, 1], "c": [0]}

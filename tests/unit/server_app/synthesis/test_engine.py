@@ -22,8 +22,8 @@ from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, as_teacher, compose
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.samplers import denoise, first_timestep, to_images
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import start
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import start
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from server_app.synthesis.plan import Unit, cut_units, plan_images
 from server_app.synthesis.samplers import NotFiniteError, to_images
 from server_app.synthesis.workers import _hand_out
 from server_app.training import _softmax, mean_teacher, train_global
-from tests.conftest import quick
+from tests.helpers.settings import quick
 
 CPU = torch.device("cpu")
 UNITS = cut_units(plan_images("m", 0, {"a": [0, 1]}, 4), 2, {}, {})

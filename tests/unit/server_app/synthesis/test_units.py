@@ -22,8 +22,8 @@ from server_app.context import ServerJob
 from server_app.methods import fedlmg
 from server_app.synthesis.guidance import as_teacher, classifier_loss
 from server_app.synthesis.plan import ImageJob, cut_units, mix_classes, plan_images
-from tests.conftest import quick
-from tests.equations.test_mathematics import bn_model
+from tests.helpers.batch_norm import bn_model
+from tests.helpers.settings import quick
 
 HELD = {"b": [3, 1, 7], "a": range(10)}
 SAMPLED = (

@@ -25,8 +25,8 @@ from server_app.synthesis.workers import (
     check_workers,
     sample_units,
 )
-from tests.conftest import quick
-from tests.integration.test_one_shot_runs import files, start
+from tests.helpers.settings import quick
+from tests.helpers.whole_runs import files, start
 
 # One cluster, not one for every process that runs tests
 pytestmark = pytest.mark.xdist_group("ray")
