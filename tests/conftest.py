@@ -38,10 +38,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """System tests between the others of the first half, the longest first, and a group that shares
     a cluster: nothing should wait for them at last.
+
+    Tests that run the command are slow: each process imports torch.
     """
+    for item in items:
+        if {"osfl", "federation"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
     system = sorted(
         (i for i in items if i.get_closest_marker("system")),
         key=lambda i: "test_faults" not in i.nodeid,

@@ -1,11 +1,7 @@
 """One example of each payload kind."""
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import torch
 
 from osfl.payload import wire
@@ -22,7 +18,6 @@ from osfl.payload.kinds import (
     Payload,
     Votes,
 )
-from osfl.util.costs import release_memory
 
 CLASSES = ("cat", "dog", "emu")
 DESCRIPTIONS = wire.Expected(
@@ -122,14 +117,3 @@ def expected_of(method: str, **changes) -> wire.Expected:  # type: ignore[no-unt
         wire.Expected(method, "job-1", "client-0", CLASSES, 10_000, KINDS[method][1], max_images=5),
         **changes,
     )
-
-
-def peak_of(work: Callable[[], object]) -> int:
-    """The most bytes of memory that were resident beside those that were before."""
-    # What malloc keeps of earlier work would be taken again, and not be seen
-    release_memory()
-    before = psutil.Process().memory_info().rss
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
-    work()
-    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(peak) * 1024 - before

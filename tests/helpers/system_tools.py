@@ -41,7 +41,7 @@ FILLER = "filler"
 
 
 def quick_arguments(kit: Path, **overrides: object) -> list[str]:
-    """`conftest.quick` as arguments of `osfl run`."""
+    """`settings.quick` as arguments of `osfl run`."""
     # Six containers on two busy cores
     patience = {
         "join_timeout": 600.0,

@@ -32,8 +32,8 @@ from tests.helpers.payload_examples import (
     blob,
     descriptions,
     expected_of,
-    peak_of,
 )
+from tests.helpers.peak_memory import peak_of
 from tests.helpers.settings import ROOT
 
 finite = st.floats(-(2.0**19), 2.0**19, width=32, allow_subnormal=False)

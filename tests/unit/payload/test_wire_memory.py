@@ -29,8 +29,8 @@ from tests.helpers.payload_examples import (
     STATE,
     blob,
     expected_of,
-    peak_of,
 )
+from tests.helpers.peak_memory import peak_of
 from tests.helpers.settings import ROOT
 
 MB = 10**6

@@ -696,7 +696,7 @@ def told(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, floa
     # The seeds below are histories of these kinds
     nine = {kind: KINDS[kind] for kind in list(KINDS)[:9]}
     monkeypatch.setattr(histories, "KINDS", nine)
-    monkeypatch.setattr("conftest.make_tiny_kit", lambda place: None)
+    monkeypatch.setattr("tests.helpers.tiny_kits.make_tiny_kit", lambda place: None)
     monkeypatch.setattr(histories, "new_federation", no_federation)
     crashed = {fault for fault in history_of(11) if fault.kind == "crash"}
     made = SimpleNamespace(begin=lambda: None, kinds={"stop", "crash"}, met=crashed)
