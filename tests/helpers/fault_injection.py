@@ -722,7 +722,7 @@ def code() -> str:
     """Short for all that a history plays with, and for whether it may fill disks."""
     digest = hashlib.sha256(f"{version('flwr')} {os.geteuid() == 0}".encode())
     helpers = Path(__file__).resolve().parent
-    for name in ("fault_injection.py", "system_tools.py", "tiny_kits.py"):
+    for name in ("fault_injection.py", "settings.py", "system_tools.py", "tiny_kits.py"):
         digest.update((helpers / name).read_bytes())
     root = helpers.parents[1]
     for package in ("osfl", "client_app", "server_app"):

@@ -561,7 +561,7 @@ def test_code_is_all_that_a_history_plays_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file, Flower's version, and whether disks can be filled; what is tested beside, not."""
-    played_with = ["fault_injection.py", "system_tools.py", "tiny_kits.py"]
+    played_with = ["fault_injection.py", "settings.py", "system_tools.py", "tiny_kits.py"]
     files = [tmp_path / "tests" / "helpers" / name for name in [*played_with, "toy.py"]]
     files += [tmp_path / package / "a.py" for package in ("osfl", "client_app", "server_app")]
     for file in files:
