@@ -3,7 +3,7 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
-.PHONY: help setup demo compose-demo test test-unit lint test-newest-flower proto requirements kit mutants histories docs docs-pages
+.PHONY: help setup demo compose-demo check test lint test-newest-flower proto requirements kit mutants histories docs docs-pages
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -23,11 +23,11 @@ compose-demo: ## the demo's federation in containers, with TLS and node keys; br
 	$(COMPOSE) -p osfl-demo exec -T server osfl show /data/runs/compose-demo && \
 	mkdir -p runs && docker cp $$($(COMPOSE) -p osfl-demo ps -q server):/data/runs/compose-demo runs/
 
-test: lint ## everything: lint, types, unit and system tests
-	$(BIN)/pytest
+check: lint ## lint, types and the fast tests: some 3 minutes
+	$(BIN)/pytest -m "not slow and not system"
 
-test-unit: setup ## unit tests only
-	$(BIN)/pytest -m "not system"
+test: lint ## everything: lint, types and all tests
+	$(BIN)/pytest
 
 NEWEST := .venv-newest-flower
 
@@ -64,7 +64,7 @@ AGAIN ?=
 TABLE ?=
 
 histories: setup ## random histories of faults in a real federation, and what must be true after each: FIRST=0 COUNT=1000 AT_ONCE=1 AGAIN= TABLE=
-	$(BIN)/python tests/histories.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
+	$(BIN)/python tests/helpers/fault_injection.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
 
 mutants: setup ## how many small faults the unit tests notice: SAMPLE=100 of them, chosen by SEED=0, begun within MINUTES=60
 	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -23,12 +22,10 @@ import psutil
 
 from benchmarks import TABLES, command_line, write_table
 from osfl.cli.guard import end_process_tree
+from tests.helpers.system_tools import BIN, Federation, new_federation
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "runs" / "network"
-sys.path.append(str(ROOT / "tests"))  # the system tests' federation
-
-from system_tools import BIN, Federation, new_federation  # noqa: E402
 
 # Else every process of every run would compile torch and all else again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

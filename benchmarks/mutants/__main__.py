@@ -61,7 +61,9 @@ OSFL = Project(
         "osfl/models/training.py",
     ),
     options=("-m", "not system"),
-    declared={"server_app/synthesis/workers.py": ("tests/test_workers.py",)},
+    declared={
+        "server_app/synthesis/workers.py": ("tests/unit/server_app/synthesis/test_workers.py",)
+    },
 )
 REST = 5  # of so many mutants that compute, one of the rest is tried besides
 

@@ -27,7 +27,7 @@ MOST_MARKS = 1000  # that are remembered
 _COUNTS = re.compile(r"num_.*(layers|blocks)|layers_per_block")
 TRANSFORMERS_MODELS = ("text_encoder", "image_encoder", "captioner")
 DIFFUSERS_MODELS = ("unet", "vae", SMALL_DECODER, "image_normalizer")
-# Of the shipped kits' parts; tests/test_fits.py tells the marks of a kit that is made anew
+# Of the shipped kits' parts; tests/unit/kit/test_fits.py tells the marks of a kit that is made anew
 SHIPPED = frozenset(
     {
         "09d34729386b8b1b6566e108a2467c589b5dcad75a076f87d71987ed9df0f849",

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from system_tools import BIN, mount_disk
+
+from tests.helpers.system_tools import BIN, mount_disk
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 CHEAPEST = ("method=fedcgs", "num-clients=2", "job-id=job")

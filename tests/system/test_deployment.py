@@ -8,7 +8,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from system_tools import (
+
+from osfl.cli import certs
+from tests.helpers.system_tools import (
     BIN,
     GRPC,
     TWO_CLASSES,
@@ -18,8 +20,6 @@ from system_tools import (
     quick_arguments,
     wait_for,
 )
-
-from osfl.cli import certs
 
 pytestmark = pytest.mark.system
 ONLINE = "online"

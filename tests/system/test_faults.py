@@ -7,7 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import (
+
+from osfl.payload import wire
+from tests.helpers.system_tools import (
     TWO_CLASSES,
     Federation,
     apps_of,
@@ -16,8 +18,6 @@ from system_tools import (
     quick_arguments,
     wait_for,
 )
-
-from osfl.payload import wire
 
 pytestmark = pytest.mark.system
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from PIL import Image
+
+from tests.helpers.settings import ROOT
 
 pytestmark = pytest.mark.system
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import BIN, ONE_AT_A_TIME, TWO_CLASSES, kill, make_images, quick_arguments
+
+from tests.helpers.system_tools import (
+    BIN,
+    ONE_AT_A_TIME,
+    TWO_CLASSES,
+    kill,
+    make_images,
+    quick_arguments,
+)
 
 pytestmark = pytest.mark.system
 

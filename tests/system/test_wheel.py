@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from system_tools import ONE_AT_A_TIME, quick_arguments
+
+from tests.helpers.settings import ROOT
+from tests.helpers.system_tools import ONE_AT_A_TIME, quick_arguments
 
 UV = shutil.which("uv") or shutil.which("uv", path=str(ROOT / ".tools" / "bin"))
 
