@@ -41,10 +41,10 @@ from osfl.config import (
 from osfl.data.overlap import check_apart
 from osfl.data.parts import check_images, client_name
 from osfl.data.pins import check_pins
-from osfl.kit.check import check_captioner, check_image_encoder, check_kit
-from osfl.kit.initial_weights import initial_weights
+from osfl.kit.check import check_kit
 from osfl.kit.kits import find_kit, kit_digest, weights_digests
-from osfl.kit.used_parts import kit_parts, models_apart
+from osfl.kit.run_check import check_initial_weights, check_models_apart
+from osfl.kit.used_parts import begins_at_clients, kit_parts
 from osfl.methods import METHODS
 from osfl.util.files import OWNER_ONLY, own_folder, private_folder
 
@@ -94,9 +94,9 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
             "package dp-accounting: pip install 'osfl[privacy]'"
         )
     kit = _kit(config, node)
-    _check_encoders(config)
-    if METHODS[config.method].payload == "Classifier":
-        initial_weights(config.classifier, kit, "classifier.init")
+    check_models_apart(config, "clients")
+    if begins_at_clients(config):
+        check_initial_weights(config.classifier, kit, "classifier.init")
     if node.models_dir:
         _check_models_dir(node.models_dir)
     if node.device not in ("auto", "cpu"):
@@ -154,7 +154,8 @@ def train(message: Message, context: Context) -> Message:
     config, node, client = _settings(context)
     job_id = _job_id(message)
     kit = _kit(config, node)
-    folder = _cache(node, job_id) / f"{client}-{cache_key(config, node, kit)}"
+    key = cache_key(config, node, kit, _rounds_identity(message))
+    folder = _cache(node, job_id) / f"{client}-{key}"
     own_folder(folder.parent)
     own_folder(folder)
     # A server that lost sight of this node asks again: the second waits, and finds the payload
@@ -182,7 +183,8 @@ def _forgettable(
 ) -> list[Path]:
     """The folders of a job that its acknowledgement allows to remove."""
     if METHODS[config.method].rounds:
-        own = job / f"{client}-{cache_key(config, node, _kit(config, node))}"
+        key = cache_key(config, node, _kit(config, node), _rounds_identity(message))
+        own = job / f"{client}-{key}"
         return [] if payload_cache.has_payload(own) else [own]
     # What `osfl.payload.messages.pack_acknowledgement` packs; that module imports torch
     stored = str(message.content.config_records["job"].get("sha256", ""))
@@ -312,6 +314,15 @@ def _job_id(message: Message) -> str:
     return job_id
 
 
+def _rounds_identity(message: Message) -> str:
+    """Return what tells a run's rounds from another server's with the same job id.
+
+    "" of a method without rounds, and of a server of an older version.
+    """
+    records = message.content.config_records
+    return str(records["job" if "job" in records else "config"].get("rounds", ""))
+
+
 def _kit(config: RunConfig, node: NodeConfig) -> str:
     if not kit_parts(config):
         return ""
@@ -322,13 +333,6 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
     kit = find_kit(name, parts)
     check_kit(kit, parts)
     return kit
-
-
-def _check_encoders(config: RunConfig) -> None:
-    """What the run names apart from the kit, where this client uses it."""
-    checks = {"captioner": check_captioner, "image-encoder": check_image_encoder}
-    for key, source, _ in models_apart(config):
-        checks[key](source)
 
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
@@ -364,12 +368,16 @@ def _cache(node: NodeConfig, job_id: str) -> Path:
     )
 
 
-def cache_key(config: RunConfig, node: NodeConfig, kit: str) -> str:
+def cache_key(config: RunConfig, node: NodeConfig, kit: str, rounds: str = "") -> str:
     """A digest of everything that could shape a payload.
 
     Node-config keys that are marked `NotIdentity` do not, nor does the kit's path: its files do.
+
+    Args:
+        rounds: the identity of a run's rounds, which keep state between them.
     """
     shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
     own = {k: v for k, v in flatten(node).items() if k not in NODE_NOT_IDENTITY}
     about = [shaping, own, kit_digest(kit, kit_parts(config, kit)) if kit else ""]
+    about += [rounds] if rounds else []
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

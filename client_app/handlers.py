@@ -28,7 +28,7 @@ from osfl.data.load import (
     small_classes,
 )
 from osfl.data.overlap import check_apart
-from osfl.data.parts import class_names, left_out_words
+from osfl.data.parts import class_names, folder_notes, left_out_words
 from osfl.methods import METHODS, client_half
 from osfl.payload import wire
 from osfl.payload.encryption import seal
@@ -67,6 +67,8 @@ def train(
         )
     for words in left_out_words(config.data, node):
         log.warning("%s: %s", client, words)
+    for words in folder_notes(config.data, {client: node}):
+        log.warning("%s", words)
     seal_to = sealing_key(content, node, config.sealing_key)
     if METHODS[config.method].rounds:
         from client_app.learning.local_training import train_round

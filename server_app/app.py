@@ -11,9 +11,10 @@ from flwr.serverapp import Grid, ServerApp
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.data.parts import class_names
 from osfl.kit.kits import KitError, find_kit, image_size
+from osfl.kit.run_check import check_initial_weights, check_noise_schedule
 from osfl.kit.used_parts import initial_models
 from osfl.methods import METHODS, server_half
-from osfl.models.classifiers import new_classifier
+from osfl.models.classifiers import blank_classifier
 from osfl.payload.encryption import fingerprint, load_key, public_bytes
 from osfl.payload.kinds import Payload
 from osfl.payload.wire import PayloadError
@@ -219,12 +220,12 @@ def check_server(config: RunConfig) -> None:
     if method.samples:
         check_workers(config.synthesis, device)
         check_sampling_kit(config)
-        from osfl.models.diffusion import check_schedule, timesteps  # seconds to import
-
-        timesteps(check_schedule(find_kit(config.sampling_kit)), config.synthesis.steps)
+        check_noise_schedule(find_kit(config.sampling_kit), config.synthesis.steps)
     for key, settings in initial_models(config):
         kit = find_kit(config.kit) if settings.init == "kit" else ""
-        new_classifier(settings, classes, kit, config.seed, key)
+        check_initial_weights(settings, kit, key)
+        if settings.init == "none":
+            blank_classifier(settings.architecture, classes, settings.small_stem)
     expected_tensors(config)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from osfl.config import RunConfig, split_names
 from osfl.data.parts import class_names
-from osfl.kit.kits import find_kit
+from osfl.kit.kits import find_kit, kit_shapes
 from osfl.methods import METHODS
 from osfl.models.classifiers import blank_classifier, headless, logits_of, rebuild
 from osfl.payload import wire
@@ -99,9 +99,7 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
 
 @cache
 def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """What `osfl.models.diffusion.kit_shapes` says."""
-    from osfl.models.diffusion import kit_shapes
-
+    """What `kit_shapes` says, read once."""
     return kit_shapes(kit)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig
 from osfl.config.problems import DIGITS_KITS, kit_of_digits
-from osfl.kit.check import check_kit, check_lora, check_small_decoder
+from osfl.kit.check import check_kit
 from osfl.kit.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
+from osfl.kit.run_check import check_models_apart
 from osfl.kit.used_parts import (
     kit_parts,
     sampling_parts,
@@ -83,12 +84,8 @@ def check_sampling_kit(config: RunConfig) -> None:
     if not METHODS[config.method].samples:
         return
     kit = find_kit(config.sampling_kit)
-    small = config.synthesis.small_decoder
     check_kit(kit, sampling_parts(config), image_condition=config.method == "feddisc")
-    if small not in ("", "kit"):
-        check_small_decoder(small)
-    if config.synthesis.lora:
-        check_lora(config.synthesis.lora, kit)
+    check_models_apart(config, "server")
 
 
 def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:

@@ -14,7 +14,7 @@ from rich.progress import track
 from osfl.cli import display, launch
 from osfl.cli.display import Table
 from osfl.config import NodeConfig, RunConfig
-from osfl.data.load import image_groups, open_images
+from osfl.data.load import open_images
 from osfl.data.partition import DataError
 from osfl.data.parts import check_clients, class_names, client_name
 from osfl.util.text import plain
@@ -36,7 +36,6 @@ class Pictures:
         broken: why those that cannot be read cannot.
         many_frames: those of several frames, with their number.
         dark: those of 16 bits that are nearly black.
-        groups: patients, or other groups, that the images are of.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -45,7 +44,6 @@ class Pictures:
     broken: list[str] = field(default_factory=list)
     many_frames: list[str] = field(default_factory=list)
     dark: list[str] = field(default_factory=list)
-    groups: set[str] = field(default_factory=set)
 
 
 def show_check(settings: list[str]) -> None:
@@ -86,7 +84,7 @@ def look(config: RunConfig, node: NodeConfig, split: str) -> Pictures:
     """
     names = class_names(config.data)
     opened = open_images(config.data, node, split, config.seed)
-    found = Pictures(groups=image_groups(config.data, node, split, config.seed))
+    found = Pictures()
     for number, label in enumerate(opened.labels):
         found.counts[names[label]] += 1
         name = opened.name(number)
@@ -182,10 +180,6 @@ def _show_notes(notes: list[str], train: dict[str, Pictures], test: dict[str, Pi
         _show_some("have several frames; a run reads the first alone", frames)
     if dark := _of_all(everything, "dark"):
         _show_some("have 16 bits and less than a sixteenth of their brightness: rescale them", dark)
-    training = set().union(*(pictures.groups for pictures in train.values()))
-    testing = set().union(*(pictures.groups for pictures in test.values()))
-    if both := sorted(training & testing):
-        _show_some("groups, patients say, have images in training and in test", both)
 
 
 def _show_some(what: str, found: list[str]) -> None:

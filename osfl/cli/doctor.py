@@ -92,7 +92,7 @@ def check_machine(config: RunConfig, runs: Path) -> Iterator[Finding]:
     from server_app.app import needed_bytes
 
     yield check_device(config.device)
-    yield check_parts(config)
+    yield from check_models(config)
     yield check_disk(runs, needed_bytes(config))
     yield check_ports()
     yield check_clock(runs)
@@ -179,40 +179,37 @@ def check_device(name: str) -> Finding:
     return Finding(OK, "torch", cores)
 
 
-def check_parts(config: RunConfig) -> Finding:
-    """Whether the parts of the kit that the run uses can be loaded."""
-    from osfl.kit.kits import KitError
-    from osfl.kit.used_parts import used_parts
+def check_models(config: RunConfig) -> Iterator[Finding]:
+    """Check all models that the run loads: those of the kit, and those named apart from it."""
+    from osfl.kit.run_check import check_run_models
+    from osfl.kit.used_parts import run_models
     from server_app.kit import check_subject
 
-    places: dict[str, None] = {}
-    try:
-        for step, (name, parts) in used_parts(config).items():
-            condition = config.method == "feddisc" if step == "images" else None
-            places[_place_of_kit(name, parts, condition)] = None
-        check_subject(config)
-    except (KitError, FileNotFoundError) as error:
-        return Finding(FAIL, "kit", str(error))
-    return Finding(OK, "kit", ", ".join(places) or f"{config.method} needs none")
+    models = run_models(config)
+    kits = [model for model in models if model.is_of_kit]
+    others = [model for model in models if not model.is_of_kit]
+    found = _finding("kit", lambda: check_run_models(config, kits), f"{config.method} needs none")
+    if found.state == OK:
+        found = _finding("kit", lambda: check_subject(config), found.text)
+    yield found
+    if others and found.state == OK:
+        yield _finding("models", lambda: check_run_models(config, others))
 
 
-def _place_of_kit(name: str, parts: tuple[str, ...], image_condition: bool | None) -> str:
-    """Where a kit is, or how much of it a run will fetch of the hub.
+def _finding(what: str, check: Callable[[], Sequence[object] | None], text: str = "") -> Finding:
+    """Return what a check of models found.
 
-    Raises:
-        KitError, FileNotFoundError: it cannot be used.
+    Args:
+        text: where it found none.
     """
-    from osfl.kit.check import check_kit
-    from osfl.kit.kits import find_kit, is_hub_id
+    from osfl.kit.kits import KitError
+    from osfl.models.classifiers import ClassifierError
 
-    if is_hub_id(name):
-        from osfl.kit.hub import missing_bytes
-
-        if missing := missing_bytes(name, parts):
-            return f"{name}, of which a run will fetch {missing / GB:.2f} GB"
-    folder = find_kit(name, parts)
-    check_kit(folder, parts, "kit", image_condition)
-    return folder
+    try:
+        places = check() or ()
+    except (ClassifierError, ConfigError, KitError, OSError) as error:
+        return Finding(FAIL, what, str(error))
+    return Finding(OK, what, ", ".join(dict.fromkeys(map(str, places))) or text)
 
 
 def check_disk(runs: Path, needed: int) -> Finding:

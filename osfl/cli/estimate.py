@@ -16,6 +16,7 @@ from rich.table import Table
 from client_app.app import check_node, own_settings
 from client_app.privacy.mechanisms import deviation_of_mean
 from osfl.cli import display, launch
+from osfl.cli.preflight import check_data
 from osfl.cli.run import runs_folder
 from osfl.config import (
     ConfigError,
@@ -30,6 +31,7 @@ from osfl.config.markers import AUTO
 from osfl.data.load import domain_name, image_labels
 from osfl.data.parts import DataError, class_names
 from osfl.kit.kits import KitError, find_kit
+from osfl.kit.run_check import check_run_models
 from osfl.kit.used_parts import sampling_parts
 from osfl.methods import METHODS
 from osfl.models.classifiers import ClassifierError
@@ -39,7 +41,6 @@ from osfl.payload.kinds import Captions, Domain, Payload
 from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.util.devices import pick_device
 from server_app.app import check_server, needed_bytes
-from server_app.defenses.label_consistency import rows_judged
 from server_app.expected import expected_payload, run_dimensions
 
 CAPTION = "x" * 50  # FGL's captions have some 50 characters
@@ -122,9 +123,12 @@ def show_estimate(settings: Iterable[str], runs: Path | None, connection: str) -
         try:
             config, _ = launch.resolve_config(settings)
             launch.check_disk(runs_folder(config, runs, connection), needed_bytes(config))
+            notes = [] if connection else check_data(config)
             estimate = estimate_run(config, simulated=not connection)
         except (ClassifierError, DataError, KitError, launch.LaunchError) as error:
             raise ConfigError(str(error)) from error
+        for note in notes:
+            display.console.print(note, markup=False, soft_wrap=True)
         _show(config, estimate, simulated=not connection)
 
 
@@ -194,6 +198,8 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     Raises:
         ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: it cannot work; why.
     """
+    if simulated:
+        check_run_models(config)
     clients = checked_clients(config, simulated)
     rounds = config.rounds.count if METHODS[config.method].rounds else 1
     uploads = {name: rounds * upload_bytes(name, client) for name, client in clients.items()}
@@ -395,6 +401,9 @@ def judged_rows(config: RunConfig, clients: Iterable[Client]) -> int:
     """How many rows go through the UNet to judge what was drawn, where `robust` asks for it."""
     if config.robust == "off":
         return 0
+    # With diffusers, which takes seconds to import
+    from server_app.defenses.label_consistency import rows_judged
+
     every = len(class_names(config.data))
     of_a_class = rows_judged(config.synthesis.images_per_class, every)
     return of_a_class * sum(len(drawn_classes(client)) for client in clients)

@@ -65,7 +65,7 @@ def main() -> int:
             check_architectures(config)
         else:
             for note in check_simulation(config, Path(request["runs"])):
-                sys.stdout.buffer.write(f"{plain(note, 1000)}\n".encode(errors="replace"))
+                sys.stdout.buffer.write(f"{note}\n".encode(errors="replace"))
     except (ClassifierError, ConfigError, DataError, KitError, LaunchError, OSError) as error:
         sys.stdout.buffer.write(str(error).encode(errors="replace"))
         return REFUSED
@@ -76,6 +76,7 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
     """Check a run whose server and clients are on this machine, and return notes on its data.
 
     Models of the hub that are not here yet are the server's to fetch, which shows how far it is.
+    Until then their settings are checked, and all other models.
 
     Raises:
         ClassifierError, ConfigError, DataError, KitError, LaunchError, OSError: the run cannot
@@ -83,16 +84,30 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
     """
     from osfl.cli import launch
     from osfl.cli.estimate import checked_clients
-    from osfl.data.parts import check_clients
+    from osfl.kit.run_check import check_run_models
     from osfl.run_folder.layout import RunFolder
     from server_app.app import needed_bytes
 
     if RunFolder(runs / config.job_id).stored_config() is None:
         launch.check_disk(runs, needed_bytes(config))
-    notes = check_clients(config.data, config.num_clients, config.seed)
-    if not _fetches(config):
+    notes = check_data(config)
+    if not any(place.to_fetch for place in check_run_models(config)):
         checked_clients(config, simulated=True)
     return notes
+
+
+def check_data(config: RunConfig) -> list[str]:
+    """Check the images of a simulation's clients, and return notes on them.
+
+    Raises:
+        DataError: a client cannot take part, or an image that was opened cannot be read.
+    """
+    from osfl.data.load import check_headers
+    from osfl.data.parts import check_clients
+
+    notes = check_clients(config.data, config.num_clients, config.seed)
+    notes += check_headers(config.data, config.num_clients, config.seed)
+    return [plain(note, 1000) for note in notes]
 
 
 def check_architectures(config: RunConfig) -> None:
@@ -111,18 +126,6 @@ def check_architectures(config: RunConfig) -> None:
             # Those of timm may be of the hub
             if not architecture.startswith(BACKBONES):
                 blank_classifier(architecture, len(class_names(config.data)), settings.small_stem)
-
-
-def _fetches(config: RunConfig) -> bool:
-    """Whether the run fetches models of the hub before it works."""
-    from osfl.kit.hub import missing_bytes
-    from osfl.kit.kits import is_hub_id
-    from osfl.kit.used_parts import models_apart, used_parts
-
-    if any(is_hub_id(source) for _, source, _ in models_apart(config)):
-        return True
-    kits = used_parts(config).values()
-    return any(missing_bytes(kit, parts) for kit, parts in kits if is_hub_id(kit))
 
 
 if __name__ == "__main__":

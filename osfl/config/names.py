@@ -2,15 +2,32 @@
 
 from functools import lru_cache
 
-from osfl.util.text import quoted
+from osfl.util.text import plain, quoted
 
 # How architectures begin that are not torchvision's: timm's own, and those of the hub for timm
 BACKBONES = ("timm:", "hf-hub:")
+_TIMM = "timm:"
 
 
 def split_names(text: str) -> tuple[str, ...]:
     """`"a, b"` to `("a", "b")`."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def problem_of_backbone(architecture: str, key: str) -> str:
+    """Say what is wrong with the name of an architecture of timm's; "": nothing.
+
+    timm itself would read `local-dir:FOLDER`, and fetch `hf-hub:NAME`.
+
+    Args:
+        key: of the configuration, for the message.
+    """
+    if architecture.startswith(_TIMM) and set(architecture.removeprefix(_TIMM)) & set(":/\\"):
+        return (
+            f"{key} = {plain(architecture, 200)!r}: must be timm:NAME, a name of timm's alone; for "
+            "a folder or a model of the hub set hf-hub:..."
+        )
+    return ""
 
 
 @lru_cache(maxsize=16)

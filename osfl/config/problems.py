@@ -5,7 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from osfl.config.names import BACKBONES, is_identifier, named_words, split_names
+from osfl.config.names import (
+    BACKBONES,
+    is_identifier,
+    named_words,
+    problem_of_backbone,
+    split_names,
+)
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
 from osfl.util.prompts import in_words
@@ -18,6 +24,8 @@ MOST_SEALED = 2**31 - 1000
 FEWEST_WITH_INFLUENCE = 3
 # Each client costs a training
 MOST_WITH_INFLUENCE = 20
+# The keys that cut a data set into clients, with their defaults
+CUTS = (("partition", "domain"), ("shards-per-client", 2), ("alpha", 0.5), ("subset", ""))
 # No part begins with a dot: hf:../images would be a folder here
 _HUB_DATA = re.compile(r"hf:\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 
@@ -212,6 +220,7 @@ def _of_data(run: RunConfig) -> Iterator[str]:
         )
     if run.data.name == "digits" and run.data.partition == "dirichlet-domain":
         yield "data.partition = 'dirichlet-domain': the digits are cut by domain or by label"
+    yield from _of_folders(run)
     if run.data.name == "folder" and len(classes) < 2:
         yield "data.classes: data.name = 'folder' needs at least two class names, comma-separated"
     if run.data.name == "digits" and classes:
@@ -231,6 +240,19 @@ def _of_data(run: RunConfig) -> Iterator[str]:
         yield f"data.words = {quoted(run.data.words)}: {error}, comma-separated"
     if run.data.root and not _is_absolute(run.data.root):
         yield _not_absolute("data.root", run.data.root)
+
+
+def _of_folders(run: RunConfig) -> Iterator[str]:
+    """Keys of the cut into clients: folders are clients already, and saved parts are cut."""
+    if run.data.name != "folder":
+        return
+    for key, usual in CUTS:
+        value = getattr(run.data, key.replace("-", "_"))
+        if value != usual:
+            yield (
+                f"data.{key} = {quoted(value)}: has no effect with data.name = 'folder', whose "
+                f"folders are clients already; set it to {usual!r}, or data.name to a data set"
+            )
 
 
 def _of_class_names(classes: tuple[str, ...]) -> Iterator[str]:
@@ -322,11 +344,8 @@ def _of_init(section: str, settings: ClassifierConfig) -> Iterator[str]:
         )
     for architecture in split_names(settings.architecture):
         of_timm = architecture.startswith(BACKBONES)
-        if architecture.startswith("timm:") and set(architecture.removeprefix("timm:")) & set(":/"):
-            yield (
-                f"{section}.architecture = {plain(architecture, 200)!r}: must be timm:NAME, a name "
-                "of timm's alone; for a folder or a model of the hub set hf-hub:..."
-            )
+        if problem := problem_of_backbone(architecture, f"{section}.architecture"):
+            yield problem
         if of_timm and settings.init in ("kit", "imagenet"):
             yield (
                 f"{section}.init = {quoted(settings.init)}: there is none of "

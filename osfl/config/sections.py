@@ -41,8 +41,8 @@ class DataConfig:
         str,
         Doc(
             "Where images come from: `digits`, the embedded ones; `folder`, folders "
-            "(`<data-dir>/{train,test}/<class>/*`); or `hf:OWNER/NAME@REVISION`, a data set of the "
-            "Hugging Face hub."
+            "(`<data-dir>/{train,test}/<class>/*`, where test/ may be missing); or "
+            "`hf:OWNER/NAME@REVISION`, a data set of the Hugging Face hub."
         ),
         SitePath("client"),
     ]
@@ -55,7 +55,7 @@ class DataConfig:
         Doc(
             "How the data are cut into clients: a domain each (feature skew), by label or by a "
             "Dirichlet distribution over labels (label skew), each domain by such a distribution "
-            "(both), or at random. Folders are clients already."
+            "(both), or at random. Folders are clients already, and accept `domain` alone."
         ),
     ]
     shards_per_client: Annotated[
@@ -100,8 +100,9 @@ class DataConfig:
         str,
         Doc(
             "Of a hub's or saved data set: the column of each image's patient, or other group. All "
-            "images of a group stay with one client, on one side of training and test; empty: each "
-            "image is on its own."
+            "images of a group stay with one client, on one side of training and test; a group in "
+            "two domains is refused with the partitions by domain. Empty: each image is on its "
+            "own. In folders, the folder within a class is the group."
         ),
     ]
     train_split: Annotated[str, Doc("Of a hub's data set: the split of the clients' images.")]
@@ -114,7 +115,10 @@ class DataConfig:
     test_share: Annotated[
         float,
         Range(0.01, 0.99),
-        Doc("Without a split of test images: the share of each client's images of every class."),
+        Doc(
+            "Without a split or folder of test images: the share of each client's images of every "
+            "class, by whole groups where there are groups."
+        ),
     ]
     max_per_class: Annotated[
         int,

@@ -1,7 +1,7 @@
 """Columns of labels, domains and groups: what a data set may store in them, and what it means."""
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,14 @@ class Column:
         Raises:
             DataError: a number without a name among those that the data set stores.
         """
+        return [composed(identifier(word)) for word in self.words()]
+
+    def words(self) -> list[str]:
+        """Each value in words as the data set has it; "" where there is none.
+
+        Raises:
+            DataError: as `texts`.
+        """
         if self.names is None:
             words = [str(value) for value in self.values]
         else:
@@ -51,7 +59,7 @@ class Column:
             _check_range(self.place, numbers, len(self.names), "the data set's column")
             words = [self.names[number] for number in numbers]
         rows = zip(words, self.is_missing, strict=True)
-        return ["" if missing else composed(identifier(word)) for word, missing in rows]
+        return ["" if missing else word for word, missing in rows]
 
 
 def read_column(rows: "Dataset", column: str, key: str) -> Column:
@@ -147,6 +155,25 @@ def check_pictures(feature: Any, column: str, source: str) -> None:
         )
 
 
+def check_distinct(place: str, words: Iterable[str]) -> None:
+    """Check that names stay different as identifiers, in which `a/b` and `a b` are both `a_b`.
+
+    Accents in another form of Unicode, and blanks at an end, make no other name.
+
+    Raises:
+        DataError: two names become one.
+    """
+    spelled: dict[str, str] = {}
+    for word in sorted({composed(word).strip() for word in words}):
+        name = identifier(word)
+        other = spelled.setdefault(name, word)
+        if other != word:
+            raise DataError(
+                f"{place}: {plain(repr(other), 80)} and {plain(repr(word), 80)} would be the same "
+                f"name, {plain(repr(name), 80)}; rename one of them in the data set"
+            )
+
+
 # ---- Labels as classes ----
 
 
@@ -177,22 +204,33 @@ def class_indices(column: Column, classes: Sequence[str], source: str) -> np.nda
     return table[inverse] if len(table) else np.empty(0, np.int64)
 
 
-def check_complete(labels: np.ndarray, classes: Sequence[str], column: str, source: str) -> None:
+def check_complete(
+    labels: np.ndarray, classes: Sequence[str], column: str, source: str, has_texts: bool
+) -> None:
     """Check that a whole data set has images of every class of the run.
 
     A client's part, or a split, may lack some.
 
     Args:
         labels: indices into the classes, of all splits that the run takes.
+        has_texts: whether the column has texts; else its numbers are the classes in their order.
 
     Raises:
         DataError: a class has no image.
     """
-    if missing := sorted(set(range(len(classes))) - set(labels.tolist())):
-        raise DataError(
-            f"data.classes: {source} has no class {classes[missing[0]]!r} in its column "
-            f"{column!r}; remove it from data.classes, or spell it as the data set does"
+    missing = sorted(set(range(len(classes))) - set(labels.tolist()))
+    if not missing:
+        return
+    name = classes[missing[0]]
+    cure = "remove it from data.classes, or spell it as the data set does"
+    if not (has_texts or _are_values(classes)):
+        cure = (
+            f"no row has its number, {missing[0]}. Number the classes from 0 without a gap, in the "
+            "order of data.classes"
         )
+    raise DataError(
+        f"data.classes: {source} has no class {name!r} in its column {column!r}; {cure}"
+    )
 
 
 def _check_stored(names: Sequence[str], classes: Sequence[str], source: str) -> None:

@@ -1,5 +1,7 @@
 """A client's own images, decoded."""
 
+import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,6 @@ from osfl.data.named import domain_of, load_rows
 from osfl.data.partition import DataError, cut
 from osfl.data.parts import (
     count_parts,
-    folder_groups,
     has_rows,
     list_folder,
     of_large_classes,
@@ -25,6 +26,7 @@ from osfl.data.parts import (
 from osfl.data.pictures import (
     FileTraits,
     Fit,
+    check_range,
     open_picture,
     stored_picture,
     to_pixels,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
 
 
+HEADER_SECONDS = 5  # that the check before a run spends on opening images
 MOST_BYTES = 2**30  # of pixels that are decoded at once and held; more are decoded as they are used
 
 
@@ -118,6 +121,15 @@ class Opened:
         with _named(self.name(number)), self.read(number) as image:
             return traits_of(image)
 
+    def check_header(self, number: int) -> None:
+        """Open a picture without decoding it.
+
+        Raises:
+            DataError: it is no picture, or has pixels that a run refuses.
+        """
+        with _named(self.name(number)), self.read(number) as image:
+            check_range(image)
+
     def pixels(self, fit: Fit, number: int) -> torch.Tensor:
         """A picture as [3, S, S] uint8.
 
@@ -156,16 +168,32 @@ def open_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
     )
 
 
-def image_groups(config: DataConfig, node: NodeConfig, split: str, seed: int) -> set[str]:
-    """The patients, or other groups, that this node's images are of, where that is known.
+def check_headers(config: DataConfig, clients: int, seed: int) -> list[str]:
+    """Open a simulation's files without decoding them, in random order, for some seconds.
+
+    Returns:
+        a note if there was no time for all.
 
     Raises:
-        DataError: as `open_images`.
+        DataError: one of them is no picture.
     """
-    if has_rows(config, node):
-        rows = load_rows(config, node, split, seed)
-        return set(rows["group"]) - {""} if "group" in rows.column_names else set()
-    return set() if config.name == "digits" else folder_groups(config, node, split)
+    if config.name != "folder":
+        return []
+    began = time.monotonic()
+    pictures = []
+    for part in range(clients):
+        node = NodeConfig(partition_id=part, num_partitions=clients)
+        for split in ("train", "test"):
+            opened = open_images(config, node, split, seed)
+            pictures += [(opened, number) for number in range(len(opened.labels))]
+    random.Random(seed).shuffle(pictures)
+    for count, (opened, number) in enumerate(pictures):
+        if time.monotonic() - began > HEADER_SECONDS:
+            return [
+                f"{count:,} of {len(pictures):,} images were opened; `osfl data check` opens all"
+            ]
+        opened.check_header(number)
+    return []
 
 
 def small_classes(config: DataConfig, node: NodeConfig, seed: int) -> list[int]:

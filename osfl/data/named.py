@@ -5,7 +5,6 @@ Labels are mapped by the names that the data set itself stores. No image is open
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,21 +15,21 @@ import numpy as np
 from osfl.config import DataConfig, NodeConfig, split_names
 from osfl.data.columns import (
     check_complete,
+    check_distinct,
     check_pictures,
     class_indices,
     read_column,
     stored_names,
 )
 from osfl.data.offline import check_rows
-from osfl.data.partition import DataError, Rows, grouped, most_frequent, node_rows
+from osfl.data.partition import DataError, Rows, node_rows
+from osfl.data.shares import capped, group_numbers, is_test, side
 from osfl.util.text import identifier, plain
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, DatasetDict, Features  # seconds to import
 
 HUB = "hf:"
-# Of every site's test share, whatever the run's seed
-SHARE_SEED = [*b"test share"]
 
 
 def is_named(config: DataConfig) -> bool:
@@ -63,7 +62,15 @@ def stored_classes(config: DataConfig) -> tuple[str, ...]:
             f"data.classes: {config.name} stores no names for the labels in its column "
             f"{config.label_column!r}; name the classes, in the order of its numbers"
         )
-    return tuple(map(identifier, names))
+    found = tuple(map(identifier, names))
+    place = f"data.label-column = {config.label_column!r}"
+    if "" in found:
+        raise DataError(
+            f"{place}: {config.name} stores the name {plain(repr(names[found.index('')]), 80)}, of "
+            "which no letter is left as a class's name; rename this class in the data set"
+        )
+    check_distinct(place, names)
+    return found
 
 
 def chosen_classes(config: DataConfig) -> tuple[str, ...]:
@@ -118,12 +125,18 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
     if node.demands_guarantee and not node.classes:
         _check_label_kind(train, config)
     chosen = train.rows
+    if not node.data_dir:
+        _check_domains(config, train.rows)
     if held_out:
         test = _labelled(config, node.data_dir, held_out, "test").rows
         _check_sides(config, train.rows, test)
+        if not node.data_dir:
+            _check_domains(config, test)
+        _check_any(config, node, test, "test", held_out)
         chosen = test if is_held_out else train.rows
+    _check_any(config, node, train.rows, "train", config.train_split)
     labels = np.asarray(chosen["label"])
-    groups = _group_numbers(chosen)
+    groups = group_numbers(list(chosen["group"])) if config.group_column else None
     if node.data_dir:
         rows = np.arange(len(chosen))
     else:
@@ -134,14 +147,12 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         rows = node_rows(config, table, part, parts, seed, even=is_held_out)
     if not held_out and node.demands_guarantee:
         _check_no_groups(config)
-        is_test = _is_test(train.total, config.test_share)[train.places[rows]]
-        rows = rows[is_test == (split == "test")]
-    elif not held_out and groups is None:
-        rows = _share(rows, labels, config.test_share, split)
+        for_test = is_test(train.total, config.test_share)[train.places[rows]]
+        rows = rows[for_test == (split == "test")]
     elif not held_out:
-        rows = _grouped_share(rows, Rows(labels, groups=groups), config.test_share, split)
+        rows = side(rows, Rows(labels, groups=groups), config.test_share, split)
     if split == "train" and config.max_per_class:
-        rows = _capped(rows, labels, config.max_per_class, seed)
+        rows = capped(rows, labels, config.max_per_class, seed)
     if not len(rows):
         raise DataError(_no_rows(config, node, split))
     return chosen.select(np.sort(rows))
@@ -155,9 +166,18 @@ def _held_out(config: DataConfig, node: NodeConfig) -> str:
 
 
 def _no_rows(config: DataConfig, node: NodeConfig, split: str) -> str:
-    grouped = "; data.group-column keeps each group on one side" if config.group_column else ""
     source = node.data_dir or config.name
-    return f"{source}: no images. This client has no data for {split}{grouped}"
+    begin = f"{source}: no images. This client has no data for {split}"
+    if node.data_dir:
+        cure = "Save more images in this part"
+    else:
+        begin += f" (partition-id {node.partition_id} of {node.num_partitions})"
+        cure = "Lower num-clients"
+    if config.group_column:
+        begin += "; data.group-column keeps each group on one side"
+    if not _held_out(config, node):
+        cure += ", or set data.test-split to a split of the test images"
+    return f"{begin}. {cure}"
 
 
 def domain_of(rows: "Dataset") -> str:
@@ -206,8 +226,8 @@ def side_of(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
     rows = _pictures(stored, config.image_column, source)
     if held_out:
         return rows
-    is_test = _is_test(len(rows), config.test_share)
-    return rows.select(np.flatnonzero(is_test == (split == "test")))
+    for_test = is_test(len(rows), config.test_share)
+    return rows.select(np.flatnonzero(for_test == (split == "test")))
 
 
 # ---- Reading ----
@@ -463,7 +483,11 @@ def _domains(stored: "Dataset", config: DataConfig, folder: str) -> list[str] | 
             )
         return None
     try:
-        return read_column(stored, config.domain_column, "data.domain-column").texts()
+        column = read_column(stored, config.domain_column, "data.domain-column")
+        if is_cut:
+            # Two domains of one name would be one client
+            check_distinct(column.place, column.words())
+        return column.texts()
     except DataError:
         # A column that happens to have this name, and nothing is cut by it
         if is_cut:
@@ -481,13 +505,26 @@ def _groups(stored: "Dataset", config: DataConfig) -> list[str]:
     return read_column(stored, config.group_column, "data.group-column").texts()
 
 
-def _group_numbers(rows: "Dataset") -> np.ndarray | None:
-    """Each row's group as a number; a row without a group has a number of its own."""
-    if "group" not in rows.column_names:
-        return None
-    texts = np.array(list(rows["group"]), dtype=object)
-    names, numbers = np.unique(texts.astype(str), return_inverse=True)
-    return np.where(texts == "", len(names) + np.arange(len(texts)), numbers)
+def _check_any(config: DataConfig, node: NodeConfig, rows: "Dataset", key: str, split: str) -> None:
+    """Check that a split has rows of the run's classes, such as no test split of hidden labels has.
+
+    Raises:
+        DataError: it has none.
+    """
+    if len(rows):
+        return
+    source = node.data_dir or config.name
+    domain = " and a domain" if _by_domain(config) else ""
+    share = ', or to "" for a share of the training images' if key == "test" else ""
+    raise DataError(
+        f"data.{key}-split = {split!r}: no row of {source} has a label of the run{domain} (-1 and "
+        f"null mean none). Set data.{key}-split to another split{share}; or set data.label-column "
+        f"= {config.label_column!r}{_domain_key(config)} to another column"
+    )
+
+
+def _domain_key(config: DataConfig) -> str:
+    return f" or data.domain-column = {config.domain_column!r}" if _by_domain(config) else ""
 
 
 def _check_whole(config: DataConfig, held_out: str) -> None:
@@ -501,7 +538,9 @@ def _check_whole(config: DataConfig, held_out: str) -> None:
         parts.append(_labelled(config, "", held_out, "test"))
     if not parts[0].has_names:
         labels = np.concatenate([np.asarray(part.rows["label"]) for part in parts])
-        check_complete(labels, split_names(config.classes), config.label_column, config.name)
+        classes = split_names(config.classes)
+        has_texts = parts[0].has_texts
+        check_complete(labels, classes, config.label_column, config.name, has_texts)
 
 
 def _check_sides(config: DataConfig, train: "Dataset", test: "Dataset") -> None:
@@ -520,37 +559,6 @@ def _check_sides(config: DataConfig, train: "Dataset", test: "Dataset") -> None:
         )
 
 
-# ---- Shares ----
-
-
-def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str) -> np.ndarray:
-    """A node's test rows, `share` of every class (at least one of two), or the others.
-
-    They depend on nothing that a run chooses but the share: with another seed, or with the classes
-    in another order, training images would become test images.
-    """
-    taken = []
-    for _, members in _by_class(rows, labels):
-        order = np.random.default_rng(SHARE_SEED).permutation(members)
-        count = round(share * len(members))
-        if len(members) > 1:
-            count = min(max(count, 1), len(members) - 1)
-        taken.append(order[:count] if split == "test" else order[count:])
-    return np.concatenate(taken) if taken else rows
-
-
-def _is_test(total: int, share: float) -> np.ndarray:
-    """Which of all stored rows are for the test, [total], whatever their labels.
-
-    The guarantee is for one image replaced, also by one of another class. A cut by class would then
-    move other images between training and test, too.
-    """
-    count = min(max(round(share * total), 1), total - 1)
-    is_test = np.zeros(total, dtype=bool)
-    is_test[np.random.default_rng(SHARE_SEED).permutation(total)[:count]] = True
-    return is_test
-
-
 def _check_no_groups(config: DataConfig) -> None:
     """Check that no group's size moves images between training and test.
 
@@ -564,49 +572,21 @@ def _check_no_groups(config: DataConfig) -> None:
         )
 
 
-def _grouped_share(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
-    """As `_share`, of whole groups: those of each class, by the label that most of a group have.
+def _check_domains(config: DataConfig, rows: "Dataset") -> None:
+    """Check that no group has images in two domains, which are two clients.
 
-    At least one group of two is for the test, and at least one for training.
+    Raises:
+        DataError: one has.
     """
-    assert table.groups is not None
-    units = grouped(rows, table.groups)
-    labels = np.array([most_frequent(table.labels[unit]) for unit in units])
-    taken = []
-    for _, members in _by_class(np.arange(len(units)), labels):
-        order = np.random.default_rng(SHARE_SEED).permutation(members)
-        wanted = share * sum(len(units[number]) for number in order)
-        test = _nearest([len(units[number]) for number in order], wanted)
-        chosen = order[test] if split == "test" else np.delete(order, test)
-        taken += [units[number] for number in chosen]
-    return np.concatenate(taken) if taken else rows[:0]
-
-
-def _nearest(sizes: Sequence[int], wanted: float) -> list[int]:
-    """The places of sizes, taken in their order, whose sum is near what is wanted.
-
-    At least one place of two, and never all.
-    """
-    taken: list[int] = []
-    total = 0
-    for place, size in enumerate(sizes):
-        if total + size / 2 <= wanted and len(taken) < len(sizes) - 1:
-            taken.append(place)
-            total += size
-    if not taken and len(sizes) > 1:
-        taken = [int(np.argmin(sizes))]
-    return taken
-
-
-def _capped(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.ndarray:
-    """At most so many rows of every class."""
-    taken = []
-    for label, members in _by_class(rows, labels):
-        order = np.random.default_rng([seed, label, *b"cap"]).permutation(members)
-        taken.append(order[:most])
-    return np.concatenate(taken) if taken else rows
-
-
-def _by_class(rows: np.ndarray, labels: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    held = labels[rows]
-    return [(int(label), rows[held == label]) for label in np.unique(held)]
+    if not (config.group_column and _by_domain(config)):
+        return
+    domains: dict[str, str] = {}
+    for group, domain in zip(rows["group"], rows["domain"], strict=True):
+        other = domains.setdefault(group, domain)
+        if group and other != domain:
+            raise DataError(
+                f"data.group-column = {config.group_column!r}: group {plain(group, 80)!r} has "
+                f"images in the domains {plain(other, 80)!r} and {plain(domain, 80)!r}, which "
+                f"data.partition = {config.partition!r} gives to two clients. Set data.partition "
+                "to dirichlet, label or iid, or give the group another name in each domain"
+            )

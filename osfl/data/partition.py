@@ -183,9 +183,9 @@ def check_count(config: DataConfig, count: int, parts: int, even: bool = False) 
         DataError: there are not; the keys, and the largest values that work.
     """
     if count < parts:
+        units = f"test {_units(config)}" if even else _units(config)
         raise DataError(
-            f"{count} {_units(config)} cannot be cut into {parts} parts; set num-clients to at "
-            f"most {count}"
+            f"{count} {units} cannot be cut into {parts} parts; set num-clients to at most {count}"
         )
     shards = config.shards_per_client
     if even or config.partition != "label" or parts * shards <= count:

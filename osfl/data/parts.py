@@ -6,7 +6,8 @@ Imports no torch: joining takes no second.
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +23,33 @@ from osfl.data.named import (
     left_out,
     load_rows,
 )
-from osfl.data.partition import DataError, check_count, cut
+from osfl.data.partition import DataError, Rows, check_count, cut
 from osfl.data.render import CLASSES, STYLES
-from osfl.util.text import name_problem, plain
+from osfl.data.shares import group_numbers, side
+from osfl.util.text import name_problem, plain, quoted
 
 # Of all clients together; `osfl.data.digits`, which takes seconds to import, draws them
 _DIGITS_OF_A_CLASS = 10 * len(STYLES)
 # Folders within a class's folder, such as patients' and their visits'
 DEEPEST = 8
+# What Windows, archives of macOS, Linux and network storage leave beside a user's files
+OF_SYSTEMS = frozenset(
+    (
+        "thumbs.db",
+        "ehthumbs.db",
+        "ehthumbs_vista.db",
+        "desktop.ini",
+        "$recycle.bin",
+        "system volume information",
+        "icon\r",
+        "__macosx",
+        "lost+found",
+        "@eadir",
+        "#recycle",
+        "#snapshot",
+    )
+)
+SHOWN = 10  # of the groups in training and in test
 # What a client's name, which becomes a file's, cannot have
 _OTHERS = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -119,20 +139,21 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
 
 
 def check_clients(config: DataConfig, clients: int, seed: int) -> list[str]:
-    """Check that every client of a simulation has images and a name; list the rows left out.
+    """Check that every client of a simulation has images and a name; return notes on its data.
 
     Raises:
         DataError: one has not.
     """
     check_root(config.root)
+    nodes = {}
     for part in range(clients):
         node = NodeConfig(partition_id=part, num_partitions=clients)
         check_images(config, node, seed)
-        client_name(config, node, seed)
+        nodes[client_name(config, node, seed)] = node
     if config.name == "digits" and config.partition == "dirichlet":
         digits = np.repeat(range(len(CLASSES)), _DIGITS_OF_A_CLASS)
         cut(config, digits, clients, seed)
-    return left_out_words(config, NodeConfig())
+    return [*left_out_words(config, NodeConfig()), *folder_notes(config, nodes)]
 
 
 def left_out_words(config: DataConfig, node: NodeConfig) -> list[str]:
@@ -167,13 +188,94 @@ def has_rows(config: DataConfig, node: NodeConfig) -> bool:
     return has_saved_part(node) or (is_named(config) and not node.data_dir)
 
 
+def folder_notes(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[str]:
+    """Return what a user should know of the clients whose images are files of a folder.
+
+    These are test images that are cut from train/, and groups in training and in test.
+
+    Args:
+        nodes: by the client's name.
+    """
+    nodes = {client: node for client, node in nodes.items() if _has_folder(config, node)}
+    notes = []
+    for client, node in nodes.items():
+        home = _home(config, node)
+        if not (home / "test").is_dir():
+            notes.append(
+                f"{client}: {plain(home, 1000)} has no folder test/; data.test-share = "
+                f"{config.test_share:g} of train/ is for the test"
+            )
+    return [*notes, *_groups_on_both_sides(config, nodes)]
+
+
+def _has_folder(config: DataConfig, node: NodeConfig) -> bool:
+    return config.name != "digits" and not has_rows(config, node)
+
+
+def _groups_on_both_sides(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[str]:
+    """Name the groups that have images in training and in test, with their clients and folders."""
+    train = {name: _group_folders(config, node, "train") for name, node in nodes.items()}
+    test = {name: _group_folders(config, node, "test") for name, node in nodes.items()}
+    # A client that tests on its own training images comes first
+    pairs = sorted(product(train, test), key=lambda pair: pair[0] != pair[1])
+    found: dict[str, str] = {}
+    for one, other in pairs:
+        for group in sorted(train[one].keys() & test[other].keys()):
+            found.setdefault(
+                group,
+                f"  {plain(group, 120)}: training of {one} ({plain(train[one][group], 400)}), "
+                f"test of {other} ({plain(test[other][group], 400)})",
+            )
+    if not found:
+        return []
+    lines = [f"{len(found):,} groups, patients say, have images in training and in test"]
+    lines += list(found.values())[:SHOWN]
+    return [*lines, f"  and {len(found) - SHOWN:,} more"] if len(found) > SHOWN else lines
+
+
+def _group_folders(config: DataConfig, node: NodeConfig, split: str) -> dict[str, Path]:
+    """The folders within classes that hold images of a split, such as patients', by their names.
+
+    One name in several classes is one group, here with its first folder.
+    """
+    root = _split_folder(_home(config, node), split)
+    folders: dict[str, Path] = {}
+    for file, _ in list_folder(config, node, split):
+        if group := _group_of(file, root):
+            folders.setdefault(group, root.joinpath(*file.relative_to(root).parts[:2]))
+    return folders
+
+
+def _group_of(file: Path, root: Path) -> str:
+    """The name of the folder within a class's folder that a file is in; "" where there is none."""
+    places = file.relative_to(root).parts
+    return composed(places[1]) if len(places) > 2 else ""
+
+
 def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:
     """(file, label) of everything in `<data-dir>/<split>/<class>/`, and in folders below.
 
+    Without a folder test/, a share of train/ is for the test, and each folder within a class, such
+    as a patient's, is on one side.
+
     Raises:
-        DataError: there is no such folder, it has other classes than the run, or no images.
+        DataError: there is no such folder, it has other classes than the run, or no images; or the
+            run asks for what folders do not have.
     """
-    root = _split_folder(config, node, split)
+    _check_folder_keys(config, node)
+    home = _home(config, node)
+    root = _split_folder(home, split)
+    listed = _list_classes(config, root)
+    if not (home / "test").is_dir():
+        _check_no_test(node, home)
+        listed = _cut_side(config, root, listed, split)
+    if not listed:
+        place = plain(root, 1000)
+        raise DataError(f"{place}: no images. This client has no data for {split}")
+    return listed
+
+
+def _list_classes(config: DataConfig, root: Path) -> list[tuple[Path, int]]:
     names = class_names(config)
     folders = _class_folders(root, names)
     listed = []
@@ -187,30 +289,109 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
                 "add images to it"
             )
         listed += [(file, label) for file in files]
-    if not listed:
-        raise DataError(f"{plain(root, 1000)}: no images. This client has no data for {split}")
     return listed
 
 
-def _split_folder(config: DataConfig, node: NodeConfig, split: str) -> Path:
-    """Where a node's images of a split lie, by class."""
+def _cut_side(
+    config: DataConfig, root: Path, listed: list[tuple[Path, int]], split: str
+) -> list[tuple[Path, int]]:
+    """The files of train/ that are for the test, or for training, as a data set's rows are cut."""
+    if not listed:
+        return []
+    # By the classes' names, whose order is not the run's to choose
+    names = np.array(class_names(config))
+    _, labels = np.unique(names[[label for _, label in listed]], return_inverse=True)
+    groups = group_numbers([_group_of(file, root) for file, _ in listed])
+    rows = side(np.arange(len(listed)), Rows(labels, groups=groups), config.test_share, split)
+    if not len(rows):
+        raise DataError(
+            f"{plain(root, 1000)}: too few images or folders within the classes to cut a share "
+            f"for {split} from. Add images, or a folder test/ beside train/"
+        )
+    return [listed[row] for row in sorted(rows)]
+
+
+def _check_no_test(node: NodeConfig, home: Path) -> None:
+    """Check that train/ may be cut, for want of a folder test/.
+
+    Raises:
+        DataError: another folder may be meant, or this site demands a guarantee.
+    """
+    others = [path.name for path in visible(home) if path.is_dir() and path.name != "train"]
+    if others:
+        raise DataError(
+            f"{plain(home, 1000)}: there is no folder test/ in it, but {plain(others[0], 120)!r}; "
+            "rename that folder to test, or move it away to have data.test-share cut from train/"
+        )
+    # One image replaced would move others between training and test
+    if node.demands_guarantee:
+        raise DataError(
+            f"{plain(home, 1000)}: there is no folder test/ in it, and this site demands a "
+            "guarantee, which a share of train/ would break; add a folder test/ with test images"
+        )
+
+
+def _check_folder_keys(config: DataConfig, node: NodeConfig) -> None:
+    """Check that no key asks for what is done with data sets alone.
+
+    Raises:
+        DataError: one does.
+    """
+    if config.max_per_class:
+        raise _only_for_rows("max-per-class", config.max_per_class, "set it to 0")
+    if config.train_split != "train":
+        raise _only_for_rows("train-split", config.train_split, "set it to 'train'")
+    if config.test_split not in ("", "test"):
+        raise _only_for_rows("test-split", config.test_split, "set it to ''")
+    # Another site's images may be a saved data set, which has the column
+    if config.group_column and not node.data_dir:
+        fix = "the folders within a class are the groups: set it to ''"
+        raise _only_for_rows("group-column", config.group_column, fix)
+
+
+def _only_for_rows(key: str, value: object, fix: str) -> DataError:
+    return DataError(
+        f"data.{key} = {quoted(value)}: has no effect on folders of images, which are called "
+        f"train and test; {fix}"
+    )
+
+
+def _home(config: DataConfig, node: NodeConfig) -> Path:
+    """The folder with a node's train/ and test/.
+
+    Raises:
+        DataError: nothing names it.
+    """
     home = Path(node.data_dir).expanduser() if node.data_dir else simulated_folder(config, node)
     if home is None:
         raise DataError(
             "data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and "
             "test/<class>/*; in a simulation, data.root: the folder with all clients' folders"
         )
+    return home
+
+
+def _split_folder(home: Path, split: str) -> Path:
+    """Where images of a split lie, by class; those of the test may be among those of train/."""
     root = home / split
+    if split == "test" and not root.is_dir():
+        root = home / "train"
     if not root.is_dir():
-        raise DataError(f"{plain(home, 1000)}: there is no folder {split}/ in it")
+        raise DataError(
+            f"{plain(home, 1000)}: there is no folder train/ in it; move the classes' folders "
+            "into train/, and test images into test/ or leave them there for data.test-share"
+        )
     return root
 
 
-def folder_groups(config: DataConfig, node: NodeConfig, split: str) -> set[str]:
-    """The folders within classes that images lie in, such as patients'; a name is one group."""
-    root = _split_folder(config, node, split)
-    places = [file.relative_to(root).parts for file, _ in list_folder(config, node, split)]
-    return {parts[1] for parts in places if len(parts) > 2}
+def visible(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted, but for hidden files and those that systems leave there."""
+    return sorted(path for path in folder.iterdir() if not is_passed_over(path.name))
+
+
+def is_passed_over(name: str) -> bool:
+    """Check whether a file or folder is hidden, or left by an operating system."""
+    return name.startswith(".") or name.casefold() in OF_SYSTEMS
 
 
 def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
@@ -221,8 +402,8 @@ def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
     """
     known = {composed(name) for name in names}
     folders: dict[str, Path] = {}
-    for folder in sorted(root.iterdir()):
-        if folder.name.startswith(".") or not folder.is_dir():
+    for folder in visible(root):
+        if not folder.is_dir():
             continue
         name = composed(folder.name)
         if name not in known:
@@ -240,7 +421,7 @@ def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
-    """The files of a class, those in folders within it too; what is hidden is passed over.
+    """The files of a class, those in folders within it too.
 
     Raises:
         DataError: the folders are too deep, as those of a link to a folder above are.
@@ -250,9 +431,7 @@ def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
             f"{plain(folder, 1000)}: more than {DEEPEST} folders deep within a class; move the "
             "images up, or remove a link to a folder above"
         )
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
+    for path in visible(folder):
         if path.is_dir():
             yield from _files_below(path, depth + 1)
         else:
@@ -291,7 +470,7 @@ def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
         return None
     check_root(config.root)
     root = Path(config.root).expanduser()
-    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    folders = [path for path in visible(root) if path.is_dir()]
     if node.partition_id >= len(folders):
         raise DataError(
             f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to "

@@ -8,12 +8,14 @@ from threading import Lock
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from osfl.util.files import placeholder
 from osfl.util.pixels import cut_ends
 
 # A scan of 20,000 x 25,000 pixels, which takes some 4 GB of memory while it is read
 MOST_PIXELS = 500_000_000
+MOST_LEVEL = 2**16 - 1  # of a pixel of 16 bits
 # Of the 16-bit range, what the brightest pixel of a 12-bit image reaches
 TWELVE_BITS = 1 / 16
 _OPENING = Lock()
@@ -30,14 +32,16 @@ def open_picture(source: Path | bytes) -> Image.Image:
     servers from strangers' files. A site's scans are its own.
 
     Raises:
-        ValueError: more than `MOST_PIXELS` pixels.
-        Exception: whatever Pillow raises for a file that is damaged or no picture.
+        ValueError: more than `MOST_PIXELS` pixels, or no format that Pillow knows.
+        Exception: whatever Pillow raises for a file that is damaged.
     """
     with _OPENING:
         limit = Image.MAX_IMAGE_PIXELS
         Image.MAX_IMAGE_PIXELS = None
         try:
             image = Image.open(BytesIO(source) if isinstance(source, bytes) else source)
+        except UnidentifiedImageError:
+            raise ValueError(_unknown(source)) from None
         finally:
             Image.MAX_IMAGE_PIXELS = limit
     width, height = image.size
@@ -47,6 +51,18 @@ def open_picture(source: Path | bytes) -> Image.Image:
             f"{width:,} x {height:,} pixels; it must have at most {MOST_PIXELS:,}: scale it down"
         )
     return image
+
+
+def _unknown(source: Path | bytes) -> str:
+    """Say what a file is in place of a picture, as far as its first bytes tell."""
+    if isinstance(source, bytes):
+        start = source[:200]
+    else:
+        with open(source, "rb") as opened:
+            start = opened.read(200)
+    if start[4:8] == b"ftyp":
+        return "HEIC, or a film; save it as JPEG or PNG"
+    return placeholder(start) or "it has no format of pictures that Pillow knows"
 
 
 def stored_picture(value: object, mode: str | None = None) -> Image.Image:
@@ -76,6 +92,16 @@ def stored_picture(value: object, mode: str | None = None) -> Image.Image:
     return image
 
 
+def check_range(image: Image.Image) -> None:
+    """Check that the range of a picture's pixels is known.
+
+    Raises:
+        ValueError: floating-point pixels.
+    """
+    if image.mode == "F":
+        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
+
+
 def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     """A picture of any mode and shape as [3, S, S] uint8 RGB.
 
@@ -84,16 +110,20 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     16 bits a channel are taken for the whole range, 0 to 65,535.
 
     Raises:
-        ValueError: floating-point pixels, whose range is unknown.
+        ValueError: floating-point pixels, whose range is unknown, or whole numbers beyond 16 bits.
     """
+    check_range(image)
     image = ImageOps.exif_transpose(image)
-    if image.mode == "F":
-        raise ValueError("floating-point pixels; save it with 8 or 16 bits")
     # 16 bits, as X-rays and microscopes save; Pillow would clip them to white
     if image.mode.startswith("I"):
-        image = Image.fromarray(
-            (np.asarray(image).astype(np.float64) / 257).clip(0, 255).round().astype(np.uint8)
-        )
+        levels = np.asarray(image).astype(np.float64)
+        # Of 32 bits, or signed, such as a CT's Hounsfield units
+        if levels.min() < 0 or levels.max() > MOST_LEVEL:
+            raise ValueError(
+                f"pixels from {levels.min():.0f} to {levels.max():.0f}; they must be from 0 to "
+                f"{MOST_LEVEL}: rescale them, and save it with 8 or 16 bits"
+            )
+        image = Image.fromarray((levels / 257).round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, "white")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from osfl.config import ConfigError
-from osfl.config.names import BACKBONES
+from osfl.config.names import BACKBONES, problem_of_backbone
 from osfl.kit.kits import find_model, is_hub_id
 from osfl.util.text import plain
 
@@ -40,9 +40,8 @@ def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module"
             f"{key} = {architecture!r} needs the package timm: pip install 'osfl[backbones]'"
         ) from None
     source, _, name = architecture.partition(":")
-    # timm would read local-dir:FOLDER, and fetch hf-hub:NAME by itself
-    if source == "timm" and set(name) & set(":/\\"):
-        raise ConfigError(f"{key} = {plain(architecture, 200)!r}: must be timm:NAME, of timm's own")
+    if problem := problem_of_backbone(architecture, key):
+        raise ConfigError(problem)
     wanted = name if source == "timm" else f"local-dir:{_folder(name, '', key)}"
     try:
         return timm.create_model(wanted, pretrained=False, num_classes=num_classes)
@@ -59,10 +58,27 @@ def backbone_weights(architecture: str, key: str) -> Path:
         ConfigError: it has none on the hub, or timm is not installed.
         KitError: as `build_backbone`.
     """
+    return Path(_folder(_weights_name(architecture, key), "backbone", key)) / "model.safetensors"
+
+
+def backbone_to_fetch(architecture: str, key: str) -> bool:
+    """Whether `backbone_weights` would fetch the file of the hub.
+
+    Raises:
+        ConfigError, KitError: as `backbone_weights`.
+    """
+    name = _weights_name(architecture, key)
+    if not is_hub_id(name):
+        return False
+    # A client that needs no model of the hub stays small
+    from osfl.kit.hub import missing_model_bytes
+
+    return missing_model_bytes(name, "backbone", key) > 0
+
+
+def _weights_name(architecture: str, key: str) -> str:
     source, _, name = architecture.partition(":")
-    if source == "timm":
-        name = _repository(name, key)
-    return Path(_folder(name, "backbone", key)) / "model.safetensors"
+    return _repository(name, key) if source == "timm" else name
 
 
 def _repository(name: str, key: str) -> str:

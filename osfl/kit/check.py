@@ -3,13 +3,13 @@
 By names, settings and the headers of the weights. No weight is loaded.
 """
 
-import importlib.util
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from osfl.kit.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit
+from osfl.kit.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit, check_lora_fit
 from osfl.kit.headers import Shapes, tensor_shapes
 from osfl.kit.kits import (
     DIFFUSION_PARTS,
@@ -58,7 +58,15 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("tokenizer.json", "vocab.txt", "vocab.json"),
     ),
 }
+SCHEDULER_TIMESTEPS = 1000  # where the settings do not say how many
 SCHEDULERS = ("scheduler", "image_noising_scheduler")
+# Schedulers of models that were distilled, or that read the UNet's output in another way
+DISTILLED = ("LCMScheduler", "TCDScheduler")
+OTHER_PREDICTIONS = {"FlowMatch": "flow", "EDM": "EDM's mix of image and noise"}
+LARGEST_SAMPLE = 4096  # latent pixels on a side; 128 are an image of 1024
+# Special tokens of a tokenizer: those that every text has, and those that it may lack
+MARKS_OF_TEXT = ("bos_token", "eos_token")
+OTHER_MARKS = ("pad_token", "unk_token")
 # Settings of a noise schedule: their words, the default first, and the ranges of their numbers
 SCHEDULE_WORDS: Mapping[str, tuple[Any, ...]] = {
     "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
@@ -149,6 +157,27 @@ def _check_all(folder: KitFolder, parts: tuple[str, ...], image_condition: bool 
         _check_embedding(folder)
 
 
+def check_steps(settings: Mapping[str, Any], steps: int) -> None:
+    """Check that a noise schedule has timesteps for this number of steps.
+
+    Args:
+        settings: of its scheduler, as `check_kit` has checked them.
+
+    Raises:
+        KitError: it has fewer, or its `steps_offset` moves the first one beyond them.
+    """
+    count = settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
+    offset = settings.get("steps_offset", 0)
+    spacing = settings.get("timestep_spacing", SCHEDULE_WORDS["timestep_spacing"][0])
+    # The other spacings begin at the last timestep
+    first = (steps - 1) * (count // steps) + offset if spacing == "leading" else count - 1
+    if steps > count or first >= count:
+        raise KitError(
+            f"synthesis.steps = {steps}: the kit's schedule has {count} timesteps, and its "
+            f"steps_offset is {offset}; set synthesis.steps to fewer"
+        )
+
+
 def check_captioner(source: str) -> None:
     """Whether a folder or hub id that `captioner` names is a BLIP or BLIP-2 that can be
     loaded.
@@ -191,7 +220,7 @@ def check_small_decoder(source: str) -> None:
 
 
 def check_lora(source: str, kit: str) -> None:
-    """Whether what `synthesis.lora` names are weights that a UNet takes, and peft is installed.
+    """Check that what `synthesis.lora` names are weights for a kit's UNet, and peft is installed.
 
     Args:
         kit: the folder of the kit that draws, which `kit` stands for.
@@ -199,16 +228,16 @@ def check_lora(source: str, kit: str) -> None:
     Raises:
         KitError: as `check_kit`.
     """
-    key = f"synthesis.lora = {source!r}"
-    if importlib.util.find_spec("peft") is None:
-        raise KitError(f"{key} needs the package peft: pip install 'osfl[lora]'")
     file = lora_file(source, kit)
-    _check_lora_names(KitFolder(key, file.parent), file.name)
+    folder = KitFolder(f"synthesis.lora = {source!r}", file.parent)
+    check_lora_fit(folder.setting, file.name, open_kit(kit), _lora_shapes(folder, file.name))
 
 
-def _check_lora_names(folder: KitFolder, file: str) -> None:
-    if not any("lora" in name for name in _shapes(folder, file)):
+def _lora_shapes(folder: KitFolder, file: str) -> Shapes:
+    shapes = _shapes(folder, file)
+    if not any("lora" in name for name in shapes):
         raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
+    return shapes
 
 
 def lora_file(source: str, kit: str) -> Path:
@@ -249,8 +278,11 @@ def open_kit(name: str, key: str = "kit") -> KitFolder:
     return KitFolder(setting, Path(name))
 
 
-def _shapes(folder: KitFolder, file: str) -> Shapes:
+def _shapes(folder: KitFolder, file: str, is_network: bool = False) -> Shapes:
     """The shape of every tensor in a file of weights, by its header.
+
+    Args:
+        is_network: as of `tensor_shapes`.
 
     Raises:
         KitError: the file is missing or damaged, or its header speaks of more or fewer bytes than
@@ -259,7 +291,7 @@ def _shapes(folder: KitFolder, file: str) -> Shapes:
     if not folder.has(file):
         raise KitError(f"{folder.setting} lacks {file}, which its index names; fetch it")
     try:
-        return tensor_shapes(folder.path / file)
+        return tensor_shapes(folder.path / file, is_network)
     except DamageError as error:
         raise KitError(
             f"{folder.setting}: {file} cannot be loaded: {error}. Fetch it again"
@@ -279,6 +311,8 @@ def _check_part(folder: KitFolder, part: str, kind: str) -> None:
         _check_settings_files(folder, "feature_extractor")
     if kind in SCHEDULERS:
         _check_scheduler(folder, file_in(part, "scheduler_config.json"))
+    if kind == "tokenizer":
+        _check_tokenizer(folder, part)
     for group in NEEDED.get(kind, ()):
         _need(folder, part, group)
     if kind not in WEIGHTS:
@@ -288,7 +322,10 @@ def _check_part(folder: KitFolder, part: str, kind: str) -> None:
             raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
         return
     _need(folder, part, ("config.json",))
-    _check_model(folder, part, kind, folder.settings(file_in(part, "config.json")))
+    config = folder.settings(file_in(part, "config.json"))
+    _check_model(folder, part, kind, config)
+    if kind == "vae":
+        _check_latents(folder, part, config)
     if not folder.weights(part, kind):
         raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
 
@@ -335,6 +372,8 @@ def _check_scheduler(folder: KitFolder, file: str) -> None:
     if not folder.has(file):
         return  # said where it is needed
     settings = folder.settings(file)
+    if not isinstance(settings.get("_class_name", ""), str):
+        raise _odd(folder, file, settings, "_class_name", "a text")
     for key, allowed in SCHEDULE_WORDS.items():
         if settings.get(key, allowed[0]) not in allowed:
             raise _odd(folder, file, settings, key, f"one of {', '.join(map(repr, allowed))}")
@@ -345,9 +384,88 @@ def _check_scheduler(folder: KitFolder, file: str) -> None:
             kind = "a whole number" if whole else "a number"
             raise _odd(folder, file, settings, key, f"{kind} from {low} to {high}")
     betas = settings.get("trained_betas")
-    if betas is not None and not _are_betas(betas, settings.get("num_train_timesteps", 1000)):
+    if betas is not None and not _are_betas(
+        betas, settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
+    ):
         wanted = "null, or a number from 0 to 1 for each of num_train_timesteps"
         raise _odd(folder, file, settings, "trained_betas", wanted)
+
+
+def _check_tokenizer(folder: KitFolder, part: str) -> None:
+    """Check what a tokenizer's settings say of its length and its special tokens.
+
+    Raises:
+        KitError: one of them has another type, or tokenizer.json lacks the tokenizer.
+    """
+    file = file_in(part, "tokenizer.json")
+    if folder.has(file) and not isinstance(folder.settings(file).get("model"), dict):
+        raise KitError(f"{folder.setting}: {file} lacks its object model; fetch it again")
+    file = file_in(part, "tokenizer_config.json")
+    if not folder.has(file):
+        return
+    settings = folder.settings(file)
+    length = settings.get("model_max_length")
+    if length is not None and not (_is_number(length) and length >= 1):
+        raise _odd(folder, file, settings, "model_max_length", "null, or a number of at least 1")
+    for key in MARKS_OF_TEXT:
+        if not isinstance(settings.get(key, ""), (str, dict)):
+            raise _odd(folder, file, settings, key, "a text")
+    for key in OTHER_MARKS:
+        if not isinstance(settings.get(key, ""), (str, dict, type(None))):
+            raise _odd(folder, file, settings, key, "a text, or null")
+    _check_special_tokens(folder, part, settings)
+
+
+def _check_special_tokens(folder: KitFolder, part: str, settings: Mapping[str, Any]) -> None:
+    """Check that a tokenizer's special tokens are in its vocabulary.
+
+    A library adds one that is not, with a number beyond the text encoder's embeddings.
+
+    Raises:
+        KitError: a token is missing.
+    """
+    vocabulary = _vocabulary(folder, part)
+    for key in (*MARKS_OF_TEXT, *OTHER_MARKS):
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        if vocabulary and isinstance(text, str) and text not in vocabulary:
+            file = file_in(part, "tokenizer_config.json")
+            raise KitError(
+                f"{folder.setting}: {file} names the special token {plain(text, 80)!r}, which its "
+                f"vocabulary lacks; set {key} to one of its tokens"
+            )
+
+
+def _vocabulary(folder: KitFolder, part: str) -> set[str]:
+    """Return a tokenizer's tokens; none where its files do not list them."""
+    file = file_in(part, "tokenizer.json")
+    if not folder.has(file):
+        file = file_in(part, "vocab.json")
+        return set(folder.settings(file)) if folder.has(file) else set()
+    settings = folder.settings(file)
+    tokens = settings["model"].get("vocab")
+    added = settings.get("added_tokens")
+    names = {str(token.get("content")) for token in added or [] if isinstance(token, dict)}
+    return {*tokens, *names} if isinstance(tokens, dict) else set()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_latents(folder: KitFolder, part: str, config: Mapping[str, Any]) -> None:
+    """Check how an autoencoder's latents are scaled.
+
+    Raises:
+        KitError: they have no scale, or are moved as well, which Stable Diffusion's are not.
+    """
+    file = file_in(part, "config.json")
+    scale = config.get("scaling_factor", 1.0)
+    if not (_is_number(scale) and 0 < scale < math.inf):
+        raise _odd(folder, file, config, "scaling_factor", "a number above 0")
+    for key in ("shift_factor", "latents_mean", "latents_std"):
+        if config.get(key) not in (None, 0):
+            raise _odd(folder, file, config, key, f"null. {TAKEN}")
 
 
 def _are_betas(values: object, count: int) -> bool:
@@ -374,12 +492,11 @@ def _check_weights(folder: KitFolder, part: str, kind: str) -> Shapes:
     if kind not in WEIGHTS:
         return {}
     if kind == LORA:
-        _check_lora_names(folder, folder.weights(part, kind)[0])
-        return {}
+        return _lora_shapes(folder, folder.weights(part, kind)[0])
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
-            shapes |= _shapes(folder, file)
+            shapes |= _shapes(folder, file, is_network=True)
     _check_sizes(folder, part, kind, folder.settings(file_in(part, "config.json")), shapes)
     return shapes
 
@@ -389,6 +506,8 @@ def _check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes) -> None:
     if kind in MODELS:
         sharded = folder.weights(part, kind)[0].endswith(".json")
         check_fit(folder, part, kind, shapes, sharded)
+    if kind == LORA:
+        check_lora_fit(folder.setting, folder.weights(part, kind)[0], folder, shapes)
 
 
 def _need(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
@@ -433,6 +552,14 @@ def _check_model(folder: KitFolder, part: str, kind: str, config: Mapping[str, A
     # timm says what it is, when it builds it
     if kind == "backbone":
         return
+    if config.get("quantization_config"):
+        raise _odd(
+            folder,
+            file_in(part, "config.json"),
+            config,
+            "quantization_config",
+            "absent: take weights of 16 or 32 bits",
+        )
     key = "_class_name" if kind in classes else "model_type"
     allowed = classes[kind] if kind in classes else types[kind]
     if (found := config.get(key)) not in allowed:
@@ -528,8 +655,8 @@ def _check_together(folder: KitFolder, small_decoder: bool, image_condition: boo
     )
     _check_many_steps(folder, unet, scheduler)
     predicted = scheduler.get("prediction_type", "epsilon")
-    if "FlowMatch" in str(scheduler.get("_class_name")):
-        predicted = "flow"
+    name = str(scheduler.get("_class_name"))
+    predicted = next((what for key, what in OTHER_PREDICTIONS.items() if key in name), predicted)
     if predicted not in ("epsilon", "v_prediction"):
         raise KitError(
             f"{folder.setting} predicts {predicted!r}; it must be epsilon or v_prediction. {TAKEN}"
@@ -547,12 +674,10 @@ def _check_together(folder: KitFolder, small_decoder: bool, image_condition: boo
         raise KitError(
             f"{folder.setting}: latents have {channels} channels, but the UNet takes {taken}{more}"
         )
-    if not isinstance(unet.get("sample_size"), int):
-        raise KitError(
-            f"{folder.setting}: unet/config.json says sample_size = {unet.get('sample_size')!r}; "
-            "it "
-            "must be a whole number"
-        )
+    size = unet.get("sample_size")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_SAMPLE:
+        wanted = f"a whole number from 1 to {LARGEST_SAMPLE}"
+        raise _odd(folder, "unet/config.json", unet, "sample_size", wanted)
     if small_decoder:
         small = folder.settings(f"{SMALL_DECODER}/config.json").get("latent_channels", 4)
         if small != channels:
@@ -570,6 +695,8 @@ def _check_many_steps(
     known = ""
     if unet.get("time_cond_proj_dim"):
         known = "LCM: its UNet takes the guidance's scale"
+    if scheduler.get("_class_name") in DISTILLED:
+        known = f"its scheduler is a {scheduler['_class_name']}"
     euler = str(scheduler.get("_class_name")).startswith("Euler")
     if euler and scheduler.get("timestep_spacing") == "trailing":
         known = "as SD-Turbo: its scheduler's steps are spaced from the end"

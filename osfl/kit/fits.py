@@ -6,10 +6,11 @@ and header; the shipped kits' parts are known.
 """
 
 import hashlib
+import importlib.util
 import json
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import takewhile
@@ -18,7 +19,7 @@ from typing import Any
 from osfl.kit.digests import cache_folder
 from osfl.kit.headers import Shapes
 from osfl.kit.kits import KitError, KitFolder, file_in, inner_settings
-from osfl.methods import SMALL_DECODER
+from osfl.methods import LORA, SMALL_DECODER
 from osfl.util.files import read_json, write_atomically
 from osfl.util.text import plain
 
@@ -30,11 +31,20 @@ DIFFUSERS_MODELS = ("unet", "vae", SMALL_DECODER, "image_normalizer")
 # Of the shipped kits' parts; tests/unit/kit/test_fits.py tells the marks of a kit that is made anew
 SHIPPED = frozenset(
     {
+        "03a3729e15ed44386b55e4affb957da8a39daf11c35da3546416121a5c37423b",
         "09d34729386b8b1b6566e108a2467c589b5dcad75a076f87d71987ed9df0f849",
+        "1ef75010bf3b3cfb5d06e55d5cd75bd80c81fd5f75b34de3d3cf6a8cd4d3b037",
+        "35c2de18a8e2189ef5d2d8be4b7ef9d44246c40b3d893d88736507df50d4ce98",
         "3fbb6804e07052e7c985be94f7b31545cab590966e767b4d19d44897f428944c",
+        "40afbdba355f64c7b51780d8116172f31ea36b6284bb710474cc896e64c00e05",
+        "54d94e9efc89c29d3dd6d21e58eef224e9078a9c1b12991f4ca7721a86f68320",
         "5db08803c67406af60f34b52af291b25bbdc980ccfc41dda23ba02583f52a10b",
         "633316b034c9ed2849804f904f2a91955baea5872ee96f877415b1c94e0ec362",
+        "65c555f0bc45019acb42a9a1579b8dfc661effda302d9ca677f0abcace2010a8",
         "7f263e6508c4fe03a49f2720f980f94708589351b70cea87c50e4be84bd436f7",
+        "8b7b9d1a3d6ead0fce59a60790f91cecc8b876cc813f857dd3ee874be74eb357",
+        "cb9806a874d6ace564009401bbe0ceb9f97fc3ca291556706d8744982fab19e5",
+        "cfc8ff532ff510096b9bdfb0563f8bc4ee671125ec4c98ac92ef368254a8b5c8",
         "dd54f76a1d52f5c9f277156763031b1b6aa1658c2c8cebed91976483c5c4b8ca",
         "e583318724470f11eaf0bf734f1b7a10542d94093fdcb62b2b571f32f7fbd688",
         "ea89368c33ecc298da80243dbed3e1f34caf37d2568e1d1233fb8d6d42addc09",
@@ -84,6 +94,37 @@ def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: 
     _remember(mark)
 
 
+def check_lora_fit(setting: str, file: str, kit: KitFolder, shapes: Shapes) -> None:
+    """Check that every tensor of few-step weights fits a layer of a kit's UNet.
+
+    Args:
+        setting: as the user named the weights, for messages.
+        file: their file's name.
+        shapes: of its tensors.
+
+    Raises:
+        KitError: peft is not installed, a tensor fits no layer, or the settings describe no UNet.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise KitError(f"{setting} needs the package peft: pip install 'osfl[lora]'")
+    mark = fit_mark(kit, "unet", LORA, shapes, False)
+    if mark in SHIPPED or mark in _remembered():
+        return
+    _check_counts(kit, "unet")
+    begin = f"{setting}: {file} does not fit the UNet of {kit.setting}"
+    try:
+        found = _misfits_of_lora(kit, shapes)
+    # Of the renaming: the other half of a layer
+    except KeyError as error:
+        raise KitError(f"{begin}: it lacks {plain(error)}") from None
+    # Whatever a library raises for names and settings that somebody wrote
+    except Exception as error:
+        raise KitError(f"{begin}: {plain(error) or type(error).__name__}") from None
+    if found:
+        raise KitError(f"{begin}: {_told_of_lora(kit, shapes, found)}")
+    _remember(mark)
+
+
 def check_loaded(info: Mapping[str, Any], setting: str, part: str) -> None:
     """Check a library's report on what it loaded.
 
@@ -102,11 +143,26 @@ def check_loaded(info: Mapping[str, Any], setting: str, part: str) -> None:
         )
 
 
+def check_finite(model: Any, setting: str, part: str) -> None:
+    """Check the numbers of a model that was loaded.
+
+    Raises:
+        KitError: one is NaN or infinite, as it is given or in the model's type.
+    """
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            cure = "" if kind == "float32" else "set synthesis.dtype to float32, or "
+            raise KitError(
+                f"{setting}: the weights of {part} have NaN or infinity in {plain(name, 200)!r} as "
+                f"{kind}; {cure}fetch or save them again"
+            )
+
+
 def fit_mark(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> str:
     """Return the SHA-256 of all that the comparison depends on."""
     settings = folder.settings(file_in(part, "config.json"))
-    about = [kind, sharded, settings, sorted(shapes.items())]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return _mark_of([kind, sharded, settings, sorted(shapes.items())])
 
 
 def _misfit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> Misfit:
@@ -145,11 +201,34 @@ def _told(
     for prefix in _prefixes(shapes):
         bare = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
         if len(_misfit(folder, part, kind, bare, sharded).missing) < len(found.missing):
-            return (
-                f"{message}. All names in the file begin with {plain(prefix, 100)!r}: save the "
-                "weights without this prefix"
-            )
+            return f"{message}. {_without(prefix)}"
     return f"{message}. Fetch or save them again"
+
+
+def _misfits_of_lora(kit: KitFolder, shapes: Shapes) -> list[str]:
+    from osfl.models.diffusion import misfits_of_lora
+
+    return misfits_of_lora(kit.path, shapes)
+
+
+def _told_of_lora(kit: KitFolder, shapes: Shapes, found: Sequence[str]) -> str:
+    """Return the message on a LoRA's misfits: the first one, and a prefix that all names share."""
+    message = found[0]
+    if len(found) > 1:
+        message += f", and {len(found) - 1} more tensors do not fit"
+    for prefix in _prefixes(shapes):
+        bare = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+        with suppress(ValueError, RuntimeError, KeyError):
+            if len(_misfits_of_lora(kit, bare)) < len(found):
+                return f"{message}. {_without(prefix)}"
+    return f"{message}. Take weights that were made for this kit's UNet"
+
+
+def _without(prefix: str) -> str:
+    return (
+        f"All names in the file begin with {plain(prefix, 100)!r}: save the weights without this "
+        "prefix"
+    )
 
 
 def _prefixes(names: Collection[str]) -> list[str]:
@@ -162,6 +241,20 @@ def _prefixes(names: Collection[str]) -> list[str]:
 
 
 # ---- Memory ----
+
+
+@contextmanager
+def remembered(about: Sequence[Any]) -> Iterator[bool]:
+    """Yield whether a check of what this is about succeeded before; remember it if it does now."""
+    mark = _mark_of(about)
+    known = mark in SHIPPED or mark in _remembered()
+    yield known
+    if not known:
+        _remember(mark)
+
+
+def _mark_of(about: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _remembered() -> list[str]:
@@ -185,4 +278,4 @@ def _remember(mark: str) -> None:
 
 
 def _libraries() -> dict[str, str]:
-    return {name: version(name) for name in ("diffusers", "transformers")}
+    return {name: version(name) for name in ("diffusers", "torchvision", "transformers")}

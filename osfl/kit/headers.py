@@ -8,29 +8,47 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from osfl.util.files import DamageError, placeholder
+from osfl.util.files import DamageError, not_weights, placeholder
 from osfl.util.text import plain
 
 MOST_HEADER_BYTES = 2**23  # the UNet of SDXL has 250 kB
+# Types of quantized weights, which are numbers of the model only with the scales beside them
+QUANTIZED = ("I8", "U8", "I4", "U4", "F4")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a file, by its name.
+
+    Args:
+        is_network: whether the file has a network's weights, which must not be quantized.
 
     Raises:
         DamageError: the file cannot be read, is something else, its header is longer than
-            `MOST_HEADER_BYTES`, or it speaks of more or fewer bytes than the file has.
+            `MOST_HEADER_BYTES`, it speaks of more or fewer bytes than the file has, or its weights
+            are quantized.
     """
     try:
         check_header(file)
         with safe_open(file, framework="np") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            if is_network:
+                _check_types({name: part.get_dtype() for name, part in slices.items()})
+            return {name: tuple(part.get_shape()) for name, part in slices.items()}
     except DamageError:
         raise
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise DamageError(plain(error)) from None
+
+
+def _check_types(types: Mapping[str, str]) -> None:
+    for name, kind in types.items():
+        if kind in QUANTIZED:
+            raise DamageError(
+                f"{plain(name, 200)!r} is of type {kind}, as quantized weights are; it must have "
+                "floating-point numbers of 16 or 32 bits"
+            )
 
 
 def check_header(file: Path) -> None:
@@ -46,6 +64,8 @@ def check_header(file: Path) -> None:
         raise DamageError(problem)
     length = int.from_bytes(start[:8], "little")
     if length > MOST_HEADER_BYTES:
+        if problem := not_weights(start):
+            raise DamageError(problem)
         raise DamageError(
             f"header too large: {length:,} bytes, of at most {MOST_HEADER_BYTES:,} that are read"
         )

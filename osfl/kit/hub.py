@@ -79,6 +79,17 @@ def missing_bytes(name: str, parts: Iterable[str]) -> int:
         return sum(_missing(_settings("kit", name), name, tuple(parts), "").values())
 
 
+def missing_model_bytes(name: str, kind: str, key: str) -> int:
+    """How many bytes of a model `fetch_model` would fetch.
+
+    Raises:
+        KitError: as `fetch_model`.
+    """
+    with _told(key, name):
+        model = _settings(key, name)
+        return sum(_missing(model, name, (model.place_of(kind),), kind).values())
+
+
 def fetch_model(name: str, kind: str, key: str, progress: Progress) -> Path:
     """As `fetch_kit`, of a model that is one part alone, or of that part of a kit.
 

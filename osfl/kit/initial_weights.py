@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from osfl.config import ClassifierConfig, ConfigError
-from osfl.kit.backbones import backbone_weights
+from osfl.kit.backbones import backbone_to_fetch, backbone_weights
 from osfl.kit.kits import initialisation_part
 
 
@@ -44,6 +44,17 @@ def initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Pa
     return place
 
 
+def weights_to_fetch(config: ClassifierConfig, key: str = "init") -> bool:
+    """Whether `initial_weights` would fetch the file of the network.
+
+    Raises:
+        ConfigError, KitError: as `initial_weights`.
+    """
+    if config.init == "pretrained":
+        return backbone_to_fetch(config.architecture, key)
+    return config.init == "imagenet" and not _torchvision_file(config.architecture, key).is_file()
+
+
 def _find_in(folder: Path, architecture: str, key: str) -> Path:
     """`<architecture>.safetensors` or `.pth`, or a file under the name that torchvision gave it."""
     # Of timm:NAME and hf-hub:OWNER/NAME@REVISION, NAME
@@ -62,6 +73,14 @@ def _find_in(folder: Path, architecture: str, key: str) -> Path:
 
 def _torchvision_weights(architecture: str, key: str) -> Path:
     """Torchvision's default ImageNet weights in torch's own cache, fetched if not there."""
+    file = _torchvision_file(architecture, key)
+    if not file.is_file():
+        _fetch(_torchvision_urls(architecture)[0], file, key)
+    return file
+
+
+def _torchvision_file(architecture: str, key: str) -> Path:
+    """Where torch keeps torchvision's default ImageNet weights once they are fetched."""
     import torch
 
     urls = _torchvision_urls(architecture)
@@ -70,10 +89,7 @@ def _torchvision_weights(architecture: str, key: str) -> Path:
             f"{key} = 'imagenet': torchvision has no weights of {architecture}. "
             "Name a file, or take 'none'"
         )
-    file = Path(torch.hub.get_dir()) / "checkpoints" / _file_name(urls[0])
-    if not file.is_file():
-        _fetch(urls[0], file, key)
-    return file
+    return Path(torch.hub.get_dir()) / "checkpoints" / _file_name(urls[0])
 
 
 def _fetch(url: str, file: Path, key: str) -> None:

@@ -342,6 +342,38 @@ def image_size(kit: str) -> int:
     return int(side * 2 ** (len(blocks) - 1))
 
 
+def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit.
+
+    By its settings alone, as the libraries read them.
+
+    Raises:
+        KitError: they are missing, or lack a size.
+    """
+    folder = KitFolder(f"kit = {kit!r}", Path(kit))
+    unet = folder.settings("unet/config.json")
+    text = folder.settings("text_encoder/config.json")
+    # A whole CLIP's
+    text = text["text_config"] if isinstance(text.get("text_config"), dict) else text
+    places = text.get("max_position_embeddings", 77)
+    file = "tokenizer/tokenizer_config.json"
+    tokenizer = folder.settings(file) if folder.has(file) else {}
+    # Without a length, a tokenizer makes any number of tokens
+    tokens = tokenizer.get("model_max_length") or places
+    width = text.get("hidden_size", 512)
+    channels = unet.get("in_channels", 4)
+    size = unet.get("sample_size")
+    image = unet.get("projection_class_embeddings_input_dim") or 0
+    try:
+        condition = int(min(tokens, places)), int(width)
+        return condition, (int(channels), int(size), int(size)), int(image)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise KitError(
+            f"{folder.setting} cannot be read: a size in the settings of its unet, text_encoder or "
+            "tokenizer must be a whole number"
+        ) from None
+
+
 def variant_of(kit: str, part: str, kind: str = "") -> str | None:
     """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from osfl.config import ClassifierConfig, RunConfig, split_names
@@ -25,14 +25,94 @@ def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
     if config.image_encoder and config.method != "feddisc":
         elsewhere += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in elsewhere)
-    begins = method.payload == "Classifier" or method.features
-    if begins and config.classifier.init == "kit":
+    if begins_at_clients(config) and config.classifier.init == "kit":
         parts += tuple(
             dict.fromkeys(
                 initialisation_part(a, kit) for a in split_names(config.classifier.architecture)
             )
         )
     return parts
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A model that a run loads.
+
+    Attributes:
+        key: of the run-config, which names it.
+        source: a shipped kit, a folder, a file or a hub id.
+        parts: of a kit, the folders and files that are loaded; else the one part that it is.
+        loaded_by: "clients" or "server".
+        is_kit: whether the source is a kit.
+        takes_image: whether a kit's UNet must take an image's embedding; None: either.
+        classifier: of initial weights, the settings of the classifier that begins with them.
+    """
+
+    key: str
+    source: str
+    parts: tuple[str, ...]
+    loaded_by: str
+    is_kit: bool = False
+    takes_image: bool | None = None
+    classifier: ClassifierConfig | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is a model that is named apart from the kit."""
+        return not self.is_kit and self.classifier is None
+
+    @property
+    def is_of_kit(self) -> bool:
+        """Whether it is a kit, or initial weights that are in one."""
+        return self.is_kit or (self.classifier is not None and self.classifier.init == "kit")
+
+
+def run_models(config: RunConfig) -> list[RunModel]:
+    """Return every model that a run loads: kits, models named apart, classifiers' initial weights.
+
+    Initial weights of a kit come after the kit.
+    """
+    models = []
+    for step, (kit, parts) in used_parts(config).items():
+        key = "feddisc.kit" if kit != config.kit else "kit"
+        side = "clients" if step == "payloads" else "server"
+        takes_image = config.method == "feddisc" if step == "images" else None
+        models.append(RunModel(key, kit, parts, side, True, takes_image))
+    for key, source, part in models_apart(config):
+        models.append(RunModel(key, source, (part,), "clients"))
+    for key, source, part in _sampling_models_apart(config):
+        models.append(RunModel(key, source, (part,), "server"))
+    return [*models, *_initial_weights(config)]
+
+
+def _sampling_models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
+    """(key, folder, file or hub id, part) of what the server draws with beside the kit."""
+    named = [
+        ("synthesis.small-decoder", config.synthesis.small_decoder, SMALL_DECODER),
+        ("synthesis.lora", config.synthesis.lora, LORA),
+    ]
+    apart = [each for each in named if each[1] not in ("", "kit")]
+    return apart if METHODS[config.method].samples else []
+
+
+def _initial_weights(config: RunConfig) -> list[RunModel]:
+    begun = [(*each, "server") for each in initial_models(config)]
+    if begins_at_clients(config):
+        for name in split_names(config.classifier.architecture):
+            settings = replace(config.classifier, architecture=name)
+            begun.append(("classifier.init", settings, "clients"))
+    models = []
+    for key, settings, side in begun:
+        if settings.init != "none":
+            source = config.kit if settings.init == "kit" else settings.init
+            models.append(RunModel(key, source, (), side, classifier=settings))
+    return list(dict.fromkeys(models))
+
+
+def begins_at_clients(config: RunConfig) -> bool:
+    """Whether clients load a classifier's initial weights."""
+    method = METHODS[config.method]
+    return method.payload == "Classifier" or method.features
 
 
 def models_apart(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -5,6 +5,7 @@ Torchvision architectures, an option for small images, and their pretrained init
 
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,21 @@ def deepen(shallow: nn.Module, deep: nn.Module) -> None:
         if int(block) > last and tensor in ("bn2.weight", "bn2.bias"):
             state[name] = torch.zeros_like(state[name])
     deep.load_state_dict(state)
+
+
+def check_initialisation(config: ClassifierConfig, file: Path, key: str) -> None:
+    """Check that a file's tensors are those of a classifier, head aside, without its numbers.
+
+    Raises:
+        ClassifierError: as `build_classifier` and `load_initialisation`.
+    """
+    # The kit has none of a ResNet-34's own
+    architecture = file.stem if config.init == "kit" else config.architecture
+    model = blank_classifier(architecture, 2, config.small_stem)
+    with warnings.catch_warnings():
+        # Of every tensor: its numbers go nowhere, as they should
+        warnings.filterwarnings("ignore", message=".*no-op")
+        load_initialisation(model, file, key)
 
 
 def new_classifier(

@@ -6,7 +6,8 @@ A kit is a Stable-Diffusion-format folder (`model_index.json vae/ unet/ text_enc
 scheduler/`): `kits/digits`, or what `osfl.kit.hub` fetched.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,18 @@ from safetensors import SafetensorError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from osfl.kit.check import check_kit, check_small_decoder
-from osfl.kit.fits import Misfit, check_loaded
+from osfl.kit.check import check_kit, check_small_decoder, check_steps
+from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import DIFFUSION_PARTS, SMALL_DECODER, KitError, find_model, variant_of
-from osfl.models.encoders import TextEncoder, load_text_encoder, text_shape
+from osfl.kit.kits import (
+    DIFFUSION_PARTS,
+    SMALL_DECODER,
+    KitError,
+    find_model,
+    kit_shapes,
+    variant_of,
+)
+from osfl.models.encoders import TextEncoder, load_text_encoder
 from osfl.util.text import plain
 
 if TYPE_CHECKING:
@@ -38,6 +46,11 @@ if TYPE_CHECKING:
     )
 
 
+State = dict[str, torch.Tensor]
+# How the names of a LoRA's two matrices end in peft: of W + B A
+_LORA_A = ".lora_A.weight"
+_LORA_B = ".lora_B.weight"
+_LORA_BIAS = ".lora_B.bias"
 # With noise of their own in every step but the last
 FEW_STEP_SOLVERS = ("lcm", "tcd")
 
@@ -229,6 +242,9 @@ def _network(
     except Exception as error:
         raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
     check_loaded(info, setting, kind)
+    # Of a file with numbers of several types diffusers leaves some as they are
+    network.to(dtype)
+    check_finite(network, setting, kind)
     return network
 
 
@@ -335,25 +351,16 @@ def load_lora(file: Path, kit: Kit, fused: bool) -> None:
     Raises:
         KitError: they do not fit the UNet.
     """
-    from diffusers.loaders import StableDiffusionLoraLoaderMixin
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    loader = StableDiffusionLoraLoaderMixin
     key = f"synthesis.lora = {str(file)!r}"
     try:
-        state, alphas = loader.lora_state_dict(str(file), unet_config=kit.unet.config)
-        # Training scripts of diffusers mix two kinds of names, of which its loader takes one
-        renamed = {
-            name.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B."): weight
-            for name, weight in state.items()
-        }
-        loader.load_lora_into_unet(renamed, alphas, kit.unet, low_cpu_mem_usage=False)
+        state = _add_lora(str(file), kit.unet)
     except (ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise KitError(f"{key} does not fit the kit's UNet: {error}") from error
     if not getattr(kit.unet, "peft_config", None):
         raise KitError(f"{key} has nothing for a UNet")
-    ups = (".lora_B.weight", "lora.up.weight")
-    wanted = sum(name.startswith("unet.") and name.endswith(ups) for name in renamed)
+    wanted = sum(name.startswith("unet.") and name.endswith(_LORA_B) for name in state)
     taken = sum(isinstance(module, BaseTunerLayer) for module in kit.unet.modules())
     if taken != wanted:
         raise KitError(f"{key} is for {wanted} layers of a UNet, of which the kit's takes {taken}")
@@ -361,6 +368,107 @@ def load_lora(file: Path, kit: Kit, fused: bool) -> None:
         kit.unet.fuse_lora()
         kit.unet.unload_lora()
     kit.unet.to(kit.device, kit.dtype).eval().requires_grad_(False)
+
+
+def _add_lora(given: str | State, unet: UNet2DConditionModel) -> State:
+    """Put the weights of a file, or of a state dict, into a UNet; return them in peft's names."""
+    from diffusers.loaders import StableDiffusionLoraLoaderMixin
+
+    state, alphas = _in_pefts_names(given, unet)
+    StableDiffusionLoraLoaderMixin.load_lora_into_unet(
+        dict(state), alphas, unet, low_cpu_mem_usage=False
+    )
+    return state
+
+
+def _in_pefts_names(
+    given: str | State, unet: UNet2DConditionModel
+) -> tuple[State, dict[str, float] | None]:
+    """Return the LoRA tensors of a file or a state dict, and their alphas."""
+    from diffusers.loaders import StableDiffusionLoraLoaderMixin
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    loader = StableDiffusionLoraLoaderMixin
+    state, alphas = loader.lora_state_dict(given, unet_config=unet.config)
+    # Training scripts of diffusers mix two kinds of names, of which its loader takes one
+    return convert_unet_state_dict_to_peft(state), alphas
+
+
+def misfits_of_lora(kit: Path, shapes: Shapes) -> list[str]:
+    """Compare the tensors of few-step weights with the layers of a kit's UNet.
+
+    Tensors of a text encoder are passed over, as they are when the weights are loaded.
+
+    Args:
+        shapes: of the file's tensors.
+
+    Returns:
+        for each tensor that fits no layer, its name in the file and why.
+    """
+    unet = _unet_without_numbers(kit)
+    state = {name: _lora_tensor(name, shape) for name, shape in shapes.items()}
+    renamed, _ = _in_pefts_names(dict(state), unet)
+    # The library renames the tensors; they stay the same objects
+    new_names = {id(tensor): name for name, tensor in renamed.items()}
+    has = {name: tuple(tensor.shape) for name, tensor in renamed.items()}
+    layers = {
+        name: tuple(module.weight.shape)
+        for name, module in unet.named_modules()
+        if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))
+    }
+    found = []
+    for name, tensor in state.items():
+        # What the library has left out is known by its old name alone
+        problem = _lora_problem(new_names.get(id(tensor), name), has, layers)
+        if problem and tensor.is_meta:
+            found.append(f"{plain(name, 200)!r} {problem}")
+    if not found:
+        _add_lora(dict(state), unet)
+    return found
+
+
+def _unet_without_numbers(kit: str | Path) -> UNet2DConditionModel:
+    config = UNet2DConditionModel.load_config(kit, subfolder="unet")
+    with torch.device("meta"):
+        return UNet2DConditionModel.from_config(config)
+
+
+def _lora_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor without numbers; of an alpha, which the library reads, 1."""
+    is_alpha = name.endswith("alpha") and math.prod(shape) == 1
+    return torch.ones(shape) if is_alpha else torch.empty(shape, device="meta")
+
+
+def _lora_problem(
+    name: str, has: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Say why a tensor of a LoRA fits no layer of a UNet; "": it fits one, or is a text encoder's.
+
+    Args:
+        name: in peft.
+        has: the shapes of all tensors.
+        layers: the shapes of the layers' weights.
+    """
+    if name.startswith("text_encoder"):
+        return ""
+    end = next((end for end in (_LORA_A, _LORA_B, _LORA_BIAS) if name.endswith(end)), "")
+    layer = name.removeprefix("unet.").removesuffix(end)
+    if not (end and name.startswith("unet.") and layer in layers):
+        return "is for no layer of the UNet"
+    stem = name.removesuffix(end)
+    if missing := [half for half in (_LORA_A, _LORA_B) if stem + half not in has]:
+        return f"is without its {missing[0]}: a layer needs both matrices"
+    rank = has[stem + _LORA_A][:1]
+    out, into, *kernel = layers[layer]
+    wanted = {
+        _LORA_A: (*rank, into, *kernel),
+        # Of a convolution, with a kernel of 1
+        _LORA_B: (out, *rank, *(1 for _ in kernel)),
+        _LORA_BIAS: (out,),
+    }[end]
+    if has[name] != wanted:
+        return f"has the shape {list(has[name])}; it must be {list(wanted)}"
+    return ""
 
 
 def save_lora(unet: UNet2DConditionModel, folder: Path) -> None:
@@ -378,38 +486,14 @@ def save_lora(unet: UNet2DConditionModel, folder: Path) -> None:
     StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=half)
 
 
-def kit_shapes(source: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit,
-    without loading its weights.
-
-    Raises:
-        KitError: a part is missing or damaged.
-    """
-    try:
-        unet = UNet2DConditionModel.load_config(source, subfolder="unet")
-        size = unet["sample_size"]
-        latent = unet["in_channels"], size, size
-        return text_shape(source), latent, unet.get("projection_class_embeddings_input_dim") or 0
-    # Whatever the libraries raise for settings that somebody wrote
-    except Exception as error:
-        raise KitError(f"kit = {source!r} cannot be read: {plain(error)}") from error
-
-
 def timesteps(scheduler: DDIMScheduler, steps: int) -> list[int]:
     """Return the timesteps of a schedule with this number of steps, from T down.
 
     Raises:
-        KitError: the schedule has fewer timesteps than these steps, or its `steps_offset` moves the
-            first one beyond them.
+        KitError: as `check_steps`.
     """
-    count = scheduler.config.num_train_timesteps
-    if steps <= count:
-        scheduler.set_timesteps(steps)
-    if steps > count or max(scheduler.timesteps.tolist()) >= count:
-        raise KitError(
-            f"synthesis.steps = {steps}: the kit's schedule has {count} timesteps, and its "
-            f"steps_offset is {scheduler.config.steps_offset}; set synthesis.steps to fewer"
-        )
+    check_steps(scheduler.config, steps)
+    scheduler.set_timesteps(steps)
     # Where T / steps is rounded up, diffusers' trailing spacing has a further one, below 0
     return [t for t in scheduler.timesteps.tolist() if t >= 0]
 
@@ -422,9 +506,8 @@ def unet_flops(source: str) -> int:
         KitError: they are missing or damaged.
     """
     (length, width), latent, image = kit_shapes(source)
-    config = UNet2DConditionModel.load_config(source, subfolder="unet")
+    unet = _unet_without_numbers(source)
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(config)
         z = torch.empty(1, *latent)
         text = torch.empty(1, length, width)
         labels = torch.empty(1, image) if image else None

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import logging
 
 from osfl.kit.check import CAPTIONERS, IMAGE_ENCODERS, check_captioner, check_image_encoder
-from osfl.kit.fits import Misfit, check_loaded
+from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.headers import Shapes
 from osfl.kit.kits import KitError, find_model, variant_of
 from osfl.util.costs import FlopMeter
@@ -78,7 +78,12 @@ class TextEncoder:
 
 
 def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-    """The `text_encoder/` and `tokenizer/` of a Stable-Diffusion-format folder."""
+    """The `text_encoder/` and `tokenizer/` of a Stable-Diffusion-format folder.
+
+    Raises:
+        KitError: a tensor is missing or not finite, or the tokenizer cannot be loaded or does not
+            fit.
+    """
     model, info = CLIPTextModel.from_pretrained(
         kit,
         subfolder="text_encoder",
@@ -88,7 +93,9 @@ def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> Tex
         trust_remote_code=False,
         output_loading_info=True,
     )
-    check_loaded(info, f"kit = {kit!r}", "text_encoder")
+    setting = f"kit = {kit!r}"
+    check_loaded(info, setting, "text_encoder")
+    check_finite(model, setting, "text_encoder")
     tokenizer = _tokenizer(kit, model.config)
     return TextEncoder(model.to(device).eval().requires_grad_(False), tokenizer)
 
@@ -97,9 +104,30 @@ def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
     """Return a kit's tokenizer, which makes no more tokens than the text encoder has places.
 
     Settings without a length stand for one of 10^30 tokens.
+
+    Raises:
+        KitError: it cannot be loaded, or has tokens that the text encoder lacks.
     """
-    tokenizer = CLIPTokenizer.from_pretrained(kit, subfolder="tokenizer", trust_remote_code=False)
-    tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
+    setting = f"kit = {kit!r}"
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(
+            kit, subfolder="tokenizer", trust_remote_code=False
+        )
+        last = max(tokenizer.all_special_ids, default=0)
+    # Whatever the library raises for files that somebody wrote
+    except Exception as error:
+        raise KitError(
+            f"{setting}: its tokenizer/ cannot be loaded: {plain(error)}. Fetch it again"
+        ) from None
+    if last >= config.vocab_size:
+        name = tokenizer.convert_ids_to_tokens(last)
+        raise KitError(
+            f"{setting}: tokenizer/ has the special token {plain(name, 80)!r} with number {last}, "
+            f"but text_encoder/config.json says vocab_size = {config.vocab_size}; set pad_token, "
+            "bos_token and eos_token in tokenizer/tokenizer_config.json to tokens of its own"
+        )
+    length = min(int(tokenizer.model_max_length), config.max_position_embeddings)
+    tokenizer.model_max_length = length
     return tokenizer
 
 
@@ -143,12 +171,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def text_shape(kit: str) -> tuple[int, int]:
-    """(L, d) of a kit's text encoder, without loading its weights."""
-    config = CLIPTextConfig.from_pretrained(kit, subfolder="text_encoder", trust_remote_code=False)
-    return _tokenizer(kit, config).model_max_length, config.hidden_size
 
 
 @dataclass(frozen=True)
@@ -288,6 +310,7 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
     except Exception as error:
         raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
     check_loaded(info, setting, "image_encoder")
+    check_finite(model, setting, "image_encoder")
     return ImageEncoder(model.to(device).eval().requires_grad_(False), processor)
 
 
@@ -339,4 +362,5 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
     except Exception as error:
         raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
     check_loaded(info, setting, "captioner")
+    check_finite(model, setting, "captioner")
     return Captioner(model.to(device).eval().requires_grad_(False), processor)

@@ -7,11 +7,11 @@ What a message asks with, and what its reply says:
   it and the client gives no guarantee.
 - `train`: job id, and that key; payload (as bytes), header, costs.
 - `query.acknowledge`: job id, and the SHA-256 of the open payload that the server has stored, whose
-  copy at the client can go; nothing.
+  copy at the client can go, or the identity of the rounds that have ended; nothing.
 - `evaluate`: global model, its architecture and name, job id, whether the client adapts it first;
   confusion matrix, seconds; or that the site withholds the former.
-- `train`, of a method with rounds: model, its architecture, round, job id; trained model, number of
-  images, costs.
+- `train`, of a method with rounds: model, its architecture, round, job id, identity of the rounds;
+  trained model, number of images, costs.
 
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
 """
@@ -52,14 +52,15 @@ COST_KEYS = tuple(COSTS)
 PRIVATE_COST_KEYS = ("resent", "epsilon", "delta")
 
 
-def pack_acknowledgement(job_id: str, sha256: str = "") -> RecordDict:
+def pack_acknowledgement(job_id: str, sha256: str = "", rounds: str = "") -> RecordDict:
     """The content of `query.acknowledge`.
 
     Args:
         sha256: of the open payload that the server has stored; "" after the last round of a method
             with rounds, which has none.
+        rounds: the identity of the rounds that have ended; "" of a method without.
     """
-    return RecordDict({"job": ConfigRecord({"job": job_id, "sha256": sha256})})
+    return RecordDict({"job": ConfigRecord({"job": job_id, "sha256": sha256, "rounds": rounds})})
 
 
 def acknowledged_digest(content: RecordDict) -> str:

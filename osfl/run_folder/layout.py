@@ -15,7 +15,8 @@ agreement.json            with robust: what the kit sees of each client's classe
 influence/                with influence: done.json, which images the models without each client
                           see; clients.json, what each client gives
 rounds/                   of FedAvg and its kin: the last round's model, and done.json, which
-                          vouches for it and has the times of all rounds
+                          vouches for it and has the times of all rounds; identity.json, which
+                          tells this run from another server's with the same job id
 models/<name>.safetensors the global models
 tests/<name>.json         their confusion matrices, client by client; <name>.adapted.json, of what
                           each client made of it with its own images
@@ -30,6 +31,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -293,6 +295,23 @@ class RunFolder:
         return self.path / "timings.jsonl"
 
     # ---- Rounds of FedAvg and its kin ----
+
+    def rounds_identity(self) -> str:
+        """Return random digits that stay the same for all rounds of this run, also when it resumes.
+
+        "" for rounds that an older version began, whose clients know them by the job id alone.
+
+        Raises:
+            DamageError: `identity.json` or the last round is not as it was written.
+        """
+        name = "rounds/identity.json"
+        stored = self.read_json(name, {"identity": str}, BEGIN_AGAIN)
+        if stored is None and self.last_round() is not None:
+            return ""
+        if stored is None:
+            stored = {"identity": secrets.token_hex(16)}
+            self.write_json(name, stored)
+        return str(stored["identity"])
 
     def store_round(
         self,

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -200,11 +201,12 @@ def parse_json(content: bytes | str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or nested deeper than `MOST_LEVELS`.
+        ValueError: it is no JSON, not UTF-8, or nested deeper than `MOST_LEVELS`.
     """
     too_deep = f"it is nested deeper than {MOST_LEVELS} levels"
     try:
-        value = json.loads(content)
+        # Python would take UTF-16 and a byte order mark, which the libraries do not
+        value = json.loads(content if isinstance(content, str) else _utf8(content))
     except RecursionError:
         raise ValueError(too_deep) from None
     level = [value]
@@ -213,6 +215,15 @@ def parse_json(content: bytes | str) -> Any:
         if not level:
             return value
     raise ValueError(too_deep)
+
+
+def _utf8(content: bytes) -> str:
+    if content.startswith(BOM_UTF8):
+        raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8; save it as UTF-8") from None
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -230,4 +241,14 @@ def placeholder(start: bytes) -> str:
         return "it is a Git LFS pointer, not the file (git lfs pull fetches it)"
     if words.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "it is a web page, such as an error message of a download"
+    return ""
+
+
+def not_weights(start: bytes) -> str:
+    """Say what a file is in place of safetensors, by its first bytes; "" if these do not tell."""
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return "it is a pickle, as torch.save writes; save the weights as safetensors"
+    words = plain(start, 100)
+    if start and "\N{REPLACEMENT CHARACTER}" not in words:
+        return f"it is a text, not weights: {words!r}"
     return ""

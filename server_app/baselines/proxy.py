@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from osfl.config import ConfigError
+from osfl.data.parts import is_passed_over
 from osfl.data.pictures import open_picture, to_pixels
 from osfl.util.log import log
 from osfl.util.seeds import generator_of
@@ -68,7 +69,7 @@ def load_proxy(job: ServerJob) -> Proxy:
         count = _sampled(job, len(rows))
         return torch.stack([to_pixels(image, size) for image in rows.select(range(count))["image"]])
     folder = Path(settings.proxy).expanduser()
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and not _is_hidden(p, folder))
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and not _is_passed_over(p, folder))
     if len(files) < 2:
         raise ConfigError(
             f"rounds.proxy = {settings.proxy!r}: must be 'public' or a folder with at least two "
@@ -79,9 +80,9 @@ def load_proxy(job: ServerJob) -> Proxy:
     return Pictures([files[row] for row in sample.tolist()], size)
 
 
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Check whether a file, or a folder between it and `folder`, is hidden."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+def _is_passed_over(file: Path, folder: Path) -> bool:
+    """Check whether a file, or a folder between it and `folder`, is hidden or a system's own."""
+    return any(map(is_passed_over, file.relative_to(folder).parts))
 
 
 def _sampled(job: ServerJob, there: int) -> int:

@@ -61,9 +61,11 @@ def run_rounds(
     done, seconds, state, costs = _resume(job, strategy, start)
     strategy.first = done  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
     began = time.monotonic()
+    identity = job.folder.rounds_identity()
     between = RoundsGrid(
         grid, members, job.config, job_id, done, _shapes(job), costs, job.status.warn
     )
+    between.identity = identity
     between.weighted = strategy.weighted_by_key == WEIGHT
     job.status.phase("rounds", count)
     job.status.advance(done, count)
@@ -105,7 +107,7 @@ def run_rounds(
             evaluate_fn=finished,
         )
     members.end()
-    _release(grid, members.nodes, job_id)
+    _release(grid, members.nodes, job_id, identity)
     name = job.config.method
     last = job.folder.last_round()
     assert last is not None, "a round was kept"
@@ -160,12 +162,12 @@ def _resume(
     return done["round"], done["seconds"], job.folder.round_model(done), done["costs"]
 
 
-def _release(grid: Grid, nodes: dict[str, int], job_id: str) -> None:
+def _release(grid: Grid, nodes: dict[str, int], job_id: str, identity: str) -> None:
     """The rounds are over: the clients may forget what they kept between them."""
     exchange = Exchange(grid, under_way.THANKS_SECONDS)
     end = time.monotonic() + under_way.THANKS_SECONDS
     for node in nodes.values():
-        exchange.push(node, ACKNOWLEDGE, pack_acknowledgement(job_id))
+        exchange.push(node, ACKNOWLEDGE, pack_acknowledgement(job_id, rounds=identity))
     while exchange.pull(ignore, ignore, ignore, end) and time.monotonic() < end:
         exchange.rest(end)
     exchange.end()
@@ -186,6 +188,7 @@ class RoundsGrid:
         weighted: whether the strategy weights models by their clients' images.
         contents: what a strategy has for a spare, by its architecture, where it may be another than
             those of the clients that the strategy asks.
+        identity: tells the run's rounds from another server's with the same job id.
     """
 
     grid: Grid
@@ -198,6 +201,7 @@ class RoundsGrid:
     warn: Callable[[list[str]], None] = ignore
     contents: dict[str, RecordDict] = field(default_factory=dict)
     weighted: bool = True
+    identity: str = ""
     # In the last round: they are not waited for as long as the others.
     _absent: set[str] = field(default_factory=set)
     # What was told, by client and what it is about
@@ -363,6 +367,7 @@ class _Round:
         told: dict[str, Any] = dict(content.config_records["config"])
         told["server-round"] = self.federation.first + int(told["server-round"])
         told |= {"job": self.federation.job_id, "architecture": architecture}
+        told["rounds"] = self.federation.identity
         model = self._pack(content.array_records["arrays"])
         self.exchange.push(
             node, "train", RecordDict({"model": model, "config": ConfigRecord(told)})

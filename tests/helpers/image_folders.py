@@ -1,6 +1,7 @@
 """Data sets as folders of images."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from PIL import Image
 
@@ -18,3 +19,9 @@ def make_folder(root, **classes: list[Image.Image]):  # type: ignore[no-untyped-
         for index, image in enumerate(images):
             image.save(folder / f"{index}.png")
     return NodeConfig(client_id="site", data_dir=str(root))
+
+
+def grey(file: Path, level: int) -> None:
+    """Write a small image of one grey level."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (level, level, level)).save(file)

@@ -17,6 +17,7 @@ from client_app.learning import local_training as client_rounds
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.classifiers import new_classifier
 from osfl.payload.messages import pack_bytes, pack_state, unpack_state
+from osfl.run_folder import layout
 from server_app.app import run_job
 from server_app.baselines import feddf
 from server_app.baselines import run as rounds_run
@@ -208,12 +209,9 @@ def test_feddyn_remembers_each_clients_gradient(
     replies: list[dict[str, torch.Tensor]] = []
     kept: list[dict[str, dict[str, torch.Tensor]]] = []
     context = SimpleNamespace(run_config=config, node_config=nodes(2)[0], node_id=100)
-    folder = (
-        home
-        / "cache"
-        / "job"
-        / f"client-0-{client_app.cache_key(*client_app._settings(context)[:2], '')}"
-    )  # type: ignore[arg-type]
+    monkeypatch.setattr(layout.secrets, "token_hex", lambda size: "0" * 2 * size)
+    own, node, _ = client_app._settings(context)  # type: ignore[arg-type]
+    folder = home / "cache" / "job" / f"client-0-{client_app.cache_key(own, node, '', '0' * 32)}"
     folder.mkdir(parents=True)
     for number in (19, 20):
         ones = {name: torch.ones_like(p) for name, p in begin.named_parameters()}
@@ -251,6 +249,40 @@ def test_feddyn_remembers_each_clients_gradient(
     assert not torch.allclose(
         remembering["fc.weight"], model(home, "feddyn", "forgetful")["fc.weight"], atol=1e-5
     )
+
+
+def test_two_servers_with_one_job_id_share_no_state_of_feddyn(home: Path, tiny_kit: Path) -> None:
+    """The other server's run takes place between this one's rounds, with the same settings."""
+    config = quick(method="feddyn", kit=str(tiny_kit), rounds__count=3, rounds__dyn_alpha=0.5)
+    start(config, "alone")
+    elsewhere = {**config, "runs-dir": str(home / "elsewhere")}
+    trained: list[int] = []
+
+    def run_the_other(index: int, kind: str, reply: Message) -> Message:
+        if kind == "train":
+            trained.append(index)
+        if len(trained) == 4 and kind == "train":
+            start(elsewhere)
+        return reply
+
+    start(config, tamper=run_the_other)
+    other = load_file(home / "elsewhere" / "job" / "models" / "feddyn.safetensors")
+    alone = model(home, "feddyn", "alone")
+    for name, value in model(home, "feddyn").items():
+        assert torch.equal(value, alone[name]), name
+        assert torch.equal(value, other[name]), name
+
+
+def test_rounds_that_an_older_version_began_keep_their_state(tmp_path: Path) -> None:
+    """Its clients know them by the job id alone."""
+    folder = layout.RunFolder(tmp_path / "new")
+    assert len(folder.rounds_identity()) == 32
+    assert folder.rounds_identity() == folder.rounds_identity()
+    folder.store_round(1, 1.0, {}, {}, {})
+    assert len(folder.rounds_identity()) == 32
+    old = layout.RunFolder(tmp_path / "old")
+    old.store_round(1, 1.0, {}, {}, {})
+    assert old.rounds_identity() == ""
 
 
 def test_a_model_in_another_memory_format_arrives_with_its_numbers() -> None:

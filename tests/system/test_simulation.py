@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from tests.helpers.system_tools import (
     BIN,
@@ -136,13 +137,16 @@ def test_a_run_that_is_killed_alone_leaves_nothing_running(tmp_path: Path, tiny_
 
 
 def test_a_failed_run_exits_with_one_and_its_reason(osfl, tmp_path: Path, tiny_kit: Path) -> None:  # type: ignore[no-untyped-def]
-    """A client has an image that cannot be read, which is seen when it works.
+    """A client has an image that is cut after its header, which is seen when it works.
 
     Its own message comes back, and nothing looks complete.
     """
     for client in ("site-0", "site-1"):
         make_images(tmp_path / "sites" / client)
-    (tmp_path / "sites" / "site-1" / "train" / "three" / "0.png").write_bytes(b"cut")
+    broken = tmp_path / "sites" / "site-1" / "train" / "three" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with Image.open(broken) as image:
+        assert image.size
     root = str(tmp_path / "sites")
     arguments = quick_arguments(
         tiny_kit, method="feddeo", job_id="bad", data__root=root, **TWO_CLASSES

@@ -1,6 +1,7 @@
 """Columns as data sets store them: what is taken, what is left out, and what is refused."""
 
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from osfl.cli.main import app
 from osfl.config import NodeConfig
 from osfl.data.load import domain_name, image_labels, load_images
-from osfl.data.named import left_out
+from osfl.data.named import left_out, stored_classes
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, client_name
 from tests.helpers.named_data import data, node
@@ -326,3 +327,83 @@ def test_accents_are_compared_whatever_their_code_points(tmp_path: Path) -> None
 def test_no_row_is_lost_among_many(tmp_path: Path) -> None:
     labels = np.random.default_rng(0).integers(0, 2, 50).tolist()
     assert labels_of(saved(tmp_path / "a", labels, Value("int64"))) == labels
+
+
+@pytest.mark.parametrize("labels", [[0, 2, 0, 2], [1, 2, 1, 2]])
+def test_a_number_that_no_row_has_is_named(tmp_path: Path, labels: list[int]) -> None:
+    """The cure for numbers is another numbering: a class less would name the others wrongly."""
+    config = data(saved(tmp_path / "a", labels, Value("int64")), classes="cat,dog,bird")
+    missing = min({0, 1, 2} - set(labels))
+    with pytest.raises(DataError, match=f"no row has its number, {missing}. Number the classes"):
+        check_images(replace(config, partition="iid"), node(0, 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [([-1] * 4, NAMES), ([-1] * 4, Value("int64")), ([None] * 4, Value("string"))],
+)
+def test_a_split_without_a_label_is_named_by_its_key(
+    tmp_path: Path, labels: list, kind: Any
+) -> None:
+    """A benchmark's test split often has hidden labels."""
+    names = ["cat", "dog"] * 2 if kind == Value("string") else [0, 1] * 2
+    train = Dataset.load_from_disk(str(saved(tmp_path / "train", names, kind)))
+    test = Dataset.load_from_disk(str(saved(tmp_path / "test", labels, kind)))
+    DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
+    config = data(tmp_path / "both", classes="cat,dog", partition="iid", test_split="test")
+    for place in (node(0, 1), NodeConfig(data_dir=str(tmp_path / "both"))):
+        with pytest.raises(DataError, match="data.test-split = 'test': no row of .* has a label"):
+            check_images(config, place, 0)
+    swapped = replace(config, train_split="test", test_split="train")
+    with pytest.raises(DataError, match="data.train-split = 'test': no row of .* has a label"):
+        check_images(swapped, node(0, 1), 0)
+
+
+@pytest.mark.parametrize("domains", [("a/b", "a b"), ("Site A", "Site_A"), ("-1", "1"), ("-", ".")])
+def test_two_domains_that_would_be_one_client_are_refused(
+    tmp_path: Path, domains: tuple[str, str]
+) -> None:
+    column = ([*domains] * 4, Value("string"))
+    root = saved(tmp_path / "a", [0, 0, 1, 1] * 2, Value("int64"), domain=column)
+    config = data(root, classes="cat,dog", partition="domain")
+    message = "data.domain-column = 'domain': .* and .* would be the same name, .*; rename"
+    with pytest.raises(DataError, match=message):
+        check_images(config, node(0, 1), 0)
+    # Nothing is cut by the column
+    check_images(replace(config, partition="iid"), node(0, 1), 0)
+
+
+def test_one_domain_in_two_spellings_of_unicode_is_one(tmp_path: Path) -> None:
+    both = [unicodedata.normalize(form, "Köln") for form in ("NFC", "NFD")]
+    column = (both * 4, Value("string"))
+    root = saved(tmp_path / "a", [0, 0, 1, 1] * 2, Value("int64"), domain=column)
+    config = data(root, classes="cat,dog", partition="domain")
+    assert len(load_images(config, node(0, 1), "train", 0)) == 6
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["big cat", "big/cat"], "would be the same name, 'big_cat'; rename"),
+        (["-", "dog"], "stores the name '-', of which no letter is left"),
+    ],
+)
+def test_stored_names_that_are_no_classes_names_are_refused(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
+    root = saved(tmp_path / "a", [0, 1, 0, 1], ClassLabel(names=names))
+    with pytest.raises(DataError, match=f"data.label-column = 'label': .*{message}"):
+        stored_classes(data(root, classes=""))
+
+
+@pytest.mark.parametrize(
+    ("settings", "clients"),
+    [({"partition": "iid"}, 4), ({"partition": "label", "shards_per_client": 1}, 4)],
+)
+def test_a_client_without_a_test_image_is_told_what_to_set(
+    tmp_path: Path, settings: dict[str, Any], clients: int
+) -> None:
+    config = data(saved(tmp_path / "a", [0, 0, 1, 1], NAMES), classes="cat,dog", **settings)
+    message = r"no data for test \(partition-id 0 of 4\). Lower num-clients, or set data.test-split"
+    with pytest.raises(DataError, match=message):
+        check_images(config, node(0, clients), 0)

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from osfl.cli import launch
 from osfl.cli.main import app
-from osfl.config import NodeConfig
-from osfl.data.load import image_groups, load_images
+from osfl.config import DataConfig, NodeConfig
+from osfl.data.load import load_images
 from osfl.data.named import load_rows
 from osfl.data.partition import DataError, Rows, node_rows
 from osfl.data.parts import check_clients, check_images, list_folder
-from tests.helpers.image_folders import FOLDER
+from tests.helpers.image_folders import FOLDER, grey
 from tests.helpers.named_data import data, node
 
 PATIENTS = 24
@@ -36,6 +36,10 @@ def scans(patients: int = PATIENTS, first: int = 0) -> Dataset:
             columns["patient"].append(None if number % 7 == 0 else f"P {patient}")
     features = Features(image=ImageColumn(), label=Value("int64"), patient=Value("string"))
     return Dataset.from_dict(columns, features=features)
+
+
+def image_groups(config: DataConfig, place: NodeConfig, split: str, seed: int) -> set[str]:
+    return set(load_rows(config, place, split, seed)["group"]) - {""}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +113,37 @@ def test_a_group_in_two_splits_is_refused(tmp_path: Path) -> None:
                 check_images(grouped, place, 0)
 
 
+@pytest.mark.parametrize("partition", ["domain", "dirichlet-domain"])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_group_at_two_clients_is_refused(tmp_path: Path, partition: str, split: str) -> None:
+    """A patient whose images lie in two domains, among the images of one split."""
+    columns = {
+        "image": [Image.new("RGB", (8, 8), (number, 0, 0)) for number in range(16)],
+        "label": [0, 1] * 8,
+        "domain": ["north"] * 8 + ["south"] * 8,
+        "patient": [f"P {number // 2}" for number in range(16)],
+    }
+    apart = Dataset.from_dict(columns)
+    others = {**columns, "patient": [f"Q {number // 2}" for number in range(16)]}
+    held_out = Dataset.from_dict(others)
+    alone = {**others, "patient": ["Ada", "", "", *["Q"] * 5, "", *["R"] * 6, "Ada"]}
+    parts = {"train": apart, "test": held_out}
+    settings = {"classes": "cat,dog", "partition": partition, "group_column": "patient"}
+    DatasetDict(parts).save_to_disk(tmp_path / "apart")
+    DatasetDict({**parts, split: Dataset.from_dict(alone)}).save_to_disk(tmp_path / "shared")
+    check_clients(data(tmp_path / "apart", test_split="test", **settings), 2, 0)
+    config = data(tmp_path / "shared", test_split="test", **settings)
+    for part in (0, 1):
+        with pytest.raises(DataError) as caught:
+            check_images(config, node(part, 2), 0)
+        assert str(caught.value).startswith(
+            "data.group-column = 'patient': group 'Ada' has images in the domains 'north' and "
+            f"'south', which data.partition = {partition!r} gives to two clients. Set "
+        )
+    check_clients(replace(config, partition="iid"), 2, 0)
+    check_images(replace(config, group_column=""), node(0, 2), 0)
+
+
 def test_a_column_that_is_not_there_is_named(root: Path) -> None:
     config = data(root, classes="cat,dog", partition="iid", group_column="case")
     with pytest.raises(DataError, match="data.group-column = 'case': there is no such column"):
@@ -127,11 +162,6 @@ def test_each_image_in_a_group_of_its_own_is_cut_as_without_groups() -> None:
 # ---- Folders ----
 
 
-def grey(file: Path, level: int) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (8, 8), (level, level, level)).save(file)
-
-
 def test_folders_within_a_class_are_read(tmp_path: Path) -> None:
     cat = tmp_path / "train" / "cat"
     grey(cat / "a.png", 1)
@@ -139,12 +169,12 @@ def test_folders_within_a_class_are_read(tmp_path: Path) -> None:
     grey(cat / "patient 1" / "c.png", 3)
     grey(cat / ".cache" / "hidden.png", 4)
     grey(tmp_path / "elsewhere" / "d.png", 5)
+    (tmp_path / "test").mkdir()
     (cat / "patient 2").symlink_to(tmp_path / "elsewhere")
     (cat / "patient 3").mkdir()
     place = NodeConfig(data_dir=str(tmp_path))
     pixels = load_images(FOLDER, place, "train", 0).pixels
     assert sorted(pixels[:, 0, 0, 0].tolist()) == [1, 2, 3, 5]
-    assert image_groups(FOLDER, place, "train", 0) == {"patient 1", "patient 2"}
     (cat / "lost.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(DataError, match="lost.png: not a readable image"):
         load_images(FOLDER, place, "train", 0)
@@ -155,17 +185,6 @@ def test_a_link_to_a_folder_above_ends(tmp_path: Path) -> None:
     (tmp_path / "train" / "cat" / "again").symlink_to(tmp_path / "train" / "cat")
     with pytest.raises(DataError, match="more than 8 folders deep within a class"):
         list_folder(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train")
-
-
-def test_the_check_names_patients_on_both_sides(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        grey(tmp_path / "a" / split / "cat" / "Ada" / "x.png", 1)
-        grey(tmp_path / "a" / split / "cat" / f"of {split}" / "x.png", 2)
-    command = ["data", "check", "data.name=folder", f"data.root={tmp_path}", "num-clients=1"]
-    told = CliRunner().invoke(app, [*command, "data.classes=cat,dog"], env={"COLUMNS": "300"})
-    words = " ".join(told.output.split())
-    assert told.exit_code == 0, told.output
-    assert "1 groups, patients say, have images in training and in test Ada" in words
 
 
 @pytest.mark.parametrize(

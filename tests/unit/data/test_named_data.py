@@ -14,7 +14,7 @@ from PIL import Image
 
 from osfl.cli import launch
 from osfl.config import ConfigError, DataConfig, NodeConfig, parse_run_config
-from osfl.data import named
+from osfl.data import named, shares
 from osfl.data.load import count_images, domain_name, image_labels, load_images
 from osfl.data.named import load_rows
 from osfl.data.partition import DataError
@@ -296,9 +296,9 @@ def test_names_and_revisions() -> None:
 def test_the_share_is_at_least_one_of_two() -> None:
     """Of one image nothing is held out, of two one, of ten with 0.99 nine."""
     labels = np.array([0, 1, 1, *[2] * 10])
-    test = named._share(np.arange(13), labels, 0.01, "test")
+    test = shares._share(np.arange(13), labels, 0.01, "test")
     assert Counter(labels[test].tolist()) == {1: 1, 2: 1}
-    test = named._share(np.arange(13), labels, 0.99, "test")
+    test = shares._share(np.arange(13), labels, 0.99, "test")
     assert Counter(labels[test].tolist()) == {0: 1, 1: 1, 2: 9}
 
 

@@ -287,3 +287,35 @@ def test_a_row_holds_bytes_a_path_or_nothing(tmp_path: Path) -> None:
             stored_picture(value)
     with pytest.raises(ValueError, match="the row holds an address"):
         stored_picture({"bytes": None, "path": "https://example.org/a.png"})
+
+
+@pytest.mark.parametrize("levels", [(-1000, 3000), (0, 70_000), (0, 2**31 - 1)])
+def test_whole_numbers_beyond_16_bits_are_refused(levels: tuple[int, int], tmp_path: Path) -> None:
+    """A CT's Hounsfield units, say, which would be clipped to black and white."""
+    scan = np.linspace(*levels, 400).astype(np.int32).reshape(20, 20)
+    where = one_file(tmp_path, encoded(Image.fromarray(scan), "tiff"), "ct.tif")
+    message = f"ct.tif: .*pixels from {levels[0]} to {levels[1]}; they must be from 0 to 65535"
+    with pytest.raises(DataError, match=message):
+        load_images(FOLDER, where, "train", 0)
+    inside = Image.fromarray(np.full((20, 20), 2**16 - 1, np.int32))
+    assert (to_pixels(inside, 20) == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
+        (b"<!DOCTYPE html><html>404</html>", "a web page"),
+        (b"", "it is empty"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC, or a film; save it as JPEG or PNG"),
+        (b"hello", "no format of pictures that Pillow knows"),
+    ],
+)
+def test_what_a_file_is_in_place_of_a_picture_is_named(
+    content: bytes, cause: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=rf"x.png: not a readable image \(.*{cause}"):
+        load_images(FOLDER, one_file(tmp_path, content, "x.png"), "train", 0)
+    if content:
+        with pytest.raises(ValueError, match=cause):
+            stored_picture({"bytes": content, "path": None})

@@ -216,8 +216,12 @@ def test_weights_that_there_are_not_are_refused(settings: dict, message: str) ->
 @pytest.mark.parametrize("name", ["local-dir:/hospital", "hf-hub:owner/model", "a\\b"])
 def test_timm_reads_and_fetches_nothing_by_itself(name: str) -> None:
     """A message with a global model names its architecture: a folder could be told by errors."""
-    with pytest.raises(ClassifierError, match="must be timm:NAME, of timm's own"):
+    message = "must be timm:NAME, a name of timm's alone"
+    with pytest.raises(ClassifierError, match=message):
         build_classifier(f"timm:{name}", 5)
+    settings = quick(classifier__architecture=f"timm:{name}", classifier__init="none")
+    with pytest.raises(ConfigError, match=message):
+        parse_run_config(settings)
 
 
 def test_what_cannot_be_built_is_told(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from osfl.kit.check import (
     check_kit,
     check_small_decoder,
 )
-from osfl.kit.fits import DIFFUSERS_MODELS, SHIPPED, check_loaded, fit_mark
-from osfl.kit.kits import KitError, KitFolder, file_in
+from osfl.kit.fits import DIFFUSERS_MODELS, check_loaded
+from osfl.kit.kits import KitError
 from osfl.methods import DIFFUSION_PARTS
 from osfl.models.diffusion import check_schedule, load_kit, timesteps
 from tests.helpers.kit_files import UNET, change, index, linked, rewrite
@@ -164,31 +164,40 @@ def test_what_fits_is_remembered_by_settings_and_header(
     assert asked == ["vae"] * 3
 
 
-def test_the_shipped_kits_are_checked_without_torch(tmp_path: Path) -> None:
+CHECK_SHIPPED = """
+import sys
+from dataclasses import replace
+from osfl.cli.launch import default_config
+from osfl.config import parse_run_config
+from osfl.kit.check import MODELS, check_kit
+from osfl.kit.kits import find_kit
+from osfl.kit.run_check import check_initial_weights, check_noise_schedule
+
+kit, unclip = find_kit("digits"), find_kit("digits-unclip")
+check_kit(kit, [*(part for part in MODELS if part != "image_normalizer"), "lora"])
+check_kit(unclip, [part for part in MODELS if part not in ("captioner", "small_decoder")])
+check_noise_schedule(kit, 50)
+check_noise_schedule(unclip, 50)
+settings = parse_run_config(default_config()).classifier
+names = "mobilenet_v2 mobilenet_v3_small resnet18 resnet34 resnet50 shufflenet_v2_x1_0 vgg16"
+for name in names.split():
+    check_initial_weights(replace(settings, architecture=name), kit, "classifier.init")
+"""
+
+
+def test_the_shipped_kits_are_checked_without_torch() -> None:
     """Joining stays cheap. Their parts really fit, which the parts' own test shows."""
-    marks = set()
-    for name in ("digits", "digits-unclip"):
-        folder = KitFolder(name, ROOT / "kits" / name)
-        for kind in MODELS:
-            if folder.has(file_in(kind, "config.json")):
-                shapes = check._check_weights(folder, kind, kind)
-                marks.add(fit_mark(folder, kind, kind, shapes, False))
-    assert marks == SHIPPED
-    code = (
-        "import sys; from osfl.kit.check import check_kit, MODELS; "
-        f"kit = {str(ROOT / 'kits' / 'digits')!r}; "
-        "check_kit(kit, [part for part in MODELS if part != 'image_normalizer']); "
-        "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
-    )
+    code = CHECK_SHIPPED + "print({'torch', 'diffusers', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_the_shipped_kits_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is known of them is what their check remembers: of a kit that is made anew, too."""
+    known = fits.SHIPPED
     monkeypatch.setattr(fits, "SHIPPED", frozenset())
-    check_kit(str(ROOT / "kits" / "digits"), [p for p in MODELS if p != "image_normalizer"])
-    unclip = (*DIFFUSION_PARTS, "image_encoder", "image_normalizer", "image_noising_scheduler")
-    check_kit(str(ROOT / "kits" / "digits-unclip"), unclip)
+    exec(CHECK_SHIPPED, {})
+    assert set(fits._remembered()) == known
 
 
 # ---- Settings that somebody wrote ----
@@ -354,3 +363,169 @@ def test_a_tokenizer_without_a_length_has_the_text_encoders(tmp_path: Path) -> N
         text = load_kit(kit).text
         assert text.shape[0] == min(length or 16, 16)
         assert text(["zero"]).shape[1] == text.shape[0]
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "image_encoder", "captioner"])
+def test_quantized_weights_are_refused(tmp_path: Path, part: str) -> None:
+    """Names and shapes fit; without the scales the numbers are others."""
+    kit = linked(shipped(part), tmp_path / "kit")
+    changed(kit, part, lambda state: {name: t.to(torch.int8) for name, t in state.items()})
+    with pytest.raises(KitError, match=f"{weights_file(part)} .* is of type I8, as quantized"):
+        check_kit(str(kit), (part,))
+
+
+def test_settings_of_quantized_weights_are_refused(tmp_path: Path) -> None:
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    change(kit, "unet/config.json", quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(KitError, match="unet/config.json says quantization_config = .*absent"):
+        check_kit(str(kit), ("unet",))
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (float("nan"), torch.float32, "as float32; fetch or save them again"),
+        (1e9, torch.float16, "as float16; set synthesis.dtype to float32"),
+    ],
+)
+def test_weights_that_are_not_finite_blame_no_client(
+    tmp_path: Path, part: str, value: float, dtype: torch.dtype, message: str
+) -> None:
+    def filled(state: State) -> State:
+        name = sorted(state)[0]
+        return {**state, name: torch.full_like(state[name].float(), value)}
+
+    kit = linked(shipped(part), tmp_path / "kit")
+    changed(kit, part, filled)
+    with pytest.raises(KitError, match=f"weights of {part} have NaN or infinity in .* {message}"):
+        load_kit(kit, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_max_length", 0),
+        ("model_max_length", "16"),
+        ("model_max_length", True),
+        ("eos_token", None),
+        ("bos_token", 5),
+        ("pad_token", 5),
+    ],
+)
+def test_an_odd_tokenizer_is_refused_before_anybody_works(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    """`change` removes a key whose value is None."""
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    file = kit / "tokenizer/tokenizer_config.json"
+    content = json.loads(file.read_text()) | {key: value}
+    rewrite(file, json.dumps(content).encode())
+    with pytest.raises(KitError, match=f"tokenizer_config.json says {key} = .*; it must be"):
+        check_kit(str(kit), DIFFUSION_PARTS)
+
+
+def test_a_tokenizer_without_its_model_is_refused(tmp_path: Path) -> None:
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    rewrite(kit / "tokenizer/tokenizer.json", b"{}")
+    with pytest.raises(KitError, match="tokenizer/tokenizer.json lacks its object model"):
+        check_kit(str(kit), DIFFUSION_PARTS)
+
+
+def test_a_special_token_that_the_text_encoder_lacks_is_refused(tmp_path: Path) -> None:
+    """Every text is padded with it: an index beyond the embeddings."""
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    change(kit, "tokenizer/tokenizer_config.json", pad_token="<pad>")
+    with pytest.raises(KitError, match="special token '<pad>'.*lacks; set pad_token to"):
+        check_kit(str(kit), DIFFUSION_PARTS)
+    with pytest.raises(KitError, match="special token '<pad>'"):
+        load_kit(str(kit))
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("vae/config.json", "scaling_factor", "x"),
+        ("vae/config.json", "scaling_factor", 0),
+        ("vae/config.json", "scaling_factor", float("nan")),
+        ("vae/config.json", "shift_factor", 0.1),
+        ("vae/config.json", "latents_mean", [0.1, 0.2, 0.3, 0.4]),
+        ("unet/config.json", "sample_size", 0),
+        ("unet/config.json", "sample_size", -8),
+        ("unet/config.json", "sample_size", 10**6),
+        ("unet/config.json", "sample_size", True),
+        ("scheduler/scheduler_config.json", "_class_name", 5),
+    ],
+)
+def test_odd_latents_are_refused_before_anybody_works(
+    tmp_path: Path, file: str, key: str, value: object
+) -> None:
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    change(kit, file, **{key: value})
+    with pytest.raises(KitError, match=f"{file} says {key} = .*; it must be"):
+        check_kit(str(kit), DIFFUSION_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ("LCMScheduler", "is a few-step model .its scheduler is a LCMScheduler"),
+        ("TCDScheduler", "is a few-step model .its scheduler is a TCDScheduler"),
+        ("EDMEulerScheduler", "predicts .EDM's mix"),
+        ("FlowMatchEulerDiscreteScheduler", "predicts 'flow'"),
+    ],
+)
+def test_schedulers_of_other_models_are_refused(
+    tmp_path: Path, scheduler: str, message: str
+) -> None:
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    change(kit, "scheduler/scheduler_config.json", _class_name=scheduler)
+    with pytest.raises(KitError, match=message):
+        check_kit(str(kit), DIFFUSION_PARTS)
+
+
+@pytest.mark.parametrize("file", ["unet/config.json", "tokenizer/tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("encoding", "message"), [("utf-8-sig", "byte order mark"), ("utf-16", "byte 0 is not UTF-8")]
+)
+def test_settings_in_an_encoding_that_the_libraries_do_not_read_are_named(
+    tmp_path: Path, file: str, encoding: str, message: str
+) -> None:
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    rewrite(kit / file, (kit / file).read_text().encode(encoding))
+    with pytest.raises(KitError, match=f"{file} cannot be loaded: .*{message}"):
+        check_kit(str(kit), DIFFUSION_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"error": "Repository not found"}', 'a text, not weights: .*"Repository not found"'),
+        (b"Access denied", "a text, not weights: 'Access denied'"),
+        (b"PK\x03\x04" + bytes(40), "a pickle, as torch.save writes"),
+        (b"\x80\x04\x95" + bytes(range(90, 130)), "a pickle, as torch.save writes"),
+    ],
+)
+def test_what_a_file_is_in_place_of_weights_is_named(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    rewrite(kit / UNET, content)
+    with pytest.raises(KitError, match=f"{UNET} cannot be loaded: it is {message}"):
+        check_kit(str(kit), DIFFUSION_PARTS)
+
+
+def test_a_file_of_two_types_is_loaded_in_the_runs_type(tmp_path: Path) -> None:
+    def mixed(state: State) -> State:
+        return {
+            name: tensor.float() if name.endswith(".bias") else tensor.half()
+            for name, tensor in state.items()
+        }
+
+    kit = linked(shipped("unet"), tmp_path / "kit")
+    for part in ("unet", "vae", "text_encoder"):
+        changed(kit, part, mixed)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        found = load_kit(kit, dtype=dtype)
+        for network in (found.unet, found.vae, found.text.model):
+            assert {tensor.dtype for tensor in network.parameters()} == {dtype}

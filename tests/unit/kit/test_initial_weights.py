@@ -196,7 +196,8 @@ def test_clients_of_mixed_architectures_take_each_their_own_from_one_folder(
         lambda model, file, key: loaded.append(file.name) or load(model, file, key),
     )
     start(config)
-    assert loaded == ["shufflenet_v2_x1_0.pth", "mobilenet_v2.pth"]
+    # When they join, and when they begin to train
+    assert loaded == ["shufflenet_v2_x1_0.pth", "mobilenet_v2.pth"] * 2
     assert metrics(home)["kit_not_counted"]
     (folder / "mobilenet_v2.pth").unlink()
     with pytest.raises(RoundError) as caught:

@@ -65,6 +65,7 @@ def test_pictures_of_a_folder_fit_their_encoder(tmp_path: Path) -> None:
     """Of several shapes in one tensor; turned upright first, as everywhere."""
     folder = tmp_path / "data" / "train" / "cat"
     folder.mkdir(parents=True)
+    (tmp_path / "data" / "test").mkdir()
     upright = textured(300, 400)
     exif = Image.Exif()
     exif[0x0112] = 6

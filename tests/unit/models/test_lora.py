@@ -1,6 +1,7 @@
 """Few-step weights: what they add to the UNet, and LCM's and TCD's steps."""
 
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,7 +310,7 @@ def test_weights_that_cannot_be_used_are_told_before_work(
         config = quick(method="prompts-only", kit=str(tiny_kit), synthesis__lora=str(source))
         with pytest.raises(KitError, match=message):
             check_sampling_kit(parse_run_config(config))
-    check_lora(str(lora), "")
+    check_lora(str(lora), str(tiny_kit))
     state = load_file(lora / "pytorch_lora_weights.safetensors")
     wide = {
         name: torch.cat([value, value]) if value.ndim else value for name, value in state.items()
@@ -319,7 +320,100 @@ def test_weights_that_cannot_be_used_are_told_before_work(
         distilled(tiny_kit, tmp_path / "wide.safetensors")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(KitError, match=r"needs the package peft: pip install 'osfl\[lora\]'"):
-        check_lora(str(lora), "")
+        check_lora(str(lora), str(tiny_kit))
+
+
+State = dict[str, torch.Tensor]
+
+
+def first_of(state: State) -> str:
+    return next(name for name in state if not name.endswith("alpha"))
+
+
+def under(prefix: str) -> Callable[[State], State]:
+    return lambda state: {prefix + name: value for name, value in state.items()}
+
+
+def of_another_unet(state: State) -> State:
+    """One layer that the kit's UNet lacks: the others are its own."""
+    name = "lora_unet_down_blocks_7_resnets_0_conv1"
+    return {
+        **state,
+        f"{name}.lora_down.weight": torch.zeros(RANK, 4, 3, 3),
+        f"{name}.lora_up.weight": torch.zeros(4, RANK, 1, 1),
+    }
+
+
+def wider(state: State) -> State:
+    name = first_of(state)
+    return {**state, name: torch.cat([state[name], state[name]], dim=1)}
+
+
+def halved(state: State) -> State:
+    name = next(name for name in state if "lora_up" in name or "lora_B" in name)
+    return {key: value for key, value in state.items() if key != name}
+
+
+def with_dora(state: State) -> State:
+    """Which diffusers leaves out, with a warning in its log."""
+    name = first_of(state).replace("lora_down.weight", "dora_scale")
+    return {**state, name: torch.ones(32, 1)}
+
+
+def in_pefts_names(state: State, layers: Mapping[str, str]) -> State:
+    """As `save_lora` writes them.
+
+    Args:
+        layers: the UNet's, by what kohya's scripts call them.
+    """
+    renamed = {}
+    for name, value in state.items():
+        for old, new in ((".lora_down.", ".lora_A."), (".lora_up.", ".lora_B.")):
+            if old in name:
+                renamed[f"unet.{layers[name.partition('.')[0]]}{new}weight"] = value
+    return renamed
+
+
+@pytest.mark.parametrize("named", ["a file", "kit"])
+@pytest.mark.parametrize(
+    ("names", "alter", "message"),
+    [
+        ("kohya", of_another_unet, "'lora_unet_down_blocks_7_resnets_0_conv1.lora_down.weight' is"),
+        ("kohya", wider, "'lora_unet_.* has the shape .*; it must be"),
+        ("kohya", halved, "lacks 'lora_unet_.*.lora_up.weight'"),
+        ("peft", halved, "'unet.*lora_A.weight' is without its .lora_B.weight"),
+        ("kohya", with_dora, "dora_scale' is for no layer of the UNet"),
+        ("kohya", under("module."), "'module.lora_unet_.* names .* begin with 'module.'"),
+        ("kohya", under("_orig_mod.module."), "begin with '_orig_mod.module.'"),
+        ("peft", under("base_model."), "'base_model.unet.* begin with 'base_model.'"),
+    ],
+)
+def test_few_step_weights_that_fit_no_layer_are_refused_before_work(
+    tiny_kit: Path,
+    lora: Path,
+    tmp_path: Path,
+    named: str,
+    names: str,
+    alter: Callable[[State], State],
+    message: str,
+) -> None:
+    layers = [name.removesuffix(".weight") for name in attention_weights(load_kit(tiny_kit))]
+    state = load_file(lora / "pytorch_lora_weights.safetensors")
+    if names == "peft":
+        called = {"lora_unet_" + layer.replace(".", "_"): layer for layer in layers}
+        state = in_pefts_names(state, called)
+    kit = tmp_path / "kit"
+    shutil.copytree(tiny_kit, kit)
+    place = kit / "lora" if named == "kit" else tmp_path / "apart"
+    place.mkdir()
+    file = place / "pytorch_lora_weights.safetensors"
+    source = "kit" if named == "kit" else str(file)
+    config = parse_run_config(quick(method="prompts-only", kit=str(kit), synthesis__lora=source))
+    save_file(state, file)
+    check_sampling_kit(config)
+    save_file(alter(state), file)
+    with pytest.raises(KitError, match=f"pytorch_lora_weights.safetensors.*{message}"):
+        check_sampling_kit(config)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,16 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
             "client_app.app, client_app.handlers, client_app.methods.classifier",
             {"diffusers", "transformers", "datasets", "sklearn"},
         ),
+        (
+            "client_app.methods.fedcgs, client_app.methods.fedpft, "
+            "client_app.learning.local_training",
+            {"diffusers", "transformers", "torchvision"},
+        ),
+        (
+            "server_app.app, server_app.methods.fedcgs, server_app.methods.fedpft, "
+            "server_app.methods.local, server_app.baselines.fedavg, osfl.cli.estimate",
+            {"diffusers", "transformers", "torchvision"},
+        ),
         ("client_app.app", {"torch"}),  # joining and forgetting, each a process of its own
     ],
 )

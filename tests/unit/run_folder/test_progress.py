@@ -358,6 +358,7 @@ def client_folder(tmp_path: Path) -> Path:
             file = tmp_path / "data" / "train" / name / f"{number}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (20, 12), (40 * number, 0, 200)).save(file)
+    (tmp_path / "data" / "test").mkdir()
     return tmp_path / "data"
 
 

@@ -93,6 +93,15 @@ def test_two_proxy_images_are_enough(tmp_path: Path) -> None:
         proxies.load_proxy(one)
 
 
+def test_files_that_systems_leave_are_no_proxy_images(tmp_path: Path) -> None:
+    folder = web(tmp_path / "web", 2, 3)
+    (folder / "@eaDir").mkdir()
+    for name in ("Thumbs.db", "desktop.ini", "._x.png", "@eaDir/x.png"):
+        (folder / name).write_bytes(b"no picture")
+    job = proxy_job(folder, rounds__proxy_images=500)
+    assert len(taken(proxies.load_proxy(job))) == 6
+
+
 def test_few_proxy_images_are_decoded_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

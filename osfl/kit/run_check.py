@@ -1,0 +1,181 @@
+"""Whether all models that a run loads are there and fit: asked by `osfl doctor`, `osfl run` and its
+`--dry-run`, and by the server and the clients before anybody works.
+
+What was checked before is remembered, so that joining does without torch.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from osfl.config import ClassifierConfig, RunConfig
+from osfl.kit.check import (
+    check_captioner,
+    check_image_encoder,
+    check_kit,
+    check_lora,
+    check_small_decoder,
+    check_steps,
+)
+from osfl.kit.digests import sha256_of
+from osfl.kit.fits import remembered
+from osfl.kit.initial_weights import initial_weights, weights_to_fetch
+from osfl.kit.kits import KitFolder, find_kit, initialisation_part, is_hub_id
+from osfl.kit.used_parts import RunModel, run_models
+from osfl.methods import LORA, SMALL_DECODER
+
+GB = 1e9
+_APART: dict[str, Callable[[str], None]] = {
+    "captioner": check_captioner,
+    "image_encoder": check_image_encoder,
+    SMALL_DECODER: check_small_decoder,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model of a run is.
+
+    Attributes:
+        model: the model.
+        folder: where it is, or what it is called.
+        to_fetch: how much of it a run will fetch, in words; "": all is here, and was checked.
+    """
+
+    model: RunModel
+    folder: str
+    to_fetch: str = ""
+
+    def __str__(self) -> str:
+        """Return where it is, or how much of it a run will fetch."""
+        return (
+            f"{self.folder}, of which a run will fetch {self.to_fetch}"
+            if self.to_fetch
+            else self.folder
+        )
+
+
+def check_run_models(config: RunConfig, models: Iterable[RunModel] | None = None) -> list[Place]:
+    """Check every model that a run loads, as far as that needs nothing of the network but settings.
+
+    Args:
+        models: those alone.
+
+    Raises:
+        ClassifierError, ConfigError, FileNotFoundError, KitError: one is missing or does not fit.
+    """
+    return [
+        _check_here(model, config)
+        for model in run_models(config)
+        if models is None or model in models
+    ]
+
+
+def check_models_apart(config: RunConfig, loaded_by: str) -> None:
+    """Check the models that are named apart from the kit; they are fetched unless they are there.
+
+    Args:
+        loaded_by: "clients" or "server".
+
+    Raises:
+        KitError: one is missing or does not fit.
+    """
+    for model in run_models(config):
+        if model.loaded_by == loaded_by and model.is_apart:
+            _check_apart(model, config)
+
+
+def _check_apart(model: RunModel, config: RunConfig) -> None:
+    (part,) = model.parts
+    if part == LORA:
+        check_lora(model.source, find_kit(config.sampling_kit))
+    else:
+        _APART[part](model.source)
+
+
+def check_initial_weights(config: ClassifierConfig, kit: str, key: str) -> None:
+    """Check that a classifier's initial weights fit it; they are fetched unless they are there.
+
+    Args:
+        config: of one architecture.
+        kit: the kit's folder, where `init` is `kit`.
+        key: what `init` is called in the run-config.
+
+    Raises:
+        ClassifierError: they do not fit, or there is no such architecture.
+        ConfigError, KitError: there is no such file, or it cannot be fetched.
+    """
+    file = initial_weights(config, kit, key)
+    if file is not None:
+        _check_weights_file(config, file, key)
+
+
+def check_noise_schedule(kit: str, steps: int) -> None:
+    """Check that images can be drawn by a kit's noise schedule in this number of steps.
+
+    Args:
+        kit: a folder.
+
+    Raises:
+        KitError: its settings cannot be read, it ends at pure noise, or it has fewer timesteps.
+    """
+    check_kit(kit, ("scheduler",))
+    settings = KitFolder(f"kit = {kit!r}", Path(kit)).settings("scheduler/scheduler_config.json")
+    with remembered(["noise schedule", settings]) as known:
+        if not known:
+            # Seconds to import
+            from osfl.models.diffusion import check_schedule
+
+            check_schedule(kit)
+    check_steps(settings, steps)
+
+
+def _check_weights_file(config: ClassifierConfig, file: Path, key: str) -> None:
+    # What is missing is said by the loading
+    about = [config.architecture, config.small_stem, config.init == "kit"]
+    digest = sha256_of(file) if file.is_file() else ""
+    with remembered(["initial weights", *about, digest]) as known:
+        if not known:
+            # Seconds to import
+            from osfl.models.classifiers import check_initialisation
+
+            check_initialisation(config, file, key)
+
+
+def _check_here(model: RunModel, config: RunConfig) -> Place:
+    if model.classifier is not None:
+        return _check_weights_here(model, model.classifier)
+    if missing := _missing_bytes(model):
+        return Place(model, model.source, f"{missing / GB:.2f} GB")
+    if not model.is_kit:
+        _check_apart(model, config)
+        return Place(model, model.source)
+    folder = find_kit(model.source, model.parts)
+    check_kit(folder, model.parts, model.key, model.takes_image)
+    return Place(model, folder)
+
+
+def _missing_bytes(model: RunModel) -> int:
+    """Return how many bytes of a model a run will fetch of the hub."""
+    if not is_hub_id(model.source):
+        return 0
+    # A client that needs no model of the hub stays small
+    from osfl.kit.hub import missing_bytes, missing_model_bytes
+
+    if model.is_kit:
+        return missing_bytes(model.source, model.parts)
+    return missing_model_bytes(model.source, model.parts[0], model.key)
+
+
+def _check_weights_here(model: RunModel, settings: ClassifierConfig) -> Place:
+    kit = find_kit(model.source) if settings.init == "kit" else ""
+    what = kit or f"{settings.init}: {settings.architecture}"
+    # Of the hub's kits, which are listed themselves
+    is_absent = (
+        is_hub_id(model.source)
+        and not Path(kit, initialisation_part(settings.architecture, kit)).is_file()
+    )
+    if is_absent or weights_to_fetch(settings, model.key):
+        return Place(model, what, "the weights")
+    check_initial_weights(settings, kit, model.key)
+    return Place(model, what)
