@@ -299,9 +299,9 @@ def test_a_capped_client_is_named_once_with_what_became_of_it() -> None:
     honest = {f"c{k}": statistics_with(k) for k in range(6)}
     (said,) = warnings_of(honest | {"c2": statistics_with(2, times=1000)}, 10)
     assert said == (
-        "c2: capped, for it states 20,000 images of class 'dog', 1e+03 times the other clients' "
-        "median of 20; it counts as 300 of the 30,000 images that it states (max-weight-ratio = "
-        "10)"
+        "c2: weight capped, because it states 20,000 images of class 'dog', 1e+03 times the other "
+        "clients' median of 20; it counts as 300 of the 30,000 images that it states "
+        "(max-weight-ratio = 10)"
     )
     (said,) = warnings_of(honest | {"c2": statistics_with(2, times=1000)}, 0)
     assert said.startswith("c2: it states 1e+03 times as many images as the others' median")
@@ -349,11 +349,11 @@ def test_a_run_caps_a_client_and_says_so_in_status_and_report(home: Path, tiny_k
     config = quick(**FEDPFT, kit=str(tiny_kit))
     start(config, tamper=claims(100_000))
     (said,) = metrics(home)["warnings"]
-    assert said.startswith("client-1: capped, for it states ")
+    assert said.startswith("client-1: weight capped, because it states ")
     folder = home / "runs" / "job"
     assert json.loads((folder / "status.json").read_text())["warnings"] == [said]
     page = (folder / "report.html").read_text()
-    assert "client-1: capped, for it states " in page
+    assert "client-1: weight capped, because it states " in page
     assert "max-weight-ratio = 10" in page
 
 
@@ -466,7 +466,7 @@ def test_fedavg_caps_a_model_at_ten_times_the_others_median(home: Path, tiny_kit
     made = load_file(home / "runs" / "job" / "models" / "fedavg.safetensors")["fc.weight"]
     torch.testing.assert_close(made, wanted / 360, rtol=0, atol=1e-6)
     (said,) = metrics(home)["warnings"]
-    assert said.startswith("round 1: client-2: capped, for it states 1,000,000 images, ")
+    assert said.startswith("round 1: client-2: weight capped, because it states 1,000,000 images, ")
     start(
         {**config, "max-weight-ratio": 0.0},
         "off",
