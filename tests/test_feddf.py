@@ -461,7 +461,7 @@ def test_who_joins_with_another_architecture_than_the_runs_is_refused(
         return reply
 
     config = mixed(tiny_kit, rounds__count=1)
-    with pytest.raises(RoundError, match="client-1 has architecture 'resnet152': this run has"):
+    with pytest.raises(RoundError, match="client-1 has architecture 'resnet152': this run allows"):
         run_job(LoopGrid(app, config, mixed_nodes(), tamper), parse_run_config(config), "job")
 
 

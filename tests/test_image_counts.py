@@ -410,13 +410,13 @@ def test_with_a_guarantee_a_site_declares_nothing() -> None:
     [
         (
             [10**6, 1] + [0] * 8,
-            "client-1 declares its images: 1,000,001 images .* max-images = 1,0",
+            "client-1, image counts at join: 1,000,001 images .* max-images = 1,0",
         ),
-        ([3, 4], r"client-1 declares \[3, 4\] as its images; expected 10 whole numbers"),
-        ([-1] + [5] * 9, "client-1 declares .* as its images; expected 10 whole numbers"),
-        ([0] * 10, "client-1 declares .* as its images; expected 10 whole numbers"),
-        ([0.5] * 10, "client-1 declares .* as its images; expected 10 whole numbers"),
-        ("many", "client-1 declares many as its images; expected 10 whole numbers"),
+        ([3, 4], r"client-1 declares \[3, 4\] as its image counts; they must be 10 whole numbers"),
+        ([-1] + [5] * 9, "client-1 declares .* as its image counts; they must be 10 whole numbers"),
+        ([0] * 10, "client-1 declares .* as its image counts; they must be 10 whole numbers"),
+        ([0.5] * 10, "client-1 declares .* as its image counts; they must be 10 whole numbers"),
+        ("many", "client-1 declares many as its image counts; they must be 10 whole numbers"),
     ],
 )
 def test_a_declaration_that_cannot_be_true_is_refused_at_the_join(

@@ -559,7 +559,7 @@ def test_a_payload_that_leads_sampling_astray_is_left_out(
     monkeypatch.setattr(feddeo_server, "sample", astray)
     with pytest.raises(
         RoundError,
-        match=r"1 of 2 clients .* can be used; 2 are needed.*\n  client-1: .*NaN or infinity",
+        match=r"1 of 2 clients .* usable payload; at least 2 are required.*\n  client-1: .*NaN or infinity",
     ):
         start(quick(method="feddeo", kit=str(tiny_kit)))
     grid = start(quick(method="feddeo", kit=str(tiny_kit), min_clients=1))
@@ -688,7 +688,7 @@ def test_a_client_without_data_says_so(home: Path, tiny_kit: Path) -> None:
 def test_a_second_node_of_the_same_name_is_refused(home: Path, tiny_kit: Path) -> None:
     config = quick(method="prompts-only", kit=str(tiny_kit))
     grid = LoopGrid(app, config, [{"partition-id": 0, "num-partitions": 2}] * 2)
-    with pytest.raises(RoundError, match="'client-0' is already taken by another node"):
+    with pytest.raises(RoundError, match="'client-0' is already used by another node"):
         run_job(grid, parse_run_config(config), "job")
 
 
@@ -824,8 +824,8 @@ def test_an_old_installation_may_not_join(
 ) -> None:
     """The code comes with the run; an old installation has other kits and dependencies."""
     monkeypatch.setattr(client_app.app, "version", lambda name: "0.0.1")
-    with pytest.raises(
-        RoundError, match=f"client-0 has osfl 0.0.1 installed, the run is of {osfl.__version__}"
+    message = f"client-0 has osfl 0.0.1 installed, and the run requires {osfl.__version__}"
+    with pytest.raises(RoundError, match=message):
     ):
         start(quick(method="feddeo", kit=str(tiny_kit)))
 
