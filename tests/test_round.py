@@ -559,7 +559,7 @@ def test_a_payload_that_leads_sampling_astray_is_left_out(
     monkeypatch.setattr(feddeo_server, "sample", astray)
     with pytest.raises(
         RoundError,
-        match=r"1 of 2 clients .* usable payload; at least 2 are required.*\n  client-1: .*NaN or infinity",
+        match=r"1 of 2 clients .* usable payload; at least 2 .*\n  client-1: .*NaN or infinity",
     ):
         start(quick(method="feddeo", kit=str(tiny_kit)))
     grid = start(quick(method="feddeo", kit=str(tiny_kit), min_clients=1))
@@ -826,7 +826,6 @@ def test_an_old_installation_may_not_join(
     monkeypatch.setattr(client_app.app, "version", lambda name: "0.0.1")
     message = f"client-0 has osfl 0.0.1 installed, and the run requires {osfl.__version__}"
     with pytest.raises(RoundError, match=message):
-    ):
         start(quick(method="feddeo", kit=str(tiny_kit)))
 
 
