@@ -411,7 +411,7 @@ def test_a_rest_ends_with_the_phase_or_with_a_reply(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
     grid = SimpleNamespace(pull_messages=lambda names: time.sleep(0.2) or [])
     # type: ignore[arg-type]
-    exchange = Exchange(grid, 10.0, _heard=-1e6)
+    exchange = Exchange(grid, 10.0, _last_reply=-1e6)
     began = time.monotonic()
     exchange.rest(began + 0.3)
     assert 0.3 <= time.monotonic() - began < 2.0
@@ -529,7 +529,7 @@ def test_a_client_id_is_taken_once(tmp_path: Path) -> None:
     grid = NodesGrid({0: fit("a"), 1: fit("a"), 2: fit("b")})
     members = joined(grid, settings(num_clients=2), tmp_path)
     assert list(members.nodes) == ["a", "b"]
-    with pytest.raises(RoundError, match="2 of 3 .*\n.*client id 'a' is already taken by another"):
+    with pytest.raises(RoundError, match="2 of 3 .*\n.*client id 'a' is already used by another"):
         joined(grid, settings(num_clients=3), tmp_path)
 
 

@@ -1045,7 +1045,7 @@ def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch)
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("server_app.federation.exchange.time", clock)
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
-    exchange = Exchange(None, 10.0, _heard=0.0)  # type: ignore[arg-type]
+    exchange = Exchange(None, 10.0, _last_reply=0.0)  # type: ignore[arg-type]
     for now[0] in (0.0, 20.0, 60.0, 200.0, 5000.0):
         pauses.append(exchange.pause())
     exchange._forget(7)
