@@ -419,7 +419,7 @@ def test_a_disk_that_never_gives_back_an_image_ends_the_run(
         lambda job, unit, pixels: (made.append(unit.name), commit(job, unit, pixels)),
     )
     monkeypatch.setattr(synthesis_images, "read_picture", lambda file: None)
-    with pytest.raises(OSError, match="images cannot be read that were written 3 times"):
+    with pytest.raises(OSError, match="images that were written 3 times cannot be read"):
         start(quick(method="feddeo", kit=str(tiny_kit)))
     assert len(made) == 3 * len(set(made))
 
