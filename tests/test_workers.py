@@ -258,8 +258,7 @@ def test_gpus_that_are_not_there_are_missed_before_the_clients_work() -> None:
 def test_another_cluster_than_the_simulations_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="synthesis.ray-address = 'ray://host:10001': a simulation has a Ray cluster of its "
-        "own",
+        match="synthesis.ray-address = 'ray://host:10001': a simulation has its own Ray cluster",
     ):
         list(
             sample_units(
