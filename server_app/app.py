@@ -225,8 +225,8 @@ def settled_config(config: RunConfig, folder: RunFolder, status: Status) -> RunC
         settings = engine.settled(kit, device, config.synthesis)
         choice = {name: getattr(settings, name) for name in engine.CHOSEN}
         folder.store_sampling_choice(choice)
-    chosen = {name: choice[name] for name in engine.CHOSEN}
-    return replace(config, synthesis=replace(config.synthesis, **chosen))
+    values = {name: choice[name] for name in engine.CHOSEN}
+    return replace(config, synthesis=replace(config.synthesis, **values))
 
 
 def check_server(config: RunConfig) -> None:

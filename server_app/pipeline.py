@@ -29,11 +29,11 @@ Models = dict[str, GlobalModel]  # by training strategy
 def plan_held(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
     """Plan R images per client and held class; with `class-balance`, equally many per class."""
     per_class = job.config.synthesis.images_per_class
-    held = job.held(payloads)
+    labels_of = job.held(payloads)
     if job.config.class_balance:
-        counts = balanced_counts(held, per_class)
+        counts = balanced_counts(labels_of, per_class)
         return plan_counts(job.config.method, job.config.seed, counts)
-    return plan_images(job.config.method, job.config.seed, held, per_class)
+    return plan_images(job.config.method, job.config.seed, labels_of, per_class)
 
 
 def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet) -> Models:

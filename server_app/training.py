@@ -95,7 +95,7 @@ def digest_of(*inputs: Pixels | None) -> str:
 
 def mean_teacher(
     teachers: Mapping[str, nn.Module],
-    held: Mapping[str, list[int]],
+    labels_of: Mapping[str, list[int]],
     pixels: torch.Tensor,
     device: torch.device,
     plain: bool,
@@ -107,7 +107,7 @@ def mean_teacher(
     the teachers that hold the class, with rows normalized to sum 1.
 
     Args:
-        held: the labels that each client holds.
+        labels_of: the labels that each client holds.
         plain: use the uniform mean over all teachers for every class.
     """
     probabilities = {
@@ -119,8 +119,8 @@ def mean_teacher(
     total = torch.zeros_like(next(iter(probabilities.values())))
     count = torch.zeros(next(iter(probabilities.values())).shape[1])
     for client, p in probabilities.items():
-        total[:, held[client]] += p[:, held[client]]
-        count[held[client]] += 1
+        total[:, labels_of[client]] += p[:, labels_of[client]]
+        count[labels_of[client]] += 1
     mean = total / count.clamp_min(1)
     return mean / mean.sum(dim=1, keepdim=True)
 

@@ -71,7 +71,7 @@ class Influence:
 
     @property
     def harms(self) -> bool:
-        """Whether the others are better off without the client, beyond the interval."""
+        """True if the model of the others is better without the client, beyond the interval."""
         return self.images >= ENOUGH and self.others.points + self.others.half < 0
 
 

@@ -116,22 +116,22 @@ def without_doubted(
     return trusted, trusted_images
 
 
-def judged(found: Agreements) -> Verdict:
+def judged(scores: Agreements) -> Verdict:
     """Flag clients and classes by the rule at the top of this module."""
     flags: list[Doubt] = []
     unscored = []
-    for client, scores in found.items():
-        medians = _medians_of_others(found, client)
+    for client, by_label in scores.items():
+        medians = _medians_of_others(scores, client)
         if not medians:
             unscored.append(client)
             continue
-        score = mean(scores[label] for label in medians)
-        most_scored = 2 * len(medians) > len(scores)
+        score = mean(by_label[label] for label in medians)
+        most_scored = 2 * len(medians) > len(by_label)
         if most_scored and score < (CHANCE + mean(medians.values())) / 2:
             flags.append(Doubt(client, None, score))
             continue
         flags += [
-            Doubt(client, label, scores[label]) for label in medians if scores[label] < CHANCE
+            Doubt(client, label, by_label[label]) for label in medians if by_label[label] < CHANCE
         ]
     return Verdict(tuple(flags), tuple(unscored))
 
@@ -206,7 +206,7 @@ def latents_of(kit: Kit, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def denoising_errors(
-    kit: Kit, latents: torch.Tensor, prompts: torch.Tensor, chance: torch.Generator
+    kit: Kit, latents: torch.Tensor, prompts: torch.Tensor, rng: torch.Generator
 ) -> torch.Tensor:
     """Return the denoising error of every image under every prompt, [N, M] on the CPU.
 
@@ -215,13 +215,13 @@ def denoising_errors(
     Args:
         latents: [N, c, h, w].
         prompts: [M, L, d].
-        chance: the random generator of the noise.
+        rng: the random generator of the noise.
     """
     errors = torch.zeros(len(latents), len(prompts))
     pairs = torch.cartesian_prod(torch.arange(len(latents)), torch.arange(len(prompts)))
     for time in TIMES:
         t = int(time * len(kit.alphas_cumprod))
-        eps = torch.randn(latents.shape[1:], generator=chance).to(kit.device)
+        eps = torch.randn(latents.shape[1:], generator=rng).to(kit.device)
         for batch in pairs.split(BATCH):
             image, prompt = batch.unbind(1)
             # Diffusion classifier, eq. 6: the mean over draws of ||eps - e(z_t, t, c)||^2

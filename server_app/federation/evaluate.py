@@ -1,7 +1,7 @@
 """Evaluation of the global models on the clients' test images."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -109,23 +109,15 @@ def evaluate_on_clients(
     """
     personalizes = bool(config.adaptation.steps)
     total = len(models) * len(nodes) * (1 + personalizes)
-    finished = 0
     status.phase("testing on clients", total)
     client_of = {node: client for client, node in nodes.items()}
     size = len(class_names(config.data))
+    evaluator = _Evaluator(grid, config, folder.path.name, status, total)
     matrices = {}
     withheld: set[str] = set()
-
-    def evaluate(test: Evaluation, model: GlobalModel) -> None:
-        def advance(count: int) -> None:
-            status.advance(finished + count, total)
-
-        _evaluate(grid, config, test, model, folder.path.name, advance)
-
     for name, model in models.items():
         test = Evaluation(name, client_of, size, config.max_images)
-        evaluate(test, model)
-        finished += len(nodes)
+        evaluator.run(test, model)
         if not test.matrices and not test.silent:
             raise RoundError(f"no client could test the global model {name}; see the log above")
         withheld |= test.silent
@@ -142,8 +134,7 @@ def evaluate_on_clients(
         test = Evaluation(
             name, client_of, size, config.max_images, adapted=True, came=matrices[name]
         )
-        evaluate(test, model)
-        finished += len(nodes)
+        evaluator.run(test, model)
         # With an epsilon, clients must not reveal these results, and any that arrive are dropped
         if test.matrices and not config.epsilon:
             folder.store_adapted_test(name, test.matrices)
@@ -160,35 +151,42 @@ def _warn_of_large_tests(matrices: Mapping[str, Matrix], status: Status) -> None
         )
 
 
-def _evaluate(
-    grid: Grid,
-    config: RunConfig,
-    test: Evaluation,
-    model: GlobalModel,
-    job_id: str,
-    advance: Callable[[int], None],
-) -> None:
-    """Evaluate one model on all clients, until all have replied or `test-timeout`."""
-    # A client that gets the request twice would personalize the model twice, in parallel
-    patience = config.test_timeout if test.adapted else None
-    exchange = Exchange(grid, config.test_timeout, patience)
-    content = pack_model(
-        SentModel(
-            model.model.state_dict(),
-            model.architecture,
-            model.small_stem,
-            job_id,
-            test.model,
-            test.adapted,
+class _Evaluator:
+    """Runs one evaluation after the other, and reports the progress of the phase."""
+
+    def __init__(self, grid: Grid, config: RunConfig, job_id: str, status: Status, total: int):
+        self._grid = grid
+        self._config = config
+        self._job_id = job_id
+        self._status = status
+        self._total = total
+        self._finished = 0  # clients of earlier evaluations
+
+    def run(self, test: Evaluation, model: GlobalModel) -> None:
+        """Evaluate one model on all clients, until all have replied or `test-timeout`."""
+        seconds = self._config.test_timeout
+        # A client that gets the request twice would personalize the model twice, in parallel
+        patience = seconds if test.adapted else None
+        exchange = Exchange(self._grid, seconds, patience)
+        content = pack_model(
+            SentModel(
+                model.model.state_dict(),
+                model.architecture,
+                model.small_stem,
+                self._job_id,
+                test.model,
+                test.adapted,
+            )
         )
-    )
-    for node in test.client_of:
-        exchange.push(node, "evaluate", content)
-    release_memory()
-    end = time.monotonic() + config.test_timeout
-    while exchange.pull(test.read, test.keep, test.fail, end) and time.monotonic() < end:
-        advance(len(test.matrices) + len(test.silent))
-        exchange.rest(end)
-    exchange.end()
-    for node in exchange.waiting():
-        test.fail(node, f"no reply within {config.test_timeout:g} s (test-timeout)")
+        for node in test.client_of:
+            exchange.push(node, "evaluate", content)
+        release_memory()
+        end = time.monotonic() + seconds
+        while exchange.pull(test.read, test.keep, test.fail, end) and time.monotonic() < end:
+            replies = len(test.matrices) + len(test.silent)
+            self._status.advance(self._finished + replies, self._total)
+            exchange.rest(end)
+        exchange.end()
+        for node in exchange.waiting():
+            test.fail(node, f"no reply within {seconds:g} s (test-timeout)")
+        self._finished += len(test.client_of)

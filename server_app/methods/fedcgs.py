@@ -42,7 +42,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     job.status.phase("solving for the head")
     weights = class_weights(payloads, job.config.max_weight_ratio)
     weight, bias = closed_form_head(
-        statistics, job.held(payloads), len(job.classes), job.config.fedcgs.shrinkage, weights
+        statistics, job.labels_of(payloads), len(job.classes), job.config.fedcgs.shrinkage, weights
     )
     images = sum(int(payload.counts.sum()) for payload in statistics.values())
     return store_with_head(job, "FedCGS", weight, bias, images, watch)
@@ -50,7 +50,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 def closed_form_head(
     statistics: Mapping[str, FeatureStatistics],
-    held: Mapping[str, list[int]],
+    labels_of: Mapping[str, list[int]],
     classes: int,
     shrinkage: float,
     weights: Mapping[str, Sequence[float]] | None = None,
@@ -59,7 +59,7 @@ def closed_form_head(
 
     Args:
         statistics: N_j, A_j and B of each client.
-        held: the labels of each client's rows.
+        labels_of: the label of each of a client's rows.
         classes: C.
         shrinkage: gamma, 0 to 1.
         weights: factors of the images of each client's classes; None: 1 for all.
@@ -70,7 +70,7 @@ def closed_form_head(
     moments = torch.zeros(width, width, dtype=torch.float64)
     # Sorted, because floating-point sums depend on their order
     for client in sorted(statistics):
-        labels = torch.tensor(held[client])
+        labels = torch.tensor(labels_of[client])
         client_counts, client_sums, client_moments = weighted(
             statistics[client], weights[client] if weights else ()
         )

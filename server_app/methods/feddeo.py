@@ -57,7 +57,7 @@ def sample(
     kit: Kit,
     jobs: Sequence[ImageJob],
     prompts: torch.Tensor,
-    learned: Mapping[tuple[str, int], torch.Tensor],
+    descriptions: Mapping[tuple[str, int], torch.Tensor],
     scales: tuple[float, float],
     steps: int,
 ) -> torch.Tensor:
@@ -67,7 +67,7 @@ def sample(
         kit: the base diffusion model.
         jobs: the images.
         prompts: tau of every class's prompt, [classes, L, d].
-        learned: descriptions d_y [L, d] by (client, label).
+        descriptions: descriptions d_y [L, d] by (client, label).
         scales: (g_text, g_desc).
         steps: number of timesteps.
 
@@ -76,7 +76,7 @@ def sample(
     """
     c0 = kit.text([""])
     text = prompts[[job.label for job in jobs]]
-    description = torch.stack([learned[job.client, job.label] for job in jobs])
+    description = torch.stack([descriptions[job.client, job.label] for job in jobs])
     conditions = [
         Condition(c, scale)
         for c, scale in zip((text, description), scales, strict=True)

@@ -124,13 +124,13 @@ def _train(
     FT has no teacher, MD the mean of all classifiers, and SD the classifier of the image's client.
     """
     networks = {client: teacher.model for client, teacher in teachers_of(job, payloads).items()}
-    held = job.held(payloads)
+    labels_of = job.held(payloads)
     is_uniform = settings.teacher_mean == "plain"
     models = {}
     for strategy in split_names(settings.strategies):
         target = None
         if strategy == "md":
-            target = mean_teacher(networks, held, images.pixels, job.device, plain=is_uniform)
+            target = mean_teacher(networks, labels_of, images.pixels, job.device, plain=is_uniform)
         elif strategy == "sd":
             target = own_teacher(networks, images.clients, images.pixels, job.device)
         name = strategy.upper()

@@ -38,7 +38,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     job.status.phase("training the head")
     features, labels, shares = drawn_features(
         mixtures,
-        job.held(payloads),
+        job.labels_of(payloads),
         settings.samples,
         job.config.seed,
         class_weights(payloads, job.config.max_weight_ratio),
@@ -50,7 +50,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
 
 def drawn_features(
     mixtures: Mapping[str, FeatureMixtures],
-    held: Mapping[str, list[int]],
+    labels_of: Mapping[str, list[int]],
     limit: int,
     seed: int,
     weights: Mapping[str, Sequence[float]] | None = None,
@@ -59,7 +59,7 @@ def drawn_features(
 
     Args:
         mixtures: by client.
-        held: the labels of each client's rows.
+        labels_of: the label of each of a client's rows.
         limit: upper bound of the features per client and class.
         seed: of the run; each client and class has its own random stream.
         weights: factors of the images of each client's classes; None: 1 for all.
@@ -69,7 +69,7 @@ def drawn_features(
     shares = []
     for client in sorted(mixtures):
         payload = mixtures[client]
-        for row, label in enumerate(held[client]):
+        for row, label in enumerate(labels_of[client]):
             generator = generator_of(seed, "fedpft", client, payload.classes[row])
             count = int(payload.counts[row])
             weight = weights[client][row] if weights else 1.0
