@@ -1,4 +1,4 @@
-"""What a server half gets to work with, and what it gives back."""
+"""Inputs and results of a method's server half."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class GlobalModel:
-    """A trained model and how to build it again."""
+    """A trained model and the settings to rebuild it."""
 
     model: nn.Module
     architecture: str
@@ -31,13 +31,18 @@ class GlobalModel:
 
 @dataclass(frozen=True)
 class ServerJob:
-    """One run on the server."""
+    """One run on the server.
+
+    Attributes:
+        clients: the participating clients, sorted.
+        architectures: each client's model architecture, for iterative methods.
+    """
 
     config: RunConfig
     folder: RunFolder
     status: Status
-    clients: tuple[str, ...]  # that take part, sorted
-    architectures: Mapping[str, str] = field(default_factory=dict)  # of each client, with rounds
+    clients: tuple[str, ...]
+    architectures: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -46,16 +51,16 @@ class ServerJob:
 
     @cached_property
     def kit(self) -> str:
-        """Folder of the diffusion model."""
+        """Folder of the base diffusion model (*kit*)."""
         return find_kit(self.config.sampling_kit)
 
     @cached_property
     def initialisation(self) -> str:
-        """Where the global model starts from: the run's kit, or nothing that is needed."""
+        """Folder of the kit that initializes the global model; "" if none is needed."""
         return find_kit(self.config.kit) if self.config.global_model.init == "kit" else ""
 
     def held(self, payloads: Mapping[str, Payload]) -> dict[str, list[int]]:
-        """The labels that every client holds."""
+        """Return the labels that each client holds."""
         return {
             client: list(map(self.classes.index, payload.classes))
             for client, payload in payloads.items()
@@ -69,10 +74,10 @@ class ServerJob:
 def by_class(
     job: ServerJob, payloads: Mapping[str, P], rows: Callable[[P], Iterable[Row]]
 ) -> dict[tuple[str, int], Row]:
-    """What a payload has for each of its classes, by (client, label).
+    """Index the payloads' per-class rows by (client, label).
 
     Args:
-        rows: of a payload, one for each of its classes, in their order.
+        rows: returns a payload's rows, one per class, in the order of its classes.
     """
     return {
         (client, job.classes.index(name)): row

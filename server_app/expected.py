@@ -1,4 +1,4 @@
-"""What a client's payload must look like in a run, and a last look at it before it is used."""
+"""Schema of a client's payload in a run, and its final checks before use."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -21,7 +21,7 @@ ExpectedOf = Callable[[str], wire.Expected]
 
 
 def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
-    """What a client's payload must look like, as a function of the client."""
+    """Return a function from client to the schema of its payload."""
     classes = class_names(config.data)
     settings = config.classifier
     architectures = {}
@@ -46,12 +46,12 @@ def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
 
 
 def expected_tensors(config: RunConfig) -> wire.Tensors:
-    """Shape and dtype of every tensor of the method's payload, by the server's own kit.
+    """Return shape and dtype of every tensor in the method's payload, by the server's own kit.
 
-    {} for a payload without tensors of its own.
+    Returns {} for a payload that declares no tensor shapes.
 
     Raises:
-        TypeError: a tensor's shape has a dimension that the run has not.
+        TypeError: a tensor's shape has a dimension that the run does not define.
     """
     payload = METHODS[config.method].payload
     if payload is None or not any(field.shapes for field in fields_of(kind_of(payload)).values()):
@@ -60,17 +60,17 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
 
 
 def run_dimensions(config: RunConfig) -> dict[str, int]:
-    """The sizes that a run gives the dimensions of `osfl.payload.fields.DIMENSIONS`.
+    """Return the run's sizes of the dimensions in `osfl.payload.fields.DIMENSIONS`.
 
-    Without L where conditions are pooled, without M where Espresso has no mixture, and without o
-    where classes add nothing to their domain's vector.
+    L is absent for pooled conditions, M for Espresso without a mixture, and o if classes add no
+    offset to their domain's vector.
     """
     if METHODS[config.method].features:
         settings = config.classifier
         model = blank_classifier(settings.architecture, 2, settings.small_stem)
         width = headless(model)[1]
-        ball = config.fedpft.covariance == "spherical"
-        return {"f": width, "K": config.fedpft.components, "v": 1 if ball else width}
+        is_spherical = config.fedpft.covariance == "spherical"
+        return {"f": width, "K": config.fedpft.components, "v": 1 if is_spherical else width}
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
     length, width = text
     channels, height, latent_width = latent
@@ -99,17 +99,17 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
 
 @cache
 def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """What `kit_shapes` says, read once."""
+    """Return `osfl.kit.kits.kit_shapes` of a kit, cached."""
     return kit_shapes(kit)
 
 
 def check_stated(
     payload: Payload, client: str, config: RunConfig, declared: Mapping[str, int] | None = None
 ) -> None:
-    """Check the image counts that a payload states, as `image_counts.check_counts` does.
+    """Check the image counts that a payload states by `image_counts.check_counts`.
 
     Raises:
-        wire.PayloadError: a count is above what the run allows or the client declared.
+        wire.PayloadError: a count exceeds `max-images` or the number that the client declared.
     """
     try:
         check_counts(stated_counts(payload), config.max_images, declared)
@@ -118,13 +118,13 @@ def check_stated(
 
 
 def probe(payload: Payload, client: str, config: RunConfig) -> None:
-    """Whether numbers that are plausible one by one are so together.
+    """Check that a payload's values are plausible together, not only one by one.
 
-    A classifier's give finite logits, a client's feature statistics can be of images, votes are for
-    candidates that there are, image counts are within `max-images`.
+    A classifier's logits are finite, feature statistics can come from images, votes name existing
+    candidates, and image counts are within `max-images`.
 
     Raises:
-        wire.PayloadError: they are not.
+        wire.PayloadError: one of these does not hold.
     """
     check_stated(payload, client, config)
     if isinstance(payload, Votes):
@@ -143,6 +143,6 @@ def probe(payload: Payload, client: str, config: RunConfig) -> None:
         noise = torch.randint(
             256, (6, 3, size, size), generator=generator_of(0, "probe"), dtype=torch.uint8
         )
-        pictures = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
-        if not torch.isfinite(logits_of(model, pictures, torch.device("cpu"))).all():
+        images = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
+        if not torch.isfinite(logits_of(model, images, torch.device("cpu"))).all():
             raise wire.PayloadError(client, "state", "its logits are not finite")

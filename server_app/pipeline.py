@@ -1,9 +1,8 @@
-"""The server's half of a method that samples, from payloads to global models.
+"""Server pipeline of the methods that sample images, from payloads to global models.
 
-Plan -> render -> look for liars -> train -> ask what each client gave.
+Plan -> synthesize -> drop suspicious clients -> train -> estimate contributions.
 
-A method gives what is its own. That is its sampler; where they differ, also its plan and its
-training.
+A method supplies its sampler and, if they differ from the defaults here, its plan and training.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,21 +23,24 @@ from server_app.synthesis.workers import MakeSampler, Sample
 from server_app.training import train_global
 
 P = TypeVar("P", bound=Payload)
-Models = dict[str, GlobalModel]  # by the names of the strategies
+Models = dict[str, GlobalModel]  # by training strategy
 
 
 def plan_held(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
-    """R images for every client and every class that it holds; or as many of each class in all."""
+    """Plan R images per client and held class; with `class-balance`, equally many per class."""
     per_class = job.config.synthesis.images_per_class
-    held = job.held(payloads)
+    labels_of = job.held(payloads)
     if job.config.class_balance:
-        counts = balanced_counts(held, per_class)
+        counts = balanced_counts(labels_of, per_class)
         return plan_counts(job.config.method, job.config.seed, counts)
-    return plan_images(job.config.method, job.config.seed, held, per_class)
+    return plan_images(job.config.method, job.config.seed, labels_of, per_class)
 
 
 def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet) -> Models:
-    """One global model on all images, FT; or on those whose class a second opinion sees."""
+    """Train one global model (FT) on the images.
+
+    With `label-check`, a cross-fitted classifier filters noisy labels or is the teacher.
+    """
     teacher = None
     if job.config.label_check != "none":
         opinions = second_opinions(job, images)
@@ -50,7 +52,7 @@ def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet)
 
 
 def _in_float32(job: ServerJob) -> ServerJob:
-    """The same job, drawn by networks in float32."""
+    """Return the same job with networks in float32."""
     synthesis = replace(job.config.synthesis, dtype="float32")
     return replace(job, config=replace(job.config, synthesis=synthesis))
 
@@ -64,35 +66,37 @@ def synthesise_and_train(
     train: Callable[[ServerJob, Mapping[str, P], SyntheticSet], Models] = train_one,
     divisible: bool = True,
 ) -> Models:
-    """Plan the images, render those that are not there yet, and train on all of them.
+    """Plan the images, synthesize the missing ones, and train on all of them.
 
-    Public domains' images, where the run asks for them, are among them; those of clients whose
-    classes the kit does not see are not, where it says `robust = "exclude"`.
+    The images of `public-domains` are added. With `robust = "exclude"`, the images of clients
+    flagged by the label-consistency defense are dropped.
 
     Args:
         payloads: by client; empty for a method whose clients send nothing.
-        sampler: loads the kit on a device; what it gives back draws a batch, whose rows may belong
-            to different clients and classes. Every worker calls it once.
-        plan: which images to draw.
-        train: the global models of the images.
-        divisible: whether a unit of images may be sampled in batches.
+        sampler: loads the kit on a device and returns a function that samples a batch, whose rows
+            may belong to different clients and classes. Every worker calls it once.
+        plan: returns the images to sample.
+        train: returns the global models trained on the images.
+        divisible: whether a work unit may be sampled in batches.
 
     Raises:
-        PayloadError: a client's payload leads the sampling or the training astray.
-        NotFiniteError: the sampling is led astray, and by no payload.
+        PayloadError: a client's payload makes sampling or training diverge.
+        NotFiniteError: sampling diverges without a client's payload.
         PrecisionError: the kit's networks overflow in the number format of `synthesis.dtype`.
     """
 
-    def drawing(in_float32: bool) -> MakeSampler:
+    def sampler_factory(in_float32: bool) -> MakeSampler:
         def make_sampler(device: torch.device) -> Sample:
             return sampler(_in_float32(job) if in_float32 else job, device, payloads)
 
         return public_domains.with_public(job, make_sampler)
 
-    planned = plan(job, payloads) + public_domains.plan(job)
-    others = public_domains.ingredients(job)
-    images = render(job, planned, drawing(False), divisible, others, drawing(True))
-    believed, images = without_doubted(job, payloads, images)
-    models = train(job, believed, images)
-    report_influences(job, believed, images)
+    jobs = plan(job, payloads) + public_domains.plan(job)
+    public_ingredients = public_domains.ingredients(job)
+    images = render(
+        job, jobs, sampler_factory(False), divisible, public_ingredients, sampler_factory(True)
+    )
+    trusted, images = without_doubted(job, payloads, images)
+    models = train(job, trusted, images)
+    report_influences(job, trusted, images)
     return models

@@ -1,1 +1,1 @@
-"""FedAvg and its kin, which OSFL compares with: `strategy(job)` of each, run by `run_rounds`."""
+"""Iterative (multi-round) FL baselines: each has `strategy(job)`, which `run_rounds` runs."""

@@ -1,9 +1,11 @@
-"""FedAvg (McMahan et al., arXiv 1602.05629): Flower's own strategy.
+"""FedAvg (McMahan et al., arXiv 1602.05629) by Flower's strategy.
 
-The mean of the clients' models by their numbers of images.
+The global model is the mean of the clients' models, weighted by their numbers of images.
 
-Differences: BatchNorm's running statistics are averaged too, as FedAvg's implementations do; all
-clients take part in every round.
+Differences from the paper:
+
+1. Ours: BatchNorm's running statistics are averaged too, as FedAvg's implementations do.
+2. Theirs: a sample of the clients participates in a round. Ours: all clients do.
 """
 
 from typing import Any
@@ -14,10 +16,10 @@ from server_app.context import ServerJob
 
 
 def strategy(job: ServerJob) -> FedAvg:
-    """Every client in every round; no evaluation between them."""
+    """Return FedAvg with all clients in every round, without evaluation between rounds."""
     return FedAvg(fraction_evaluate=0.0, **everyone(job))
 
 
 def everyone(job: ServerJob) -> dict[str, Any]:
-    """How many nodes Flower's strategies ask and wait for: all that joined."""
+    """Return settings with which Flower's strategies select, and wait for, all joined nodes."""
     return {"min_train_nodes": len(job.clients), "min_available_nodes": len(job.clients)}

@@ -1,25 +1,25 @@
-"""FedDF (Lin et al., arXiv 2006.07242): FedAvg, and then all clients' models teach their mean.
+"""FedDF (Lin et al., arXiv 2006.07242): FedAvg followed by ensemble distillation.
 
-They teach on a public proxy set without labels.
-Clients may have models of several architectures (algorithm 3). Each architecture has its own mean,
-every mean learns from all clients' models, and goes back to the clients of its architecture.
+The ensemble of all clients' models teaches their mean on a public proxy set without labels. Clients
+may have several architectures (algorithm 3). Each architecture has its own mean, which learns from
+all clients' models and is sent to the clients of this architecture.
 
 Differences from the paper:
 
-1. Theirs: CIFAR-100 or generated images as proxy; in FedDEO's and FedLMG's comparison, ImageNet.
-   Ours: the digits' public split, mostly photographs, or a folder (`rounds.proxy`); of either a
-   seeded sample of `rounds.proxy-images`.
-2. Theirs: Adam, lr 1e-3, batches of 128, up to 10,000 steps with early stopping. Ours: after every
-   round `rounds.distillation-steps` steps of Adam at lr 1e-4; there is no labelled set to stop by,
-   and so few steps of 1e-3 leave a model at chance.
-3. As in the authors' code, the student trains with its BatchNorm layers in training mode: at their
-   momentum of 0.1, 30 steps replace 96 % of the averaged statistics with the proxy's, and FedDF's
-   model is tested with those.
-4. Theirs: the result is a model of each of the clients' architectures. Ours: one of them is the
-   global model, that of `global-model.architecture`. Where no client has that one (FedCADO's table
-   4 has a ResNet-50), it is one more student: it has no mean to begin at and goes on from where the
-   last round left it, in the first round from its own initial weights. So does an architecture
-   whose clients sent nothing in a round.
+1. Theirs: CIFAR-100 or generated images as the proxy set; ImageNet in FedDEO's and FedLMG's
+   comparisons. Ours: a seeded sample of `rounds.proxy-images` images from a folder (`rounds.proxy`)
+   or from the digits' public split, which is mostly photographs.
+2. Theirs: Adam with lr 1e-3, batches of 128, up to 10,000 steps with early stopping. Ours:
+   `rounds.distillation-steps` steps of Adam with lr 1e-4 after every round, because there is no
+   labeled set for early stopping, and few steps with lr 1e-3 leave a model at chance.
+3. Theirs (code) and ours: the student's BatchNorm layers are in training mode. At their momentum of
+   0.1, 30 steps replace 96 % of the averaged statistics by the proxy set's, with which the model is
+   tested.
+4. Theirs: one final model per client architecture. Ours: the global model is that of
+   `global-model.architecture`. If no client has this architecture (FedCADO's table 4 has a
+   ResNet-50), it is an additional student without a mean to start from, and continues from the
+   previous round's model, initially from its own initial weights. So does an architecture of which
+   no client replied in a round.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,16 +43,16 @@ from server_app.baselines.proxy import Proxy, check_proxy, load_proxy, pixels
 from server_app.baselines.run import RoundsGrid
 from server_app.context import ServerJob
 
-CHUNK = 256  # images that the teachers see at a time
+CHUNK = 256  # images per batch of the teachers
 
 
 class FedDF(FedAvg):
     """FedAvg with ensemble distillation after every round.
 
     Attributes:
-        memory: the models of all architectures but the global model's, which is Flower's own;
-            every array as `<architecture>/<its name>`.
-        first: rounds that were done before this strategy was started.
+        memory: the models of all architectures except the global model's, which Flower holds; the
+            keys are `<architecture>/<array name>`.
+        first: rounds finished before this strategy was started.
     """
 
     def __init__(self, job: ServerJob, proxy: Proxy):
@@ -61,7 +61,7 @@ class FedDF(FedAvg):
         self.proxy = proxy
         self.first = 0
         self.final = final_model(job.config).architecture
-        self.settings = {each.architecture: each for _, each in initial_models(job.config)}
+        self.settings = {model.architecture: model for _, model in initial_models(job.config)}
         self.memory: dict[str, np.ndarray] = {}
         for architecture, settings in self.settings.items():
             if architecture != self.final:
@@ -70,26 +70,27 @@ class FedDF(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Give every client the model of its own architecture, and a spare that comes, too."""
-        between = cast(RoundsGrid, grid)
+        """Send every client, including a later standby, the model of its architecture."""
+        federation = cast(RoundsGrid, grid)
         config["server-round"] = server_round
-        self._before = self._models(arrays)
-        between.contents = {
+        self._previous = self._models(arrays)
+        federation.contents = {
             architecture: RecordDict({"arrays": model, "config": config})
-            for architecture, model in self._before.items()
+            for architecture, model in self._previous.items()
         }
-        self._asked = {
-            node: self.job.architectures[client] for client, node in between.members.nodes.items()
+        self._architectures = {
+            node: self.job.architectures[client]
+            for client, node in federation.members.nodes.items()
         }
         return [
-            Message(between.contents[architecture], dst_node_id=node, message_type="train")
-            for node, architecture in self._asked.items()
+            Message(federation.contents[architecture], dst_node_id=node, message_type="train")
+            for node, architecture in self._architectures.items()
         ]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """FedDF, algorithm 3: a student for each architecture, taught by all clients' models.
+        """Distill all clients' models into one student per architecture (FedDF, algorithm 3).
 
         A student starts from the weighted mean of the models of its architecture.
         """
@@ -97,14 +98,19 @@ class FedDF(FedAvg):
         if not replies:
             return None, None
         students = {}
-        known = {self.final, *self._asked.values(), *map(_architecture_of, replies)}
-        for architecture in sorted(known):
-            group = [each for each in replies if _architecture_of(each) == architecture]
+        architectures = {
+            self.final,
+            *self._architectures.values(),
+            *map(_architecture_of, replies),
+        }
+        for architecture in sorted(architectures):
+            group = [reply for reply in replies if _architecture_of(reply) == architecture]
             mean, _ = super().aggregate_train(server_round, group) if group else (None, None)
-            students[architecture] = self._model(architecture, mean or self._before[architecture])
+            arrays = mean or self._previous[architecture]
+            students[architecture] = self._model(architecture, arrays)
         teachers = [
-            self._model(_architecture_of(each), each.content.array_records["arrays"])
-            for each in replies
+            self._model(_architecture_of(reply), reply.content.array_records["arrays"])
+            for reply in replies
         ]
         distil(list(students.values()), teachers, self.proxy, self.job, self.first + server_round)
         for architecture, student in students.items():
@@ -118,10 +124,10 @@ class FedDF(FedAvg):
             self.memory[f"{architecture}/{name}"] = value.numpy()
 
     def _models(self, arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-        """The last model of every architecture."""
+        """Return the last model of every architecture."""
         models = {architecture: ArrayRecord() for architecture in self.settings}
-        for place, value in self.memory.items():
-            architecture, _, name = place.partition("/")
+        for key, value in self.memory.items():
+            architecture, _, name = key.partition("/")
             models[architecture][name] = Array(value)
         models[self.final] = arrays
         return models
@@ -143,12 +149,16 @@ def distil(
     job: ServerJob,
     number: int,
 ) -> None:
-    """Minimise KL(softmax(mean of the teachers' logits) || student) on the proxy (FedDF, eq. 2).
+    """Minimize KL(softmax(mean of the teachers' logits) || student) on the proxy set.
 
-    Every student is trained in place, on the same batches.
+    Students are trained in place and on the same batches (FedDF, eq. 2).
 
     Args:
-        number: of the round; it seeds the batches.
+        students: one per architecture.
+        teachers: all clients' models.
+        proxy: the public images.
+        job: the run.
+        number: the round's number, which seeds the batches.
     """
     settings = job.config.rounds
     generator = generator_of(job.config.seed, "feddf", number)
@@ -156,27 +166,28 @@ def distil(
         torch.randperm(len(proxy), generator=generator)[: settings.distillation_batch_size]
         for _ in range(settings.distillation_steps)
     ]
-    # Of a large proxy set one round sees but a part
+    # A round uses only a part of a large proxy set
     rows = torch.cat(batches).unique()
     target = ensemble(teachers, proxy, rows, job.device)
-    optimisers = []
+    optimizers = []
     for student in students:
         student.to(job.device).train()
-        optimisers.append(torch.optim.Adam(student.parameters(), lr=settings.distillation_lr))
+        optimizers.append(torch.optim.Adam(student.parameters(), lr=settings.distillation_lr))
     with torch.random.fork_rng(devices=[job.device] if job.device.type == "cuda" else []):
         torch.manual_seed(seed_of(job.config.seed, "feddf", "dropout", number))
         for batch in batches:
             images = to_float(pixels(proxy, batch).to(job.device))
-            taught = target[torch.searchsorted(rows, batch)].to(job.device)
-            for student, optimiser in zip(students, optimisers, strict=True):
+            probabilities = target[torch.searchsorted(rows, batch)].to(job.device)
+            for student, optimizer in zip(students, optimizers, strict=True):
+                # FedDF, eq. 2: KL(softmax(mean of the teachers' logits) || student)
                 loss = F.kl_div(
                     F.log_softmax(student(normalise(images, student)), dim=1),
-                    taught,
+                    probabilities,
                     reduction="batchmean",
                 )
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
     for student in students:
         student.eval()
 
@@ -184,17 +195,17 @@ def distil(
 def ensemble(
     teachers: Sequence[nn.Module], proxy: Proxy, rows: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """softmax of the mean of the teachers' logits (AVGLOGITS) on some proxy images [N, C]."""
+    """Return the softmax of the teachers' mean logits (AVGLOGITS) on proxy images, [N, C]."""
     means = []
-    for part in rows.split(CHUNK):
-        images = pixels(proxy, part)
+    for chunk in rows.split(CHUNK):
+        images = pixels(proxy, chunk)
         logits = [logits_of(teacher, images, device) for teacher in teachers]
         means.append(torch.stack(logits).mean(dim=0))
     return F.softmax(torch.cat(means), dim=1)
 
 
 def strategy(job: ServerJob) -> FedAvg:
-    """FedDF with the proxy set of `rounds.proxy`."""
+    """Return FedDF with the proxy set of `rounds.proxy`."""
     proxy = load_proxy(job)
     check_proxy(job, proxy)
     return FedDF(job, proxy)

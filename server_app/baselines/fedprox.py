@@ -1,8 +1,11 @@
-"""FedProx (Li et al., arXiv 1812.06127): Flower's own strategy.
+"""FedProx (Li et al., arXiv 1812.06127) by Flower's strategy.
 
-The clients add mu/2 ||theta - theta_global||^2 (client_app/learning/local_training.py).
+Clients add mu/2 ||theta - theta_global||^2 to their loss (client_app/learning/local_training.py).
 
-Differences: those of fedavg.py; no client does less work than others.
+Differences from the paper:
+
+1. Those of fedavg.py.
+2. Theirs: clients may do different amounts of work. Ours: all clients do the same.
 """
 
 from flwr.serverapp.strategy import FedAvg, FedProx
@@ -12,7 +15,7 @@ from server_app.context import ServerJob
 
 
 def strategy(job: ServerJob) -> FedAvg:
-    """Flower's FedProx with `rounds.proximal-mu`."""
+    """Return Flower's FedProx with `rounds.proximal-mu`."""
     return FedProx(
         fraction_evaluate=0.0, proximal_mu=job.config.rounds.proximal_mu, **everyone(job)
     )

@@ -1,4 +1,4 @@
-"""The weights that the rounds begin with."""
+"""Initial weights of the iterative baselines' models."""
 
 import torch
 
@@ -9,6 +9,6 @@ from server_app.context import ServerJob
 
 
 def initial_state(job: ServerJob, settings: ClassifierConfig) -> dict[str, torch.Tensor]:
-    """The initial weights of one of a run's models."""
+    """Return the initial weights of one of the run's models."""
     kit = find_kit(job.config.kit) if settings.init == "kit" else ""
     return new_classifier(settings, len(job.classes), kit, job.config.seed).state_dict()

@@ -1,4 +1,4 @@
-"""FedDF's public images without labels (`rounds.proxy`): a seeded sample, decoded as it is used."""
+"""FedDF's proxy set: a seeded sample of public images without labels (`rounds.proxy`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from server_app.context import ServerJob
 
 
 class Pictures:
-    """Image files that are decoded when they are used.
+    """Image files that are decoded on access.
 
     Args:
         files: of the images.
-        size: pixels on a side that they are brought to.
+        size: side in pixels to which images are resized.
     """
 
     def __init__(self, files: Sequence[Path], size: int):
@@ -29,36 +29,36 @@ class Pictures:
         return len(self.files)
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        """uint8 [3, S, S].
+        """Return an image, uint8 [3, S, S].
 
         Raises:
-            ConfigError: the file is no image, or damaged.
+            ConfigError: the file is not an image, or is corrupt.
         """
         file = self.files[row]
         try:
             with open_picture(file) as image:
                 return to_pixels(image, self.size)
-        # Damaged files make Pillow raise errors of many kinds
+        # Pillow raises many types of errors for corrupt files
         except Exception as error:
             raise ConfigError(
                 f"rounds.proxy: {file} is not a readable image ({error}). Remove or replace it"
             ) from error
 
 
-# uint8 [3, S, S] by row: a tensor [N, 3, S, S] is one too.
+# Images uint8 [3, S, S] by row, also as a tensor [N, 3, S, S]
 Proxy = torch.Tensor | Pictures
 
 
 def pixels(proxy: Proxy, rows: torch.Tensor) -> torch.Tensor:
-    """Some proxy images, uint8 [N, 3, S, S]."""
+    """Return proxy images, uint8 [N, 3, S, S]."""
     return torch.stack([proxy[row] for row in rows.tolist()])
 
 
 def load_proxy(job: ServerJob) -> Proxy:
-    """The proxy images: a sample of `rounds.proxy-images`, or all where there are no more.
+    """Return a sample of `rounds.proxy-images` proxy images, or all if there are fewer.
 
     Raises:
-        ConfigError: no such folder, or fewer than two images in it.
+        ConfigError: the folder does not exist, or has fewer than two images.
     """
     settings = job.config.rounds
     size = job.config.data.image_size
@@ -66,7 +66,7 @@ def load_proxy(job: ServerJob) -> Proxy:
         from osfl.data.digits import load_split
 
         rows = load_split("public").shuffle(seed=job.config.seed)
-        count = _sampled(job, len(rows))
+        count = _sample_size(job, len(rows))
         return torch.stack([to_pixels(image, size) for image in rows.select(range(count))["image"]])
     folder = Path(settings.proxy).expanduser()
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not _is_passed_over(p, folder))
@@ -76,7 +76,7 @@ def load_proxy(job: ServerJob) -> Proxy:
             "images"
         )
     order = torch.randperm(len(files), generator=generator_of(job.config.seed, "feddf", "proxy"))
-    sample = order[: _sampled(job, len(files))]
+    sample = order[: _sample_size(job, len(files))]
     return Pictures([files[row] for row in sample.tolist()], size)
 
 
@@ -85,19 +85,22 @@ def _is_passed_over(file: Path, folder: Path) -> bool:
     return any(map(is_passed_over, file.relative_to(folder).parts))
 
 
-def _sampled(job: ServerJob, there: int) -> int:
-    """How many proxy images of those that are there."""
-    wanted = job.config.rounds.proxy_images
-    if wanted > there:
-        log.warning("rounds.proxy-images = %s: there are %s, and all are taken", wanted, there)
-    return min(wanted, there)
+def _sample_size(job: ServerJob, available: int) -> int:
+    configured = job.config.rounds.proxy_images
+    if configured > available:
+        log.warning(
+            "rounds.proxy-images = %s: only %s are available, and all are used",
+            configured,
+            available,
+        )
+    return min(configured, available)
 
 
 def check_proxy(job: ServerJob, proxy: Proxy) -> None:
-    """Decode every proxy image once: a damaged one is named before the clients work, not after.
+    """Decode every proxy image once, so that a corrupt one is found before the clients work.
 
     Raises:
-        ConfigError: as `Pictures`.
+        ConfigError: an image cannot be read.
     """
     job.status.phase("checking the proxy images", len(proxy))
     for row in range(len(proxy)):

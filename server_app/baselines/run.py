@@ -1,6 +1,7 @@
-"""Methods with rounds: a Flower strategy over our own exchange of messages.
+"""Iterative baselines: a Flower strategy over this project's own message exchange.
 
-Replies are validated and counted, and a run goes on after the last round that was finished.
+Replies are validated and their costs recorded. A restarted run resumes after the last finished
+round.
 """
 
 import math
@@ -34,11 +35,11 @@ from server_app.context import GlobalModel, ServerJob
 from server_app.defenses.image_counts import ALL, check_counts, find_caps
 from server_app.defenses.outliers import Outlier, find_large_counts, find_outliers
 from server_app.expected import probe
-from server_app.federation import exchange as under_way
+from server_app.federation import exchange as exchange_module
 from server_app.federation.exchange import Exchange, RoundError, UnfitError, ignore, listed
 from server_app.federation.join import Members
 
-# What of a reply Flower's strategies weight a model by
+# The metric by which Flower's strategies weight a client's model
 WEIGHT = "num-examples"
 Costs = dict[str, dict[str, float]]  # by client
 State = dict[str, torch.Tensor]
@@ -47,80 +48,96 @@ State = dict[str, torch.Tensor]
 def run_rounds(
     job: ServerJob, grid: Grid, members: Members, strategy: FedAvg, job_id: str
 ) -> dict[str, GlobalModel]:
-    """`rounds.count` rounds of a strategy.
-
-    Started again, it goes on after the last round that was finished.
+    """Run `rounds.count` rounds of a strategy, or the remaining ones of a resumed run.
 
     Raises:
-        RoundError: in a round, fewer than `min-clients` send a model that can be used, or their
-            mean is not finite.
+        RoundError: in a round, fewer than `min-clients` send a usable model, or their mean is not
+            finite.
     """
     settings = final_model(job.config)
     count = job.config.rounds.count
-    start = initial_state(job, settings)
-    done, seconds, state, costs = _resume(job, strategy, start)
-    strategy.first = done  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
-    began = time.monotonic()
+    initial = initial_state(job, settings)
+    first, seconds, state, costs = _resume(job, strategy, initial)
+    strategy.first = first  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
     identity = job.folder.rounds_identity()
-    between = RoundsGrid(
-        grid, members, job.config, job_id, done, _shapes(job), costs, job.status.warn
+    federation = RoundsGrid(
+        grid, members, job.config, job_id, first, _shapes(job), costs, job.status.warn
     )
-    between.identity = identity
-    between.weighted = strategy.weighted_by_key == WEIGHT
+    federation.identity = identity
+    federation.weighted = strategy.weighted_by_key == WEIGHT
+    recorder = _RoundRecorder(job, strategy, federation, seconds, state)
     job.status.phase("rounds", count)
-    job.status.advance(done, count)
-
-    def finished(number: int, arrays: ArrayRecord) -> MetricRecord | None:
-        nonlocal state
-        if number > 0:
-            state = {
-                name: value.to(start[name].dtype)
-                for name, value in arrays.to_torch_state_dict().items()
-            }
-            kept = [
-                *state.values(),
-                *map(torch.as_tensor, getattr(strategy, "memory", {}).values()),
-            ]
-            if not all(torch.isfinite(value.float()).all() for value in kept):
-                raise RoundError(
-                    f"the global model is not finite after round {done + number}; see the settings "
-                    "in [rounds]"
-                )
-            _keep(
-                job,
-                strategy,
-                done + number,
-                seconds + time.monotonic() - began,
-                state,
-                between.costs,
-            )
-            job.status.advance(done + number, count)
-        return None
-
-    if done < count:
+    job.status.advance(first, count)
+    if first < count:
         arrays = ArrayRecord({name: Array(value.numpy()) for name, value in state.items()})
         strategy.start(
-            between,  # type: ignore[arg-type]
+            federation,  # type: ignore[arg-type]
             arrays,
-            count - done,
+            count - first,
             timeout=job.config.deadline,
-            evaluate_fn=finished,
+            evaluate_fn=recorder.finish_round,
         )
     members.end()
     _release(grid, members.nodes, job_id, identity)
     name = job.config.method
     last = job.folder.last_round()
-    assert last is not None, "a round was kept"
-    job.folder.store_model(name, state, {"seconds": last["seconds"]})
-    model = rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
+    assert last is not None, "no round was stored"
+    job.folder.store_model(name, recorder.state, {"seconds": last["seconds"]})
+    model = rebuild(recorder.state, settings.architecture, len(job.classes), settings.small_stem)
     return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
 
 
-def _shapes(job: ServerJob) -> dict[str, State]:
-    """What a client's model must look like, by its architecture.
+class _RoundRecorder:
+    """Checks and stores the global model after every round.
 
-    A spare's may be any of the run's.
+    Args:
+        seconds: of the rounds before this process.
+        state: the model to start from.
     """
+
+    def __init__(
+        self,
+        job: ServerJob,
+        strategy: FedAvg,
+        federation: "RoundsGrid",
+        seconds: float,
+        state: State,
+    ):
+        self.state = state
+        self._job = job
+        self._strategy = strategy
+        self._federation = federation
+        self._seconds = seconds
+        self._start = time.monotonic()
+
+    def finish_round(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Record a round. Flower calls it as its evaluation, with 0 before the first round.
+
+        Raises:
+            RoundError: the global model is not finite.
+        """
+        if number == 0:
+            return None
+        total = self._federation.first + number
+        self.state = {
+            name: value.to(self.state[name].dtype)
+            for name, value in arrays.to_torch_state_dict().items()
+        }
+        memory = getattr(self._strategy, "memory", {})
+        values = [*self.state.values(), *map(torch.as_tensor, memory.values())]
+        if not all(torch.isfinite(value.float()).all() for value in values):
+            raise RoundError(
+                f"the global model is not finite after round {total}; see the settings in [rounds]"
+            )
+        seconds = self._seconds + time.monotonic() - self._start
+        costs = self._federation.costs
+        _keep(self._job, self._strategy, total, seconds, self.state, costs)
+        self._job.status.advance(total, self._job.config.rounds.count)
+        return None
+
+
+def _shapes(job: ServerJob) -> dict[str, State]:
+    """Return a state dict without values for each architecture that a client may have."""
     shapes = {}
     for architecture in split_names(job.config.classifier.architecture):
         model = blank_classifier(architecture, len(job.classes), job.config.classifier.small_stem)
@@ -136,7 +153,7 @@ def _keep(
     state: dict[str, torch.Tensor],
     costs: Costs,
 ) -> None:
-    """A finished round: the model, what the strategy remembers, and the costs so far."""
+    """Store a finished round: the model, the strategy's memory, and the costs so far."""
     memory = {
         name: torch.as_tensor(value) for name, value in getattr(strategy, "memory", {}).items()
     }
@@ -144,28 +161,29 @@ def _keep(
 
 
 def _resume(
-    job: ServerJob, strategy: FedAvg, start: dict[str, torch.Tensor]
+    job: ServerJob, strategy: FedAvg, initial: dict[str, torch.Tensor]
 ) -> tuple[int, float, dict[str, torch.Tensor], Costs]:
-    """(rounds done, their seconds, model, costs) of the last round that was kept.
+    """Restore the strategy's memory, and return the state after the last stored round.
 
-    What the strategy remembers is put back.
+    Returns:
+        (finished rounds, their seconds, model, costs); of a new run (0, 0, `initial`, {}).
 
     Raises:
-        DamageError: they are not as they were written.
+        DamageError: the stored files are corrupt.
     """
-    done = job.folder.last_round()
-    if done is None:
-        return 0, 0.0, start, {}
+    last = job.folder.last_round()
+    if last is None:
+        return 0, 0.0, initial, {}
     if hasattr(strategy, "memory"):
-        memory = job.folder.round_memory(done)
+        memory = job.folder.round_memory(last)
         strategy.memory = {name: value.numpy() for name, value in memory.items()}
-    return done["round"], done["seconds"], job.folder.round_model(done), done["costs"]
+    return last["round"], last["seconds"], job.folder.round_model(last), last["costs"]
 
 
 def _release(grid: Grid, nodes: dict[str, int], job_id: str, identity: str) -> None:
-    """The rounds are over: the clients may forget what they kept between them."""
-    exchange = Exchange(grid, under_way.THANKS_SECONDS)
-    end = time.monotonic() + under_way.THANKS_SECONDS
+    """Acknowledge the last round, so that clients delete what they store between rounds."""
+    exchange = Exchange(grid, exchange_module.THANKS_SECONDS)
+    end = time.monotonic() + exchange_module.THANKS_SECONDS
     for node in nodes.values():
         exchange.push(node, ACKNOWLEDGE, pack_acknowledgement(job_id, rounds=identity))
     while exchange.pull(ignore, ignore, ignore, end) and time.monotonic() < end:
@@ -175,19 +193,17 @@ def _release(grid: Grid, nodes: dict[str, int], job_id: str, identity: str) -> N
 
 @dataclass
 class RoundsGrid:
-    """What a Flower strategy sees as the federation.
-
-    The clients that joined, and replies that were checked, in the clients' order.
+    """The grid that a Flower strategy sees: joined clients, and checked replies in client order.
 
     Attributes:
-        first: rounds that were done before.
-        likes: for each architecture the state dict that a reply must look like; without numbers.
-        costs: of each client, summed over the rounds; bytes as serialised.
-        warn: told of clients whose models or image counts are far from the others', whose weight is
-            capped, or whose count changes, of all rounds so far.
+        first: rounds finished before this process.
+        likes: the state dict without values that a reply must match, by architecture.
+        costs: each client's costs, summed over the rounds; bytes as serialized.
+        warn: gets the warnings of all rounds so far, about clients whose models or image counts
+            are far from the others', whose weight is capped, or whose count changes.
+        contents: a strategy's messages for standby clients, by architecture, if these may have
+            another architecture than the clients that the strategy selects.
         weighted: whether the strategy weights models by their clients' images.
-        contents: what a strategy has for a spare, by its architecture, where it may be another than
-            those of the clients that the strategy asks.
         identity: tells the run's rounds from another server's with the same job id.
     """
 
@@ -202,11 +218,11 @@ class RoundsGrid:
     contents: dict[str, RecordDict] = field(default_factory=dict)
     weighted: bool = True
     identity: str = ""
-    # In the last round: they are not waited for as long as the others.
+    # Clients that missed the last round, which are awaited for a shorter time
     _absent: set[str] = field(default_factory=set)
-    # What was told, by client and what it is about
-    _told: dict[tuple[str, str], str] = field(default_factory=dict)
-    # Of the last round that each client took part in
+    # Warnings by (client, topic)
+    _warnings: dict[tuple[str, str], str] = field(default_factory=dict)
+    # Image counts of the last round in which each client participated
     _images: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +231,7 @@ class RoundsGrid:
         }
 
     def get_node_ids(self) -> Iterable[int]:
-        """The nodes of the clients that joined."""
+        """Return the nodes of the participating clients."""
         return list(self.members.nodes.values())
 
     def send_and_receive(
@@ -223,43 +239,44 @@ class RoundsGrid:
     ) -> list[Message]:
         """Send one message to every node and wait for the replies.
 
-        They have until the `deadline`; clients that missed the last round until `test-timeout`.
-        A spare is asked in the place of a client that failed for good.
+        Clients must reply before the `deadline`, and within `test-timeout` if they missed the last
+        round. A standby client replaces one that failed permanently.
 
         Raises:
-            RoundError: fewer than `min-clients` replies can be used.
+            RoundError: fewer than `min-clients` replies are usable.
         """
         messages = list(messages)
-        if not messages:  # Flower's strategies also ask for an evaluation, of nobody
+        # Flower's strategies also run an evaluation without clients
+        if not messages:
             return []
         sizes = []
         for state in self.likes.values():
             sizes.append(sum(tensor.nbytes for tensor in state.values()))
         largest = max(sizes)
-        # A round that is asked for twice would be trained twice
+        # No resending: a client that gets the request twice would train twice
         exchange = Exchange(self.grid, self.config.deadline, math.inf, largest)
-        asked = _Round(self, exchange)
+        current = _Round(self, exchange)
         for message in messages:
-            asked.push(message.metadata.dst_node_id, message.content)
-        usable = asked.replies(timeout or self.config.deadline, self._absent)
+            current.push(message.metadata.dst_node_id, message.content)
+        usable = current.replies(timeout or self.config.deadline, self._absent)
         self._absent = set(self.members.nodes) - set(usable)
         if len(usable) < self.config.needed_clients:
             raise RoundError(
-                f"{len(usable)} of {self.config.training_clients} clients sent a model that can be "
-                f"used; {self.config.needed_clients} are needed (min-clients, num-clients)"
-                f"{listed(asked.problems)}"
+                f"{len(usable)} of {self.config.training_clients} clients sent a usable model; at "
+                f"least {self.config.needed_clients} are required (min-clients, num-clients)"
+                f"{listed(current.problems)}"
             )
         config = messages[0].content.config_records["config"]
         number = self.first + int(cast(int, config["server-round"]))
-        self._tell(number, "model", self._far_models(usable))
+        self._warn_once(number, "model", self._outlier_models(usable))
         self._weigh(number, usable)
         return [
             Message(usable[client], dst_node_id=self.members.nodes[client], message_type="train")
             for client in sorted(usable)
         ]
 
-    def _far_models(self, usable: Mapping[str, RecordDict]) -> dict[str, str]:
-        """The clients whose models' norms or spreads are far from the others'. They are used."""
+    def _outlier_models(self, usable: Mapping[str, RecordDict]) -> dict[str, str]:
+        """Return warnings about outlier models, by client. These models are still used."""
         models: dict[str, Payload] = {}
         for client, content in usable.items():
             state = content.array_records["arrays"].to_torch_state_dict()
@@ -269,45 +286,60 @@ class RoundsGrid:
     def _weigh(self, number: int, usable: Mapping[str, RecordDict]) -> None:
         """Cap the weights of clients that state far more images than the others."""
         metrics = {client: reply.metric_records["metrics"] for client, reply in usable.items()}
-        images = {client: int(cast(float, own[WEIGHT])) for client, own in metrics.items()}
+        images = {client: int(cast(float, record[WEIGHT])) for client, record in metrics.items()}
         ratio = self.config.max_weight_ratio if self.weighted else 0.0
         caps = find_caps({client: {ALL: count} for client, count in images.items()}, ratio)
         for client, cap in caps.items():
             metrics[client][WEIGHT] = cap.weights[ALL] * images[client]
         large = {
-            client: str(Outlier(client, "counts", found["counts"], 1, "total"))
-            for client, found in find_large_counts(images).items()
+            client: str(Outlier(client, "counts", ratios["counts"], 1, "total"))
+            for client, ratios in find_large_counts(images).items()
         }
-        self._tell(number, "images", large | {client: str(cap) for client, cap in caps.items()})
+        capped = {client: str(cap) for client, cap in caps.items()}
+        self._warn_once(number, "images", large | capped)
         changed = {
-            client: f"{client}: states {count:,} images, and {self._images[client]:,} before"
+            client: f"{client}: states {count:,} images, but stated {self._images[client]:,} before"
             for client, count in images.items()
             if count != self._images.get(client, count)
         }
         self._images |= images
-        self._tell(number, "change of images", changed)
+        self._warn_once(number, "change of images", changed)
 
-    def _tell(self, number: int, about: str, found: Mapping[str, str]) -> None:
-        """Warn of what was found of some clients; of each client once."""
-        new = [client for client in sorted(found) if (client, about) not in self._told]
+    def _warn_once(self, number: int, topic: str, warnings: Mapping[str, str]) -> None:
+        """Warn about clients, at most once per client and topic."""
+        new = [client for client in sorted(warnings) if (client, topic) not in self._warnings]
         for client in new:
-            self._told[client, about] = f"round {number}: {found[client]}"
+            self._warnings[client, topic] = f"round {number}: {warnings[client]}"
         if new:
-            self.warn(list(self._told.values()))
+            self.warn(list(self._warnings.values()))
 
     def _checked(self, client: str, content: RecordDict) -> RecordDict:
-        """What the strategy may see of a reply.
-
-        Exactly the model's arrays, read and checked, and the number of images.
+        """Return what the strategy may see of a reply, checked: its arrays and image count.
 
         Raises:
-            ValueError: another model, numbers that no trained model has, or figures that cannot be
-                true.
+            ValueError: another model, values that no trained model has, or implausible costs.
         """
         if set(content.array_records) != {"model"} or "metrics" not in content.metric_records:
-            raise ValueError("its reply must have one model and its figures")
+            raise ValueError("its reply must have one model and its metrics")
         model = content.array_records["model"]
-        metrics = content.metric_records["metrics"]
+        state = self._checked_state(client, model)
+        costs = self._checked_costs(client, content.metric_records["metrics"])
+        upload_bytes = size_of(model)
+        self._add(client, upload_bytes=upload_bytes, seconds=costs["seconds"], flops=costs["flops"])
+        total = self.costs[client]
+        peak_memory = max(costs["peak_memory_mb"], total.get("peak_memory_mb", 0.0))
+        total |= {"images": costs["images"], "peak_memory_mb": peak_memory}
+        architecture = self.members.architectures[client]
+        names = self.likes[architecture]
+        return RecordDict(
+            {
+                "arrays": ArrayRecord({name: Array(state[name].numpy()) for name in names}),
+                "metrics": MetricRecord({WEIGHT: costs["images"], "clients": 1}),
+                "model": ConfigRecord({"architecture": architecture}),
+            }
+        )
+
+    def _checked_state(self, client: str, model: ArrayRecord) -> State:
         architecture = self.members.architectures[client]
         expected = self.likes[architecture]
         if size_of(model) > sum(like.nbytes + HEADER_BYTES for like in expected.values()):
@@ -321,24 +353,18 @@ class RoundsGrid:
             probe(Classifier((), architecture, state), client, self.config)
         except PayloadError as error:
             raise ValueError(str(error)) from None
+        return state
+
+    def _checked_costs(self, client: str, metrics: MetricRecord) -> dict[str, float]:
         keys = (WEIGHT, "seconds", "flops", "peak_memory_mb")
         images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
         costs = {"seconds": seconds, "flops": flops, "peak_memory_mb": memory, "images": images}
         check_costs(costs)
         if images < 1:
-            raise ValueError("a model that was trained on no image")
+            raise ValueError("its model must be trained on at least one image")
         declared = self.members.declared.get(client)
         check_counts({ALL: int(images)}, self.config.max_images, declared)
-        self._add(client, upload_bytes=size_of(model), seconds=seconds, flops=flops)
-        cost = self.costs[client]
-        cost |= {"images": images, "peak_memory_mb": max(memory, cost.get("peak_memory_mb", 0.0))}
-        return RecordDict(
-            {
-                "arrays": ArrayRecord({name: Array(state[name].numpy()) for name in expected}),
-                "metrics": MetricRecord({WEIGHT: images, "clients": 1}),
-                "model": ConfigRecord({"architecture": architecture}),
-            }
-        )
+        return costs
 
     def _add(self, client: str, **costs: float) -> None:
         cost = self.costs.setdefault(client, {})
@@ -347,60 +373,66 @@ class RoundsGrid:
 
 
 class _Round:
-    """One round's messages to the clients, and their models."""
+    """One round's requests to the clients, and their replies.
+
+    Attributes:
+        usable: checked replies by client.
+        problems: reason of each client's failure.
+    """
 
     def __init__(self, federation: RoundsGrid, exchange: Exchange):
         self.federation = federation
         self.members = federation.members
         self.exchange = exchange
         self.usable: dict[str, RecordDict] = {}
-        self.problems: dict[str, str] = {}  # by client
+        self.problems: dict[str, str] = {}
         self._client_of = {node: client for client, node in self.members.nodes.items()}
-        self._contents = dict(federation.contents)  # by architecture, for spares
+        self._contents = dict(federation.contents)  # for standby clients, by architecture
         self._packed: dict[int, ArrayRecord] = {}  # by the id of the strategy's arrays
 
     def push(self, node: int, content: RecordDict) -> None:
-        """Send a client the model."""
+        """Send a client the global model."""
         client = self._client_of[node]
         architecture = self.members.architectures[client]
         self._contents[architecture] = content
-        told: dict[str, Any] = dict(content.config_records["config"])
-        told["server-round"] = self.federation.first + int(told["server-round"])
-        told |= {"job": self.federation.job_id, "architecture": architecture}
-        told["rounds"] = self.federation.identity
+        config: dict[str, Any] = dict(content.config_records["config"])
+        config["server-round"] = self.federation.first + int(config["server-round"])
+        config |= {"job": self.federation.job_id, "architecture": architecture}
+        config["rounds"] = self.federation.identity
         model = self._pack(content.array_records["arrays"])
         self.exchange.push(
-            node, "train", RecordDict({"model": model, "config": ConfigRecord(told)})
+            node, "train", RecordDict({"model": model, "config": ConfigRecord(config)})
         )
         self.federation._add(client, download_bytes=size_of(model))
 
     def _pack(self, arrays: ArrayRecord) -> ArrayRecord:
-        # The strategies give the same to all clients of an architecture, and keep it for the round
+        # Strategies send the same arrays to all clients of an architecture, and hold them during
+        # the round, so their ids stay unique
         if id(arrays) not in self._packed:
             self._packed[id(arrays)] = pack_state(arrays.to_torch_state_dict())
         return self._packed[id(arrays)]
 
     def replies(self, deadline: float, absent: set[str]) -> dict[str, RecordDict]:
-        """What can be used, by client, when all have answered or it is time.
+        """Return the usable replies by client, when all have replied or time is over.
 
         Args:
             deadline: seconds.
-            absent: who missed the last round; for them alone nobody waits longer than
+            absent: clients that missed the last round. If only they owe a reply, the time limit is
                 `test-timeout`.
         """
-        began = time.monotonic()
-        end = began + deadline
+        start = time.monotonic()
+        end = start + deadline
         while True:
             self.exchange.pull(self._read, self._keep, self._fail, end)
             self._fill_places(end)
             owing = self._owing()
-            late = owing <= absent
-            seconds = self.federation.config.test_timeout if late else deadline
-            end = began + seconds
+            only_absent = owing <= absent
+            seconds = self.federation.config.test_timeout if only_absent else deadline
+            end = start + seconds
             if not owing or time.monotonic() >= end:
                 break
             self.exchange.rest(end)
-        key = "test-timeout, after a round that it missed" if late else "deadline"
+        key = "test-timeout, after a missed round" if only_absent else "deadline"
         self.problems |= dict.fromkeys(owing, f"no model within {seconds:g} s ({key})")
         self.exchange.end()
         return self.usable
@@ -409,18 +441,21 @@ class _Round:
         return {self._client_of[node] for node in self.exchange.waiting()}
 
     def _fill_places(self, until: float) -> None:
-        gone = [client for client in self.members.nodes if client in self.problems]
-        away = self.exchange.away()
-        if (gone or away) and not self.members.spares():
+        failed = [client for client in self.members.nodes if client in self.problems]
+        offline = self.exchange.away()
+        if (failed or offline) and not self.members.spares():
             self.members.look(until)
-        for node in away[: max(0, len(self.members.spares()) - len(gone))]:
+        # An offline node may come back, so it is given up only if a standby replaces it
+        for node in offline[: max(0, len(self.members.spares()) - len(failed))]:
             self.exchange.give_up(node)
-            self._fail(node, f"offline for {under_way.AWAY_SECONDS:g} s, and another is there")
-            gone.append(self._client_of[node])
-        for client, spare in zip(gone, self.members.spares(), strict=False):
-            node = self.members.take_in(spare, client)
-            self._client_of[node] = spare
-            self.push(node, self._contents[self.members.architectures[spare]])
+            self._fail(
+                node, f"offline for {exchange_module.AWAY_SECONDS:g} s, replaced by a standby"
+            )
+            failed.append(self._client_of[node])
+        for client, standby in zip(failed, self.members.spares(), strict=False):
+            node = self.members.take_in(standby, client)
+            self._client_of[node] = standby
+            self.push(node, self._contents[self.members.architectures[standby]])
 
     def _read(self, node: int, content: RecordDict) -> RecordDict:
         try:
@@ -437,22 +472,22 @@ class _Round:
 
 
 def _check_tensor(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
-    """Whether a client's tensor can be one of the model's.
+    """Check that a client's tensor can be a tensor of a trained model.
 
     Raises:
-        ValueError: another shape or type, or its numbers are not finite, too large, or a variance
-            below zero.
+        ValueError: it has another shape or dtype, or values that are not finite, too large, or a
+            negative variance.
     """
     if value.shape != like.shape or value.dtype != like.dtype:
         raise ValueError(
-            f"{name} has shape {list(value.shape)[:8]} and type {value.dtype}; expected "
+            f"{name} has shape {list(value.shape)[:8]} and dtype {value.dtype}; expected "
             f"{list(like.shape)} and {like.dtype}"
         )
     if not torch.isfinite(value).all():
         raise ValueError(f"{name} contains NaN or infinity")
     if value.is_floating_point() and value.numel() and value.abs().max() > MAX_MAGNITUDE:
         raise ValueError(
-            f"{name} contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large"
+            f"{name} contains a value beyond {MAX_MAGNITUDE:g}; no trained weight is that large"
         )
     if name.endswith("running_var") and (value < 0).any():
-        raise ValueError(f"{name} contains a variance below zero")
+        raise ValueError(f"{name} contains a negative variance")

@@ -1,25 +1,27 @@
-"""What does each client give the global model? It is trained again without that client's images.
+"""Client contribution: leave-one-out data valuation (`influence = true`).
 
-Every synthetic image has an owner, so to leave a client out takes no new image: the leave-one-out
-value (Ghorbani and Zou, "Data Shapley", arXiv 1904.02868, section 2), by a whole training for each
-client (`influence = true`). All these models learn by plain training (FT, with no label-check or
-teacher), and are tested on images that none of them learned: the last fifth of each client's class.
+The global model is trained once on all synthetic images and once without each client's. Every
+synthetic image has an owner, so leaving a client out needs no new image. The difference in accuracy
+is the leave-one-out value (Ghorbani and Zou, "Data Shapley", arXiv 1904.02868, section 2). All
+these models are trained plainly (FT, without label-check or teacher) and tested on images that none
+of them was trained on: the last fifth of each client's images of a class.
 
-Three figures come of it. How many of a client's images the model of all others sees as the client
-says; what the client gives images like its own; and what it gives images like the others'. Of a
-client that swaps all its classes fewer may be seen than chance would have; of one whose domain is
-nobody else's few. A lie need not harm images like the others'.
+Each client gets three figures: the share of its images that the model of all others classifies as
+labeled, its contribution to images like its own, and its contribution to images like the others'.
+For a label-flipping client the first figure may be below chance. So it may be for an honest client
+whose domain is unique. Label flipping need not lower the accuracy on the others' images.
 
-What it does not see: the truth. Images are compared with each other, and not with real ones. Two
-clients that tell the same lie can hide each other, for without the one there is the other yet. A
-patch or another client's payload harms no image that tests.
+Known limitations: images are compared with each other, not with real ones. Two clients that flip
+the same labels can hide each other, because leaving out one keeps the other. A backdoor patch or a
+copy of another client's payload harms no test image.
 
 Differences from the paper:
 
-1. Theirs: a test set. Ours, which the server has not: some of the synthetic images, client by
-   client.
-2. Theirs: no interval. Ours: that of matched proportions (Agresti and Min, "Simple improved
-   confidence intervals for comparing matched proportions", 2005), about the plain difference.
+1. Theirs: a test set. Ours: held-out synthetic images of each client, because the server has no
+   test set.
+2. Theirs: no interval. Ours: the interval for matched proportions (Agresti and Min, "Simple
+   improved confidence intervals for comparing matched proportions", 2005) around the raw
+   difference.
 """
 
 import hashlib
@@ -37,14 +39,14 @@ from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 from server_app.training import digest_of, trained
 
-EVERYBODY = ""  # in the place of who is left out
-HELD_OUT = 5  # one image of so many
-ENOUGH = 20  # images, below which an interval by standard errors says little
+EVERYBODY = ""  # stands for "no client left out"
+HELD_OUT = 5  # one image in five is held out
+ENOUGH = 20  # fewer images make an interval from standard errors unreliable
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A difference in points, and half of its interval."""
+    """A difference in percentage points, and the half-width of its interval."""
 
     points: float
     half: float
@@ -52,14 +54,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class Influence:
-    """Of a client.
+    """One client's contribution.
 
     Attributes:
-        seen: how many of its images (%) the model of the others takes for what the client says; of
-            the classes that another client holds, too. None if there is no such class.
-        own: what it gives images like its own.
-        others: what it gives images like the other clients'; each of these counts once.
-        images: how many of the others' that is of.
+        seen: share (%) of its images that the model of the others classifies as labeled, over the
+            classes that another client holds too. None if there is no such class.
+        own: its contribution to images like its own.
+        others: its contribution to images like the other clients', each of which counts equally.
+        images: number of the others' images that `others` is estimated from.
     """
 
     seen: float | None
@@ -69,142 +71,159 @@ class Influence:
 
     @property
     def harms(self) -> bool:
-        """Whether the others are better off without it, beyond the interval."""
+        """True if the model of the others is better without the client, beyond the interval."""
         return self.images >= ENOUGH and self.others.points + self.others.half < 0
 
 
 def report_influences(
     job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
 ) -> None:
-    """Measure each client's influence, where the run asks for it, and keep it for the report.
+    """Estimate each client's contribution if the run asks for it, and store it for the report.
 
-    Public domains' images, which are no client's, are learned by every model and test none. A
-    training that fails costs the table, and not the run.
+    Images of public domains have no client: every model is trained on them, and none is tested on
+    them. A training that fails costs the table, not the run.
     """
     if not job.config.influence:
         return
     clients = sorted(set(images.clients) & set(payloads))
-    found: dict[str, Influence] = {}
+    contributions: dict[str, Influence] = {}
     if len(clients) < FEWEST_WITH_INFLUENCE:
         job.status.warn_of(
-            f"influence: needs images of {FEWEST_WITH_INFLUENCE} clients, and has {len(clients)}"
+            f"influence: requires images of at least {FEWEST_WITH_INFLUENCE} clients; the run has "
+            f"{len(clients)}"
         )
     else:
         try:
-            found = measured(job, clients, images)
+            contributions = measured(job, clients, images)
         except ClassifierError as error:
             job.status.warn_of(f"influence: a training without a client failed: {error}")
-    # What is there may be of other images
-    job.folder.store_influences({client: asdict(one) for client, one in found.items()})
-    for client, one in found.items():
-        if one.harms:
+    # Also when empty: the stored ones may be of other images
+    rows = {client: asdict(contribution) for client, contribution in contributions.items()}
+    job.folder.store_influences(rows)
+    for client, contribution in contributions.items():
+        if contribution.harms:
             job.status.warn_of(
-                f"influence: without {client} the model sees {-one.others.points:.1f} points more "
-                "of the images like the other clients', which is more than chance in these images "
-                "makes. Look at its images"
+                f"influence: without {client} the model is {-contribution.others.points:.1f} "
+                "points more accurate on images like the other clients', beyond the 95 % "
+                "interval. Inspect its images"
             )
 
 
 def measured(job: ServerJob, clients: Sequence[str], images: SyntheticSet) -> dict[str, Influence]:
-    """Every client's influence.
+    """Estimate every client's contribution.
 
     Raises:
         ClassifierError: a training failed.
     """
-    tested = held_out(images, clients)
-    hits = hits_without(job, clients, images, tested)
-    return influences(hits, [images.clients[row] for row in tested], images.labels[tested].tolist())
+    test_rows = held_out(images, clients)
+    hits = hits_without(job, clients, images, test_rows)
+    owners = [images.clients[row] for row in test_rows]
+    return influences(hits, owners, images.labels[test_rows].tolist())
 
 
 def held_out(images: SyntheticSet, clients: Sequence[str]) -> list[int]:
-    """The places of the last fifth of each client's images of a class, and at least one of them."""
-    tested: list[int] = []
+    """Return the rows of the last fifth of each client's images of a class, at least one each."""
+    test_rows: list[int] = []
     for rows in images.rows_by_class(clients).values():
-        tested += rows[-max(1, len(rows) // HELD_OUT) :]
-    return sorted(tested)
+        test_rows += rows[-max(1, len(rows) // HELD_OUT) :]
+    return sorted(test_rows)
 
 
 def hits_without(
     job: ServerJob, clients: Sequence[str], images: SyntheticSet, tested: list[int]
 ) -> dict[str, torch.Tensor]:
-    """Which of the images at the places `tested` are seen as what they are labelled, bool [M].
+    """Return which held-out images are classified as labeled, bool [M], by client left out.
 
-    By who is left out. A server that was killed goes on with the first client that lacks.
+    A restarted server continues with the first client whose result is missing.
+
+    Args:
+        tested: rows of the held-out images.
     """
-    learned = torch.ones(len(images.labels), dtype=torch.bool)
-    learned[tested] = False
+    is_training = torch.ones(len(images.labels), dtype=torch.bool)
+    is_training[tested] = False
     inputs = _digest(clients, images, tested)
-    found = {
-        left: hits
-        for left, hits in job.folder.stored_hits(inputs).items()
+    results = {
+        client: hits
+        for client, hits in job.folder.stored_hits(inputs).items()
         if len(hits) == len(tested) and all(isinstance(hit, bool) for hit in hits)
     }
     turns = (EVERYBODY, *clients)
     job.status.phase("training without each client", len(turns))
-    for turn, left in enumerate(turns):
-        if left in found:
+    for turn, client in enumerate(turns):
+        if client in results:
             continue
 
         def progress(done: int, total: int, turn: int = turn) -> None:
             job.status.advance(turn * total + done, len(turns) * total)
 
-        others = torch.tensor([owner != left for owner in images.clients])
-        rows = others & learned
+        is_other = torch.tensor([owner != client for owner in images.clients])
+        rows = is_other & is_training
         model = trained(job, images.pixels[rows], images.labels[rows], progress=progress)
-        predicted = logits_of(model, images.pixels[tested], job.device).argmax(dim=1)
-        found[left] = (predicted == images.labels[tested]).tolist()
-        job.folder.store_hits(inputs, found)
-    return {left: torch.tensor(found[left]) for left in turns}
+        predictions = logits_of(model, images.pixels[tested], job.device).argmax(dim=1)
+        results[client] = (predictions == images.labels[tested]).tolist()
+        job.folder.store_hits(inputs, results)
+    return {client: torch.tensor(results[client]) for client in turns}
 
 
-def _digest(clients: Sequence[str], images: SyntheticSet, tested: list[int]) -> str:
-    """Of all that hits depend on, but for the run's settings."""
+def _digest(clients: Sequence[str], images: SyntheticSet, test_rows: list[int]) -> str:
+    """Return a digest of everything that hits depend on, except the run's settings."""
     owners = hashlib.sha256("\n".join((*images.clients, *clients)).encode()).hexdigest()
-    return f"{digest_of(images.pixels, images.labels, torch.tensor(tested))} {owners}"
+    return f"{digest_of(images.pixels, images.labels, torch.tensor(test_rows))} {owners}"
 
 
 def influences(
     hits: Mapping[str, torch.Tensor], owners: Sequence[str], labels: Sequence[int]
 ) -> dict[str, Influence]:
-    """Of each client, from what `hits_without` gives.
+    """Compute each client's contribution from the result of `hits_without`.
 
-    Intervals are of these images, 95 % for all that a table has (Bonferroni). Another training
-    would move the figures, too.
+    Intervals cover the choice of images, at 95 % for the whole table (Bonferroni). Retraining would
+    move the figures too.
 
     Args:
-        owners, labels: whose each held-out image is, and of which class, [M].
+        hits: by client left out; `EVERYBODY` for the model of all clients.
+        owners: the client of each held-out image, [M].
+        labels: the class of each held-out image, [M].
     """
     clients = [client for client in hits if client != EVERYBODY]
-    # Two intervals a client
+    # Two intervals per client
     deviations = NormalDist().inv_cdf(1 - 0.05 / 2 / (2 * len(clients)))
-    own = {client: torch.tensor([owner == client for owner in owners]) for client in clients}
-    held = set(zip(owners, labels, strict=True))
-    shared = torch.tensor(
+    is_of = {client: torch.tensor([owner == client for owner in owners]) for client in clients}
+    is_shared = _is_shared(clients, owners, labels)
+    contributions = {}
+    for client in clients:
+        # Data Shapley, section 2: V(D) - V(D - {i}), for every held-out image
+        gains = hits[EVERYBODY].double() - hits[client].double()
+        gains_of_others = [gains[is_of[other]] for other in clients if other != client]
+        correct = hits[client][is_of[client] & is_shared].double()
+        contributions[client] = Influence(
+            seen=100 * correct.mean().item() if len(correct) else None,
+            own=_mean_gain([gains[is_of[client]]], deviations),
+            others=_mean_gain(gains_of_others, deviations),
+            images=sum(map(len, gains_of_others)),
+        )
+    return contributions
+
+
+def _is_shared(
+    clients: Sequence[str], owners: Sequence[str], labels: Sequence[int]
+) -> torch.Tensor:
+    """Return for each image whether another client holds its class, bool [M]."""
+    classes = set(zip(owners, labels, strict=True))
+    return torch.tensor(
         [
-            any((other, label) in held for other in clients if other != owner)
+            any((other, label) in classes for other in clients if other != owner)
             for owner, label in zip(owners, labels, strict=True)
         ]
     )
-    found = {}
-    for client in clients:
-        # Data Shapley, section 2: V(D) - V(D - {i}), for every held-out image
-        gained = hits[EVERYBODY].double() - hits[client].double()
-        others = [gained[own[other]] for other in clients if other != client]
-        known = hits[client][own[client] & shared].double()
-        found[client] = Influence(
-            seen=100 * known.mean().item() if len(known) else None,
-            own=_mean_gain([gained[own[client]]], deviations),
-            others=_mean_gain(others, deviations),
-            images=sum(map(len, others)),
-        )
-    return found
 
 
 def _mean_gain(parts: Sequence[torch.Tensor], deviations: float) -> Gain:
-    """The mean of the parts' means, in points, and so many of its standard errors.
+    """Return the mean of the parts' means in points, with its interval.
 
     Args:
-        parts: differences between two answers, right or wrong, to the same question: -1, 0 or 1.
+        parts: differences between two models' answers, right or wrong, to the same question: -1, 0
+            or 1.
+        deviations: half-width of the interval in standard errors.
     """
     points = 100 * mean(part.mean().item() for part in parts)
     error = sqrt(sum(map(_variance_of_mean, parts))) / len(parts)
@@ -212,10 +231,10 @@ def _mean_gain(parts: Sequence[torch.Tensor], deviations: float) -> Gain:
 
 
 def _variance_of_mean(differences: torch.Tensor) -> float:
-    """Of [n] differences of matched answers; above 0 also where all are alike, which may be chance.
+    """Return the variance of the mean of n differences of matched answers, [n].
 
-    Agresti and Min, 2005: half an answer more in each cell of the table of two by two, so one that
-    differs, and one that does not.
+    It is above 0 even if all differences are equal, which may be chance: Agresti and Min (2005) add
+    half an answer to each cell of the two-by-two table, so one that differs and one that does not.
     """
     count = len(differences) + 2
     share = (differences.square().sum().item() + 1) / count

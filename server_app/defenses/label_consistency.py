@@ -1,34 +1,37 @@
-"""Do a client's images show the classes that it says? The diffusion model judges (`robust`).
+"""Detect label-flipping clients by classifying their synthetic images with the diffusion model.
 
-A client that swaps the classes of what it sends passes every check of the wire format, and what it
-sends is no farther from the others' than an honest client's. Its images show it, for every
-synthetic image has an owner. And a diffusion model is a classifier (Li et al., "Your Diffusion
-Model is Secretly a Zero-Shot Classifier", arXiv 2303.16203, eq. 6): an image is likeliest under the
-prompt under which it is denoised best. So the kit is asked, for some images of each client and
-class, how often the prompt of the image's own class fits better than another class's. That share is
-the agreement: 1 where the kit always sees the class, 1/2 by chance.
+A client that permutes the labels of its payload passes every check of the wire format, and its
+payload is no farther from the others' than an honest client's. But its images show it, because
+every synthetic image has an owner, and a diffusion model is a classifier (Li et al., "Your
+Diffusion Model is Secretly a Zero-Shot Classifier", arXiv 2303.16203, eq. 6): an image is most
+likely under the prompt under which it is denoised best. For some images of each client and class,
+the kit is asked how often the prompt of the image's own class fits better than a contrast class's.
+This share is the class's score: 1 if the kit always recognizes the class, 1/2 by chance.
 
-The rule. A class of a client is judged where the kit knows the class: where the median agreement of
-the other clients that hold it is nearer to 1 than to chance. A client of whose classes most are
-judged is doubted if its agreement, the mean of these, is nearer to chance than to the mean of those
-medians; else a judged class of it is doubted that is below chance. Clients are not compared but by
-these medians. So a class is judged for as long as more than half of the others who hold it are
-honest about it. If they are not, it counts for nobody, and its liars pass.
+The rule (`robust`). A class of a client is scored only if the kit knows the class, that is, if the
+median score of the other clients that hold it is nearer to 1 than to chance. A client is flagged if
+most of its classes are scored and the mean of these scores is nearer to chance than to the mean of
+those medians. Otherwise those of its scored classes are flagged whose score is below chance.
+Clients are compared by these medians only. So a class is scored as long as most of the other
+clients that hold it are honest about it. Otherwise it counts for no client, and its malicious
+clients pass.
 
-Images are judged as the global model gets them, at `data.image-size`, and by the server itself,
-also where Ray's workers draw.
+Images are classified as the global model gets them, at `data.image-size`. The server does it
+itself, even if Ray workers sample.
 
-What it does not see: a swap of classes that look alike; images that show their class and harm the
-model otherwise, by a patch or by a style; a payload that is another client's; a classifier of
-FedLMG's that teaches wrongly, and only its images are right. An honest client is doubted whose
-images hardly show their classes, whatever the reason: too much noise for a guarantee, or a domain
-in which the kit knows no class.
+Known limitations: not detected are a permutation of similar classes, images that show their class
+and harm the model in another way (a backdoor patch, a style), a copy of another client's payload,
+and a FedLMG classifier that teaches wrongly while its images are right. An honest client is flagged
+if its images hardly show their classes for any reason, such as too much noise for a privacy
+guarantee, or a domain in which the kit knows no class.
 
 Differences from the paper:
 
-1. Theirs: the class of the least error, of all. Ours: how often one class's error is less than
-   another's, of nine others at most, so that the cost does not grow with the number of classes.
-2. Theirs: noise and timesteps of many draws. Ours: three timesteps, with one noise each for all.
+1. Theirs: the class of the lowest error among all. Ours: how often one class's error is lower than
+   another's, against at most nine contrast classes, so that the cost does not grow with the number
+   of classes.
+2. Theirs: noise and timesteps of many draws. Ours: three timesteps, with one noise each for all
+   images.
 """
 
 import hashlib
@@ -48,19 +51,25 @@ from server_app.context import ServerJob
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import SyntheticSet
 
-LOOKED_AT = 6  # images of a client's class
-RIVALS = 9  # classes that each image is compared with
-TIMES = (0.3, 0.5, 0.7)  # of the schedule: before, nothing is lost; behind, hardly anything is left
+LOOKED_AT = 6  # probe images per client and class
+RIVALS = 9  # contrast classes per image
+# Shares of the schedule: below, the image is nearly intact; above, nearly nothing of it is left
+TIMES = (0.3, 0.5, 0.7)
 BATCH = 32
-CHANCE = 0.5
+CHANCE = 0.5  # score of an image that shows no class
 
 P = TypeVar("P", bound=Payload)
-Agreements = Mapping[str, Mapping[int, float]]  # by client and label
+Agreements = Mapping[str, Mapping[int, float]]  # scores by client and label
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """What the kit does not see: a client's classes, or one of them."""
+    """A client, or one of its classes, whose images the diffusion model does not recognize.
+
+    Attributes:
+        label: the class; None: all classes.
+        agreement: its score, or the mean score of the client's scored classes.
+    """
 
     client: str
     label: int | None
@@ -69,7 +78,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whom the kit doubts, and of whom it could say nothing."""
+    """The flags, and the clients of which no class could be scored."""
 
     doubts: tuple[Doubt, ...]
     unjudged: tuple[str, ...]
@@ -78,9 +87,9 @@ class Verdict:
 def without_doubted(
     job: ServerJob, payloads: Mapping[str, P], images: SyntheticSet
 ) -> tuple[dict[str, P], SyntheticSet]:
-    """What is trained with, as `robust` has it; the agreements are kept for the report.
+    """Return the payloads and images to train with, by `robust`. Store the scores for the report.
 
-    `min-clients` is of payloads that came, not of clients that are believed.
+    `min-clients` counts the payloads that arrived, including those of flagged clients.
 
     Raises:
         KitError: as `load_engine`.
@@ -88,207 +97,226 @@ def without_doubted(
     robust = job.config.robust
     if robust == "off":
         return dict(payloads), images
-    verdict = judged(_known_agreements(job, payloads, images))
-    for one in verdict.doubts:
-        job.status.warn_of(_in_words(job, one))
+    verdict = judged(_stored_or_new_scores(job, payloads, images))
+    for flag in verdict.doubts:
+        job.status.warn_of(_warning(job, flag))
     if verdict.unjudged:
         job.status.warn_of(
-            f"robust = {robust!r} judged nothing of {', '.join(verdict.unjudged)}: the kit does "
-            "not know their classes, or too few others hold them"
+            f"robust = {robust!r} could not score {', '.join(verdict.unjudged)}: the kit does not "
+            "know their classes, or too few other clients hold them"
         )
     if robust == "report":
         return dict(payloads), images
-    left = _left(images, verdict.doubts)
-    if len(left.labels) < 2:
+    trusted_images = _without_flagged(images, verdict.doubts)
+    if len(trusted_images.labels) < 2:
         job.status.warn_of("robust = 'exclude' would leave no image to train on; all were used")
         return dict(payloads), images
-    liars = {one.client for one in verdict.doubts if one.label is None}
-    kept = {client: payload for client, payload in payloads.items() if client not in liars}
-    return kept, left
+    flagged = {flag.client for flag in verdict.doubts if flag.label is None}
+    trusted = {client: payload for client, payload in payloads.items() if client not in flagged}
+    return trusted, trusted_images
 
 
-def judged(found: Agreements) -> Verdict:
-    """By the rule."""
-    doubts: list[Doubt] = []
-    unjudged = []
-    for client, shares in found.items():
-        known = {}
-        for label in shares:
-            others = [
-                by_label[label]
-                for name, by_label in found.items()
-                if name != client and label in by_label
-            ]
-            if others and median(others) > (1 + CHANCE) / 2:
-                known[label] = median(others)
-        if not known:
-            unjudged.append(client)
+def judged(scores: Agreements) -> Verdict:
+    """Flag clients and classes by the rule at the top of this module."""
+    flags: list[Doubt] = []
+    unscored = []
+    for client, by_label in scores.items():
+        medians = _medians_of_others(scores, client)
+        if not medians:
+            unscored.append(client)
             continue
-        own = mean(shares[label] for label in known)
-        if 2 * len(known) > len(shares) and own < (CHANCE + mean(known.values())) / 2:
-            doubts.append(Doubt(client, None, own))
+        score = mean(by_label[label] for label in medians)
+        most_scored = 2 * len(medians) > len(by_label)
+        if most_scored and score < (CHANCE + mean(medians.values())) / 2:
+            flags.append(Doubt(client, None, score))
             continue
-        doubts += [Doubt(client, label, shares[label]) for label in known if shares[label] < CHANCE]
-    return Verdict(tuple(doubts), tuple(unjudged))
+        flags += [
+            Doubt(client, label, by_label[label]) for label in medians if by_label[label] < CHANCE
+        ]
+    return Verdict(tuple(flags), tuple(unscored))
+
+
+def _medians_of_others(scores: Agreements, client: str) -> dict[int, float]:
+    """Return the other clients' median score of each class of a client that the kit knows."""
+    medians = {}
+    for label in scores[client]:
+        others = [
+            by_label[label]
+            for other, by_label in scores.items()
+            if other != client and label in by_label
+        ]
+        if others and median(others) > (1 + CHANCE) / 2:
+            medians[label] = median(others)
+    return medians
 
 
 @torch.no_grad()
 def agreements(
     job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
 ) -> dict[str, dict[int, float]]:
-    """How often the prompt of an image's class fits it better than another class's.
+    """Score how often the prompt of an image's class fits better than a contrast class's.
 
-    Of images that are a client's; those of public domains are the server's own. Which images are
-    looked at, and with what noise, is drawn anew each time: no client can make its payload for it.
+    Only clients' images are scored; those of public domains are the server's own. Probe images and
+    noise are drawn from the operating system's randomness each time, so that no client can craft
+    its payload for them.
     """
-    chance = torch.Generator().manual_seed(int.from_bytes(os.urandom(7)))
-    # Few-step weights and cached features are made for sampling, and to compile takes minutes
+    rng = torch.Generator().manual_seed(int.from_bytes(os.urandom(7)))
+    # A distilled LoRA and cached features suit sampling only, and compiling takes minutes
     settings = replace(job.config.synthesis, lora="", cache_interval=1, compile="off")
     kit = load_engine(job.kit, job.device, settings)
     prompts = kit.text(job.config.prompts(job.classes))
-    groups = _looked_at(images, set(payloads), chance)
-    job.status.phase("judging the images", len(groups))
-    found: dict[str, dict[int, float]] = {}
-    for done, ((client, label), rows) in enumerate(groups.items(), start=1):
-        asked = [label, *_rivals(len(job.classes), label, chance)]
-        errors = denoising_errors(kit, latents_of(kit, images.pixels[rows]), prompts[asked], chance)
-        found.setdefault(client, {})[label] = share_of_wins(errors)
-        job.status.advance(done, len(groups))
-    return found
+    groups = {
+        owner: _sample_of(rows, LOOKED_AT, rng)
+        for owner, rows in images.rows_by_class(set(payloads)).items()
+    }
+    job.status.phase("scoring label consistency", len(groups))
+    scores: dict[str, dict[int, float]] = {}
+    for number, ((client, label), rows) in enumerate(groups.items(), start=1):
+        labels = [label, *_contrast_classes(len(job.classes), label, rng)]
+        errors = denoising_errors(kit, latents_of(kit, images.pixels[rows]), prompts[labels], rng)
+        scores.setdefault(client, {})[label] = share_of_wins(errors)
+        job.status.advance(number, len(groups))
+    return scores
 
 
 def rows_judged(images: int, classes: int) -> int:
-    """How many rows go through the UNet for a client's class that has so many images."""
+    """Return how many rows go through the UNet to score a client's class.
+
+    Args:
+        images: of the class.
+        classes: of the run.
+    """
     return min(images, LOOKED_AT) * (1 + min(classes - 1, RIVALS)) * len(TIMES)
 
 
 def share_of_wins(errors: torch.Tensor) -> float:
-    """How often the first of each row of [N, M] is less than another; an equal one counts half."""
-    own, others = errors[:, :1], errors[:, 1:]
-    return ((own < others).double() + (own == others).double() / 2).mean().item()
+    """Return how often the first error of a row of [N, M] is below another; ties count half."""
+    first, others = errors[:, :1], errors[:, 1:]
+    return ((first < others).double() + (first == others).double() / 2).mean().item()
 
 
 def latents_of(kit: Kit, pixels: torch.Tensor) -> torch.Tensor:
-    """The kit's latents [N, c, h, w] of images [N, 3, S, S] uint8 of any size."""
+    """Encode images [N, 3, S, S] uint8 of any size as the kit's latents [N, c, h, w]."""
     size = (kit.image_size, kit.image_size)
     floats = to_float(pixels)
     if pixels.shape[-2:] != size:
         floats = F.interpolate(floats, size, mode="bilinear", antialias=True)
-    # One by one: a decoder's memory is the most that sampling takes, and these are few
+    # One by one: the VAE needs more memory per image than anything else here, and these are few
     return torch.cat([kit.encode(image)[0].float() for image in floats.split(1)])
 
 
 def denoising_errors(
-    kit: Kit, latents: torch.Tensor, prompts: torch.Tensor, chance: torch.Generator
+    kit: Kit, latents: torch.Tensor, prompts: torch.Tensor, rng: torch.Generator
 ) -> torch.Tensor:
-    """Of every image under every prompt, [N, M] on the CPU.
+    """Return the denoising error of every image under every prompt, [N, M] on the CPU.
 
-    Noise is the same for all images and prompts.
+    The noise of a timestep is the same for all images and prompts.
 
     Args:
         latents: [N, c, h, w].
         prompts: [M, L, d].
+        rng: the random generator of the noise.
     """
-    found = torch.zeros(len(latents), len(prompts))
+    errors = torch.zeros(len(latents), len(prompts))
     pairs = torch.cartesian_prod(torch.arange(len(latents)), torch.arange(len(prompts)))
     for time in TIMES:
         t = int(time * len(kit.alphas_cumprod))
-        eps = torch.randn(latents.shape[1:], generator=chance).to(kit.device)
-        for part in pairs.split(BATCH):
-            image, prompt = part.unbind(1)
+        eps = torch.randn(latents.shape[1:], generator=rng).to(kit.device)
+        for batch in pairs.split(BATCH):
+            image, prompt = batch.unbind(1)
             # Diffusion classifier, eq. 6: the mean over draws of ||eps - e(z_t, t, c)||^2
-            found[image, prompt] += _errors(kit, latents[image], t, prompts[prompt], eps)
-    return found / len(TIMES)
+            errors[image, prompt] += _errors(kit, latents[image], t, prompts[prompt], eps)
+    return errors / len(TIMES)
 
 
 def _errors(
     kit: Kit, latents: torch.Tensor, t: int, c: torch.Tensor, eps: torch.Tensor
 ) -> torch.Tensor:
-    """||eps - e(z_t, t, c)||^2, the mean over numbers [B]; in parts where memory asks for it."""
+    """Return ||eps - e(z_t, t, c)||^2 as a mean over elements, [B].
+
+    A batch that does not fit into GPU memory is halved.
+    """
     noise = eps.expand(len(latents), *eps.shape)
-    at = torch.full((len(latents),), t, device=kit.device)
+    timesteps = torch.full((len(latents),), t, device=kit.device)
     try:
-        z_t = forward_noise(latents, noise, kit.alphas_cumprod[at])
-        return (noise - kit.eps(z_t, at, c)).square().flatten(1).mean(dim=1).cpu().float()
+        z_t = forward_noise(latents, noise, kit.alphas_cumprod[timesteps])
+        return (noise - kit.eps(z_t, timesteps, c)).square().flatten(1).mean(dim=1).cpu().float()
     except torch.OutOfMemoryError:
         if len(latents) == 1:
             raise
     torch.cuda.empty_cache()
     halves = zip(latents.chunk(2), c.chunk(2), strict=True)
-    return torch.cat([_errors(kit, some, t, of_some, eps) for some, of_some in halves])
+    return torch.cat([_errors(kit, half, t, half_c, eps) for half, half_c in halves])
 
 
-def _known_agreements(
+def _stored_or_new_scores(
     job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
 ) -> Agreements:
-    """Those of a killed server that had judged the same images, or new ones."""
+    """Return the scores that a previous server process stored for these images, or new ones."""
     digest = hashlib.sha256(images.pixels.numpy().tobytes() + images.labels.numpy().tobytes())
     digest.update("\n".join((*images.clients, *payloads)).encode())
     inputs = digest.hexdigest()
     if stored := job.folder.stored_agreements(inputs):
         return {
-            client: {job.classes.index(name): share for name, share in by_name.items()}
+            client: {job.classes.index(name): score for name, score in by_name.items()}
             for client, by_name in stored.items()
         }
-    found = agreements(job, payloads, images)
-    verdict = judged(found)
-    about = {}
-    for client, by_label in found.items():
-        about[client] = {
+    scores = agreements(job, payloads, images)
+    verdict = judged(scores)
+    records = {}
+    for client, by_label in scores.items():
+        records[client] = {
             "agreement": mean(by_label.values()),
-            "classes": {job.classes[label]: share for label, share in by_label.items()},
-            "doubted": _doubted(job, verdict, client),
+            "classes": {job.classes[label]: score for label, score in by_label.items()},
+            "doubted": _flagged_classes(job, verdict, client),
         }
-    job.folder.store_agreements(inputs, about)
-    return found
+    job.folder.store_agreements(inputs, records)
+    return scores
 
 
-def _doubted(job: ServerJob, verdict: Verdict, client: str) -> str:
-    """What of a client is doubted, in words; "" for nothing."""
+def _flagged_classes(job: ServerJob, verdict: Verdict, client: str) -> str:
+    """Return a client's flagged classes as the report shows them; "" if there is none."""
     if client in verdict.unjudged:
         return "not judged"
-    labels = [one.label for one in verdict.doubts if one.client == client]
+    labels = [flag.label for flag in verdict.doubts if flag.client == client]
     if None in labels:
         return "all classes"
     return ", ".join(job.classes[label] for label in labels if label is not None)
 
 
-def _in_words(job: ServerJob, one: Doubt) -> str:
-    what = "its classes" if one.label is None else f"its class {job.classes[one.label]!r}"
-    fate = "they were used all the same"
-    if job.config.robust == "exclude":
-        fate = "they are left out" if one.label is None else "those are left out"
+def _warning(job: ServerJob, flag: Doubt) -> str:
+    if flag.label is None:
+        problem = "the kit does not recognize its classes in its images"
+        dropped = "all its images are dropped"
+    else:
+        name = job.classes[flag.label]
+        problem = f"the kit does not recognize its class {name!r} in its images"
+        dropped = "the images of this class are dropped"
+    consequence = dropped if job.config.robust == "exclude" else "they were used nevertheless"
     return (
-        f"{one.client}: the kit does not see {what} in its images (agreement {one.agreement:.2f}, "
-        f"chance {CHANCE}); {fate}"
+        f"{flag.client}: suspicious, {problem} (score {flag.agreement:.2f}, chance {CHANCE}); "
+        f"{consequence}"
     )
 
 
-def _looked_at(
-    images: SyntheticSet, clients: set[str], chance: torch.Generator
-) -> dict[tuple[str, int], list[int]]:
-    """Some rows of each client's class, in the images' order."""
-    groups = images.rows_by_class(clients)
-    return {owner: _some(rows, LOOKED_AT, chance) for owner, rows in groups.items()}
+def _contrast_classes(classes: int, label: int, rng: torch.Generator) -> list[int]:
+    """Return the classes to compare a class with: all others, or a sample of them."""
+    return _sample_of([other for other in range(classes) if other != label], RIVALS, rng)
 
 
-def _rivals(classes: int, label: int, chance: torch.Generator) -> list[int]:
-    """The classes that images of one are compared with: all others, or some of them."""
-    return _some([other for other in range(classes) if other != label], RIVALS, chance)
-
-
-def _some(values: list[int], most: int, chance: torch.Generator) -> list[int]:
-    places = torch.randperm(len(values), generator=chance)[:most].sort().values
+def _sample_of(values: list[int], limit: int, rng: torch.Generator) -> list[int]:
+    """Return at most `limit` of the values, drawn without replacement, in their order."""
+    places = torch.randperm(len(values), generator=rng)[:limit].sort().values
     return [values[place] for place in places.tolist()]
 
 
-def _left(images: SyntheticSet, doubts: tuple[Doubt, ...]) -> SyntheticSet:
-    """Without a doubted client's images, and those of a doubted class of a client."""
-    out = {(one.client, one.label) for one in doubts}
+def _without_flagged(images: SyntheticSet, flags: tuple[Doubt, ...]) -> SyntheticSet:
+    """Drop the images of flagged clients and of flagged classes."""
+    flagged = {(flag.client, flag.label) for flag in flags}
     owners = zip(images.clients, images.labels.tolist(), strict=True)
     rows = [
         row
         for row, (client, label) in enumerate(owners)
-        if (client, None) not in out and (client, label) not in out
+        if (client, None) not in flagged and (client, label) not in flagged
     ]
     return images.only(rows)

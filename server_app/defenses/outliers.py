@@ -1,15 +1,14 @@
-"""A first word on poison: whose payload is far larger or smaller than the others', has one and
-the same for all classes, or states far more images than the others.
+"""Outlier payloads: a norm, a spread over the classes or an image count far from the others'.
 
-A payload scaled by 1e6 passes every check of the wire format, and a run's accuracy falls without a
-word. Norms show it, and spreads show who sends one class under every name; labels that were swapped
-leave both as they are. What is found is reported and not refused: an honest client may be an
-exception.
+A payload scaled by 1e6 passes every check of the wire format, and a run's accuracy falls silently.
+Its norm reveals it. The spread reveals a client that sends the same row for every class. Label
+flipping changes neither (see label_consistency.py). Outliers are reported, not refused, because an
+honest client may be one.
 
-The rule, for each of a payload's tensors by itself: of a client's numbers the root mean square r
-(a norm that does not grow with the classes or images that the client holds), of ln r the distance
-to the other clients' median, in their median absolute deviations (MAD). The same for the spread of
-a tensor with a row for each class: r of what is left of it without the rows' mean, as a share of r.
+The rule, for each tensor of a payload: r is the root mean square of a client's values, a norm that
+does not grow with its number of classes or images. The tensor is an outlier if ln r is far from the
+other clients' median, in units of their median absolute deviation (MAD). The same rule holds for
+the spread of a tensor with one row per class: r of the rows minus their mean, divided by r.
 """
 
 import math
@@ -25,25 +24,31 @@ from osfl.payload.kinds import Classifier, FeatureStatistics, Payload
 from osfl.run_folder.status import with_details
 from server_app.defenses.image_counts import stated_counts
 
-# Six honest clients of the digits, each a domain of its own, differ by up to 3 times in FedLMG's
-# tensors (the first BatchNorm sees the colours) and by 1.4 in the other methods' payloads; four
-# whose images and classes are very uneven by up to 3.7 (biases begin at zero and grow with the
-# steps). Spreads differ by up to 2.3 (FedCGS, by label). Where others differ more than that, five
-# of their MADs are farther.
+# An outlier differs by more than this factor and by more than 5 MADs. Six honest clients of the
+# digits, one domain each, differ by up to 3 times in FedLMG's tensors (the first BatchNorm depends
+# on color) and 1.4 times in the other methods' payloads. Four clients with very uneven images and
+# classes differ by up to 3.7 times (biases start at zero and grow with the steps). Spreads differ
+# by up to 2.3 times (FedCGS, label skew).
 FACTOR = 5.0
-DEVIATIONS = 5.0  # a MAD of a normal distribution is 1 / 1.4826 of a standard deviation
-FLOOR = 0.01  # a norm below it counts as this: between biases that are nearly zero nothing is far
+DEVIATIONS = 5.0  # the MAD of a normal distribution is 1 / 1.4826 standard deviations
+FLOOR = 0.01  # smaller norms count as this, so that biases near zero are no outliers
 
 Measures = dict[str, dict[str, float]]  # by tensor, then client
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A client, its tensor that is farthest from the others', and how many are far."""
+    """A client, and its tensor that is farthest from the others'.
+
+    Attributes:
+        times: ratio of the tensor's measure to the others' median.
+        tensors: number of the client's outlier tensors.
+        what: the measure: `norm`, `spread over its classes`, or `total` for image counts.
+    """
 
     client: str
     tensor: str
-    times: float  # the others' median
+    times: float
     tensors: int
     what: str = "norm"
 
@@ -52,68 +57,70 @@ class Outlier:
         if self.what == "total":
             text = f"it states {factor} as many images as the others' median"
         elif self.what == "norm":
-            than = "larger" if self.times > 1 else "smaller"
-            text = f"part of its payload is {factor} {than} than the other clients' median"
+            direction = "larger" if self.times > 1 else "smaller"
+            text = f"part of its payload is {factor} {direction} than the other clients' median"
         else:
             text = f"its classes are {factor} more alike than the other clients' median"
         details = f"{self.tensor} has a {self.what} of {self.times:.3g} times the median"
         if self.tensors > 1:
-            details += f", and {self.tensors - 1} more of its tensors stand out"
+            details += f", and {self.tensors - 1} more of its tensors are outliers"
         return with_details(f"{self.client}: {text}", details)
 
 
 def find_outliers(payloads: Mapping[str, Payload]) -> list[Outlier]:
-    """The clients whose norms, spreads or image counts are far from the other clients', by name.
+    """Return one outlier per client with a norm, spread or image count far from the others'.
 
-    A client is named for its counts first, and for its norms before its spreads.
+    Sorted by client. A client's counts take precedence over its norms, and norms over spreads.
     """
-    norms = _far_of_each(_measured(payloads, _tensors, _norm))
-    # A large one may be a class with few images, whose numbers scatter
-    spreads = _far_of_each(_measured(payloads, _class_rows, _spread), large=False)
+    norms = _far_ratios(_measure(payloads, _tensors, _norm))
+    # A large spread is harmless: the values of a class with few images scatter
+    spreads = _far_ratios(_measure(payloads, _class_rows, _spread), large=False)
     counts = {client: stated_counts(payload) for client, payload in payloads.items()}
-    images = find_large_counts({client: sum(own.values()) for client, own in counts.items() if own})
-    found = []
+    images = find_large_counts(
+        {client: sum(by_class.values()) for client, by_class in counts.items() if by_class}
+    )
+    outliers = []
     for client in sorted(norms.keys() | spreads.keys() | images.keys()):
-        named = (
+        by_measure = (
             ("total", images.get(client)),
             ("norm", norms.get(client)),
             ("spread over its classes", spreads.get(client)),
         )
-        what, tensors = next((what, tensors) for what, tensors in named if tensors)
-        worst = max(tensors, key=lambda tensor: abs(math.log(tensors[tensor])))
-        found.append(Outlier(client, worst, tensors[worst], len(tensors), what))
-    return found
+        measure, ratios = next((measure, ratios) for measure, ratios in by_measure if ratios)
+        worst = max(ratios, key=lambda tensor: abs(math.log(ratios[tensor])))
+        outliers.append(Outlier(client, worst, ratios[worst], len(ratios), measure))
+    return outliers
 
 
 def find_large_counts(images: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The clients that state far more images than the others, as `_far_of_each` gives them.
+    """Return {client: {"counts": ratio to the others' median}} of far larger image counts.
 
     Args:
-        images: all that a client states, at least 1.
+        images: a client's total, at least 1.
     """
-    return _far_of_each([{"counts": dict(images)}], small=False)
+    return _far_ratios([{"counts": dict(images)}], small=False)
 
 
-def _far_of_each(
-    measured: Iterable[Measures], large: bool = True, small: bool = True
+def _far_ratios(
+    measures: Iterable[Measures], large: bool = True, small: bool = True
 ) -> dict[str, dict[str, float]]:
-    """Of each client with tensors that are far: how many times the others' median these have.
+    """Return the ratios of outlier tensors to the others' median, by client and tensor.
 
     Args:
-        large: also those that have more than the others.
-        small: also those that have less.
+        large: include ratios above 1.
+        small: include ratios below 1.
     """
-    far = defaultdict[str, dict[str, float]](dict)
-    for measures in measured:
-        for tensor, by_client in measures.items():
-            for client, times in _far(by_client).items():
-                if (large and times > 1) or (small and times < 1):
-                    far[client][tensor] = times
-    return far
+    ratios = defaultdict[str, dict[str, float]](dict)
+    for by_tensor in measures:
+        for tensor, by_client in by_tensor.items():
+            for client, ratio in _far(by_client).items():
+                if (large and ratio > 1) or (small and ratio < 1):
+                    ratios[client][tensor] = ratio
+    return ratios
 
 
 def _far(norms: Mapping[str, float]) -> dict[str, float]:
-    """How many times the others' median a norm or a spread is, of the clients where that is far."""
+    """Return the ratio to the others' median, of the clients for which it is far from 1."""
     far = {}
     for client, norm in norms.items():
         others = np.log([other for name, other in norms.items() if name != client])
@@ -127,21 +134,21 @@ def _far(norms: Mapping[str, float]) -> dict[str, float]:
     return far
 
 
-def _measured(
+def _measure(
     payloads: Mapping[str, Payload],
-    parts: Callable[[Payload], Iterator[tuple[str, torch.Tensor]]],
+    tensors_of: Callable[[Payload], Iterator[tuple[str, torch.Tensor]]],
     measure: Callable[[torch.Tensor], float],
 ) -> Iterable[Measures]:
-    """Of some parts of payloads, by what can be compared.
+    """Measure tensors of payloads, one result per group of comparable payloads.
 
-    Classifiers of one architecture.
+    Classifiers are comparable if they have the same architecture.
     """
-    found = defaultdict[str, Measures](lambda: defaultdict(dict))
+    by_kind = defaultdict[str, Measures](lambda: defaultdict(dict))
     for client, payload in payloads.items():
         kind = payload.architecture if isinstance(payload, Classifier) else ""
-        for tensor, value in parts(payload):
-            found[kind][tensor][client] = max(measure(value), FLOOR)
-    return found.values()
+        for tensor, value in tensors_of(payload):
+            by_kind[kind][tensor][client] = max(measure(value), FLOOR)
+    return by_kind.values()
 
 
 def _norm(value: torch.Tensor) -> float:
@@ -153,7 +160,7 @@ def _spread(rows: torch.Tensor) -> float:
 
 
 def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of real numbers; sums over images as means, for clients have unlike numbers of them."""
+    """Yield the floating-point tensors; sums over images as means, to be comparable."""
     values: Mapping[str, object]
     if isinstance(payload, Classifier):
         values = payload.state
@@ -168,7 +175,7 @@ def _tensors(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _class_rows(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
-    """What has a row for each class, of more than one, and is not nearly zero."""
+    """Yield tensors with one row per class that are not nearly zero, if there are two classes."""
     if len(payload.classes) > 1:
         for name, rows in _by_class(payload):
             if _norm(rows) > FLOOR:
@@ -176,8 +183,9 @@ def _class_rows(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _by_class(payload: Payload) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of what has a row for each class that without more rules for its values (shares may all be
-    equal); of a classifier the last matrix, which is most architectures' head.
+    """Yield tensors with one row per class; of a classifier the last matrix, usually its head.
+
+    Tensors whose values are restricted, such as shares, are omitted: their rows may all be equal.
     """
     if isinstance(payload, Classifier):
         matrices = [item for item in _tensors(payload) if item[1].ndim == 2]

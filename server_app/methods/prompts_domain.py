@@ -1,9 +1,9 @@
-"""prompts-domain: class prompts that also name the client's domain, as if the server were told it.
+"""prompts-domain: class prompts that also name the client's domain.
 
-Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". A reference: OSFL's other
-methods keep the domain from the server.
+This is Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". It is a reference,
+because the other methods do not reveal the domain to the server.
 
-Differences: none known; the wording is `prompts-domain.prompt`.
+Differences from the paper: none known. `prompts-domain.prompt` has the wording.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,15 +22,12 @@ from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Domain]) -> Models:
-    """R images for every class of every client from prompts that name both.
-
-    One global model, FT.
-    """
+    """Sample R images per client and class, and train one global model, FT."""
     return synthesise_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Domain]) -> Sample:
-    """Each image by a prompt that names its class and its client's domain."""
+    """Return a function that samples images from prompts with class and client's domain."""
     word = job.config.data.word
     settings = job.config.prompts_domain
     return by_name(job, device, settings, lambda image: word(payloads[image.client].name))
@@ -42,7 +39,14 @@ def by_name(
     settings: PromptsDomainConfig | VotesConfig,
     domain_of: Callable[[ImageJob], str],
 ) -> Sample:
-    """Each image by a prompt that names its class and a domain."""
+    """Return a function that samples images from prompts with class and domain.
+
+    Args:
+        job: the run.
+        device: to load the kit on.
+        settings: has the prompt and the guidance scale.
+        domain_of: returns the domain's name for an image.
+    """
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
     word = job.config.data.word

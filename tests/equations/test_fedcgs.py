@@ -130,7 +130,7 @@ def test_impossible_statistics_are_refused_before_they_are_used() -> None:
     sound, _ = statistics(*drawn())
     config = parse_run_config(quick(method="fedcgs"))
     probe(sound, "a", config)
-    with pytest.raises(PayloadError, match="moments: are of no features"):
+    with pytest.raises(PayloadError, match="moments: cannot come from features"):
         probe(replace(sound, moments=-sound.moments), "a", config)
     shapes: wire.Tensors = {
         "counts": (("classes",), torch.int64),
@@ -151,10 +151,10 @@ def test_statistics_of_no_images_are_refused() -> None:
     sound, _ = statistics(features, labels)
     check_statistics(sound, "a")
     half = replace(sound, moments=sound.moments * 0.1)
-    with pytest.raises(PayloadError, match="payload of a: moments: are of no features"):
+    with pytest.raises(PayloadError, match="payload of a: moments: cannot come from features"):
         check_statistics(half, "a")
     negative = replace(sound, moments=-sound.moments)
-    with pytest.raises(PayloadError, match="moments: are of no features"):
+    with pytest.raises(PayloadError, match="moments: cannot come from features"):
         check_statistics(negative, "a")
     skewed = sound.moments.clone()
     skewed[0, 1] += 10

@@ -313,7 +313,7 @@ def test_edited_noise_has_a_lower_loss_and_other_images(tiny_kit) -> None:  # ty
 
 def test_a_teacher_without_batchnorm_warns_and_guides() -> None:
     model = classifiers.build_classifier("vgg16", 10, small_stem=True)
-    with pytest.warns(UserWarning, match="vgg16 has no BatchNorm layer: L_BN is 0"):
+    with pytest.warns(UserWarning, match="vgg16 has no BatchNorm layer, so L_BN is 0"):
         teacher = fedlmg._rebuild(Classifier(CLASSES, "vgg16", model.state_dict()), 10, True)
     assert not teacher.norms
     with warnings.catch_warnings():

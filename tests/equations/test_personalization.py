@@ -222,7 +222,7 @@ def test_a_model_that_cannot_be_adapted_costs_its_own_test_alone(
         config["adaptation.steps"] = 2000
     # The model is there already, of all images
     run(config, sites)
-    assert "client-0 could not test real, adapted: " in caplog.text
+    assert "client-0 could not test real, personalized: " in caplog.text
     assert re.search(said, caplog.text)
     assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
     assert not (home / "kept" / "job-real-client-0-adapted.safetensors").exists()
@@ -268,7 +268,9 @@ def test_a_matrix_that_cannot_be_true_is_refused(
     home: Path, root: Path, caplog: pytest.LogCaptureFixture, cells: list[Any]
 ) -> None:
     run(settings(root), tamper=answering(confusion=cells))
-    assert re.search("client-1 could not test real, adapted: it(s confusion| tested)", caplog.text)
+    assert re.search(
+        "client-1 could not test real, personalized: it(s confusion| tested)", caplog.text
+    )
     assert set(of_run(home, "tests/real.json")) == {"client-0", "client-1"}
     assert set(of_run(home, "tests/real.adapted.json")) == {"client-0"}
 

@@ -392,7 +392,7 @@ def test_a_disk_that_never_gives_back_an_image_ends_the_run(
         lambda job, unit, pixels: (made.append(unit.name), commit(job, unit, pixels)),
     )
     monkeypatch.setattr(synthesis_images, "read_picture", lambda file: None)
-    with pytest.raises(OSError, match="images cannot be read that were written 3 times"):
+    with pytest.raises(OSError, match="images that were written 3 times cannot be read"):
         start(quick(method="feddeo", kit=str(tiny_kit)))
     assert len(made) == 3 * len(set(made))
 
@@ -520,7 +520,7 @@ def test_a_payload_that_leads_sampling_astray_is_left_out(
     monkeypatch.setattr(feddeo_server, "sample", astray)
     with pytest.raises(
         RoundError,
-        match=r"1 of 2 clients .* can be used; 2 are needed.*\n  client-1: .*NaN or infinity",
+        match=r"1 of 2 clients .* usable payload; at least 2 .*\n  client-1: .*NaN or infinity",
     ):
         start(quick(method="feddeo", kit=str(tiny_kit)))
     grid = start(quick(method="feddeo", kit=str(tiny_kit), min_clients=1))
@@ -649,7 +649,7 @@ def test_a_client_without_data_says_so(home: Path, tiny_kit: Path) -> None:
 def test_a_second_node_of_the_same_name_is_refused(home: Path, tiny_kit: Path) -> None:
     config = quick(method="prompts-only", kit=str(tiny_kit))
     grid = LoopGrid(app, config, [{"partition-id": 0, "num-partitions": 2}] * 2)
-    with pytest.raises(RoundError, match="'client-0' is already taken by another node"):
+    with pytest.raises(RoundError, match="'client-0' is already used by another node"):
         run_job(grid, parse_run_config(config), "job")
 
 
@@ -785,9 +785,8 @@ def test_an_old_installation_may_not_join(
 ) -> None:
     """The code comes with the run; an old installation has other kits and dependencies."""
     monkeypatch.setattr(client_app.app, "version", lambda name: "0.0.1")
-    with pytest.raises(
-        RoundError, match=f"client-0 has osfl 0.0.1 installed, the run is of {osfl.__version__}"
-    ):
+    message = f"client-0 has osfl 0.0.1 installed, and the run requires {osfl.__version__}"
+    with pytest.raises(RoundError, match=message):
         start(quick(method="feddeo", kit=str(tiny_kit)))
 
 
@@ -1007,7 +1006,7 @@ def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch)
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("server_app.federation.exchange.time", clock)
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
-    exchange = Exchange(None, 10.0, _heard=0.0)  # type: ignore[arg-type]
+    exchange = Exchange(None, 10.0, _last_reply=0.0)  # type: ignore[arg-type]
     for now[0] in (0.0, 20.0, 60.0, 200.0, 5000.0):
         pauses.append(exchange.pause())
     exchange._forget(7)

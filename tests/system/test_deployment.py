@@ -174,7 +174,7 @@ def test_a_key_lets_in_the_client_that_it_names(
     assert said.splitlines()[-1] == (
         f"on the server, report: {tmp_path / 'server' / 'named' / 'report.html'}"
     )
-    refused = "its key is registered as 'site-b', and its client id is 'site-a'"
+    refused = "its key is registered as 'site-b', but its client id is 'site-a'"
     assert refused in federation.log("run")
     payloads = (tmp_path / "server" / "named" / "payloads").glob("*.pb")
     assert [file.name for file in payloads] == ["site-a.pb"]

@@ -92,7 +92,7 @@ def test_everything_dies_once_while_payloads_cross_the_network(
 
     wait_for(lambda: delivered() == 2, 300, log)
     # Its SuperNode went on; it says so, unless the SuperLink took it for away meanwhile
-    again = rf"node {nodes[first]} (failed \(code 8\)|was away); it will be asked again"
+    again = rf"node {nodes[first]} (failed \(code 8\)|reconnected); the request will be sent again"
     assert re.search(again, federation.log("run")), log()
 
     # The server, while it draws. The same command goes on at once: nobody is asked again, no unit

@@ -244,7 +244,7 @@ def test_a_servers_log_status_and_error_are_plain(
 
     config = quick(method="local", num_clients=1, join_timeout=3.0, classifier__init="none")
     grid = LoopGrid(client_app, config, [{"partition-id": 0, "num-partitions": 1}], tamper)
-    with pytest.raises(RuntimeError, match="1 are needed") as caught:
+    with pytest.raises(RuntimeError, match="at least 1 are required") as caught:
         run_job(grid, parse_run_config(config), "job")
     written = (home / "runs" / "job" / "status.json").read_text()
     assert MARK in str(caught.value) or kind == "no identifier"

@@ -81,9 +81,9 @@ def test_a_proxy_set_smaller_than_asked_for_is_taken_whole_and_said(
 ) -> None:
     folder = web(tmp_path / "web", 2, 3)
     assert len(taken(proxies.load_proxy(proxy_job(folder, rounds__proxy_images=6)))) == 6
-    assert "all are taken" not in caplog.text
+    assert "all are used" not in caplog.text
     assert len(taken(proxies.load_proxy(proxy_job(folder, rounds__proxy_images=500)))) == 6
-    assert "rounds.proxy-images = 500: there are 6, and all are taken" in caplog.text
+    assert "rounds.proxy-images = 500: only 6 are available, and all are used" in caplog.text
 
 
 def test_two_proxy_images_are_enough(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ def test_who_joins_with_another_architecture_than_the_runs_is_refused(
         return reply
 
     config = mixed(tiny_kit, rounds__count=1)
-    with pytest.raises(RoundError, match="client-1 has architecture 'resnet152': this run has"):
+    with pytest.raises(RoundError, match="client-1 has architecture 'resnet152': this run allows"):
         run_job(LoopGrid(app, config, mixed_nodes(), tamper), parse_run_config(config), "job")
 
 

@@ -284,7 +284,7 @@ def test_who_harms_the_others_beyond_chance_is_named(
     said = job.status.state.get("warnings", [])
     assert len(said) == int(warned)
     if warned:
-        assert f"without a the model sees {5 * harm:.1f} points more of the images" in said[0]
+        assert f"without a the model is {5 * harm:.1f} points more accurate on images" in said[0]
     stored = json.loads((job.folder.path / "influence" / "clients.json").read_text())
     assert stored["a"]["others"]["points"] == pytest.approx(-5 * harm)
     assert (stored["b"]["seen"], stored["b"]["own"]["points"]) == (0.0, 0.0)
@@ -296,7 +296,8 @@ def test_of_two_clients_nobody_is_measured(job: ServerJob, learned: list[list[in
     job.folder.store_influences({"c": {}})
     report_influences(job, payloads_of("abz"), numbered("aaabbbppp", "000000000"))
     assert learned == []
-    assert job.status.state["warnings"] == ["influence: needs images of 3 clients, and has 2"]
+    (warning,) = job.status.state["warnings"]
+    assert warning == "influence: requires images of at least 3 clients; the run has 2"
     assert json.loads((job.folder.path / "influence" / "clients.json").read_text()) == {}
 
 

@@ -299,9 +299,9 @@ def test_a_capped_client_is_named_once_with_what_became_of_it() -> None:
     honest = {f"c{k}": statistics_with(k) for k in range(6)}
     (said,) = warnings_of(honest | {"c2": statistics_with(2, times=1000)}, 10)
     assert said == (
-        "c2: capped, for it states 20,000 images of class 'dog', 1e+03 times the other clients' "
-        "median of 20; it counts as 300 of the 30,000 images that it states (max-weight-ratio = "
-        "10)"
+        "c2: weight capped, because it states 20,000 images of class 'dog', 1e+03 times the other "
+        "clients' median of 20; it counts as 300 of the 30,000 images that it states "
+        "(max-weight-ratio = 10)"
     )
     (said,) = warnings_of(honest | {"c2": statistics_with(2, times=1000)}, 0)
     assert said.startswith("c2: it states 1e+03 times as many images as the others' median")
@@ -349,11 +349,11 @@ def test_a_run_caps_a_client_and_says_so_in_status_and_report(home: Path, tiny_k
     config = quick(**FEDPFT, kit=str(tiny_kit))
     start(config, tamper=claims(100_000))
     (said,) = metrics(home)["warnings"]
-    assert said.startswith("client-1: capped, for it states ")
+    assert said.startswith("client-1: weight capped, because it states ")
     folder = home / "runs" / "job"
     assert json.loads((folder / "status.json").read_text())["warnings"] == [said]
     page = (folder / "report.html").read_text()
-    assert "client-1: capped, for it states " in page
+    assert "client-1: weight capped, because it states " in page
     assert "max-weight-ratio = 10" in page
 
 
@@ -410,13 +410,13 @@ def test_with_a_guarantee_a_site_declares_nothing() -> None:
     [
         (
             [10**6, 1] + [0] * 8,
-            "client-1 declares its images: 1,000,001 images .* max-images = 1,0",
+            "client-1, image counts at join: 1,000,001 images .* max-images = 1,0",
         ),
-        ([3, 4], r"client-1 declares \[3, 4\] as its images; expected 10 whole numbers"),
-        ([-1] + [5] * 9, "client-1 declares .* as its images; expected 10 whole numbers"),
-        ([0] * 10, "client-1 declares .* as its images; expected 10 whole numbers"),
-        ([0.5] * 10, "client-1 declares .* as its images; expected 10 whole numbers"),
-        ("many", "client-1 declares many as its images; expected 10 whole numbers"),
+        ([3, 4], r"client-1 declares \[3, 4\] as its image counts; they must be 10 whole numbers"),
+        ([-1] + [5] * 9, "client-1 declares .* as its image counts; they must be 10 whole numbers"),
+        ([0] * 10, "client-1 declares .* as its image counts; they must be 10 whole numbers"),
+        ([0.5] * 10, "client-1 declares .* as its image counts; they must be 10 whole numbers"),
+        ("many", "client-1 declares many as its image counts; they must be 10 whole numbers"),
     ],
 )
 def test_a_declaration_that_cannot_be_true_is_refused_at_the_join(
@@ -466,7 +466,7 @@ def test_fedavg_caps_a_model_at_ten_times_the_others_median(home: Path, tiny_kit
     made = load_file(home / "runs" / "job" / "models" / "fedavg.safetensors")["fc.weight"]
     torch.testing.assert_close(made, wanted / 360, rtol=0, atol=1e-6)
     (said,) = metrics(home)["warnings"]
-    assert said.startswith("round 1: client-2: capped, for it states 1,000,000 images, ")
+    assert said.startswith("round 1: client-2: weight capped, because it states 1,000,000 images, ")
     start(
         {**config, "max-weight-ratio": 0.0},
         "off",

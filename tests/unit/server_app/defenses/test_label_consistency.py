@@ -367,15 +367,16 @@ def test_what_trains_is_what_robust_says(robust: str, seen: dict[str, dict[int, 
     if robust == "off":
         assert job.kept == {"said": [], "agreements": {}}
         return
-    whole = one = "they were used all the same"
+    whole = one = "they were used nevertheless"
     if left:
-        whole, one = "they are left out", "those are left out"
+        whole, one = "all its images are dropped", "the images of this class are dropped"
     assert job.kept["said"] == [
-        f"a: the kit does not see its classes in its images (agreement 0.45, chance 0.5); {whole}",
-        "c: the kit does not see its class 'one' in its images (agreement 0.30, chance 0.5); "
-        f"{one}",
-        f"robust = {robust!r} judged nothing of d: the kit does not know their classes, or too few "
-        "others hold them",
+        "a: suspicious, the kit does not recognize its classes in its images (score 0.45, "
+        f"chance 0.5); {whole}",
+        "c: suspicious, the kit does not recognize its class 'one' in its images (score 0.30, "
+        f"chance 0.5); {one}",
+        f"robust = {robust!r} could not score d: the kit does not know their classes, or too few "
+        "other clients hold them",
     ]
     (stored,) = job.kept["agreements"].values()
     doubts = {client: about["doubted"] for client, about in stored.items()}
@@ -528,7 +529,7 @@ def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
         assert (client in said) == (about["doubted"] != "")
     page = (home / "runs" / "job" / "report.html").read_text()
     assert "Do the images show their classes?" in page
-    assert "judging the images" in {phase["phase"] for phase in found["phases"]}
+    assert "scoring label consistency" in {phase["phase"] for phase in found["phases"]}
 
 
 def test_a_run_that_was_not_asked_says_nothing(home: Path, tiny_kit: Path) -> None:

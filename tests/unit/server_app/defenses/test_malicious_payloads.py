@@ -328,7 +328,7 @@ def test_the_farthest_tensor_is_named_and_the_others_counted(factor: float) -> N
     assert (outlier.tensor, outlier.tensors) == ("component_means", 5)
     text, details = split_details(str(outlier))
     assert ("larger" if factor > 1 else "smaller") in text
-    assert details.endswith("median, and 4 more of its tensors stand out")
+    assert details.endswith("median, and 4 more of its tensors are outliers")
 
 
 def test_classifiers_are_compared_with_those_of_their_architecture() -> None:

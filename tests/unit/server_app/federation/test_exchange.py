@@ -245,7 +245,7 @@ def test_a_slow_upload_does_not_hold_up_joining(tmp_path: Path, stuck: threading
     assert list(joined(grid, settings(num_clients=2), tmp_path).nodes) == ["client-1", "client-2"]
     assert time.monotonic() - began < 2.0
     config = settings(num_clients=3, join_timeout=2.0)
-    with pytest.raises(RoundError, match=r"2 of 3 .* within 2 s \(join.*\n  1 gave no answer: 0$"):
+    with pytest.raises(RoundError, match=r"2 of 3 .* within 2 s \(join.*\n  1 did not reply: 0$"):
         joined(grid, config, tmp_path)
     assert time.monotonic() - began < 4.0 + TIGHT
 
@@ -313,7 +313,7 @@ def test_a_time_that_was_reached_is_named_and_no_other(
     with pytest.raises(RoundError) as told:
         joined(refusing, config, tmp_path)
     assert str(told.value) == (
-        "0 of 2 clients joined; 2 are needed (min-clients, num-clients)"
+        "0 of 2 clients joined; at least 2 are required (min-clients, num-clients)"
         "\n  node 0: ConfigError: no data (code 2)\n  node 1: ConfigError: no data (code 2)"
     )
 
@@ -327,7 +327,7 @@ def test_more_slow_uploads_than_threads_do_not_hold_up_the_phase(
     for node in range(1, MOST + 40):
         slow_upload(grid, node, stuck)
     began = time.monotonic()
-    with pytest.raises(RoundError, match="1 of 500 .* within 3 s.*\n  103 gave no answer: "):
+    with pytest.raises(RoundError, match="1 of 500 .* within 3 s.*\n  103 did not reply: "):
         joined(grid, settings(num_clients=500, join_timeout=3.0), tmp_path)
     assert 3.0 <= time.monotonic() - began < 3.0 + TIGHT
     held = [thread for thread in threading.enumerate() if "_pull" in thread.name]
@@ -340,10 +340,10 @@ def test_large_replies_are_pulled_together_only_as_memory_allows(stuck: threadin
     def at_once(largest: float) -> int:
         begun = Pulls(grid, largest)  # type: ignore[arg-type]
         while begun.room():
-            begun.start(str(len(begun._began)))
-            for name in begun._began:
-                begun._began[name] -= 2 * pulls.SLOW_SECONDS
-        return len(begun._began)
+            begun.start(str(len(begun._started)))
+            for name in begun._started:
+                begun._started[name] -= 2 * pulls.SLOW_SECONDS
+        return len(begun._started)
 
     assert (at_once(1e15), at_once(0)) == (pulls.AT_ONCE, MOST)
 
@@ -403,7 +403,7 @@ def test_a_phase_that_is_over_keeps_nothing_that_comes_later(stuck: threading.Ev
     over.end()
     stuck.set()
     time.sleep(0.1)
-    assert not over._done
+    assert not over._results
 
 
 def test_a_rest_ends_with_the_phase_or_with_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +411,7 @@ def test_a_rest_ends_with_the_phase_or_with_a_reply(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
     grid = SimpleNamespace(pull_messages=lambda names: time.sleep(0.2) or [])
     # type: ignore[arg-type]
-    exchange = Exchange(grid, 10.0, _heard=-1e6)
+    exchange = Exchange(grid, 10.0, _last_reply=-1e6)
     began = time.monotonic()
     exchange.rest(began + 0.3)
     assert 0.3 <= time.monotonic() - began < 2.0
@@ -529,7 +529,7 @@ def test_a_client_id_is_taken_once(tmp_path: Path) -> None:
     grid = NodesGrid({0: fit("a"), 1: fit("a"), 2: fit("b")})
     members = joined(grid, settings(num_clients=2), tmp_path)
     assert list(members.nodes) == ["a", "b"]
-    with pytest.raises(RoundError, match="2 of 3 .*\n.*client id 'a' is already taken by another"):
+    with pytest.raises(RoundError, match="2 of 3 .*\n.*client id 'a' is already used by another"):
         joined(grid, settings(num_clients=3), tmp_path)
 
 
@@ -541,7 +541,7 @@ def test_a_client_is_who_its_key_says(tmp_path: Path, caplog: pytest.LogCaptureF
     grid.names = {0: "a", 1: "b"}
     members = joined(grid, settings(num_clients=2), tmp_path)
     assert members.nodes == {"a": 0, "c": 3}
-    assert "key is registered as 'b', and its client id is 'a'; set client-id" in members.failed[1]
+    assert "key is registered as 'b', but its client id is 'a'; set client-id" in members.failed[1]
     assert "client id 'b' is the name of another node's key" in members.failed[2]
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(", so")[0] for line in warned] == ["c: its key has no name"]
@@ -589,7 +589,7 @@ def test_a_tester_is_not_put_out_and_an_owner_gets_its_place(tmp_path: Path) -> 
     grid.online = {0, 1, 2}
     members.look(time.monotonic() + 1)
     assert members.joined["t"] == 0
-    assert "already taken" in members.failed[2]
+    assert "already used" in members.failed[2]
 
     grid = NodesGrid({0: fit("b"), 1: fit("c"), 2: fit("b")})
     grid.names = {2: "b"}
@@ -613,7 +613,7 @@ def test_who_works_already_is_not_put_out(tmp_path: Path) -> None:
     grid.online = {0, 1}
     members.look(time.monotonic() + 1)
     assert members.joined == {"b": 0}
-    assert "client id 'b' is already taken by another node" in members.failed[1]
+    assert "client id 'b' is already used by another node" in members.failed[1]
     twice = NodesGrid({0: fit("b"), 1: fit("b"), 2: fit("a")})
     twice.names = {0: "b", 1: "b"}
     members = joined(twice, settings(num_clients=2), tmp_path)
@@ -968,8 +968,8 @@ def test_an_array_that_would_grow_is_refused_before_it_is_built() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert failures == {
-        1: "its reply to train cannot be read: ValueError: its arrays are larger than any that it "
-        "may send"
+        1: "its reply to train cannot be read: ValueError: its arrays exceed the size limit of a "
+        "reply"
     }
     assert peak < 5e7
 

@@ -167,8 +167,8 @@ def test_a_unit_that_kills_whoever_samples_it_ends_the_run() -> None:
 
     with pytest.raises(
         WorkerError,
-        match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, lower "
-        "synthesis.unit-size.*The last: ",
+        match=f"3 workers died at unit {UNITS[3].name}, of a. If memory ran out, set a lower "
+        "synthesis.unit-size.*The last error: ",
     ):
         names_of_sampled(that(act), workers(1))
 
@@ -232,9 +232,7 @@ def test_an_actors_error_is_its_own_here() -> None:
 
 
 def test_a_cluster_without_enough_devices_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"synthesis.workers = 2: 0 GPU\(s\) free in the Ray cluster"
-    ):
+    with pytest.raises(ConfigError, match=r"synthesis.workers = 2: the Ray cluster has 0 free GPU"):
         list(sample_units(that(lambda jobs: None), UNITS, torch.device("cuda"), workers(2)))
 
 
@@ -248,7 +246,7 @@ def test_workers_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_gpus_that_are_not_there_are_missed_before_the_clients_work() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"synthesis.workers = 1000: this machine has \d+ GPU\(s\), and each worker takes one",
+        match=r"synthesis.workers = 1000: this machine has \d+ GPU\(s\), and each worker requires",
     ):
         check_workers(workers(1000), torch.device("cuda"))
     with pytest.raises(
@@ -260,8 +258,7 @@ def test_gpus_that_are_not_there_are_missed_before_the_clients_work() -> None:
 def test_another_cluster_than_the_simulations_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="synthesis.ray-address = 'ray://host:10001': a simulation has a Ray cluster of its "
-        "own",
+        match="synthesis.ray-address = 'ray://host:10001': a simulation has its own Ray cluster",
     ):
         list(
             sample_units(
@@ -347,7 +344,8 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
     ray.shutdown()
     try:
         with pytest.raises(
-            ConfigError, match="synthesis.ray-address = '127.0.0.1:1': .*It is ray://HOST:10001"
+            ConfigError,
+            match="synthesis.ray-address = '127.0.0.1:1': .*It must be ray://HOST:10001",
         ):
             list(
                 sample_units(
