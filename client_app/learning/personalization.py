@@ -23,8 +23,7 @@ def adapt(
     client: str,
     device: torch.device,
 ) -> nn.Module:
-    """Train a model in place, by the global model's recipe with the steps, lr and batch size of
-    `adaptation`.
+    """Train a model in place, by the global model's recipe and the settings of `adaptation`.
 
     Args:
         images: the client's own training images.

@@ -17,8 +17,9 @@ Differences from FedDEO:
 3. Theirs: constant learning rate. Ours: small last steps, so that the noise of single images and
    timesteps does not stay in v.
 4. Theirs: no DP guarantee. Ours: with `epsilon`, every image learns its own v, for
-   `domain-vector.epochs` passes at the constant rate; the vectors are clipped, averaged over the
-   client and noised, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
+   `domain-vector.epochs` passes at the constant rate; the vectors are clipped and averaged over
+   the client, and noise is added, as DPAgg-TI does with words (Peetathawatchai et al., arXiv
+   2411.14639).
 
 Payload for Stable Diffusion 1.5: 77 x 768 numbers, or 768, for any number of classes.
 """

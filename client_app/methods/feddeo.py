@@ -15,8 +15,8 @@ Differences from the paper:
 4. Theirs: one class after the other. Ours: `feddeo.at-once` classes in one UNet batch; exact, as no
    term couples two classes and each class has its own random stream.
 5. Theirs: no DP guarantee. Ours: with `epsilon`, every image learns its own condition, for
-   `feddeo.epochs` passes; the differences from the prompt's encoding are clipped, averaged and
-   noised, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
+   `feddeo.epochs` passes; the differences from the prompt's encoding are clipped and averaged, and
+   noise is added, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
 
 With `feddeo.tokens = "all"`, d_y is the prompt's encoding plus one vector shared by all tokens, d_y
 = tau(prompt of y) + u_y, and u_y is sent.

@@ -82,8 +82,7 @@ def private_mean_of_class(
 
 
 def common_to_tokens(vectors: torch.Tensor, limit: float) -> tuple[torch.Tensor, float]:
-    """Return the mean over the tokens of each vector [n, L, d], as [n, 1, d], and its clipping
-    bound.
+    """Return each vector's mean over its tokens, [n, L, d] to [n, 1, d], and its clipping bound.
 
     Repeated for each of L tokens, a mean at that bound has the norm `limit` again.
     """
@@ -108,8 +107,7 @@ def standard_normal(shape: torch.Size, random_bytes: Bytes = secrets.token_bytes
 
 
 def spread(encodings: torch.Tensor) -> float:
-    """Return the mean distance of encodings [C, ...] from their mean: a public unit for clipping
-    bounds.
+    """Return the mean distance of encodings [C, ...] from their mean, a public unit of clipping.
 
     With a single encoding, return its norm.
     """
@@ -120,8 +118,7 @@ def spread(encodings: torch.Tensor) -> float:
 
 @cache
 def noise_multiplier(rate: float, steps: int, epsilon: float, delta: float) -> float:
-    """Return the deviation of DP-SGD's noise, in units of the clipping bound of an image's
-    gradient.
+    """Return the deviation of DP-SGD's noise in units of the gradient clipping bound.
 
     It is the smallest, to a thousandth, with which `steps` sums of images, each sampled with the
     probability `rate`, are (epsilon, delta)-differentially private for one image replaced.
