@@ -16,11 +16,11 @@ Batch = TypeVar("Batch", bound=Sized)
 class Progress(Protocol):
     """A callback that receives the progress of a client."""
 
-    def __call__(self, done: int, total: int, what: str = "step") -> None:
+    def __call__(self, done: int, total: int, unit: str = "step") -> None:
         """Report that `done` of `total` items are finished. Also called with 0 before the first."""
 
 
-def _ignore_progress(done: int, total: int, what: str = "step") -> None:
+def _ignore_progress(done: int, total: int, unit: str = "step") -> None:
     pass
 
 

@@ -316,8 +316,8 @@ class _ProgressFile:
         self._watch = Stopwatch()
         self._last_write = -1.0
 
-    def __call__(self, done: int, total: int, what: str = "step") -> None:
+    def __call__(self, done: int, total: int, unit: str = "step") -> None:
         if self._watch.seconds - self._last_write >= 1 or done in (0, total):
             self._last_write = self._watch.seconds
             with open_private(self._file, "w") as file:
-                file.write(f"{done} {total} {what}")
+                file.write(f"{done} {total} {unit}")

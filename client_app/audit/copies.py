@@ -33,7 +33,7 @@ class Nearness:
 
     @property
     def copied(self) -> bool:
-        """Whether more images are closer than chance explains."""
+        """Evidence of copies: more images are closer than chance explains."""
         return self.nearer > self.by_chance[1]
 
 

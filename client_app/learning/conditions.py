@@ -4,7 +4,7 @@ FedDEO's descriptions, and the conditions that Espresso learns per cluster.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -72,11 +72,7 @@ def learn_conditions(
     learned = []
     for number, first in enumerate(firsts):
         part = slice(first, first + settings.at_once)
-        schedules = []
-        for rows, generator in zip(rows_of[part], generators[part], strict=True):
-            schedules.append(
-                minibatches(rows, settings.epochs, settings.steps, settings.batch_size, generator)
-            )
+        schedules = _schedules(rows_of[part], generators[part], settings)
         group_base = None if base is None else base[part]
         group = _Group(start[part], schedules, generators[part], group_base)
 
@@ -84,13 +80,27 @@ def learn_conditions(
             job.progress(number * total + done, len(firsts) * total)
 
         conditions = _learn_together(kit, group, mean, logvar, settings.lr, job.meter, advance)
-        if not may_diverge and not torch.isfinite(conditions).all():
-            raise ValueError(
-                f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = "
-                f"{settings.lr:g}"
-            )
+        if not may_diverge:
+            _check_finite([conditions], job.config.method, settings.lr)
         learned.append(conditions)
     return torch.cat(learned)
+
+
+def _schedules(
+    rows_of: list[torch.Tensor], generators: list[torch.Generator], settings: ConditionTraining
+) -> list[list[torch.Tensor]]:
+    """Draw each condition's minibatches from its own generator."""
+    return [
+        minibatches(rows, settings.epochs, settings.steps, settings.batch_size, generator)
+        for rows, generator in zip(rows_of, generators, strict=True)
+    ]
+
+
+def _check_finite(tensors: Sequence[torch.Tensor], method: str, lr: float) -> None:
+    if not all(torch.isfinite(tensor).all() for tensor in tensors):
+        raise ValueError(
+            f"the conditions of {method} diverged (NaN or infinity); lower {method}.lr = {lr:g}"
+        )
 
 
 def learn_condition_of_each(
@@ -297,10 +307,5 @@ def learn_from_all(
             scheduler.step()
         job.progress(step, len(schedule))
     results = [part.detach().float().cpu() for part in learned]
-    if not all(torch.isfinite(part).all() for part in results):
-        method = job.config.method
-        raise ValueError(
-            f"the vectors of {method} diverged (NaN or infinity); lower {method}.lr = "
-            f"{optimizer.defaults['lr']:g}"
-        )
+    _check_finite(results, job.config.method, optimizer.defaults["lr"])
     return results

@@ -74,12 +74,16 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     if correction:
         alpha = float(cast(float, request["dyn-alpha"]))
         _save_correction(folder, number, _updated(correction, model, start, alpha))
+    return _reply(model, len(images), watch, job)
+
+
+def _reply(model: nn.Module, count: int, watch: Stopwatch, job: ClientJob) -> RecordDict:
     costs = {
         "seconds": watch.seconds,
         "flops": float(job.meter.total),
         "peak_memory_mb": peak_memory_mb(),
     }
-    metrics = MetricRecord({"num-examples": len(images), **costs})
+    metrics = MetricRecord({"num-examples": count, **costs})
     return RecordDict({"model": pack_state(model.state_dict()), "metrics": metrics})
 
 

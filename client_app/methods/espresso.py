@@ -15,7 +15,7 @@ Differences from the paper:
 3. Theirs does not state a condition's initial value. Ours: the class prompt's encoding, as in
    FedDEO.
 4. Theirs does not state MixUp's distribution and the number of draws. Ours: Beta(1, 1) between two
-   images of the class, one mixed latent per image. Theirs: a mixture fitted to noised latents.
+   images of the class, one mixed latent per image. Theirs: a mixture fitted to noisy latents.
    Ours: fitted to the clean ones and diffused forward in closed form, as if by infinitely many
    draws. A fit to a few draws fits their noise: with 16 images and 10 draws of each, the component
    means have 10 to 20 times the power of the class's signal. `espresso.mixture-fit = "sampled"`
@@ -63,7 +63,7 @@ def make_payload(job: ClientJob) -> Mixtures:
     if not settings.gmm:
         return Mixtures(names, conditions, weights)
 
-    # G: a mixture of the noised latents of every class
+    # G: a mixture of the noisy latents of every class
     kit.scheduler.set_timesteps(job.config.synthesis.steps)
     a_first = kit.alphas_cumprod[int(kit.scheduler.timesteps[0])].cpu()
     mixtures = []

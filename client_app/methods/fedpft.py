@@ -13,8 +13,8 @@ Differences from the paper:
 4. Their code skips a class with no more images than components. Ours uses fewer components and pads
    the tensors with components of weight 0.
 5. Theirs has a variant with differential privacy, with one Gaussian per class. Ours with `epsilon`:
-   one Gaussian whose mean and mean squares are noised together, of features clipped to `clip-norm`
-   times the square root of their width.
+   one Gaussian with noise on its mean and mean squares, of features clipped to `clip-norm` times
+   the square root of their width.
 
 What it reveals: image count and mean features of each class, or of groups in it, with which a
 receiver could search a public collection. With as many components as images, each image's features.

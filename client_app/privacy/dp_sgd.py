@@ -39,6 +39,8 @@ from osfl.util.pixels import Pixels, to_float
 
 # Images whose gradients are held in memory in parallel
 AT_ONCE = 8
+# Maps images' rows to their gradients [B, ...], one tensor per trained parameter
+GradientsOf = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def fit_private(
@@ -87,16 +89,11 @@ def fit_private(
         _gradients_of, model, pixels, labels, settings.label_smoothing, augment, random_bytes
     )
     # The average cost of all steps: the true cost would reveal how many images each has sampled
-    image_meter = FlopMeter()
-    image_meter.run("image", partial(gradients_of, torch.tensor([0])))
-    meter.total += round(rate * count * steps * image_meter.total)
+    meter.total += round(rate * count * steps * _flops_per_image(gradients_of))
     for step in range(1, steps + 1):
         rows = sampled(count, rate, random_bytes)
         sums = _summed_gradients(gradients_of, rows, parameters, limit)
-        for p, gradient in zip(parameters, sums, strict=True):
-            noise = sigma * standard_normal(p.shape, random_bytes)
-            # Algorithm 1: g <- (sum of g_i + N(0, sigma^2 C^2 I)) / L, L images on average
-            p.grad = (gradient + noise.to(p)) / (rate * count)
+        _set_noisy_gradients(parameters, sums, sigma, rate * count, random_bytes)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -106,12 +103,34 @@ def fit_private(
     model.requires_grad_(True)
     if average is not None:
         model.load_state_dict(average.module.state_dict())
+    _check_finite(model, settings.lr)
+    return model.eval()
+
+
+def _check_finite(model: nn.Module, lr: float) -> None:
     if not all(torch.isfinite(p).all() for p in model.parameters()):
         raise ClassifierError(
-            f"training diverged; lower classifier.lr = {settings.lr:g}, which also multiplies the "
-            "noise"
+            f"training diverged; lower classifier.lr = {lr:g}, which also multiplies the noise"
         )
-    return model.eval()
+
+
+def _flops_per_image(gradients_of: GradientsOf) -> int:
+    meter = FlopMeter()
+    meter.run("image", partial(gradients_of, torch.tensor([0])))
+    return meter.total
+
+
+def _set_noisy_gradients(
+    parameters: list[nn.Parameter],
+    sums: list[torch.Tensor],
+    sigma: float,
+    batch_size: float,
+    random_bytes: Bytes,
+) -> None:
+    for p, gradient in zip(parameters, sums, strict=True):
+        noise = sigma * standard_normal(p.shape, random_bytes)
+        # Algorithm 1: g <- (sum of g_i + N(0, sigma^2 C^2 I)) / L, L images on average
+        p.grad = (gradient + noise.to(p)) / batch_size
 
 
 def _gradients_of(
@@ -133,7 +152,7 @@ def _gradients_of(
 
 
 def _summed_gradients(
-    gradients_of: Callable[[torch.Tensor], list[torch.Tensor]],
+    gradients_of: GradientsOf,
     rows: torch.Tensor,
     parameters: list[nn.Parameter],
     limit: float,
