@@ -110,7 +110,7 @@ def test_a_path_outside_is_refused_in_the_same_words(key: str, tmp_path: Path) -
         said = refusal(config_of(key, str(place)), NodeConfig(allowed_dirs=str(tmp_path / "kits")))
         words.add(said.replace(str(place), "PLACE"))
     (only,) = words
-    assert only.startswith(f"{key} = 'PLACE': this client must be below a folder")
+    assert only.startswith(f"{key} = 'PLACE': must be below a folder")
     check_paths(config_of(key, str(folder)), NodeConfig(allowed_dirs=f"/other, {tmp_path}"))
 
 
