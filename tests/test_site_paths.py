@@ -214,7 +214,7 @@ def test_every_message_is_checked(kind: str, home: Path, tiny_kit: Path) -> None
 
 
 def test_a_global_models_architecture_is_no_folder_of_the_site(home: Path) -> None:
-    with pytest.raises(ConfigError, match="global-model.architecture = '/hospital': this client"):
+    with pytest.raises(ConfigError, match="global-model.architecture = '/hospital': must be"):
         check_architecture("hf-hub:/hospital", NodeConfig())
     for free in ("resnet18", "timm:resnet18", "hf-hub:owner/name@main"):
         check_architecture(free, NodeConfig())
