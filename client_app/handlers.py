@@ -1,6 +1,6 @@
-"""What a client spends its time on: its payload or its round, and the test of a global model.
+"""Handlers of a client's long work: its payload or training round, and the global model's test.
 
-With torch, which joining does without.
+Imports torch, which joining does without.
 """
 
 import json
@@ -53,22 +53,23 @@ def train(
     kit: str,
     folder: Path,
 ) -> RecordDict:
-    """The reply to `train`.
+    """Make the reply to `train`: a payload, or the result of a training round.
 
-    `folder` is the client's own for this job, and the same for the same settings.
+    Args:
+        folder: the client's own for this job; the same settings give the same folder.
     """
-    if left_out := small_classes(config.data, node, config.seed):
+    if small := small_classes(config.data, node, config.seed):
         names = class_names(config.data)
         log.warning(
-            "%s: min-class-images = %d leaves out classes with fewer images here: %s",
+            "%s: min-class-images = %d excludes classes with fewer images here: %s",
             client,
             node.min_class_images,
-            ", ".join(names[label] for label in left_out),
+            ", ".join(names[label] for label in small),
         )
-    for words in left_out_words(config.data, node):
-        log.warning("%s: %s", client, words)
-    for words in folder_notes(config.data, {client: node}):
-        log.warning("%s", words)
+    for warning in left_out_words(config.data, node):
+        log.warning("%s: %s", client, warning)
+    for warning in folder_notes(config.data, {client: node}):
+        log.warning("%s", warning)
     seal_to = sealing_key(content, node, config.sealing_key)
     if METHODS[config.method].rounds:
         from client_app.learning.local_training import train_round
@@ -76,22 +77,22 @@ def train(
         return train_round(content, client_job(config, node, client, kit, folder), folder)
     blob, costs = _payload(config, node, client, job_id, kit, folder)
     if seal_to is not None:
-        # What the disk has is open: it is this client's own
+        # The cached copy stays unencrypted: it never leaves this machine
         blob = seal(blob, seal_to, job_id, client)
     return pack_payload(blob, sent_costs(costs))
 
 
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:
-    """The reply to `evaluate`: the confusion matrix of a global model on this node's test images.
+    """Make the reply to `evaluate`: the global model's confusion matrix on this node's test images.
 
-    Asked to adapt it, of what this client makes of it with its own training images first. What a
-    site does not tell (`test-results`, and with an epsilon all that comes of adapting) ends in its
-    own log and its `models-dir`, and cannot make the reply another one. A node with a `models-dir`
-    keeps the model.
+    If requested, the model is first personalized on this client's own training images. Results that
+    a site withholds (`test-results`; with an epsilon, every result of personalization) go to its
+    own log and `models-dir` and do not change the reply. A node with a `models-dir` keeps the
+    model.
 
     Raises:
-        ClassifierError: the model is not of its architecture, or cannot be adapted.
-        DataError: there are no test images, or they are not told apart from training images.
+        ClassifierError: the model does not match its architecture, or cannot be personalized.
+        DataError: there are no test images, or they overlap the training images.
     """
     watch = Stopwatch()
     from osfl.models import classifiers
@@ -101,39 +102,43 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: s
     names = class_names(config.data)
     model = classifiers.rebuild(sent.state, sent.architecture, len(names), sent.small_stem)
     if not node.tells_tests or (sent.adapts and guaranteed):
-        _test_unheard(model, sent, config, node, client)
+        _test_for_site(model, sent, config, node, client)
         return _withheld()
     if node.demands_guarantee:
         check_apart(config.data, node)
     matrix = _test(model, sent, config, node, client)
-    # With a guarantee the time it took is not told, either
+    # With a DP guarantee the reply omits the running time, too
     seconds = 0.0 if guaranteed else watch.seconds
     cells = [cell for row in matrix for cell in row]
     return RecordDict({"metrics": MetricRecord({"seconds": seconds, "confusion": cells})})
 
 
 def _withheld() -> RecordDict:
-    """The reply of a site that keeps a test to itself: it depends on no image."""
+    """Return the reply of a site that withholds its test result: it depends on no image."""
     return RecordDict({"metrics": MetricRecord({"seconds": 0.0, WITHHELD: 1})})
 
 
-def _test_unheard(
+def _test_for_site(
     model: "nn.Module", sent: SentModel, config: RunConfig, node: NodeConfig, client: str
 ) -> None:
-    """Test a model for this site alone. Whether that works is for its own log."""
-    # An adapted model that is neither kept nor tested for the server has no use
+    """Test a model for this site alone. Log a failure, and do not raise it."""
+    # A personalized model that is neither kept nor reported has no use
     if sent.adapts and not node.models_dir:
         return
     try:
         _test(model, sent, config, node, client)
     except Exception:
-        log.exception("%s: the test that this site keeps to itself failed", client)
+        log.exception("%s: the test for this site alone failed", client)
 
 
 def _test(
     model: "nn.Module", sent: SentModel, config: RunConfig, node: NodeConfig, client: str
 ) -> list[list[int]]:
-    """Adapt the model if asked to, test it, keep it where the site keeps models."""
+    """Test the model, personalized first if requested, and keep it if the site keeps models.
+
+    Returns:
+        confusion matrix: true classes by predicted classes.
+    """
     from osfl.models import classifiers
 
     names = class_names(config.data)
@@ -143,10 +148,13 @@ def _test(
     images = load_images(config.data, node, "test", config.seed)
     matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), device)
     if sent.adapts or not node.tells_tests:
-        right = sum(row[label] for label, row in enumerate(matrix))
-        what = "adapted" if sent.adapts else sent.name
-        log.info("%s: %s, it says %d of %d test images right", client, what, right, len(images))
-    # Local's are other clients' classifiers
+        correct = sum(row[label] for label, row in enumerate(matrix))
+        model_name = "personalized" if sent.adapts else sent.name
+        log.info(
+            "%s: model %s: %d of %d test images correct",
+            *(client, model_name, correct, len(images)),
+        )
+    # With method local the models are other clients' classifiers
     if node.models_dir and config.method != "local":
         _keep_model(sent, model, names, client, Path(node.models_dir).expanduser())
     return matrix
@@ -155,11 +163,11 @@ def _test(
 def _adapt(
     model: "nn.Module", config: RunConfig, node: NodeConfig, client: str, device: "torch.device"
 ) -> None:
-    """Adapt a model in place."""
+    """Personalize a model in place."""
     from client_app.learning.personalization import adapt
     from osfl.models.classifiers import ClassifierError
 
-    log.info("%s: adapting the global model, %d steps", client, config.adaptation.steps)
+    log.info("%s: personalizing the global model, %d steps", client, config.adaptation.steps)
     try:
         adapt(model, load_images(config.data, node, "train", config.seed), config, client, device)
     except ClassifierError as error:
@@ -169,10 +177,10 @@ def _adapt(
 def _keep_model(
     sent: SentModel, model: "nn.Module", classes: Sequence[str], client: str, folder: Path
 ) -> None:
-    """Keep a model for this site, as a file that says what it is of."""
+    """Write a model to the site's `models-dir`, with metadata that describes it."""
     from safetensors.torch import save
 
-    about = {
+    metadata = {
         "architecture": sent.architecture,
         "small-stem": json.dumps(sent.small_stem),
         "classes": json.dumps(classes),
@@ -182,18 +190,18 @@ def _keep_model(
     adapted = "-adapted" if sent.adapts else ""
     file = folder / f"{sent.job}-{sent.name}-{client}{adapted}.safetensors"
     try:
-        write_atomically(file, save(state, about))
+        write_atomically(file, save(state, metadata))
     except OSError as error:
-        # The test is not lost for it
-        log.error("models-dir = %s: the model cannot be kept: %s", folder, error)
+        # The test result must not be lost with it
+        log.error("models-dir = %s: the model cannot be written: %s", folder, error)
     else:
-        log.info("the model is in %s", file)
+        log.info("the model is saved in %s", file)
 
 
 def _payload(
     config: RunConfig, node: NodeConfig, client: str, job_id: str, kit: str, folder: Path
 ) -> tuple[bytes, dict[str, float]]:
-    """(serialised payload, what it cost), made here unless it is in `folder`."""
+    """Return the encoded payload and its costs; make it unless it is cached in `folder`."""
     draw = _booked_draw(config, node, client, job_id, folder)
     if (cached := _cached_payload(draw, config, folder)) is not None:
         if draw is not None:
@@ -203,7 +211,7 @@ def _payload(
     if draw is not None:
         spent = draw.book(config.epsilon, config.guaranteed_delta, node.epsilon_total)
         log.info(
-            "%s: epsilon = %g and delta = %g; in all jobs so far %g and %g",
+            "%s: this job spends epsilon = %g and delta = %g; the total is %g and %g",
             *(client, config.epsilon, config.guaranteed_delta, *spent),
         )
     job = client_job(config, node, client, kit, folder)
@@ -221,15 +229,16 @@ def _payload(
     payload_cache.store(folder, blob, costs)
     if draw is not None:
         draw.finish()
+    # Sending needs twice the payload's size in memory
     del payload, job
-    release_memory()  # sending takes the payload's size twice
+    release_memory()
     return _within_limit(blob, config), costs
 
 
 def _booked_draw(
     config: RunConfig, node: NodeConfig, client: str, job_id: str, folder: Path
 ) -> BookedDraw | None:
-    """The ledger's entry of this payload; None: it has no guarantee."""
+    """Return the ledger entry of this payload, or None if it has no DP guarantee."""
     if not (config.epsilon and METHODS[config.method].private):
         return None
     ledger = Ledger(ledger_folder(node), client, older=folder.parent.parent)
@@ -239,29 +248,29 @@ def _booked_draw(
 def _cached_payload(
     draw: BookedDraw | None, config: RunConfig, folder: Path
 ) -> payload_cache.CachedPayload | None:
-    """The payload in `folder`; None: there is none that can be sent, and it is to be made.
+    """Return the payload cached in `folder`, or None if it must be made.
 
     Raises:
-        PublicConfigError: it is damaged, and another noisy one would cost epsilon again.
+        PublicConfigError: it is corrupt, and a second noisy draw would spend epsilon again.
     """
     try:
         return payload_cache.load(folder)
     except DamageError as error:
-        log.error("the cached payload: %s", error)
+        log.error("cached payload: %s", error)
         if draw is None or draw.is_pending():
-            log.warning("it was not sent, and is made anew")
+            log.warning("the corrupt payload was not sent; making it again")
             return None
     raise PublicConfigError(
-        "the cached payload is damaged, and was not sent. Another one is another noisy message, "
-        f"and would spend epsilon = {config.epsilon:g} again. To spend it, this site must remove "
-        "the folder that its log names, and the job be started again"
+        "the cached payload is corrupt and was not sent. Making it again is another noisy draw, "
+        f"which would spend epsilon = {config.epsilon:g} again. To allow that, remove the folder "
+        "named in this site's log and start the job again"
     )
 
 
 def client_job(
     config: RunConfig, node: NodeConfig, client: str, kit: str, folder: Path
 ) -> ClientJob:
-    """What a client half works with; how far it is stands in `folder`."""
+    """Return the context of a client half, which writes its progress to `folder`."""
 
     def decode(fit: Fit) -> Images:
         return load_images(config.data, node, "train", config.seed, fit)
@@ -277,7 +286,7 @@ def client_job(
 
     names = class_names(config.data)
     device = pick_device(node.device)
-    frugal = saves_memory(node.checkpointing or config.checkpointing, device)
+    low_memory = saves_memory(node.checkpointing or config.checkpointing, device)
     return ClientJob(
         config,
         client,
@@ -286,31 +295,31 @@ def client_job(
         kit,
         device,
         domain,
-        progress=_Progress(folder),
-        saves_memory=frugal,
+        progress=_ProgressFile(folder),
+        saves_memory=low_memory,
     )
 
 
 def _within_limit(blob: bytes, config: RunConfig) -> bytes:
     if len(blob) > config.max_payload_mb * 1e6:
         raise ConfigError(
-            f"this node's payload has {len(blob):,} bytes, more than max-payload-mb = "
-            f"{config.max_payload_mb:g} allows; it was not sent. It "
-            "is kept: raise the limit and start the job again"
+            f"this node's payload of {len(blob):,} bytes exceeds max-payload-mb = "
+            f"{config.max_payload_mb:g} and was not sent. It stays cached: increase the limit and "
+            "start the job again"
         )
     return blob
 
 
-class _Progress:
-    """Writes how far a client is beside its cached payload, at most about once a second."""
+class _ProgressFile:
+    """Write a client's progress beside its cached payload, at most about once a second."""
 
     def __init__(self, folder: Path):
         self._file = folder / "progress"
         self._watch = Stopwatch()
-        self._last = -1.0
+        self._last_write = -1.0
 
-    def __call__(self, done: int, total: int, what: str = "step") -> None:
-        if self._watch.seconds - self._last >= 1 or done in (0, total):
-            self._last = self._watch.seconds
+    def __call__(self, done: int, total: int, unit: str = "step") -> None:
+        if self._watch.seconds - self._last_write >= 1 or done in (0, total):
+            self._last_write = self._watch.seconds
             with open_private(self._file, "w") as file:
-                file.write(f"{done} {total} {what}")
+                file.write(f"{done} {total} {unit}")

@@ -1,6 +1,6 @@
-"""A client's decoded images, kept between the rounds of a job.
+"""Cache of a client's decoded images between the rounds of a job.
 
-Each message is a process of its own, which would decode them again.
+Each message is handled by a new process, which would otherwise decode the images again.
 """
 
 import hashlib
@@ -21,30 +21,29 @@ from osfl.util.files import read_record, write_atomically, write_record
 
 
 def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
-    """The images that were kept under this key, their pixels mapped into memory.
-
-    Else those that `load` decodes.
+    """Return the images cached under `key` with their pixels memory-mapped, else decode and cache
+    them.
 
     Args:
-        folder: of the job, on this machine; what is kept there is forgotten with it.
-        key: of everything that the pixels come from.
+        folder: the job's, on this machine. The cache is deleted with it.
+        key: a digest of everything that determines the pixels.
     """
     pixels = folder / "pixels.npy"
-    about = folder / "pixels.json"
-    if (kept := _kept(pixels, about, key)) is not None:
-        return kept
+    record = folder / "pixels.json"
+    if (cached := _cached(pixels, record, key)) is not None:
+        return cached
     images = load()
     if isinstance(images.pixels, torch.Tensor):
-        # A full disk: then they are decoded each time, as those are that memory does not hold
+        # On a full disk the images are decoded in every round, as those too large for memory are
         with suppress(OSError):
-            _keep(pixels, about, key, images.pixels, images.labels)
+            _store(pixels, record, key, images.pixels, images.labels)
     return images
 
 
 def files_key(config: DataConfig, node: NodeConfig, split: str, size: int) -> str:
-    """Of an image folder's files: their paths, sizes, times and labels.
+    """Return a digest of an image folder's files: their paths, sizes, mtimes and labels.
 
-    Of the digits, which are drawn, of the settings alone.
+    The rendered digits have no files: their digest is of the settings alone.
     """
     files: list[Any] = []
     if node.data_dir and has_rows(config, node):
@@ -53,31 +52,33 @@ def files_key(config: DataConfig, node: NodeConfig, split: str, size: int) -> st
         for file, label in list_folder(config, node, split):
             stat = file.stat()
             files.append([str(file), stat.st_size, stat.st_mtime_ns, label])
-    about = [files, repr(config), node.partition_id, node.num_partitions, split, size]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    inputs = [files, repr(config), node.partition_id, node.num_partitions, split, size]
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
 def _files(folder: str) -> Iterator[Path]:
     return (file for file in Path(folder).rglob("*") if file.is_file())
 
 
-def _keep(pixels: Path, about: Path, key: str, decoded: torch.Tensor, labels: torch.Tensor) -> None:
-    """Readable by their owner alone; `about` comes last, and vouches for the pixels."""
+def _store(
+    pixels: Path, record: Path, key: str, decoded: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """Write owner-only files. `record` is written last and holds the pixels' checksum."""
     content = io.BytesIO()
     np.save(content, decoded.numpy(), allow_pickle=False)
-    about.unlink(missing_ok=True)
+    record.unlink(missing_ok=True)
     write_atomically(pixels, content.getvalue())
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
-    write_record(about, {"key": key, "pixels": digest, "labels": labels.tolist()})
+    write_record(record, {"key": key, "pixels": digest, "labels": labels.tolist()})
 
 
-def _kept(pixels: Path, about: Path, key: str) -> Images | None:
-    """The images that were kept; None: there are none under this key, or they are damaged."""
+def _cached(pixels: Path, record: Path, key: str) -> Images | None:
+    """Return the cached images, or None if there are none under this key or they are corrupt."""
     try:
-        header = read_record(about)
+        header = read_record(record)
         if header["key"] != key or header["pixels"] != _digest_of(pixels):
             return None
-        # A copy on writing: nobody changes the file by way of the tensor
+        # Copy-on-write, so that writing to the tensor does not change the file
         mapped = np.load(pixels, mmap_mode="c", allow_pickle=False)
         return Images(torch.from_numpy(mapped), torch.tensor(header["labels"]))
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""What a client trains or fits on its own images."""
+"""Training and fitting on a client's own images."""

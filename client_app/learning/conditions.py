@@ -1,10 +1,10 @@
-"""Conditions learned through the frozen diffusion model.
+"""Training of text conditions through the frozen diffusion model.
 
-What FedDEO calls descriptions and Espresso learns for every cluster.
+FedDEO's descriptions, and the conditions that Espresso learns per cluster.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,20 +21,16 @@ from osfl.util.seeds import generator_of
 
 
 def load_kit_to_learn(job: ClientJob) -> Kit:
-    """The client's kit, with as little memory for gradients as its node asks for."""
+    """Load the client's kit for training, with gradient checkpointing if its node asks for it."""
     kit = load_kit(job.kit, job.device)
     return kit.checkpointed() if job.saves_memory else kit
 
 
 def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
-    """E(x) of every image: mean and log-variance of its latents' posterior, each [N, c, h, w]."""
+    """Return mean and log-variance of every image's latent posterior E(x), each [N, c, h, w]."""
     encoded = []
-    done = 0
-    job.progress(done, len(images), "encoding image")
-    for x in images.batches(8):
+    for x in job.batched(images.batches(8), len(images), "encoding image"):
         encoded.append(job.meter.run(("encode", len(x)), partial(kit.encode, x)))
-        done += len(x)
-        job.progress(done, len(images), "encoding image")
     mean, logvar = (torch.cat(part) for part in zip(*encoded, strict=True))
     return mean, logvar
 
@@ -51,50 +47,60 @@ def learn_conditions(
     may_diverge: bool = False,
     base: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Minimise the denoising loss over each condition's own images.
+    """Minimize the denoising loss over each condition's own images.
 
     `settings.at_once` conditions share a UNet batch and nothing else.
 
     Args:
-        start: where what is learned begins, [G, L, d], or [G, 1, d] that every token gets.
+        start: initial values of the trained vectors, [G, L, d], or [G, 1, d] shared by all tokens.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         rows_of: the images of each condition, G index tensors.
-        names: of the conditions; each has its own stream of random numbers, by its name.
-        may_diverge: whether conditions that became NaN or infinity are returned as they are.
-        base: what each condition is beside what is learned, [G, L, d]; None: nothing.
+        names: of the conditions. Each name seeds its own random stream.
+        may_diverge: whether to return conditions that became NaN or infinite instead of raising.
+        base: added to each trained vector to give the condition, [G, L, d]; None adds nothing.
 
     Returns:
-        what is learned, as `start`.
+        the trained vectors, shaped as `start`.
 
     Raises:
-        ValueError: a condition diverged, and may not.
+        ValueError: a condition diverged, and `may_diverge` is False.
     """
-    randomness = [
+    generators = [
         generator_of(job.config.seed, job.config.method, job.client, name) for name in names
     ]
     firsts = range(0, len(start), settings.at_once)
     learned = []
     for number, first in enumerate(firsts):
         part = slice(first, first + settings.at_once)
-        schedules = []
-        for rows, generator in zip(rows_of[part], randomness[part], strict=True):
-            schedules.append(
-                minibatches(rows, settings.epochs, settings.steps, settings.batch_size, generator)
-            )
-        beside = None if base is None else base[part]
-        group = _Group(start[part], schedules, randomness[part], beside)
+        schedules = _schedules(rows_of[part], generators[part], settings)
+        group_base = None if base is None else base[part]
+        group = _Group(start[part], schedules, generators[part], group_base)
 
         def advance(done: int, total: int, number: int = number) -> None:
             job.progress(number * total + done, len(firsts) * total)
 
         conditions = _learn_together(kit, group, mean, logvar, settings.lr, job.meter, advance)
-        if not may_diverge and not torch.isfinite(conditions).all():
-            raise ValueError(
-                f"the conditions diverged (NaN or infinity); lower {job.config.method}.lr = "
-                f"{settings.lr:g}"
-            )
+        if not may_diverge:
+            _check_finite([conditions], job.config.method, settings.lr)
         learned.append(conditions)
     return torch.cat(learned)
+
+
+def _schedules(
+    rows_of: list[torch.Tensor], generators: list[torch.Generator], settings: ConditionTraining
+) -> list[list[torch.Tensor]]:
+    """Draw each condition's minibatches from its own generator."""
+    return [
+        minibatches(rows, settings.epochs, settings.steps, settings.batch_size, generator)
+        for rows, generator in zip(rows_of, generators, strict=True)
+    ]
+
+
+def _check_finite(tensors: Sequence[torch.Tensor], method: str, lr: float) -> None:
+    if not all(torch.isfinite(tensor).all() for tensor in tensors):
+        raise ValueError(
+            f"the conditions of {method} diverged (NaN or infinity); lower {method}.lr = {lr:g}"
+        )
 
 
 def learn_condition_of_each(
@@ -106,66 +112,68 @@ def learn_condition_of_each(
     settings: ConditionTraining,
     job: ClientJob,
 ) -> torch.Tensor:
-    """A condition of every image by itself [N, L, d]; NaN or infinity where it diverged.
+    """Learn a condition per image [N, L, d]; it is NaN or infinite where it diverged.
 
-    No other image touches it, but for the rounding of the batch that it shares: its random numbers
-    come from its own pixels, not from its place. Each sees its image `settings.epochs` times;
-    `settings.steps` and `batch_size` do not count.
+    No image influences another's condition, but for rounding within a shared batch: its random
+    numbers derive from its own pixels, not from its position. Each condition sees its image
+    `settings.epochs` times; `settings.steps` and `batch_size` are ignored.
 
     Args:
-        start: where the conditions begin, [N, L, d].
+        start: initial conditions, [N, L, d].
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         names: of the images, by their pixels (`image_names`).
     """
     count = len(start)
-    alone = replace(settings, steps=0, batch_size=1)
+    per_image = replace(settings, steps=0, batch_size=1)
     rows_of = list(torch.arange(count).split(1))
-    return learn_conditions(kit, start, mean, logvar, rows_of, names, alone, job, may_diverge=True)
+    return learn_conditions(
+        kit, start, mean, logvar, rows_of, names, per_image, job, may_diverge=True
+    )
 
 
 def steps_of_each(count: int, settings: ConditionTraining) -> int:
-    """In how many steps so many images learn by themselves."""
+    """Return the number of training steps of `count` images that each learn a condition."""
     groups = -(-count // settings.at_once)
     return groups * settings.epochs
 
 
 def image_names(images: Images) -> list[str]:
-    """SHA-256 of every image's pixels."""
-    found = []
+    """Return the SHA-256 of every image's pixels."""
+    names = []
     for pixels in images.pixels.split(64):
-        found += [hashlib.sha256(one.contiguous().numpy()).hexdigest() for one in pixels]
-    return found
+        names += [hashlib.sha256(image.contiguous().numpy()).hexdigest() for image in pixels]
+    return names
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Conditions that are learned side by side.
+    """Conditions that are learned in parallel.
 
     Attributes:
         start: [G, L, d], or [G, 1, d].
-        schedules: each one's minibatches of rows.
-        randomness: each one's own, so that who learns beside it changes nothing.
-        base: [G, L, d], which is added to each; None: nothing is.
+        schedules: each condition's minibatches of rows.
+        generators: each condition's own, so that the composition of the group changes nothing.
+        base: [G, L, d], added to each condition; None adds nothing.
     """
 
     start: torch.Tensor
     schedules: list[list[torch.Tensor]]
-    randomness: list[torch.Generator]
+    generators: list[torch.Generator]
     base: torch.Tensor | None = None
 
     def conditions(self, learned: list[torch.Tensor], owners: list[int]) -> torch.Tensor:
-        """Of some images, [B, L, d]."""
-        own = torch.stack([learned[number] for number in owners])
-        return own if self.base is None else self.base[owners] + own
+        """Stack the conditions of a batch's images, [B, L, d]."""
+        vectors = torch.stack([learned[number] for number in owners])
+        return vectors if self.base is None else self.base[owners] + vectors
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """One step's images of every condition that is not done.
+    """One step's images of every condition that still trains.
 
     Attributes:
         rows: [B], of the images.
-        owners: of each image, the number of its condition.
+        owners: [B], the number of each image's condition.
         share: [B], 1 over the number of images that its condition has in the step.
         t: [B], timesteps.
         posterior_noise, eps: [B, c, h, w].
@@ -188,10 +196,10 @@ def _learn_together(
     meter: FlopMeter,
     advance: Callable[[int, int], None],
 ) -> torch.Tensor:
-    """What a group learns, as its start."""
-    # One tensor each: a condition that is done is left alone
+    """Train a group's vectors; the result is shaped as its start."""
+    # One tensor per condition, so that Adam skips a condition whose schedule has ended
     learned = [c.clone().requires_grad_() for c in group.start]
-    optimiser = torch.optim.Adam(learned, lr=lr)
+    optimizer = torch.optim.Adam(learned, lr=lr)
     total = max(map(len, group.schedules))
     advance(0, total)
     for step in range(total):
@@ -199,7 +207,7 @@ def _learn_together(
         std = (0.5 * logvar[batch.rows]).exp()
         x0 = mean[batch.rows] + std * batch.posterior_noise
         z_t = forward_noise(x0, batch.eps, kit.alphas_cumprod[batch.t])
-        update = partial(_update, kit, group, learned, optimiser, batch, z_t)
+        update = partial(_update, kit, group, learned, optimizer, batch, z_t)
         meter.run(("condition", len(batch.rows)), update)
         advance(step + 1, total)
     return torch.stack([c.detach() for c in learned])
@@ -218,7 +226,7 @@ def _draw(
         if step >= len(schedule):
             continue
         count = len(schedule[step])
-        generator = group.randomness[number]
+        generator = group.generators[number]
         rows.append(schedule[step])
         owners += [number] * count
         shares += [1 / count] * count
@@ -239,17 +247,17 @@ def _update(
     kit: Kit,
     group: _Group,
     learned: list[torch.Tensor],
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     batch: _Batch,
     z_t: torch.Tensor,
 ) -> None:
-    guess = kit.eps(z_t, batch.t, group.conditions(learned, batch.owners))
-    errors = (batch.eps - guess).square().mean(dim=(1, 2, 3))
-    # FedDEO, eq. 4; Espresso, eq. 8: of each condition the mean over its own images
+    predicted = kit.eps(z_t, batch.t, group.conditions(learned, batch.owners))
+    errors = (batch.eps - predicted).square().mean(dim=(1, 2, 3))
+    # FedDEO, eq. 4; Espresso, eq. 8: the mean over each condition's own images
     loss = (errors * batch.share).sum()
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    optimiser.step()
+    optimizer.step()
 
 
 def learn_from_all(
@@ -258,17 +266,17 @@ def learn_from_all(
     condition_of: Callable[[torch.Tensor], torch.Tensor],
     mean: torch.Tensor,
     logvar: torch.Tensor,
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     schedule: list[torch.Tensor],
     generator: torch.Generator,
     job: ClientJob,
     scheduler: LRScheduler | None = None,
 ) -> list[torch.Tensor]:
-    """Minimise the denoising loss over what all of a client's images share.
+    """Minimize the denoising loss over vectors that all of a client's images share.
 
     Args:
-        learned: what `optimiser` changes.
-        condition_of: some images' rows [B] to their conditions [B, L, d], of `learned`.
+        learned: the tensors that `optimizer` updates.
+        condition_of: maps images' rows [B] to their conditions [B, L, d], computed from `learned`.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
         schedule: the rows of each step.
 
@@ -276,18 +284,18 @@ def learn_from_all(
         `learned`, on the CPU in float32.
 
     Raises:
-        ValueError: it diverged.
+        ValueError: the vectors diverged.
     """
 
     def update(rows: torch.Tensor, z_t: torch.Tensor, t: torch.Tensor, eps: torch.Tensor) -> None:
         # FedDEO, eq. 4, over images of all classes
         loss = (eps - kit.eps(z_t, t, condition_of(rows))).square().mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
 
     job.progress(0, len(schedule))
-    for done, rows in enumerate(schedule, start=1):
+    for step, rows in enumerate(schedule, start=1):
         count = len(rows)
         t = torch.randint(len(kit.alphas_cumprod), (count,), generator=generator).to(kit.device)
         eps = torch.randn(count, *mean.shape[1:], generator=generator).to(kit.device)
@@ -297,12 +305,7 @@ def learn_from_all(
         job.meter.run(("all", count), partial(update, rows, z_t, t, eps))
         if scheduler is not None:
             scheduler.step()
-        job.progress(done, len(schedule))
-    found = [part.detach().float().cpu() for part in learned]
-    if not all(torch.isfinite(part).all() for part in found):
-        method = job.config.method
-        raise ValueError(
-            f"what {method} learns diverged (NaN or infinity); lower {method}.lr = "
-            f"{optimiser.defaults['lr']:g}"
-        )
-    return found
+        job.progress(step, len(schedule))
+    results = [part.detach().float().cpu() for part in learned]
+    _check_finite(results, job.config.method, optimizer.defaults["lr"])
+    return results

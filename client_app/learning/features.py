@@ -16,12 +16,14 @@ BATCH = 64
 def width_and_features(
     job: ClientJob, images: Images
 ) -> tuple[int, Iterator[tuple[torch.Tensor, torch.Tensor]]]:
-    """(D, batches of (rows [B], features [B, D] in 64 bits)) of `classifier.architecture` as it
-    begins.
+    """Return the width D of a frozen classifier's features, and batches of them.
+
+    The classifier is `classifier.architecture` with the weights of `classifier.init`. A batch is
+    rows [B] and features [B, D] in float64 on the CPU.
 
     Raises:
-        ClassifierError: no such architecture or initialisation, or one without a linear layer at
-            its end.
+        ClassifierError: the architecture or initialization is unknown, or the classifier does not
+            end in a linear layer.
     """
     settings = job.config.classifier
     model = new_classifier(settings, len(job.classes), job.kit, job.config.seed, "classifier.init")
@@ -32,12 +34,9 @@ def width_and_features(
 def _batches(
     job: ClientJob, images: Images, backbone: torch.nn.Module
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    done = 0
-    job.progress(done, len(images), "image")
-    for rows in torch.arange(len(images)).split(BATCH):
+    batches = torch.arange(len(images)).split(BATCH)
+    for rows in job.batched(batches, len(images), "image"):
         x = normalise(to_float(images.pixels[rows].to(job.device)), backbone)
         with torch.no_grad():
             features = job.meter.run(("features", len(rows)), partial(backbone, x))
         yield rows, features.double().cpu()
-        done += len(rows)
-        job.progress(done, len(images), "image")

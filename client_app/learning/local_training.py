@@ -1,4 +1,4 @@
-"""The client's part of FedAvg and its kin.
+"""Client half of the iterative baselines, such as FedAvg.
 
 Train the global model on the local images for some epochs, and send it back.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import nn
@@ -23,12 +23,14 @@ from osfl.util.costs import Stopwatch, peak_memory_mb
 from osfl.util.files import DamageError, write_atomically
 from osfl.util.seeds import seed_of
 
-Penalty = Callable[[nn.Module], None]  # adds its gradient to the parameters'
+# Adds the penalty's gradient to the gradients of the parameters
+Penalty = Callable[[nn.Module], None]
 
 
 def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict:
-    """One round of `fedavg`, `fedprox`, `feddyn` or `feddf`, which differ in the penalty on the
-    local objective.
+    """Train for one round of `fedavg`, `fedprox`, `feddyn` or `feddf`.
+
+    The methods differ in the penalty on the local objective.
 
     Args:
         content: `model`, the global one; `config`, with the round's number and FedProx's or
@@ -36,18 +38,13 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         folder: where this client keeps FedDyn's state between the rounds of the job.
 
     Raises:
-        ClassifierError: too few images, or the training diverged.
+        ClassifierError: there are too few images, or the training diverged.
         ConfigError: the model is not of this client's architecture.
-        DamageError: FedDyn's state is not as it was written.
+        DamageError: FedDyn's state is corrupt.
     """
     settings = job.config.classifier
     request = content.config_records["config"]
-    if (sent := request["architecture"]) != settings.architecture:
-        raise ConfigError(
-            f"node-config architecture: this node has {settings.architecture!r} now, and joined "
-            "the "
-            f"run with {str(sent)[:80]!r}. Start the job again, or give it back"
-        )
+    _check_architecture(request, settings.architecture)
     watch = Stopwatch()
     number = int(cast(int, request["server-round"]))
     images = job.load(job.config.data.image_size)
@@ -59,13 +56,9 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     if "proximal-mu" in request:
         penalty = proximal(start, float(cast(float, request["proximal-mu"])))
     elif "dyn-alpha" in request:
-        alpha = float(cast(float, request["dyn-alpha"]))
-        # Of this round, asked for again, or of an earlier run of the job
-        for stale in folder.glob("feddyn-*.safetensors"):
-            if int(stale.stem.removeprefix("feddyn-")) >= number:
-                stale.unlink()
+        _delete_stale_corrections(folder, number)
         correction = _load_correction(folder, start)
-        penalty = dynamic(start, correction, alpha)
+        penalty = dynamic(start, correction, float(cast(float, request["dyn-alpha"])))
     fit(
         model,
         images.pixels,
@@ -78,28 +71,37 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
         meter=job.meter,
         progress=job.progress,
     )
-    # Grad L_k(theta_k) <- grad L_k(theta_k) - alpha (theta_k - theta) (FedDyn, algorithm 1)
     if correction:
-        after = {
-            n: correction[n] - alpha * (p.detach() - start[n]) for n, p in model.named_parameters()
-        }
-        _save_correction(folder, number, after)
+        alpha = float(cast(float, request["dyn-alpha"]))
+        _save_correction(folder, number, _updated(correction, model, start, alpha))
+    return _reply(model, len(images), watch, job)
+
+
+def _reply(model: nn.Module, count: int, watch: Stopwatch, job: ClientJob) -> RecordDict:
     costs = {
         "seconds": watch.seconds,
         "flops": float(job.meter.total),
         "peak_memory_mb": peak_memory_mb(),
     }
-    metrics = MetricRecord({"num-examples": len(images), **costs})
+    metrics = MetricRecord({"num-examples": count, **costs})
     return RecordDict({"model": pack_state(model.state_dict()), "metrics": metrics})
 
 
+def _check_architecture(request: ConfigRecord, architecture: str) -> None:
+    if (sent := request["architecture"]) != architecture:
+        raise ConfigError(
+            f"node-config architecture: this node now has {architecture!r}, but joined the run "
+            f"with {str(sent)[:80]!r}. Restore the setting, or start the job again"
+        )
+
+
 def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
-    """FedProx's penalty mu/2 ||theta - theta_global||^2 (Li et al., arXiv 1812.06127, eq. 2).
+    """Return FedProx's penalty (Li et al., arXiv 1812.06127, eq. 2).
 
-    Its gradient mu (theta - theta_global) is added to the gradients.
+    mu/2 ||theta - theta_global||^2
 
-    As gradients, because through autograd the penalty of a ResNet-18 takes half as long again as a
-    step on eight small images.
+    Adds mu (theta - theta_global) to the gradients directly. Through autograd, the penalty of a
+    ResNet-18 would take half as long again as a step on eight small images.
     """
 
     def add_gradient(model: nn.Module) -> None:
@@ -113,8 +115,13 @@ def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
 def dynamic(
     start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], alpha: float
 ) -> Penalty:
-    """-<grad L_k(theta_k), theta> + alpha/2 ||theta - theta_global||^2 (FedDyn, Acar et al., arXiv
-    2111.04263, algorithm 1).
+    """Return FedDyn's penalty (Acar et al., arXiv 2111.04263, algorithm 1).
+
+    -<grad L_k(theta_k), theta> + alpha/2 ||theta - theta_global||^2
+
+    Args:
+        start: theta_global.
+        gradient: grad L_k(theta_k).
     """
     add_quadratic = proximal(start, alpha)
 
@@ -127,46 +134,63 @@ def dynamic(
     return add_gradient
 
 
-def _load_correction(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """FedDyn's gradient after the last round that this client took part in.
+def _updated(
+    correction: dict[str, torch.Tensor],
+    model: nn.Module,
+    start: dict[str, torch.Tensor],
+    alpha: float,
+) -> dict[str, torch.Tensor]:
+    # Grad L_k(theta_k) <- grad L_k(theta_k) - alpha (theta_k - theta) (FedDyn, algorithm 1)
+    return {n: correction[n] - alpha * (p.detach() - start[n]) for n, p in model.named_parameters()}
 
-    Zeros before the first.
-    """
-    kept = sorted(folder.glob("feddyn-*.safetensors"))
-    if not kept:
+
+def _delete_stale_corrections(folder: Path, number: int) -> None:
+    """Delete the states of a repeated request for this round, or of an earlier run of the job."""
+    for stale in folder.glob("feddyn-*.safetensors"):
+        if int(stale.stem.removeprefix("feddyn-")) >= number:
+            stale.unlink()
+
+
+def _load_correction(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Load FedDyn's gradient after this client's last round, zeros before its first."""
+    files = sorted(folder.glob("feddyn-*.safetensors"))
+    if not files:
         return {name: torch.zeros_like(p) for name, p in like.items()}
-    state = _undamaged(kept[-1])
+    state = _load_verified(files[-1])
     return {name: state[name].to(p.device) for name, p in like.items()}
 
 
-def _undamaged(file: Path) -> dict[str, torch.Tensor]:
-    """The state in a file whose metadata has its SHA-256.
+def _load_verified(file: Path) -> dict[str, torch.Tensor]:
+    """Load a state and verify it against the SHA-256 in the file's metadata.
 
     Raises:
-        DamageError: it is another.
+        DamageError: the checksum differs, or the file cannot be read.
     """
     try:
-        with safe_open(file, "pt") as opened:
-            written = (opened.metadata() or {}).get("sha256")
+        with safe_open(file, "pt") as reader:
+            expected = (reader.metadata() or {}).get("sha256")
         state = load(file.read_bytes())
     except (SafetensorError, OSError):
-        written = None
-    if written is None or written != _digest_of(state):
+        expected = None
+    if expected is None or expected != _digest(state):
         raise DamageError(
-            f"{file.name}: what FedDyn keeps between rounds is damaged, and cannot be made anew; "
+            f"{file.name}: FedDyn's state between rounds is corrupt and cannot be recomputed; "
             "start the run again under another job-id"
         )
     return state
 
 
-def _digest_of(state: dict[str, torch.Tensor]) -> str:
+def _digest(state: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(save(state)).hexdigest()
 
 
 def _save_correction(folder: Path, number: int, state: dict[str, torch.Tensor]) -> None:
-    """Keep the last two rounds': a server that was killed may ask for a round again."""
-    own = {n: t.cpu().contiguous() for n, t in state.items()}
+    """Save FedDyn's gradient, and keep the last two rounds' files.
+
+    A server that was killed may request the previous round again.
+    """
+    tensors = {n: t.cpu().contiguous() for n, t in state.items()}
     file = folder / f"feddyn-{number:06d}.safetensors"
-    write_atomically(file, save(own, {"sha256": _digest_of(own)}))
+    write_atomically(file, save(tensors, {"sha256": _digest(tensors)}))
     for old in sorted(folder.glob("feddyn-*.safetensors"))[:-2]:
         old.unlink()

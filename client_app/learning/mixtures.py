@@ -1,4 +1,4 @@
-"""Gaussian mixtures of a class, by scikit-learn's EM."""
+"""Gaussian mixtures of a class's vectors, by scikit-learn's EM."""
 
 import torch
 from sklearn.mixture import GaussianMixture
@@ -7,10 +7,10 @@ from sklearn.mixture import GaussianMixture
 def fit_mixture(
     rows: torch.Tensor, components: int, seed: int, covariance: str = "diag"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A Gaussian mixture of rows [N, ...], at least `components` of them.
+    """Fit a Gaussian mixture to rows [N, ...], where N is at least `components`.
 
     Args:
-        covariance: diag, a variance for each number of a row; or spherical, one for all.
+        covariance: "diag", a variance per entry of a row; or "spherical", one per component.
 
     Returns:
         weights [M], means [M, ...], variances [M, ...] or, spherical, [M].
@@ -30,11 +30,14 @@ def fit_mixture(
 def padded_mixture(
     rows: torch.Tensor, components: int, seed: int, covariance: str = "diag"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `fit_mixture`, of any number of rows: components beyond them have weight 0."""
+    """Fit a mixture as `fit_mixture` does, to any number of rows.
+
+    Components beyond the number of rows have weight 0.
+    """
     count = min(components, len(rows))
-    # scikit-learn wants two rows; the same one twice is the same mixture
-    enough = rows if len(rows) > 1 else torch.cat([rows, rows])
-    weights, means, variances = fit_mixture(enough, count, seed, covariance)
+    # scikit-learn requires two rows; one row twice gives the same mixture
+    samples = rows if len(rows) > 1 else torch.cat([rows, rows])
+    weights, means, variances = fit_mixture(samples, count, seed, covariance)
     unused = components - count
     return (
         torch.cat([weights, torch.zeros(unused)]),

@@ -1,8 +1,8 @@
-"""What a client makes of the global model for itself: it trains it on its own images.
+"""Personalization: train the global model on a client's own images.
 
 Local adaptation by fine-tuning (Yu et al., "Salvaging Federated Learning by Local Adaptation",
-arXiv 2002.04758, section 3.1), here of a model that learned synthetic images. Nothing is sent of it
-but its test.
+arXiv 2002.04758, section 3.1), here of a model trained on synthetic images. Only its test result
+may be sent.
 """
 
 from dataclasses import replace
@@ -23,16 +23,18 @@ def adapt(
     client: str,
     device: torch.device,
 ) -> nn.Module:
-    """Train a model in place, by the global model's recipe and `adaptation`'s steps.
+    """Train a model in place, by the global model's recipe and the settings of `adaptation`.
 
     Args:
-        images: the client's own.
-        client: its name; each has its own order of images.
+        images: the client's own training images.
+        client: its name; each client has its own order of images.
 
     Raises:
-        ClassifierError: fewer than two images, or the loss is not finite.
+        ClassifierError: there are fewer than two images, or the loss is not finite.
     """
-    own = config.adaptation
-    recipe = replace(config.global_model, steps=own.steps, lr=own.lr, batch_size=own.batch_size)
+    settings = config.adaptation
+    recipe = replace(
+        config.global_model, steps=settings.steps, lr=settings.lr, batch_size=settings.batch_size
+    )
     seed = seed_of(config.seed, "adaptation", client)
     return fit(model, images.pixels, images.labels, recipe, seed, device)

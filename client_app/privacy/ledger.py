@@ -1,7 +1,7 @@
 """The privacy ledger: the epsilon and delta that a client has spent, over all jobs.
 
-Differential privacy adds up: messages with epsilon 1 and 2 about the same images are together one
-with epsilon 3 (basic composition; Dwork et al., 2006).
+Privacy losses add up: messages with epsilon 1 and 2 about the same images have epsilon 3 together
+(basic composition; Dwork et al., 2006).
 """
 
 import json
@@ -26,9 +26,9 @@ class Draw:
     """A noisy message about this site's images.
 
     Attributes:
-        job: the id of the job that asked for it.
-        key: the payload's settings, as the cache key has them; "" in ledgers of older versions.
-        epsilon, delta: its guarantee.
+        job: the id of the job that requested it.
+        key: the payload's cache key; "" in ledgers of older versions.
+        epsilon, delta: its DP guarantee.
         kept: whether the payload was finished, and may have been sent.
     """
 
@@ -40,7 +40,7 @@ class Draw:
 
 
 def ledger_folder(node: NodeConfig) -> Path:
-    """Return the folder of this site's ledger, which is no cache: its loss is a new budget.
+    """Return the folder of this site's ledger. It is not a cache: losing it would reset the budget.
 
     Raises:
         ConfigError: `ledger-dir` is not an absolute path.
@@ -57,7 +57,7 @@ class Ledger:
     Attributes:
         folder: where this site keeps its ledgers.
         client: its id.
-        older: the cache folder, where older versions kept the ledger; None: nothing to take over.
+        older: the cache folder, where older versions kept the ledger; None imports nothing.
     """
 
     folder: Path
@@ -74,23 +74,23 @@ class Ledger:
     ) -> tuple[float, float]:
         """Book a draw before it is made, and return the sums of epsilon and delta so far.
 
-        A draw whose payload was not finished gave nothing away: the same job and settings book it
-        once.
+        A draw whose payload was not finished revealed nothing, so the same job and settings book it
+        only once.
 
         Args:
-            limit: of the sum of epsilon; 0: none.
+            limit: upper bound of the sum of epsilon; 0 sets none.
 
         Raises:
             ConfigError: the sum would exceed the limit.
-            DamageError: the ledger is damaged.
+            DamageError: the ledger is corrupt.
         """
-        with self._alone():
+        with self._locked():
             draws = self._with(job_id, key, epsilon, delta, limit)
             self._write(draws)
         return float(_sum(draw.epsilon for draw in draws)), float(_sum(d.delta for d in draws))
 
     def check(self, job_id: str, key: str, epsilon: float, limit: float) -> None:
-        """Check that a draw would stay within the limit; nothing is booked.
+        """Check that a draw would stay within the limit, without booking it.
 
         Raises:
             ConfigError: as `spend`.
@@ -101,46 +101,47 @@ class Ledger:
         self, job_id: str, key: str, epsilon: float, delta: float, limit: float
     ) -> list[Draw]:
         draws = self.draws()
-        if not any(_is(draw, job_id, key) and not draw.kept for draw in draws):
+        if not any(_matches(draw, job_id, key) and not draw.kept for draw in draws):
             draws.append(Draw(job_id, key, epsilon, delta, kept=False))
         total = _sum(draw.epsilon for draw in draws)
         if limit and total > _exact(limit):
-            asker = f"job {job_id!r}" if job_id else "this run"
+            requester = f"job {job_id!r}" if job_id else "this run"
             raise ConfigError(
-                f"node-config epsilon-total = {limit:g}: with {asker} this client would "
-                f"have spent epsilon = {float(total):g}. Its site may raise the total, or begin "
-                "a new ledger with other images"
+                f"node-config epsilon-total = {limit:g}: with {requester} this client would "
+                f"have spent epsilon = {float(total):g}. Increase the total, or start a new ledger "
+                "with other images"
             )
         return draws
 
     def mark_kept(self, job_id: str, key: str) -> None:
-        """Note that a draw's payload is finished: from here on another one costs again."""
-        with self._alone():
+        """Record that a draw's payload is finished, so that another draw spends epsilon again."""
+        with self._locked():
             draws = self.draws()
-            if any(_is(draw, job_id, key) and not draw.kept for draw in draws):
+            if any(_matches(draw, job_id, key) and not draw.kept for draw in draws):
                 self._write(
-                    replace(draw, kept=True) if _is(draw, job_id, key) else draw for draw in draws
+                    replace(draw, kept=True) if _matches(draw, job_id, key) else draw
+                    for draw in draws
                 )
 
     def is_pending(self, job_id: str, key: str) -> bool:
-        """Whether a draw of this job and these settings is booked, and its payload unfinished."""
-        return any(_is(draw, job_id, key) and not draw.kept for draw in self.draws())
+        """Return whether a draw of this job and key is booked but its payload is unfinished."""
+        return any(_matches(draw, job_id, key) and not draw.kept for draw in self.draws())
 
     def draws(self) -> list[Draw]:
-        """Return all draws; those of an older version's ledger if there is no other one.
+        """Return all draws; those of an older version's ledger if there is no new one.
 
         Raises:
-            DamageError: the ledger is damaged.
+            DamageError: the ledger is corrupt.
         """
         hint = "restore the site's ledger from a backup: without it the sum is unknown"
-        # A link that leads nowhere is a volume that is not mounted, and no new ledger
+        # A dangling link is an unmounted volume, not a missing ledger
         if not os.path.lexists(self.file):
             return self._older_draws()
         try:
             return [Draw(**draw) for draw in read_record(self.file, hint)["draws"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DamageError(
-                f"{plain(self.file, 1000)} is damaged ({plain(error, 100)}); {hint}"
+                f"{plain(self.file, 1000)} is corrupt ({plain(error, 100)}); {hint}"
             ) from None
 
     def _older_draws(self) -> list[Draw]:
@@ -148,12 +149,12 @@ class Ledger:
         older = None if self.older is None else self.older / f"{self.client}.epsilon"
         if older is None or not older.is_file():
             log.warning(
-                "%s: a new privacy ledger begins in %s. If this client has spent epsilon before, "
-                "stop it and restore the older ledger there",
+                "%s: starting a new privacy ledger in %s. If this client has spent epsilon before, "
+                "stop it and restore its earlier ledger there",
                 *(self.client, self.folder),
             )
             return []
-        log.warning("%s: the privacy ledger moves from %s to %s", self.client, older, self.file)
+        log.warning("%s: moving the privacy ledger from %s to %s", self.client, older, self.file)
         try:
             lines = [json.loads(line) for line in older.read_text().splitlines()]
             return [
@@ -164,14 +165,14 @@ class Ledger:
             ]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamageError(
-                f"{plain(older, 1000)} is damaged ({plain(error, 100)}); restore it from a backup, "
-                "or remove it to begin a new ledger"
+                f"{plain(older, 1000)} is corrupt ({plain(error, 100)}); restore it from a backup, "
+                "or remove it to start a new ledger"
             ) from None
 
     def _write(self, draws: Iterable[Draw]) -> None:
         write_record(self.file, {"draws": [asdict(draw) for draw in draws]})
 
-    def _alone(self) -> FileLock:
+    def _locked(self) -> FileLock:
         private_folder(self.folder)
         return FileLock(f"{self.file}.lock", mode=OWNER_ONLY)
 
@@ -185,26 +186,26 @@ class BookedDraw:
     key: str
 
     def book(self, epsilon: float, delta: float, limit: float) -> tuple[float, float]:
-        """As `Ledger.spend`."""
+        """Book the draw as `Ledger.spend` does."""
         return self.ledger.spend(self.job, self.key, epsilon, delta, limit)
 
     def finish(self) -> None:
-        """As `Ledger.mark_kept`."""
+        """Mark the draw as finished, as `Ledger.mark_kept` does."""
         self.ledger.mark_kept(self.job, self.key)
 
     def is_pending(self) -> bool:
-        """As `Ledger.is_pending`."""
+        """Return the same as `Ledger.is_pending`."""
         return self.ledger.is_pending(self.job, self.key)
 
 
-def _is(draw: Draw, job_id: str, key: str) -> bool:
+def _matches(draw: Draw, job_id: str, key: str) -> bool:
     return (draw.job, draw.key) == (job_id, key)
 
 
-def _sum(figures: Iterable[float]) -> Fraction:
-    return sum(map(_exact, figures), Fraction(0))
+def _sum(values: Iterable[float]) -> Fraction:
+    return sum(map(_exact, values), Fraction(0))
 
 
-def _exact(figure: float) -> Fraction:
-    """Return the decimal that a site wrote: three times 0.1 is 0.3."""
-    return Fraction(repr(figure))
+def _exact(value: float) -> Fraction:
+    """Return the exact decimal that a site wrote, so that three times 0.1 is 0.3."""
+    return Fraction(repr(value))

@@ -184,7 +184,7 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     kept = load_file(home / "kept" / "job-real-client-0-adapted.safetensors")
     assert_same(kept, expected)
     right = int(np.trace(confusion_of(expected, images_of(config, 0, "test"))))
-    assert f"client-0: adapted, it says {right} of 24 test images right" in caplog.text
+    assert f"client-0: model personalized: {right} of 24 test images correct" in caplog.text
 
 
 def test_in_a_run_with_an_epsilon_nobody_is_heard(home: Path, root: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_full_disk_loses_a_model_and_no_test(
     monkeypatch.setattr(handlers, "write_atomically", full)
     sites = [{**nodes(2)[0], "models-dir": str(home / "kept")}, nodes(2)[1]]
     run(settings(root), sites)
-    assert "the model cannot be kept: [Errno 28] No space left" in caplog.text
+    assert "the model cannot be written: [Errno 28] No space left" in caplog.text
     assert set(of_run(home, "tests/real.adapted.json")) == {"client-0", "client-1"}
 
 

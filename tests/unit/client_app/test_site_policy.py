@@ -260,7 +260,7 @@ def test_adapting_with_a_guarantee_answers_the_same_whether_it_fails(
     assert kept == ([1, 0] if keeps else [])
     # Nobody would have a model that is not kept
     assert ("training diverged" in caplog.text) == keeps
-    assert ("adapting the global model" in caplog.text) == keeps
+    assert ("personalizing the global model" in caplog.text) == keeps
 
 
 # ---- What is a test and what is a label (F3) ----
@@ -478,7 +478,7 @@ def test_a_test_that_is_not_told_cannot_fail(
 ) -> None:
     node = site(tmp_path / "gone", epsilon=1.0)
     assert metrics_of(asks("evaluate", run_config(), node)) == {"seconds": 0.0, WITHHELD: 1}
-    assert "the test that this site keeps to itself failed" in caplog.text
+    assert "the test for this site alone failed" in caplog.text
 
 
 @pytest.mark.parametrize("silent", [1, 2])

@@ -131,9 +131,7 @@ def test_a_damaged_payload_with_a_guarantee_is_refused(
     site.train(config)
     file = site.file(name)
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(
-        ConfigError, match=r"would spend epsilon = 1 again. .* must remove the fold"
-    ):
+    with pytest.raises(ConfigError, match=r"would spend epsilon = 1 again. .* remove the folder"):
         site.train(config)
     assert site.made == 1
     assert len(site.ledger()) == 1
@@ -302,16 +300,16 @@ def test_a_ledger_of_an_older_version_is_taken_over(
     (cache / "a.epsilon").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     ledger = Ledger(tmp_path / "state", "a", older=cache)
     assert ledger.spend("new", "k", 0.1, 0.0, 0.3) == (0.3, 1e-6)
-    assert f"the privacy ledger moves from {cache}" in caplog.text
+    assert f"moving the privacy ledger from {cache}" in caplog.text
     assert [draw.job for draw in Ledger(tmp_path / "state", "a").draws()] == ["old", "older", "new"]
     (cache / "b.epsilon").write_text('{"job": "old", "epsi')
-    with pytest.raises(DamageError, match=r"b.epsilon is damaged"):
+    with pytest.raises(DamageError, match=r"b.epsilon is corrupt"):
         Ledger(tmp_path / "state", "b", older=cache).draws()
 
 
 def test_a_new_ledger_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Ledger(tmp_path, "a").spend("one", "k", 0.1, 0.0)
-    assert f"a new privacy ledger begins in {tmp_path}" in caplog.text
+    assert f"starting a new privacy ledger in {tmp_path}" in caplog.text
     caplog.clear()
     Ledger(tmp_path, "a").spend("two", "k", 0.1, 0.0)
     assert not caplog.text

@@ -167,7 +167,7 @@ def test_a_site_seals_to_the_key_that_it_knows() -> None:
     assert sealing_key(RecordDict(pack_public_key(None)), NodeConfig()) is None
     capitals = NodeConfig(seal_to=fingerprint(public).upper())
     assert sealing_key(question(public), capitals) == public
-    with pytest.raises(ConfigError, match=r"seal-to = .* sends no open payload, and the run"):
+    with pytest.raises(ConfigError, match=r"seal-to = .* sends no unencrypted payload, but the"):
         sealing_key(RecordDict(), site)
     with pytest.raises(ConfigError, match=r"seal-to = .* has the fingerprint [0-9a-f]{64}"):
         sealing_key(question(bytes(32)), site)
@@ -200,7 +200,7 @@ def test_models_that_go_to_and_fro_are_not_sealed(method: str) -> None:
     with pytest.raises(ConfigError, match=r"sealing-key = '/k': with method .* models go to and"):
         parse_run_config(quick(method=method, sealing_key="/k"))
     site = NodeConfig(partition_id=0, num_partitions=2, seal_to="0" * 64)
-    with pytest.raises(ConfigError, match="seal-to = '0+': this site sends no open payload, and w"):
+    with pytest.raises(ConfigError, match="seal-to = '0+': this site sends no unencrypted payload"):
         own_settings(parse_run_config(quick(method=method)), site)
     own_settings(parse_run_config(quick(method="feddeo")), site)
 
@@ -229,7 +229,7 @@ def test_to_whom_it_is_sealed_makes_no_payload_anew() -> None:
 
 def test_a_node_that_cannot_seal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the package pyhpke"):
+    with pytest.raises(ConfigError, match="requires the package pyhpke"):
         sealing_key(question(bytes(32)), NodeConfig())
     assert sealing_key(RecordDict(), NodeConfig()) is None
 

@@ -110,7 +110,7 @@ def test_what_a_client_wrote_is_what_the_terminal_shows(tmp_path: Path) -> None:
     folder.mkdir()
     for line in ("encoding image 8 of 100", "step 0 of 40"):
         what, done, _, total = line.rsplit(" ", 3)
-        handlers._Progress(folder)(int(done), int(total), what)
+        handlers._ProgressFile(folder)(int(done), int(total), what)
         table = display.client_rows({"client-0": "asked"}, tmp_path)
         assert list(table.columns[1].cells) == [line]
 

@@ -203,7 +203,7 @@ def test_a_site_that_asks_for_privacy_sends_nothing_without_it(method: str, tiny
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     config = parse_run_config(quick(method=method, kit=str(tiny_kit)))
     # Whatever the message is: a node may have been told so after it joined
-    with pytest.raises(ConfigError, match=rf"node-config epsilon = 1: .*'{method}' gives none"):
+    with pytest.raises(ConfigError, match=rf"node-config epsilon = 1: .*'{method}' provides none"):
         own_settings(config, site)
     for private in ("votes", "prompts-only"):
         own_settings(parse_run_config(quick(method=private, kit=str(tiny_kit))), site)

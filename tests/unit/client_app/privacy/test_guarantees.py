@@ -539,7 +539,7 @@ def test_classes_add_nothing_to_a_private_vector() -> None:
 def test_a_total_needs_a_name_that_stays() -> None:
     config = parse_run_config(quick(method="votes", epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon_total=5.0)
-    with pytest.raises(ConfigError, match="epsilon-total = 5: needs a client-id"):
+    with pytest.raises(ConfigError, match="epsilon-total = 5: requires a client-id"):
         own_settings(config, site)
     assert own_settings(config, replace(site, client_id="ward-7"))[2] == "ward-7"
 
@@ -551,7 +551,7 @@ def test_a_node_without_the_accountant_says_what_to_install(
     monkeypatch.setattr(client, "find_spec", lambda name: None)
     for settings in ({"method": "oscar"}, {"method": "votes", "epsilon": 1.0}):
         check_node(parse_run_config(quick(kit=str(tiny_kit), **settings)), node)
-    with pytest.raises(ConfigError, match=r"'oscar' this node needs .* 'osfl\[privacy\]'"):
+    with pytest.raises(ConfigError, match=r"'oscar' this node requires .* 'osfl\[privacy\]'"):
         check_node(parse_run_config(quick(kit=str(tiny_kit), method="oscar", epsilon=1.0)), node)
 
 

@@ -478,7 +478,7 @@ def test_who_joins_with_another_architecture_than_the_runs_is_refused(
 def test_a_client_whose_architecture_changed_says_so(tmp_path: Path) -> None:
     job = SimpleNamespace(config=parse_run_config(quick(classifier__architecture=MOBILE)))
     request = ConfigRecord({"server-round": 2, "architecture": SHUFFLE})
-    with pytest.raises(ConfigError, match=f"'{MOBILE}' now, and joined the run with '{SHUFFLE}'"):
+    with pytest.raises(ConfigError, match=f"'{MOBILE}', but joined the run with '{SHUFFLE}'"):
         train_round(RecordDict({"config": request}), job, tmp_path)  # type: ignore[arg-type]
 
 
