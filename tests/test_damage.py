@@ -252,7 +252,7 @@ def test_rows_are_read_strictly(tmp_path: Path) -> None:
         "\udcff\n",
     ):
         file.write_text(text, errors="surrogateescape")
-        with pytest.raises(DamageError, match="x.jsonl is damaged; the same `osfl run`"):
+        with pytest.raises(DamageError, match="x.jsonl is corrupt; the same `osfl run`"):
             read_rows(file)
 
 
@@ -373,7 +373,7 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
     assert "is no run's folder" in say("verify", tmp_path).output
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "shards.json").write_bytes(GARBAGE)
-    assert "shards.json is damaged" in say("shards", run, tmp_path / "out").output
+    assert "shards.json is corrupt" in say("shards", run, tmp_path / "out").output
 
 
 @pytest.mark.parametrize(
@@ -546,7 +546,7 @@ def test_resuming_names_what_is_in_the_way(job: Path, config: dict) -> None:
             go(config)
         (run / name).rmdir()
     for name in ("kit.json", "synthesis.json"):
-        with damaged(run / name, "half"), pytest.raises(DamageError, match=f"{name} is damaged"):
+        with damaged(run / name, "half"), pytest.raises(DamageError, match=f"{name} is corrupt"):
             go(config)
     go(config)
     assert wrong(run) == []
@@ -573,7 +573,7 @@ def prepared(folder: Path, how: str) -> Path:
     [
         ("link", "is a link"),
         ("of another user", "belongs to another user"),
-        ("open to all", "can be written by every user"),
+        ("open to all", "is writable by every user"),
     ],
 )
 def test_a_folder_that_others_may_have_prepared_is_refused(

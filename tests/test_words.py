@@ -112,7 +112,7 @@ class Wordless(Exception):
 
 
 def test_nothing_raises() -> None:
-    assert plain(Wordless()) == "(Wordless without words)"
+    assert plain(Wordless()) == "(Wordless without text)"
     assert plain(None) == "None"
     assert plain(b"\xff\x1b[31m") == f"{MARK}{MARK}[31m"
     assert plain(ValueError("a\nb")) == "a b"
@@ -223,7 +223,7 @@ def test_what_a_client_raises_in_plain_words_stays(tmp_path: Path) -> None:
     def fall_silent(message: Message, context: Context) -> Message:
         raise Wordless
 
-    with pytest.raises(ClientError, match="Wordless without words"):
+    with pytest.raises(ClientError, match="Wordless without text"):
         plain_errors(None, None, fall_silent)  # type: ignore[arg-type]
 
 
