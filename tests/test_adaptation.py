@@ -332,7 +332,7 @@ def test_where_models_are_kept_shapes_no_payload(root: Path) -> None:
 
 
 def test_local_models_are_nobodys_to_adapt(root: Path) -> None:
-    with pytest.raises(ConfigError, match="adaptation.steps = 5: with method 'local'"):
+    with pytest.raises(ConfigError, match="adaptation.steps = 5: must be 0 with method 'local'"):
         parse_run_config(settings(root, method="local"))
 
 

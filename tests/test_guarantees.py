@@ -538,7 +538,7 @@ def test_a_variance_is_within_what_cut_features_can_have(
 def test_classes_add_nothing_to_a_private_vector() -> None:
     settings = {"method": "domain-vector", "domain_vector__class_lr": 0.1}
     parse_run_config(quick(**settings))
-    with pytest.raises(ConfigError, match=r"class-lr = 0.1: with epsilon .* take 0"):
+    with pytest.raises(ConfigError, match=r"class-lr = 0.1: must be 0 with epsilon"):
         parse_run_config(quick(**settings, epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .*class-lr = 0.1"):

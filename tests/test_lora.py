@@ -325,7 +325,7 @@ def test_weights_that_cannot_be_used_are_told_before_work(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"synthesis__base_steps": 1}, "base-steps = 1: is of synthesis.lora, which is empty"),
+        ({"synthesis__base_steps": 1}, "base-steps = 1: requires synthesis.lora"),
         (
             {"synthesis__lora": "/a", "synthesis__base_steps": 2, "synthesis__steps": 2},
             "base-steps = 2: must be below synthesis.steps = 2",

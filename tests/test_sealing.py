@@ -455,7 +455,7 @@ def test_what_was_damaged_on_the_disk_is_asked_for_again(
 
 
 def test_nothing_stays_sealed_without_a_key() -> None:
-    with pytest.raises(ConfigError, match="sealed-store = true: needs a sealing-key"):
+    with pytest.raises(ConfigError, match="sealed-store = true: requires a sealing-key"):
         parse_run_config(quick(method="feddeo", sealed_store=True))
     settings = {"sealed_store": True, "sealing_key": "/k", "synthesis__workers": 2}
     with pytest.raises(ConfigError, match="sealed-store = true: with synthesis.workers = 2 opened"):

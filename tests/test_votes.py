@@ -220,8 +220,8 @@ def test_a_run_cannot_ask_for_what_its_method_does_not_give() -> None:
     [
         ({"votes__candidates": "photo"}, "1 names; must be 2 to 256"),
         ({"votes__candidates": ", ".join(f"a{k}" for k in range(257))}, "257 names; must be 2"),
-        ({"votes__candidates": "photo, photo"}, "a name stands there twice"),
-        ({"votes__candidates": "photo, a/b"}, "'a/b' .* words of a prompt"),
+        ({"votes__candidates": "photo, photo"}, "a name is listed twice"),
+        ({"votes__candidates": "photo, a/b"}, "'a/b' .* part of a prompt"),
         ({"votes__prompt": "a {class}"}, "votes.prompt = 'a {class}': must contain"),
     ],
 )

@@ -211,7 +211,7 @@ def test_what_a_client_raises_is_bounded(huge: int) -> None:
 
 def test_what_a_client_raises_in_plain_words_stays(tmp_path: Path) -> None:
     """With its type and its lines."""
-    told = ConfigError("bad run-config:\n  seed: missing\n  data.root: missing")
+    told = ConfigError("invalid run-config:\n  seed: missing\n  data.root: missing")
 
     def fail(message: Message, context: Context) -> Message:
         raise told from OSError("why")
