@@ -452,7 +452,9 @@ def test_a_run_without_its_config_is_refused(home: Path, config: dict) -> None:
     for how in set(DAMAGES) - {"unreadable", "an empty object"}:
         with (
             damaged(folder / "config.json", how),
-            pytest.raises((ConfigError, DamageError), match="config.json.*[Rr]estore it from a backup"),
+            pytest.raises(
+                (ConfigError, DamageError), match="config.json.*[Rr]estore it from a backup"
+            ),
         ):
             open_run_folder(parse_run_config(config), "job", 0)
 

@@ -576,12 +576,16 @@ def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     assert [about["delta"] for about in found["clients"].values()] == [1e-6] * 2
     page = (home / "runs" / "job" / "report.html").read_text()
     method = METHODS["oscar-pooled"]
-    learned = f"without what was done for privacy, somebody could learn {method.reveals}."
-    assert f"Each client sent {method.sends}. From it, {learned}" in unescape(page)
-    assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page
+    protection = "Without the protection by differential privacy, it would reveal"
+    text = f"Each client sent {method.sends}. {protection} {method.reveals}."
+    assert text in unescape(page)
+    assert (
+        "with ε = 2 and δ = 1e-06. The guarantee does not cover which classes a client sends"
+        in page
+    )
     # Images, seconds, compute and memory of two clients
     assert page.count("<td>not sent</td>") == 8
-    assert "what the work cost it" not in page
+    assert "each sent its costs" not in page
     assert not {"images", "seconds", "flops"} & set(found["clients"]["client-0"])
 
 

@@ -384,14 +384,14 @@ def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit
     folder = home / "runs" / "job"
     before = metrics(home)
     assert before["influence"] == {}
-    assert "What does each client give" not in (folder / "report.html").read_text()
+    assert "Client contributions" not in (folder / "report.html").read_text()
     model = (folder / "models" / "FT.safetensors").stat().st_mtime_ns
     start(quick(**asked, influence=True))
     after = metrics(home)
     assert set(after["influence"]) == {"client-0", "client-1", "client-2"}
     page = (folder / "report.html").read_text()
-    assert "What does each client give" in page
-    table = page[page.index("What does each client give") :]
+    assert "Client contributions" in page
+    table = page[page.index("Client contributions") :]
     for client, about in after["influence"].items():
         row = table[table.index(f"<td>{client}</td>") :]
         row = row[: row.index("</tr>")]

@@ -300,12 +300,12 @@ def test_a_run_says_what_it_guarantees(home: Path, tiny_kit: Path) -> None:
     found = metrics(home)
     assert [about["epsilon"] for about in found["clients"].values()] == [2.0, 0.5]
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "differentially private for one image replaced, with ε = 0.5 to 2." in page
+    assert "differentially private for the replacement of one image, with ε = 0.5 to 2." in page
     left_out = {**config, "num-clients": 3, "left-out": "client-2"}
     run_job(LoopGrid(app, left_out, nodes(3)), parse_run_config(left_out), "left-out")
     page = (home / "runs" / "left-out" / "report.html").read_text()
     # Who sends no payload gives nothing away
-    assert "for one image replaced, with ε = 2." in page
+    assert "for the replacement of one image, with ε = 2." in page
     config["epsilon"] = 0.0
     for number, site in enumerate((nodes(2), sites)):
         run_job(LoopGrid(app, config, site), parse_run_config(config), f"job-{number}")
