@@ -198,7 +198,7 @@ def test_a_run_with_a_backbone(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"classifier.init": "kit"}, r"classifier.init = 'kit': has no weights for 'timm:test_vit'"),
+        ({"classifier.init": "kit"}, r"classifier.init = 'kit': has no weights for 'timm:test"),
         ({"classifier.init": "imagenet"}, "set it to pretrained for"),
         (
             {"classifier.architecture": "resnet18", "classifier.init": "pretrained"},

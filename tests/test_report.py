@@ -194,6 +194,6 @@ def test_pictures_of_noise_are_no_larger(tmp_path: Path) -> None:
     urls = [url for row in gallery.first.values() for url in row.values()]
     assert len(urls) == 144
     assert FIRST_PIXELS < sum(map(len, urls)) < 4.2 * FIRST_PIXELS
-    grids = [url for row in gallery.more.values() for urls in row.values() for url in urls]
+    grids = [url for row in gallery.grid.values() for urls in row.values() for url in urls]
     assert sum(map(len, grids)) <= MOST_GRID_BYTES
-    assert gallery.each < 4
+    assert gallery.per_class < 4

@@ -1191,10 +1191,10 @@ class NodeConfig:
 
     @property
     def demands_guarantee(self) -> bool:
-        """Whether this site only sends payloads with differential privacy."""
+        """Return whether this site only sends payloads with differential privacy."""
         return bool(self.epsilon or self.epsilon_total)
 
     @property
     def tells_tests(self) -> bool:
-        """Whether this site sends the confusion matrix of a global model."""
+        """Return whether this site sends the confusion matrix of a global model."""
         return (self.test_results or ("off" if self.demands_guarantee else "exact")) == "exact"

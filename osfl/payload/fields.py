@@ -127,7 +127,7 @@ def _field(name: str, hint: Any) -> Field:
     if optional:
         (kind,) = (member for member in get_args(kind) if member is not type(None))
     if kind not in _FORMS:
-        allowed = "; ".join(form.value for form in Form)
+        allowed = "; ".join(member.value for member in Form)
         raise TypeError(f"{name}: the wire format cannot carry {kind}. It carries: {allowed}")
     shapes = tuple(mark for mark in marks if isinstance(mark, Shape))
     if _FORMS[kind] is Form.TENSOR and not shapes:

@@ -69,7 +69,7 @@ class PayloadError(ValueError):
 
 @dataclass(frozen=True)
 class Expected:
-    """What the server expects of a client's payload. A payload that differs is refused.
+    """The server's expectations of a client's payload. A payload that differs is refused.
 
     Attributes:
         classes: the run's class names; a payload holds a subset of them, in this order.

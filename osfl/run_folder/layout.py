@@ -188,13 +188,13 @@ class RunFolder:
 
     # ---- Payloads ----
 
-    def store_payload(self, client: str, blob: bytes, about: dict[str, Any]) -> None:
+    def store_payload(self, client: str, blob: bytes, record: dict[str, Any]) -> None:
         """Store a payload durably; afterwards the client can delete it.
 
         Args:
-            about: the payload's record: `sha256`, `bytes`, `costs`, and for a sealed one the key.
+            record: the payload's `sha256`, `bytes`, `costs`, and for a sealed one the key.
         """
-        self.write_json(f"payloads/{client}.json", about)
+        self.write_json(f"payloads/{client}.json", record)
         write_atomically(self.path / "payloads" / f"{client}.pb", blob)
 
     def stored_payload(self, client: str) -> bytes:
@@ -368,12 +368,12 @@ class RunFolder:
     # ---- Global models and their tests ----
 
     def store_model(
-        self, name: str, state: "Mapping[str, torch.Tensor]", about: dict[str, Any]
+        self, name: str, state: "Mapping[str, torch.Tensor]", record: dict[str, Any]
     ) -> None:
-        """Store a global model, then its record (`about`) with the checksum."""
+        """Store a global model, then its record with the checksum."""
         (self.path / "models" / f"{name}.json").unlink(missing_ok=True)
         digest = self.write_weights(f"models/{name}.safetensors", state)
-        self.write_json(f"models/{name}.json", {**about, "sha256": digest})
+        self.write_json(f"models/{name}.json", {**record, "sha256": digest})
 
     def stored_model(self, name: str, inputs: str) -> "dict[str, torch.Tensor] | None":
         """Read the model that was trained on exactly these inputs; None if missing or corrupt."""
@@ -538,11 +538,11 @@ def _bind(folder: RunFolder, config: dict[str, Any]) -> None:
     folder.write_json("config.json", config)
 
 
-def check_same_run(folder: RunFolder, now: dict[str, Any]) -> None:
+def check_same_run(folder: RunFolder, config: dict[str, Any]) -> None:
     """Check that a job's folder, if it exists, belongs to a run with these settings.
 
     Args:
-        now: the flat run-config.
+        config: the flat run-config.
 
     Raises:
         ConfigError: it belongs to a run with other settings or of an older version, or its
@@ -566,7 +566,7 @@ def check_same_run(folder: RunFolder, now: dict[str, Any]) -> None:
             f"job-id = {job_id!r} was started by an older version of OSFL, which identified the "
             "kit by all files of its folder. Finish it with that version, or use another job-id"
         )
-    identity = {key: value for key, value in now.items() if key not in NOT_IDENTITY}
+    identity = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
     stored_identity = {key: value for key, value in stored.items() if key not in NOT_IDENTITY}
     for key in identity | stored_identity:
         if identity.get(key) != stored_identity.get(key):

@@ -72,7 +72,7 @@ class Status:
         start = {"phase": name, "began": round(time.time(), 2)}
         self.state["phases"] = [*self.state["phases"], start][-MOST_PHASES:]
         self.state.update(phase=name, done=0, total=total, step=[])
-        self._write(now=True)
+        self._write(immediately=True)
 
     def failed(self, error: BaseException) -> None:
         """End the run with an error, which users read in its status."""
@@ -85,12 +85,12 @@ class Status:
         if time.monotonic() - self._logged > LOG_SECONDS:
             self._logged = time.monotonic()
             log_event({"done": done, "total": total})
-        self._write(now=done == total)
+        self._write(immediately=done == total)
 
     def within(self, done: int, total: int) -> None:
         """Report progress within the current step, such as a work unit of images."""
         self.state["step"] = [done, total]
-        self._write(now=False)
+        self._write(immediately=False)
 
     def client(self, name: str, state: str) -> None:
         """Report a client's new state, such as joined, asked, delivered, failed or refused."""
@@ -99,20 +99,20 @@ class Status:
         log.info("%s: %s", name, state)
         log_event({"client": name, "state": state})
         self.state["clients"][name] = state
-        self._write(now=True)
+        self._write(immediately=True)
 
     def warn(self, warnings: list[str]) -> None:
         """Replace the warnings that users should read before they use the result."""
         for warning in warnings:
             log.warning("%s", warning)
         self.state["warnings"] = warnings
-        self._write(now=True)
+        self._write(immediately=True)
 
     def warn_of(self, warning: str) -> None:
         """Add a warning to the earlier ones."""
         self.warn([*self.state.get("warnings", []), warning])
 
-    def _write(self, now: bool) -> None:
-        if now or time.monotonic() - self._written > 0.5:
+    def _write(self, immediately: bool) -> None:
+        if immediately or time.monotonic() - self._written > 0.5:
             self._written = time.monotonic()
             write_atomically(self._file, json.dumps(self.state).encode(), durable=False)

@@ -147,17 +147,17 @@ def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
         accuracy[name] = {client: _accuracy(matrix) for client, matrix in by_client.items()}
     averages = {name: _mean(by_client) for name, by_client in accuracy.items()}
     # FT if there is one: a choice by accuracy on the clients' test images would be biased
-    shown = ""
+    shown_model = ""
     if any(accuracy.values()) and method != "local":
-        shown = "FT" if "FT" in accuracy else next(iter(accuracy))
+        shown_model = "FT" if "FT" in accuracy else next(iter(accuracy))
     return {
         "accuracy": {
             name: {**by_client, "average": averages[name]} for name, by_client in accuracy.items()
         },
-        "shown": shown,
+        "shown": shown_model,
         "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
         "scores": {name: _scores(by_client) for name, by_client in tests.items()},
-        "average": averages[shown] if shown else _mean(averages),
+        "average": averages[shown_model] if shown_model else _mean(averages),
     }
 
 

@@ -35,23 +35,23 @@ class Gallery:
     Attributes:
         classes: the classes shown, in the run's order.
         first: data URL of the first image by client, then class.
-        more: several images of each class, for a grid that opens on a click; {} if no class has
+        grid: several images of each class, for a grid that opens on a click; {} if no class has
             two images.
-        each: the largest number of images of a class in `more`.
+        per_class: the largest number of images of a class in `grid`.
         small: whether the images are smaller than they are shown.
-        left_out: text that says how many clients and classes are shown; "" if all are.
+        excerpt: text that says how many clients and classes are shown; "" if all are.
     """
 
     classes: list[str] = field(default_factory=list)
     first: dict[str, dict[str, str]] = field(default_factory=dict)
-    more: Grid = field(default_factory=dict)
-    each: int = 0
+    grid: Grid = field(default_factory=dict)
+    per_class: int = 0
     small: bool = False
-    left_out: str = ""
+    excerpt: str = ""
 
     @property
     def has_public_domains(self) -> bool:
-        """Whether a row belongs to a public domain, whose name has a dot unlike a client's."""
+        """Return whether a row shows a public domain, whose name has a dot unlike a client's."""
         return any("." in owner for owner in self.first)
 
 
@@ -75,12 +75,14 @@ def gallery_of(folder: Path, manifest: Sequence[str], classes: Sequence[str]) ->
         shown_files[client] = {name: by_class[name] for name in shown_classes if name in by_class}
     with ThreadPoolExecutor() as readers:
         first = _first(folder, shown_files, readers)
-        more = _grid(folder, shown_files, readers)
-    gallery = Gallery(shown_classes, first, more)
-    gallery.each = max((len(urls) for row in more.values() for urls in row.values()), default=0)
+        grid = _grid(folder, shown_files, readers)
+    gallery = Gallery(shown_classes, first, grid)
+    gallery.per_class = max(
+        (len(urls) for row in grid.values() for urls in row.values()), default=0
+    )
     gallery.small = _is_small(folder / next(iter(shown_files[clients[0]].values()))[0])
     if len(files) > len(clients) or class_count > len(shown_classes):
-        gallery.left_out = (
+        gallery.excerpt = (
             f"{len(clients)} of {len(files)} clients and {len(shown_classes)} of {class_count} "
             "classes"
         )

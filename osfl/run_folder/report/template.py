@@ -146,9 +146,9 @@ TEMPLATE = (
 <tr><th>{{ client }}</th>{% for c in gallery.classes %}<td>{% if c in row %}<img alt="{{ c }}, {{ client }}" src="{{ row[c] }}">{% endif %}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
-<p class="note">The first image of every class, with a row for each client whose data it replaces.{% if gallery.has_public_domains %} Rows that begin with <code>public</code> show domains that the server added by their names.{% endif %}{% if gallery.left_out %} The table shows {{ gallery.left_out }}; all images are in the run's folder <code>images</code>.{% endif %}</p>
-{% for client, row in gallery.more.items() %}
-<details><summary>{{ client }}: up to {{ gallery.each }} images of each class</summary>
+<p class="note">The first image of every class, with a row for each client whose data it replaces.{% if gallery.has_public_domains %} Rows that begin with <code>public</code> show domains that the server added by their names.{% endif %}{% if gallery.excerpt %} The table shows {{ gallery.excerpt }}; all images are in the run's folder <code>images</code>.{% endif %}</p>
+{% for client, row in gallery.grid.items() %}
+<details><summary>{{ client }}: up to {{ gallery.per_class }} images of each class</summary>
 <div class="wide"><table class="cells{% if gallery.small %} small{% endif %}">
 {% for c, urls in row.items() %}
 <tr><th>{{ c }}</th>{% for url in urls %}<td><img loading="lazy" alt="{{ c }}, {{ client }}" src="{{ url }}"></td>{% endfor %}</tr>
