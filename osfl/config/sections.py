@@ -804,10 +804,10 @@ class RunConfig:
         float,
         Range(1e-6, 1e6),
         Doc(
-            "With `epsilon`: the clipping bound of an image's contribution to a mean. Its unit "
-            "is the mean distance of the class prompts' encodings from their mean; for "
-            "FedDISC's and FedPFT's vectors, the square root of their length. A smaller bound "
-            "means less noise, and more bias."
+            "With `epsilon`: the clipping bound of an image's contribution to a mean. Its "
+            "unit is the mean distance of the class prompts' encodings from their mean; for "
+            "FedDISC's and FedPFT's vectors, the square root of their dimension. A smaller "
+            "bound means less noise, and more bias."
         ),
     ]
     clip_gradient: Annotated[
@@ -849,21 +849,23 @@ class RunConfig:
         str,
         OneOf("none", "filter", "soft"),
         Doc(
-            "Noisy-label filtering of synthetic images by cross-fitting: classifiers trained on "
-            "one half score the other half. `filter` leaves out images that they assign to "
-            "another class; `soft` also trains on their predictions. They are trained like the "
-            "global model. Not with FedLMG and FedCADO, which have teachers."
+            "Noisy-label filtering of synthetic images by cross-fitting: classifiers trained "
+            "on one half of the images score the other half. `filter` drops images that they "
+            "assign to another class; `soft` also trains on their predictions. These "
+            "classifiers are trained like the global model. Not with FedLMG and FedCADO, "
+            "which have teachers."
         ),
     ]
     robust: Annotated[
         str,
         OneOf("off", "report", "exclude"),
         Doc(
-            "The defense against label-flipping clients: a diffusion classifier, the kit, "
-            "scores if the synthetic images of a client's class show that class. `report` names "
-            "suspicious clients and classes, and trains with them; `exclude` trains without "
-            "them. Classes that the kit does not know are not scored. Not with methods that "
-            "synthesize no images from payloads, nor with FedDISC."
+            "The defense against malicious (label-flipping) clients by label consistency: a "
+            "diffusion classifier, the kit, scores whether a client's synthetic images show "
+            "their class. `report` lists suspicious clients and classes, and trains with "
+            "them; `exclude` trains without them. Classes that the kit does not know are not "
+            "scored. Not with methods that synthesize no images from payloads, nor with "
+            "FedDISC."
         ),
     ]
     influence: Annotated[
@@ -906,7 +908,15 @@ class RunConfig:
     join_timeout: Annotated[
         float, Range(1, 1e7), Doc("Seconds to wait for clients to join."), NotIdentity()
     ]
-    deadline: Annotated[float, Range(1, 1e7), Doc("Seconds to wait for payloads."), NotIdentity()]
+    deadline: Annotated[
+        float,
+        Range(1, 1e7),
+        Doc(
+            "Seconds to wait for payloads. The default, ten hours, suits clients that train "
+            "on a CPU."
+        ),
+        NotIdentity(),
+    ]
     test_timeout: Annotated[
         float,
         Range(1, 1e7),
