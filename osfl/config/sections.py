@@ -911,10 +911,7 @@ class RunConfig:
     deadline: Annotated[
         float,
         Range(1, 1e7),
-        Doc(
-            "Seconds to wait for payloads. The default, ten hours, suits clients that train "
-            "on a CPU."
-        ),
+        Doc("Seconds to wait for payloads. The default is ten hours."),
         NotIdentity(),
     ]
     test_timeout: Annotated[
