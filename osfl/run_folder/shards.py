@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from osfl.config import ConfigError
-from osfl.run_folder.layout import MADE_ANEW, read_rows
+from osfl.run_folder.image_store import read_rows
+from osfl.run_folder.job_files import MADE_ANEW
 from osfl.run_folder.verify import check_sealed, picture_problem
 from osfl.util.files import open_private, private_folder, read_json, write_atomically
 

@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osfl.run_folder.layout import (
-    MADE_ANEW,
-    NOT_A_RECORD,
-    SUMS,
-    picture_digest,
-    read_picture,
-    read_rows,
-)
+from osfl.run_folder.image_store import picture_digest, read_picture, read_rows
+from osfl.run_folder.job_files import MADE_ANEW
+from osfl.run_folder.layout import NOT_A_RECORD, SUMS
 from osfl.util.files import DamageError, read_json, write_atomically
 from osfl.util.text import plain
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from osfl.config import approximations, split_names
 from osfl.methods import METHODS
-from osfl.run_folder.layout import ADAPTED, MADE_ANEW
+from osfl.run_folder.job_files import MADE_ANEW
+from osfl.run_folder.model_store import ADAPTED
 from osfl.run_folder.report.page import render, scores
 from osfl.util.files import DamageError, read_json, write_atomically
 
