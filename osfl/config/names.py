@@ -1,16 +1,16 @@
-"""Names in a configuration: several in one text, and those that become file names."""
+"""Names in a configuration: lists of names in one text, and names that become file names."""
 
 from functools import lru_cache
 
 from osfl.util.text import plain, quoted
 
-# How architectures begin that are not torchvision's: timm's own, and those of the hub for timm
+# Prefixes of architectures from outside torchvision: timm's own models, and hub models for timm
 BACKBONES = ("timm:", "hf-hub:")
 _TIMM = "timm:"
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """`"a, b"` to `("a", "b")`."""
+    """Split `"a, b"` into `("a", "b")`."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -32,24 +32,24 @@ def problem_of_backbone(architecture: str, key: str) -> str:
 
 @lru_cache(maxsize=16)
 def named_words(text: str) -> dict[str, str]:
-    """`"mouse=computer mouse, a=b"` by name.
+    """Parse `"mouse=computer mouse, a=b"` into a dictionary.
 
     Raises:
-        ValueError: a part without `=`, or with nothing on a side of it.
+        ValueError: a part has no `=`, or an empty side.
     """
-    words = {}
+    phrases = {}
     for part in split_names(text):
-        name, _, word = map(str.strip, part.partition("="))
-        if not name or not word:
+        name, _, phrase = map(str.strip, part.partition("="))
+        if not name or not phrase:
             raise ValueError(f"{quoted(part)} must be name=words")
-        words[name] = word
-    return words
+        phrases[name] = phrase
+    return phrases
 
 
 def is_identifier(text: str) -> bool:
-    """Whether a job or client id is safe as a file name.
+    """Return whether a job or client id is valid, and so safe as a file name.
 
-    `average` is not: it has its own column in the tables.
+    `average` is not, because it is a column of the tables.
     """
     return (
         text != "average"

@@ -1,6 +1,6 @@
-"""TOML files that a user hands in: settings, presets of data sets, tables.
+"""Reading of the user's TOML files: settings, presets of data sets, tables.
 
-Their size, depth and numbers are bounded, so that a broken or hostile file is refused in a moment.
+Their size, depth and numbers are limited, so that a corrupt or malicious file is refused at once.
 """
 
 import codecs
@@ -14,18 +14,18 @@ from osfl.config.markers import ConfigError
 from osfl.util.text import plain, quoted
 
 MOST_BYTES = 2**20
-# A table file's deepest value is in rows.NAME.SECTION.KEY
+# The deepest value of a table file is rows.NAME.SECTION.KEY
 MOST_DEPTH = 16
-# TOML's whole numbers have 64 bits
+# TOML's integers have 64 bits
 _LOWEST = -(2**63)
 _HIGHEST = 2**63 - 1
 
 
 def read_toml(file: Path, name: str = "") -> dict[str, Any]:
-    """The table in a TOML file. A byte order mark is skipped.
+    """Read the table in a TOML file; a byte order mark is skipped.
 
     Args:
-        name: what errors call the file; empty: its path.
+        name: the file's name in errors; its path if empty.
 
     Raises:
         ConfigError: the file cannot be read, is too large, or is not valid TOML in UTF-8.
@@ -38,7 +38,7 @@ def read_toml(file: Path, name: str = "") -> dict[str, Any]:
         raise ConfigError(f"{name}: cannot be read: {plain(error.strerror)}") from None
     if len(content) > MOST_BYTES:
         raise ConfigError(
-            f"{name}: has more than {MOST_BYTES // 2**20} MB; a file of settings must be smaller"
+            f"{name}: has more than {MOST_BYTES // 2**20} MiB; a settings file must be smaller"
         )
     try:
         text = content.removeprefix(codecs.BOM_UTF8).decode()
@@ -50,18 +50,18 @@ def read_toml(file: Path, name: str = "") -> dict[str, Any]:
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """The table in a TOML text.
+    """Parse a TOML text into a table.
 
     Args:
-        name: what errors call the text.
+        name: the text's name in errors.
 
     Raises:
-        ConfigError: the text is not valid TOML, is nested too deeply, or has a number of more than
-            64 bits.
+        ConfigError: the text is not valid TOML, is nested too deeply, or has an integer of more
+            than 64 bits.
     """
     try:
         table = tomli.loads(text)
-    # A number of thousands of digits is a plain ValueError
+    # A number of thousands of digits raises a ValueError that is not tomli's
     except ValueError as error:
         raise ConfigError(f"{name}: not valid TOML: {plain(error)}") from None
     except RecursionError:
@@ -69,8 +69,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     for value, depth in _values(table):
         if depth > MOST_DEPTH:
             raise ConfigError(
-                f"{name}: nested more than {MOST_DEPTH} levels deep; no setting is deeper than a "
-                "key in a section"
+                f"{name}: nested more than {MOST_DEPTH} levels deep; settings are keys in sections"
             )
         if isinstance(value, int) and not _LOWEST <= value <= _HIGHEST:
             raise ConfigError(f"{name}: {quoted(value)}: a whole number must fit in 64 bits")
@@ -78,7 +77,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
 
 
 def _values(table: dict[str, Any]) -> Iterator[tuple[Any, int]]:
-    """Every value of a table with its depth, breadth first; nothing below the deepest level."""
+    """Yield every value of a table with its depth, breadth first, to just below `MOST_DEPTH`."""
     level: list[Any] = [table]
     for depth in range(MOST_DEPTH + 2):
         yield from ((value, depth) for value in level)

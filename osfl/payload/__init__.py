@@ -1,1 +1,1 @@
-"""The wire format: payload kinds, fields, encoding, encryption, and the messages around them."""
+"""The wire format: payload kinds, fields, codecs, encryption, and the messages around them."""

@@ -1,9 +1,9 @@
-"""Payloads that the server alone can read: HPKE (RFC 9180) to a key of the server's.
+"""Sealed payloads, which only the server can open: HPKE (RFC 9180) to the server's public key.
 
-TLS ends at the SuperLink. Its process, its database and their backups hold what passes through;
-of a sealed payload they hold ciphertext. That is against whoever looks on. A SuperLink that is
-itself hostile hands out the app's code, and could hand out other code; and it could make a payload
-of its own, for HPKE's base mode does not say who one is from.
+TLS ends at the SuperLink: its process, its database and their backups hold all payloads in the
+clear. Of a sealed payload they hold only ciphertext. This protects against an honest-but-curious
+SuperLink. A malicious one could distribute other app code, or forge payloads, because HPKE's base
+mode does not authenticate the sender.
 """
 
 import hashlib
@@ -20,108 +20,110 @@ from osfl.util.text import plain
 if TYPE_CHECKING:
     from pyhpke import CipherSuite
 
-KEY_BYTES = 32  # of a public key, and of the one that a message brings
-# What a sealed payload has more than an open one: that key, and the tag
+# Size of an X25519 public key
+KEY_BYTES = 32
+# Bytes that sealing adds to a payload: the ephemeral public key and the tag
 OVERHEAD = KEY_BYTES + 16
 
 
 class SealError(ValueError):
-    """A payload that is not sealed to this key, or not for this job and client; or damaged."""
+    """A payload that is corrupt, or sealed to another key, job or client."""
 
 
 def new_key() -> bytes:
-    """A private key in PEM."""
+    """Generate a private key, in PEM."""
     return X25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def load_key(file: str) -> X25519PrivateKey:
-    """The server's private key.
+    """Load the server's private key.
 
     Raises:
-        ConfigError: the file is not there, or holds something else.
+        ConfigError: the file is missing or unreadable, or does not hold such a key.
     """
     try:
         key = serialization.load_pem_private_key(Path(file).expanduser().read_bytes(), None)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"sealing-key = {file!r}: {plain(error)}. It must be the file that `osfl certs "
-            "sealing` made, on the server, and readable there"
+            f"sealing-key = {file!r}: {plain(error)}. It must be a readable file on the server, "
+            "made by `osfl certs sealing`"
         ) from error
     if not isinstance(key, X25519PrivateKey):
         raise ConfigError(
-            f"sealing-key = {file!r}: is a key of another kind; make one with `osfl certs sealing`"
+            f"sealing-key = {file!r}: must be an X25519 key; make one with `osfl certs sealing`"
         )
     return key
 
 
 def public_bytes(key: X25519PrivateKey) -> bytes:
-    """The public key, which clients get with the run, in 32 bytes."""
+    """Return the public key, which clients receive with the run, as 32 bytes."""
     return key.public_key().public_bytes_raw()
 
 
 def fingerprint(public: bytes) -> str:
-    """SHA-256 of a public key in hex: what a site writes into its node-config."""
+    """Return the SHA-256 of a public key in hex, which a site sets as `seal-to` to pin the key."""
     return hashlib.sha256(public).hexdigest()
 
 
 def pack_public_key(public: bytes | None) -> dict[str, ConfigRecord]:
-    """The record of a question that says which key payloads are sealed to; none without a key."""
+    """Pack the key that payloads must be sealed to into a request's record; {} without a key."""
     return {} if public is None else {"sealing": ConfigRecord({"public-key": public})}
 
 
 def unpack_public_key(content: RecordDict) -> bytes | None:
-    """The key of `pack_public_key`.
+    """Return the key that `pack_public_key` packed, or None.
 
     Raises:
-        ValueError: it is no key.
+        ValueError: it is not a key.
     """
     if "sealing" not in content.config_records:
         return None
     public = content.config_records["sealing"].get("public-key")
     if not isinstance(public, bytes) or len(public) != KEY_BYTES:
-        raise ValueError(f"the server's sealing key is not {KEY_BYTES} bytes")
+        raise ValueError(f"the server's sealing key must have {KEY_BYTES} bytes")
     return public
 
 
 def seal(blob: bytes, public: bytes, job: str, client: str) -> bytes:
-    """A payload, sealed: the message's own public key [32 bytes], ciphertext, and tag [16].
+    """Seal a payload: ephemeral public key [32 bytes], ciphertext, tag [16 bytes].
 
     Args:
-        public: the server's, 32 bytes.
-        job, client: whose payload it is; it opens as nobody else's.
+        blob: the encoded payload.
+        public: the server's public key, 32 bytes.
+        job, client: names that the ciphertext is bound to; it opens for no others.
 
     Raises:
-        ValueError: it is no public key.
+        ValueError: `public` is not a public key.
     """
-    # Only who seals needs it
+    # An optional dependency, which only runs with sealing need
     from pyhpke import KEMKey
 
-    to = KEMKey.from_pyca_cryptography_key(X25519PublicKey.from_public_bytes(public))
-    own, sender = _suite().create_sender_context(to, info=_about(job, client))
-    return own + sender.seal(blob)
+    recipient_key = KEMKey.from_pyca_cryptography_key(X25519PublicKey.from_public_bytes(public))
+    ephemeral, sender = _suite().create_sender_context(recipient_key, info=_info(job, client))
+    return ephemeral + sender.seal(blob)
 
 
 def open_sealed(sealed: bytes, key: X25519PrivateKey, job: str, client: str) -> bytes:
-    """The payload.
+    """Open a sealed payload.
 
     Raises:
-        SealError: it cannot be opened.
+        SealError: it is corrupt, or sealed to another key, job or client.
     """
     from pyhpke import KEMKey, PyHPKEError
 
-    own = sealed[:KEY_BYTES]
+    ephemeral = sealed[:KEY_BYTES]
     try:
         recipient = _suite().create_recipient_context(
-            own, KEMKey.from_pyca_cryptography_key(key), info=_about(job, client)
+            ephemeral, KEMKey.from_pyca_cryptography_key(key), info=_info(job, client)
         )
-        # A view, for a payload is large
+        # A view spares a copy of a large payload
         return recipient.open(cast(bytes, memoryview(sealed)[KEY_BYTES:]))
     except (PyHPKEError, ValueError):
         raise SealError(
-            "cannot be opened: it is not sealed to this server's key (sealing-key) for this job "
-            "and client, or damaged"
+            "cannot be opened: it is corrupt, or not sealed to this server's key (sealing-key) "
+            "for this job and client"
         ) from None
 
 
@@ -131,6 +133,6 @@ def _suite() -> "CipherSuite":
     return CipherSuite.new(KEMId.DHKEM_X25519_HKDF_SHA256, KDFId.HKDF_SHA256, AEADId.AES256_GCM)
 
 
-def _about(job: str, client: str) -> bytes:
-    # Neither has a line break
+def _info(job: str, client: str) -> bytes:
+    """Return HPKE's `info`. It is unambiguous because neither name has a line break."""
     return f"osfl payload 1\n{job}\n{client}".encode()

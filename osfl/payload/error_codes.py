@@ -1,12 +1,12 @@
-"""The codes that stand for a client's exceptions where a guarantee of privacy is asked for.
+"""Codes that replace a client's exceptions if a privacy guarantee is requested.
 
-An exception's words may quote labels, column values and file names. A code says what kind of thing
-failed and nothing else.
+The message of an exception may quote labels, column values and file names. A code only says what
+kind of thing failed.
 """
 
 import re
 
-# By the name of the exception's class or of a parent class, so that no class needs an import
+# By the name of an exception class or of a parent class, so that nothing needs to be imported
 CODES = {
     "ConfigError": "SETTINGS",
     "DataError": "DATA",
@@ -23,12 +23,12 @@ _CODED = re.compile(rf"\b({'|'.join({*CODES.values(), OTHER})}) {re.escape(DETAI
 
 
 def coded(error: BaseException) -> str:
-    """Return an exception's code and where the site's operator finds its words."""
-    known = (CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in CODES)
-    return f"{next(known, OTHER)} {DETAILS}"
+    """Return an exception's code, and a pointer to the site's own log for its operator."""
+    codes = (CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in CODES)
+    return f"{next(codes, OTHER)} {DETAILS}"
 
 
 def find_coded(text: str) -> str:
-    """Return what `coded` made, without what Flower puts around it; "" where there is none."""
-    found = _CODED.search(text)
-    return found[0] if found else ""
+    """Return the text of `coded` without what Flower puts around it, or "" if there is none."""
+    match = _CODED.search(text)
+    return match[0] if match else ""

@@ -1,7 +1,8 @@
-"""How a payload declares its fields: a tensor's shape and dtype, and what its numbers must be.
+"""Declarations of payload fields: a tensor's shape and dtype, and constraints on its values.
 
-A payload is a frozen dataclass in osfl/payload/kinds.py, whose first field is `classes`. What
-server_app/expected.py and osfl/payload/wire.py know of a kind, they read from its declaration here.
+A payload is a frozen dataclass in osfl/payload/kinds.py whose first field is `classes`.
+server_app/expected.py and osfl/payload/wire.py learn all that they know of a payload kind from
+these declarations.
 """
 
 import types
@@ -13,8 +14,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-# What the dimensions of shapes are. A client says "classes" and "images"; the run gives the others,
-# as far as it has them (server_app/expected.py).
+# Names of the dimensions of shapes. The client determines "classes" and "images"; the run's
+# settings and kit determine those of the others that apply to it (server_app/expected.py).
 DIMENSIONS = {
     "classes": "classes that the client holds",
     "images": "images that the client describes one by one",
@@ -23,25 +24,25 @@ DIMENSIONS = {
     "c": "channels of a latent",
     "h": "height of a latent",
     "w": "width of a latent",
-    "2e": "width of unCLIP's image condition: of an image embedding, twice",
+    "2e": "width of unCLIP's image condition: twice that of an image embedding",
     "f": "width of the features before a classifier's last layer",
     "K": "components of FedPFT's mixture",
-    "v": "variances of such a component: one for all features, or one a feature",
-    "J": "Espresso's clusters of a class",
+    "v": "variances of such a component: one for all features, or one per feature",
+    "J": "Espresso's clusters per class",
     "p": "learned vectors: one for every token of a condition, or one for all",
-    "o": "vectors that a class adds to its domain's: one; a run without them has no o",
-    "M": "components of Espresso's mixture; a run without it has no M",
-    "K + 1": "FedDISC's clusters of a class, and their mean",
+    "o": "vectors that a class adds to its domain's: one; absent from a run without them",
+    "M": "components of Espresso's mixture; absent from a run without it",
+    "K + 1": "FedDISC's clusters per class, and their mean",
 }
 CLIENTS_OWN = ("classes", "images")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a payload's tensor: names of `DIMENSIONS`, or numbers.
+    """The dimensions of a payload's tensor: names in `DIMENSIONS`, or numbers.
 
-    A field with several shapes has the first whose dimensions the run has. A field that may be None
-    is left out of a run that has none of them.
+    A field with several shapes has the first one whose dimensions all exist in the run. An optional
+    field is omitted from a run in which none of its shapes exists.
     """
 
     dimensions: tuple[int | str, ...]
@@ -53,7 +54,10 @@ class Shape:
 
 
 class Values(Enum):
-    """What a tensor's numbers must be beyond finite. The text is what a refusal says."""
+    """A constraint on a tensor's numbers, which must be finite anyway.
+
+    The text goes into the error message.
+    """
 
     SHARES = "must not be negative, and sum to 1 in every class"
     VARIANCES = "a variance below zero"
@@ -63,11 +67,11 @@ class Values(Enum):
 
 
 class Form(Enum):
-    """What a field of a payload is, by its type."""
+    """The types that a field of a payload may have."""
 
     TENSOR = "torch.Tensor, with a Shape"
     STATE = "dict[str, torch.Tensor], beside a field `architecture`"
-    TEXTS = "tuple[tuple[str, ...], ...], of every class"
+    TEXTS = "tuple[tuple[str, ...], ...], one tuple per class"
     TEXT = "str"
 
 
@@ -81,7 +85,7 @@ _FORMS: dict[Any, Form] = {
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a payload, beside its classes."""
+    """A field of a payload other than its classes."""
 
     form: Form
     shapes: tuple[Shape, ...]
@@ -91,27 +95,29 @@ class Field:
 
 @cache
 def fields_of(kind: type) -> Mapping[str, Field]:
-    """The fields of a kind of payload beside its classes, in order.
+    """Return the fields of a payload kind other than `classes`, in order.
 
     Raises:
-        TypeError: a field that the wire format cannot carry, a tensor without a shape, a dimension
-            that nobody knows.
+        TypeError: the wire format cannot carry a field, a tensor has no shape, or a dimension is
+            unknown.
     """
     hints = get_type_hints(kind, include_extras=True)
     names = [item.name for item in fields(kind)]
     if not names or names[0] != "classes":
         raise TypeError(f"payload {kind.__name__}: its first field must be `classes`")
-    found = {name: _field(f"payload {kind.__name__}: {name}", hints[name]) for name in names[1:]}
-    if any(each.form is Form.STATE for each in found.values()) and "architecture" not in found:
+    declared = {name: _field(f"payload {kind.__name__}: {name}", hints[name]) for name in names[1:]}
+    has_state = any(field.form is Form.STATE for field in declared.values())
+    if has_state and "architecture" not in declared:
         raise TypeError(
-            f"payload {kind.__name__}: a state dict needs a field `architecture` beside it"
+            f"payload {kind.__name__}: a state dict requires a field `architecture` beside it"
         )
-    shapes = [shape.dimensions for each in found.values() for shape in each.shapes]
+    shapes = [shape.dimensions for field in declared.values() for shape in field.shapes]
     if any("images" in shape for shape in shapes) and ("images",) not in shapes:
         raise TypeError(
-            f'payload {kind.__name__}: it needs a tensor with Shape("images"), which says how many'
+            f"payload {kind.__name__}: it requires a tensor with "
+            'Shape("images"), whose length is the number of images'
         )
-    return found
+    return declared
 
 
 def _field(name: str, hint: Any) -> Field:
@@ -119,53 +125,55 @@ def _field(name: str, hint: Any) -> Field:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     optional = get_origin(kind) in (types.UnionType, Union) and type(None) in get_args(kind)
     if optional:
-        (kind,) = (each for each in get_args(kind) if each is not type(None))
-    form = _FORMS.get(kind)
-    if form is None:
-        allowed = "; ".join(each.value for each in Form)
+        (kind,) = (member for member in get_args(kind) if member is not type(None))
+    if kind not in _FORMS:
+        allowed = "; ".join(member.value for member in Form)
         raise TypeError(f"{name}: the wire format cannot carry {kind}. It carries: {allowed}")
     shapes = tuple(mark for mark in marks if isinstance(mark, Shape))
-    if form is Form.TENSOR and not shapes:
+    if _FORMS[kind] is Form.TENSOR and not shapes:
         raise TypeError(
-            f'{name}: it has no shape. Declare it: Annotated[torch.Tensor, Shape("classes", ...)]'
+            f"{name}: a tensor must have a shape. Declare it as "
+            'Annotated[torch.Tensor, Shape("classes", ...)]'
         )
     for shape in shapes:
         for unknown in [d for d in shape.dimensions if isinstance(d, str) and d not in DIMENSIONS]:
             raise TypeError(
                 f"{name}: dimension {unknown!r} is unknown; it must be a number or one of "
-                f"{', '.join(DIMENSIONS)}. A new one needs a line there and a size in "
-                "server_app/expected.py"
+                f"{', '.join(DIMENSIONS)}. A new name needs a line in DIMENSIONS "
+                "(osfl/payload/fields.py) and a size in server_app/expected.py"
             )
     values = tuple(mark for mark in marks if isinstance(mark, Values))
-    return Field(form, shapes, values, optional)
+    return Field(_FORMS[kind], shapes, values, optional)
 
 
 def tensors_of(
     kind: type, sizes: Mapping[str, int]
 ) -> dict[str, tuple[tuple[int | str, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of a payload in a run; "classes" and "images" stay names.
+    """Return shape and dtype of every tensor of a payload in a run.
+
+    The dimensions "classes" and "images" stay names.
 
     Args:
-        kind: a class of this module.
-        sizes: the run's dimensions. One that it does not have is not there.
+        kind: a class of osfl/payload/kinds.py.
+        sizes: the sizes of the dimensions that exist in the run.
 
     Raises:
-        TypeError: the run lacks a dimension of a tensor that a payload must have.
+        TypeError: a required tensor has a dimension that does not exist in the run.
     """
-    known: dict[str, int | str] = {**dict(zip(CLIENTS_OWN, CLIENTS_OWN, strict=True)), **sizes}
-    found = {}
+    size: dict[str, int | str] = {**dict(zip(CLIENTS_OWN, CLIENTS_OWN, strict=True)), **sizes}
+    tensors = {}
     for name, declared in fields_of(kind).items():
-        fitting = [shape for shape in declared.shapes if _sized(shape, known)]
-        if fitting:
-            whole = tuple(known[d] if isinstance(d, str) else d for d in fitting[0].dimensions)
-            found[name] = (whole, fitting[0].dtype)
+        shapes = [shape for shape in declared.shapes if _has_sizes(shape, size)]
+        if shapes:
+            dimensions = tuple(size[d] if isinstance(d, str) else d for d in shapes[0].dimensions)
+            tensors[name] = (dimensions, shapes[0].dtype)
         elif declared.form is Form.TENSOR and not declared.optional:
             raise TypeError(
                 f"payload {kind.__name__}: {name}: this run has no size for a dimension of "
                 f"{' or '.join(str(list(shape.dimensions)) for shape in declared.shapes)}"
             )
-    return found
+    return tensors
 
 
-def _sized(shape: Shape, known: Mapping[str, int | str]) -> bool:
-    return all(d in known for d in shape.dimensions if isinstance(d, str))
+def _has_sizes(shape: Shape, size: Mapping[str, int | str]) -> bool:
+    return all(d in size for d in shape.dimensions if isinstance(d, str))

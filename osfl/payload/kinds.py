@@ -1,8 +1,8 @@
 """Everything that can leave a client, on one page. There is no image field.
 
-Where a payload can be turned back into pictures, it says so. A tensor's shape, its dtype and what
-its numbers must be stand beside it: the server expects, and osfl/payload/wire.py takes, exactly
-that. What the dimensions' names stand for is in osfl/payload/fields.py.
+The docstring of a payload says if images can be reconstructed from it. Shape, dtype and value
+constraints are declared beside each tensor, and osfl/payload/wire.py accepts exactly those.
+osfl/payload/fields.py explains the names of the dimensions.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from osfl.payload.fields import Shape, Values, fields_of
 
 @dataclass(frozen=True)
 class Descriptions:
-    """FedDEO: one learned description d_y a class, in the text encoder's output space.
+    """FedDEO: one learned description d_y per class, in the text encoder's output space.
 
-    Or u_y, one vector that every token of its prompt's encoding gets.
+    With `feddeo.tokens = "all"` it is u_y, one vector added to every token of the prompt's
+    encoding.
     """
 
-    # Those the client holds, in the run's order
+    # The classes that the client holds, in the run's order
     classes: tuple[str, ...]
     vectors: Annotated[torch.Tensor, Shape("classes", "p", "d")]
 
@@ -29,16 +30,16 @@ class Descriptions:
 class Classifier:
     """FedLMG, FedCADO, Local: a classifier trained on the client's images."""
 
-    # Those the client holds; the head has all of the run's classes
+    # The classes that the client holds; the head has all classes of the run
     classes: tuple[str, ...]
-    # A torchvision model's name, and its state dict
+    # The model's name, and its state dict
     architecture: str
     state: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Encodings:
-    """OSCAR: the mean encoding of a class's captions. A pooled one has no tokens."""
+    """OSCAR: the mean encoding of each class's captions. A pooled encoding has no token axis."""
 
     classes: tuple[str, ...]
     vectors: Annotated[torch.Tensor, Shape("classes", "L", "d"), Shape("classes", "d")]
@@ -46,14 +47,17 @@ class Encodings:
 
 @dataclass(frozen=True)
 class Mixtures:
-    """Espresso: conditions of every class's clusters, and a Gaussian mixture of noised latents."""
+    """Espresso: conditions of each class's clusters, and a Gaussian mixture of noisy latents.
+
+    The means of small clusters and components decode to blurred images.
+    """
 
     classes: tuple[str, ...]
     # Zeros where a class has fewer than J clusters
     conditions: Annotated[torch.Tensor, Shape("classes", "J", "L", "d")]
-    # The clusters' shares of the class's images
+    # Each cluster's share of the class's images
     weights: Annotated[torch.Tensor, Shape("classes", "J"), Values.SHARES]
-    # None: without the mixture
+    # These three are None in a run without mixtures (`espresso.gmm = false`)
     component_weights: Annotated[torch.Tensor | None, Shape("classes", "M"), Values.SHARES] = None
     component_means: Annotated[torch.Tensor | None, Shape("classes", "M", "c", "h", "w")] = None
     component_variances: Annotated[
@@ -63,16 +67,16 @@ class Mixtures:
 
 @dataclass(frozen=True)
 class Captions:
-    """FGL: a caption of every image, in plain words."""
+    """FGL: a caption of every image, in plain text."""
 
     classes: tuple[str, ...]
-    # Of every class
+    # The captions of each class
     texts: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """FedDISC: K cluster centres of a class's noised image embeddings, then their mean."""
+    """FedDISC: K cluster centers of each class's noisy image embeddings, then their mean."""
 
     classes: tuple[str, ...]
     vectors: Annotated[torch.Tensor, Shape("classes", "K + 1", "2e")]
@@ -82,7 +86,7 @@ class Embeddings:
 class Concepts:
     """FedBiP: learned words, and the latent posterior of every image.
 
-    Whoever has the decoder can turn each posterior back into its image.
+    The kit's decoder reconstructs each image from its posterior.
     """
 
     classes: tuple[str, ...]
@@ -95,19 +99,19 @@ class Concepts:
 
 @dataclass(frozen=True)
 class DomainVector:
-    """domain-vector: what the client's domain adds to the encoding of any class's prompt."""
+    """domain-vector: a vector that the client's domain adds to the encoding of any prompt."""
 
     classes: tuple[str, ...]
     domain: Annotated[torch.Tensor, Shape("p", "d")]
-    # What each class adds beside; None: nothing
+    # A further vector per class; None without them (`domain-vector.class-lr = 0`)
     offsets: Annotated[torch.Tensor | None, Shape("classes", "o", "L", "d")] = None
 
 
 @dataclass(frozen=True)
 class FeatureStatistics:
-    """FedCGS: of a frozen network's features, each class's sum, and the sum of outer products.
+    """FedCGS: each class's sum of a frozen network's features, and the sum of outer products.
 
-    Of a class with one image the sum is that image's features.
+    For a class with one image, the sum is that image's features.
     """
 
     classes: tuple[str, ...]
@@ -118,9 +122,9 @@ class FeatureStatistics:
 
 @dataclass(frozen=True)
 class FeatureMixtures:
-    """FedPFT: of a frozen network's features, a Gaussian mixture a class.
+    """FedPFT: a Gaussian mixture per class, fitted to a frozen network's features.
 
-    Of a class with as many images as components the means are those images' features.
+    For a class with as many images as components, the means are those images' features.
     """
 
     classes: tuple[str, ...]
@@ -133,7 +137,7 @@ class FeatureMixtures:
 
 @dataclass(frozen=True)
 class Votes:
-    """votes: which of the run's candidates each class's images look like, by number."""
+    """votes: for each class the number of the candidate domain that its images resemble most."""
 
     classes: tuple[str, ...]
     winners: Annotated[torch.Tensor, Shape("classes", dtype=torch.uint8)]
@@ -141,7 +145,7 @@ class Votes:
 
 @dataclass(frozen=True)
 class Domain:
-    """prompts-domain: the name of the client's domain, given away."""
+    """prompts-domain: the name of the client's domain."""
 
     classes: tuple[str, ...]
     name: str
@@ -162,20 +166,21 @@ Payload = (
     | Domain
 )
 
-# Every kind by its name. A declaration that cannot be read ends the import.
+# Every payload kind by its name. An invalid declaration fails here, at import.
 KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Payload)}
 for _kind in KINDS.values():
     fields_of(_kind)
 
 
 def kind_of(name: str) -> type:
-    """The class of this name.
+    """Return the payload class of this name.
 
     Raises:
-        TypeError: it is not one of `Payload`.
+        TypeError: there is none.
     """
     if name not in KINDS:
         raise TypeError(
-            f"payload {name!r} is not one of Payload in osfl/payload/kinds.py: {', '.join(KINDS)}"
+            f"payload {name!r} must be a member of Payload in osfl/payload/kinds.py: "
+            f"{', '.join(KINDS)}"
         )
     return KINDS[name]

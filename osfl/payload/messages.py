@@ -1,16 +1,19 @@
-"""What server and clients say to each other: message types, headers, and the model on its way back.
+"""Messages between server and clients: types, headers, and the encoding of models and payloads.
 
-What a message asks with, and what its reply says:
+Each message type with the content of the request and of the reply:
 
-- `query.join`: digests of the kit's weights, and the key that payloads are sealed to; client id,
-  installed version, architecture, and the number of its training images where the method weights by
-  it and the client gives no guarantee.
-- `train`: job id, and that key; payload (as bytes), header, costs.
-- `query.acknowledge`: job id, and the SHA-256 of the open payload that the server has stored, whose
-  copy at the client can go, or the identity of the rounds that have ended; nothing.
-- `evaluate`: global model, its architecture and name, job id, whether the client adapts it first;
-  confusion matrix, seconds; or that the site withholds the former.
-- `train`, of a method with rounds: model, its architecture, round, job id, identity of the rounds;
+- `query.join`. Request: digests of the kit's weights, and the key to seal payloads to. Reply:
+  client id, installed version, architecture, and the number of training images if the method
+  weights clients by it and the client gives no guarantee.
+- `train`. Request: job id, and the key to seal the payload to. Reply: payload (as bytes), header,
+  costs.
+- `query.acknowledge`. Request: job id, and the SHA-256 of the open payload that the server has
+  stored, whose copy the client can delete, or the identity of the rounds that have ended. The
+  reply is empty.
+- `evaluate`. Request: global model, its architecture and name, job id, and whether the client
+  adapts it first. Reply: confusion matrix and seconds, or that the site withholds the matrix.
+- `train`, for an iterative baseline. Request: model, its architecture, round, job id, identity of
+  the rounds. Reply:
   trained model, number of images, costs.
 
 Everything else that a client needs is in the run-config, which Flower gives to both sides.
@@ -30,35 +33,41 @@ from osfl.payload import wire
 
 JOIN = "query.join"
 ACKNOWLEDGE = "query.acknowledge"
-# In a reply to `evaluate`, in place of the confusion matrix that its site does not tell
+# Replaces the confusion matrix in a reply to `evaluate` if the site does not send it
 WITHHELD = "withheld"
 
 PART_BYTES = 2**26
-HEADER_BYTES = 500  # of a tensor's name, type, shape and place in safetensors' format, at most
-MOST_IMAGES = 10**9  # of a client
-# What a client says of its work, and the most that can be true: what it says goes into tables
+# Upper bound on a tensor's name, type, shape and offsets in the header of safetensors' format
+HEADER_BYTES = 500
+# Upper bound on a client's images
+MOST_IMAGES = 10**9
+# Costs that a client reports, each with its upper bound: a higher value cannot be true
 COSTS = {
-    "seconds": 1e9,  # thirty years
-    "flops": 1e24,  # thirty years of a machine of 1 PFLOP/s
-    "peak_memory_mb": 1e8,  # 100 TB
+    # Thirty years
+    "seconds": 1e9,
+    # Thirty years of a machine of 1 PFLOP/s
+    "flops": 1e24,
+    # 100 TB
+    "peak_memory_mb": 1e8,
     "images": float(MOST_IMAGES),
     "resent": 1.0,
-    "epsilon": 20.0,  # of its guarantee; 0: none
+    # Of the guarantee; 0 for none
+    "epsilon": 20.0,
     "delta": 1.0,
 }
 COST_KEYS = tuple(COSTS)
-# With a guarantee nothing else is sent: seconds, FLOPs, memory and counts are exact functions of
-# the images
+# A client with a guarantee sends only these, because seconds, FLOPs, memory and counts are exact
+# functions of its images
 PRIVATE_COST_KEYS = ("resent", "epsilon", "delta")
 
 
 def pack_acknowledgement(job_id: str, sha256: str = "", rounds: str = "") -> RecordDict:
-    """The content of `query.acknowledge`.
+    """Pack the content of `query.acknowledge`.
 
     Args:
-        sha256: of the open payload that the server has stored; "" after the last round of a method
-            with rounds, which has none.
-        rounds: the identity of the rounds that have ended; "" of a method without.
+        sha256: digest of the open payload that the server has stored; "" after the last round of an
+            iterative baseline, which has no payload.
+        rounds: the identity of an iterative baseline's rounds, which have ended; else "".
     """
     return RecordDict({"job": ConfigRecord({"job": job_id, "sha256": sha256, "rounds": rounds})})
 
@@ -69,15 +78,16 @@ def acknowledged_digest(content: RecordDict) -> str:
 
 
 def sent_costs(costs: Mapping[str, float]) -> dict[str, float]:
-    """Return the costs that a client sends, of all that it measured."""
+    """Select the costs that a client sends from all that it measured."""
     keys = PRIVATE_COST_KEYS if costs["epsilon"] else COST_KEYS
     return {key: costs[key] for key in keys}
 
 
 def pack_payload(blob: bytes, costs: Mapping[str, float]) -> RecordDict:
-    """The reply to `train`.
+    """Pack the reply to `train`.
 
-    The payload goes as arrays: Flower sends those in chunks of 5 MB, a config as one piece.
+    The payload travels as arrays because Flower splits those into chunks of 5 MB, but sends a
+    config in one piece.
     """
     header = ConfigRecord({"version": wire.VERSION, "sha256": wire.digest(blob)})
     return RecordDict(
@@ -92,16 +102,16 @@ def pack_payload(blob: bytes, costs: Mapping[str, float]) -> RecordDict:
 def unpack_payload(
     content: RecordDict, expected: wire.Expected, overhead: int = 0
 ) -> tuple[bytes, str, dict[str, float]]:
-    """(payload, sha256 of the header, costs); the payload is not decoded yet.
+    """Return the encoded payload, the SHA-256 that its header states, and the costs.
 
-    It is taken out of `content`: a large one is held once.
+    The payload is removed from `content`, so that a large one is in memory only once.
 
     Args:
-        overhead: bytes that it has beyond a payload, where it is sealed.
+        overhead: bytes that sealing adds to a payload; 0 for an open one.
 
     Raises:
-        wire.PayloadError: a part is missing or of the wrong type, or the payload is too large
-            (before it is copied).
+        wire.PayloadError: a part is missing or of the wrong type, a cost cannot be true, or the
+            payload is too large (which is checked before it is copied).
     """
     client = expected.client
     try:
@@ -112,7 +122,8 @@ def unpack_payload(
         figures = cast(Mapping[str, float], content.metric_records["costs"])
         needed = PRIVATE_COST_KEYS if figures["epsilon"] else COST_KEYS
         costs = {key: float(figures[key]) for key in COST_KEYS if key in needed or key in figures}
-        del arrays["payload"]  # and with it the one in `content`, not the other way round
+        # Deletes it from `content` too; the reverse would leave it in `arrays`
+        del arrays["payload"]
     except wire.PayloadError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -129,27 +140,29 @@ def unpack_payload(
 
 
 def check_costs(costs: Mapping[str, float]) -> None:
-    """Whether what a client says of its work, or a part of it, can be true.
+    """Check that the costs which a client reports, all or some of them, can be true.
 
     Raises:
-        ValueError: a figure that is not; names it.
+        ValueError: one cannot; the message names it.
     """
     for key, value in costs.items():
-        if not 0 <= value <= COSTS[key]:  # NaN is not, either
+        # Also refuses NaN
+        if not 0 <= value <= COSTS[key]:
             raise ValueError(f"{key} = {value:g} cannot be true; expected 0 to {COSTS[key]:g}")
         if key == "images" and value != int(value):
-            raise ValueError(f"{key} = {value:g} is no number of images")
+            raise ValueError(f"{key} = {value:g}: must be a whole number")
 
 
 @dataclass(frozen=True)
 class SentModel:
-    """A global model, as a client gets it.
+    """A global model as it is sent to a client.
 
     Attributes:
-        state: its numbers.
-        architecture, small_stem: what they are of.
-        job, name: of the run, and of the model in it.
-        adapts: whether the client is to adapt it before it tests it.
+        state: the state dict.
+        architecture, small_stem: the classifier that the state dict belongs to.
+        job: id of the run.
+        name: name of the model within the run.
+        adapts: whether the client adapts the model to its own images before it tests it.
     """
 
     state: dict[str, torch.Tensor]
@@ -161,7 +174,7 @@ class SentModel:
 
 
 def pack_model(model: SentModel) -> RecordDict:
-    """A global model for `evaluate`."""
+    """Pack a global model for `evaluate`."""
     header = ConfigRecord(
         {
             "architecture": model.architecture,
@@ -175,18 +188,19 @@ def pack_model(model: SentModel) -> RecordDict:
 
 
 def unpack_model(content: RecordDict) -> SentModel:
-    """What `pack_model` packed.
+    """Unpack a model of `pack_model`.
 
     Raises:
-        ValueError: it is something else, or its names could be no file's.
+        ValueError: the content is not such a model, or its names are not safe as file names.
     """
     header = content.config_records["header"]
     job = str(header["job"])
     name = str(header["name"])
-    for key, one in (("job", job), ("name", name)):
-        if not is_identifier(one):
+    for key, identifier in (("job", job), ("name", name)):
+        if not is_identifier(identifier):
             raise ValueError(
-                f"the model's {key} {one[:80]!r}: must be 1 to 64 letters, digits, '-' or '_'"
+                f"the model's {key} {identifier[:80]!r}: must be 1 to 64 letters, digits, '-' or "
+                "'_'"
             )
     return SentModel(
         unpack_state(content.array_records["model"]),
@@ -199,10 +213,10 @@ def unpack_model(content: RecordDict) -> SentModel:
 
 
 def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
-    """A state dict in safetensors' format.
+    """Pack a state dict in safetensors' format, as few arrays.
 
-    Flower sends, stores and fetches every array of a record by itself, and each costs it some ten
-    milliseconds on every hop: a ResNet-18 has 122.
+    Flower sends, stores and fetches every array of a record separately, which takes about ten
+    milliseconds per array and hop; a ResNet-18 has 122 tensors.
     """
     return pack_bytes(
         save({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}),
@@ -211,47 +225,50 @@ def pack_state(state: dict[str, torch.Tensor]) -> ArrayRecord:
 
 
 def unpack_state(record: ArrayRecord, tensors: int | None = None) -> dict[str, torch.Tensor]:
-    """The state dict of `pack_state`; nothing is unpickled, and no more is allocated than came.
+    """Unpack a state dict of `pack_state`.
+
+    Nothing is unpickled, and no more memory is allocated than was received.
 
     Args:
-        tensors: how many it should have; None: it is from the server. A header of empty ones
-            would cost more than 20 times its bytes.
+        tensors: the expected number of tensors, which bounds the size of the header: parsing a
+            header of many empty tensors takes more than 20 times its bytes. None: no bound, for a
+            state dict from the server.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the record is not such a state dict.
     """
     try:
         blob = unpack_bytes(record)
         if tensors is not None and int.from_bytes(blob[:8], "little") > tensors * HEADER_BYTES:
-            raise ValueError(f"its header is longer than {tensors} tensors need")
+            raise ValueError(f"its header is longer than {tensors} tensors require")
         return load(blob)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its model is not in safetensors' format: {error}") from None
 
 
 def pack_bytes(blob: bytes, stype: str) -> ArrayRecord:
-    """Bytes as arrays of at most 64 MB, named 0000, 0001, ....
+    """Pack bytes as arrays of at most 64 MB, named 0000, 0001, and so on.
 
-    While Flower puts an array together it holds it twice more.
+    Flower needs two more copies of an array while it assembles it, so that arrays should be small.
     """
     parts = [blob[start : start + PART_BYTES] for start in range(0, max(len(blob), 1), PART_BYTES)]
     return ArrayRecord(
         {
-            f"{n:04d}": Array(dtype="uint8", shape=(len(p),), stype=stype, data=p)
-            for n, p in enumerate(parts)
+            f"{number:04d}": Array(dtype="uint8", shape=(len(part),), stype=stype, data=part)
+            for number, part in enumerate(parts)
         }
     )
 
 
 def unpack_bytes(record: ArrayRecord) -> bytes:
-    """The bytes of `pack_bytes`.
+    """Unpack the bytes of `pack_bytes`.
 
     Raises:
-        KeyError, TypeError: it is something else.
+        KeyError, TypeError: the record was not made by it.
     """
     return b"".join(record[f"{number:04d}"].data for number in range(len(record)))
 
 
 def size_of(record: ArrayRecord) -> int:
-    """How many bytes `pack_bytes` was given."""
+    """Return the number of bytes that `pack_bytes` was given."""
     return sum(len(part.data) for part in record.values())

@@ -1,7 +1,7 @@
 """The wire format: a payload as one protobuf message (proto/osfl/payload/v1/payload.proto).
 
-Bytes from the network are hostile until `decode` has accepted them: every field is checked against
-what the server expects before any of it is used, and nothing is ever unpickled.
+Bytes from the network are untrusted until `decode` accepts them: it checks every field against what
+the server expects before any of it is used. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -28,13 +28,14 @@ VERSION = 1
 MAX_MAGNITUDE = 1e6
 # Characters of a caption or a name
 MAX_TEXT = 300
-# One character beyond, and Python holds the whole text at four bytes a character
+# With a single character beyond this one, Python stores a text at four bytes per character
 WIDEST = "\uffff"
 TEXT_BYTES = len(WIDEST.encode()) * MAX_TEXT
-# Of a tensor, the field that they are packed in included
+# Dimensions of a tensor, plus one for the packed field that holds them
 MAX_DIMENSIONS = 8
 
-# A dimension may be "classes", those the client holds, or "images", as many as it says
+# A dimension may be "classes", the number of classes that the client holds, or "images", the number
+# of images that it describes
 Shape = tuple[int | str, ...]
 Tensors = Mapping[str, tuple[Shape, torch.dtype]]
 Bytes = bytes | memoryview
@@ -53,13 +54,13 @@ _CODECS = {
 
 
 class PayloadError(ValueError):
-    """A payload that is refused. Names the client and the field."""
+    """A refused payload. The error names the client and the field."""
 
     def __init__(self, client: str, field: str, problem: str):
         self.client = client
         self.field = plain(field)
         self.problem = plain(problem, 1000)
-        # All of them, so that a worker's error crosses to this process
+        # With all three as arguments, the error of a worker process can be unpickled here
         super().__init__(client, self.field, self.problem)
 
     def __str__(self) -> str:
@@ -68,15 +69,15 @@ class PayloadError(ValueError):
 
 @dataclass(frozen=True)
 class Expected:
-    """What the server asked a client for; a payload that differs is refused.
+    """The server's expectations of a client's payload. A payload that differs is refused.
 
     Attributes:
-        classes: the run's class names; a payload holds a part of them, in this order.
+        classes: the run's class names; a payload holds a subset of them, in this order.
         tensors: shape and dtype of every tensor of the body, by field.
         architectures: for each allowed classifier, the shape and dtype of every tensor of its state
             dict.
-        max_images: how many images a client may describe one by one.
-        codec: of the tensors' numbers, the run's `payload-codec`.
+        max_images: upper bound on the images that a client may describe one by one.
+        codec: the run's `payload-codec`.
     """
 
     method: str
@@ -91,52 +92,53 @@ class Expected:
 
 
 def digest(blob: bytes | memoryview) -> str:
-    """SHA-256 in hex; the header that travels beside a payload carries it."""
+    """Return the SHA-256 in hex, which the header beside a payload states."""
     return hashlib.sha256(blob).hexdigest()
 
 
 def encode(payload: Payload, method: str, job: str, client: str, codec: str = "raw") -> bytes:
-    """Serialise a payload; the same payload gives the same bytes.
+    """Serialize a payload; the same payload gives the same bytes.
 
-    What protobuf's own serialiser gives, without its copies, for it needs four times a large
-    payload's memory: a tensor's numbers go from where they are into the result.
+    The bytes equal those of protobuf's own serializer, which would need four times the memory of a
+    large payload. Here a tensor's numbers are copied once, into the result.
 
     Raises:
-        ValueError: the codec cannot hold a number.
+        ValueError: a number is too large for the codec, or not finite.
     """
-    made: type = type(payload)
-    declared = fields_of(made)
+    kind: type = type(payload)
+    declared = fields_of(kind)
     head = pb.Payload(
         version=VERSION, method=method, job=job, client=client, classes=payload.classes
     )
-    kind = pb.Payload.DESCRIPTOR.fields_by_name[made.__name__.lower()]
+    body_field = pb.Payload.DESCRIPTOR.fields_by_name[kind.__name__.lower()]
     body = list[Bytes]()
     for item in fields(payload)[1:]:
-        number = cast(Descriptor, kind.message_type).fields_by_name[item.name].number
+        number = cast(Descriptor, body_field.message_type).fields_by_name[item.name].number
         match getattr(payload, item.name):
             case torch.Tensor() as value:
-                chosen = codec_of(codec, value.shape, value.dtype, declared[item.name])
-                body += _tensor(number, item.name, value, chosen)
+                tensor_codec = codec_of(codec, value.shape, value.dtype, declared[item.name])
+                body += _tensor(number, item.name, value, tensor_codec)
             case dict() as state:
                 for name, value in state.items():
-                    chosen = codec_of(codec, value.shape, value.dtype, declared[item.name])
-                    body += _tensor(number, name, value, chosen)
+                    tensor_codec = codec_of(codec, value.shape, value.dtype, declared[item.name])
+                    body += _tensor(number, name, value, tensor_codec)
             case tuple() as texts:
                 for text in texts:
                     body += _field(number, pb.Texts(text=text).SerializeToString())
             case str() as text:
                 body += _field(number, text.encode())
     blob = io.BytesIO()
-    for part in (head.SerializeToString(deterministic=True), *_field(kind.number, *body)):
+    for part in (head.SerializeToString(deterministic=True), *_field(body_field.number, *body)):
         blob.write(part)
     return blob.getvalue()
 
 
 def codec_of(codec: str, shape: Sequence[int | str], dtype: torch.dtype, declared: Field) -> str:
-    """Of a field's tensor.
+    """Return the codec of one tensor in a run with this `payload-codec`.
 
-    Whole numbers, shares of 1 and what has one dimension go as they are. Variances and deviations,
-    of which whole steps would leave many 0, go in float16 at least.
+    Integers, shares that sum to 1, and tensors of one dimension are sent raw. Variances and
+    deviations need at least float16, because the uniform steps of int8 and int4 would round many of
+    them to 0.
     """
     if dtype != torch.float32 or len(shape) < 2 or Values.SHARES in declared.values:
         return "raw"
@@ -146,10 +148,10 @@ def codec_of(codec: str, shape: Sequence[int | str], dtype: torch.dtype, declare
 
 
 def check_size(size: int, expected: Expected) -> None:
-    """Whether a payload of `size` bytes can be what was asked for.
+    """Check that a payload of `size` bytes can be valid.
 
     Raises:
-        PayloadError: it is larger than the run allows, or than its largest valid payload.
+        PayloadError: it is larger than the run allows, or than the largest valid payload.
     """
     if size > expected.max_bytes:
         raise PayloadError(
@@ -157,63 +159,66 @@ def check_size(size: int, expected: Expected) -> None:
             "size",
             f"{size:,} bytes; the limit is {expected.max_bytes:,} (max-payload-mb)",
         )
-    if size > (most := _most_bytes(expected)):
+    if size > (limit := _most_bytes(expected)):
         raise PayloadError(
-            expected.client, "size", f"{size:,} bytes; a payload of this run has at most {most:,}"
+            expected.client, "size", f"{size:,} bytes; a payload of this run has at most {limit:,}"
         )
 
 
 def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = None) -> Payload:
     """Parse and validate a payload.
 
-    In memory, at most four times its size and 6 MB; where the run has a codec also one and a half
-    times its numbers in float32.
+    Peak memory is at most four times the payload's size plus 6 MB; with a codec also one and a half
+    times the size of its numbers in float32.
 
     Args:
-        blob: the serialised message.
-        expected: what was asked for.
-        sha256: the digest from the header; None skips that check (bytes that this process stored
-            itself).
+        blob: the serialized message.
+        expected: what the payload must match.
+        sha256: the digest that the header states; None skips this check, for bytes that this
+            process stored itself.
 
     Raises:
-        PayloadError: too large, wrong digest, not a payload, another schema version, method, job,
-            client or class list, a field that is unknown or comes too often, wrong or missing
-            tensors, wrong shapes or dtypes, a length that does not fit the shape, NaN or infinity.
+        PayloadError: the payload is too large or malformed, or its digest is wrong; its schema
+            version, method, job, client or class list is another; a field is unknown or occurs too
+            often; a tensor is missing or unexpected, has a wrong shape, dtype or length, or
+            contains NaN or infinity.
     """
 
     def refuse(field_name: str, problem: str) -> PayloadError:
         return PayloadError(expected.client, field_name, problem)
 
-    check_size(len(blob), expected)  # before parsing: small bytes can become large objects
+    # Before parsing, because few bytes can become large objects
+    check_size(len(blob), expected)
     if sha256 is not None and digest(blob) != sha256:
         raise refuse("sha256", "the bytes do not match the digest in the header")
     try:
-        kind = cast(Descriptor, pb.Payload.DESCRIPTOR)
-        scan(blob, kind, _most_fields(expected), _longest_text(expected))
+        descriptor = cast(Descriptor, pb.Payload.DESCRIPTOR)
+        scan(blob, descriptor, _most_fields(expected), _longest_text(expected))
         message = pb.Payload.FromString(bytes(blob))
     except ScanError as error:
         raise refuse(error.field, error.problem) from None
     except DecodeError as error:
         raise refuse("message", f"not a payload, or cut short ({error})") from None
-    del blob  # if nobody else holds it, there is room for the tensors
-    for name, want in (
+    # Unless the caller keeps it, this makes room for the tensors
+    del blob
+    for name, value in (
         ("version", VERSION),
         ("method", expected.method),
         ("job", expected.job),
         ("client", expected.client),
     ):
-        if getattr(message, name) != want:
-            raise refuse(name, f"{getattr(message, name)!r}; expected {want!r}")
+        if getattr(message, name) != value:
+            raise refuse(name, f"{getattr(message, name)!r}; expected {value!r}")
     classes = tuple(message.classes)
     if not classes or classes != tuple(c for c in expected.classes if c in classes):
         raise refuse(
-            "classes", f"{list(classes)[:20]} must be a part of the run's classes, in their order"
+            "classes", f"{list(classes)[:20]} must be a subset of the run's classes, in their order"
         )
     body = message.WhichOneof("body")
-    wanted = METHODS[expected.method].payload or "nothing"
-    if body != wanted.lower():
-        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {wanted.lower()}")
-    payload = _read_body(kind_of(wanted), getattr(message, body), classes, expected, refuse)
+    kind = METHODS[expected.method].payload or "nothing"
+    if body != kind.lower():
+        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
+    payload = _read_body(kind_of(kind), getattr(message, body), classes, expected, refuse)
     _check_values(payload, expected, refuse)
     return payload
 
@@ -221,27 +226,30 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
 def _read_body(
     kind: type, body: Any, classes: tuple[str, ...], expected: Expected, refuse: "Refuse"
 ) -> Payload:
-    """The dataclass `kind` from the message of the same fields."""
-    wanted = _whole_shapes(body, len(classes), expected, refuse)
+    """Return the dataclass `kind`, read from the message with the same fields."""
+    tensors = _resolve_shapes(body, len(classes), expected, refuse)
     values: dict[str, Any] = {}
     for name, declared in fields_of(kind).items():
-        found = getattr(body, name)
+        message = getattr(body, name)
         match declared.form:
-            case Form.TENSOR if name in wanted:
-                one = {name: wanted[name]}
-                values[name] = _read([found], one, declared, expected.codec, refuse)[name]
+            case Form.TENSOR if name in tensors:
+                tensor = {name: tensors[name]}
+                values[name] = _read([message], tensor, declared, expected.codec, refuse)[name]
             case Form.STATE:
                 state = _state_of(body.architecture, expected, refuse)
-                values[name] = _read(found, state, declared, expected.codec, refuse)
+                values[name] = _read(message, state, declared, expected.codec, refuse)
             case Form.TEXTS:
-                values[name] = _read_texts(name, found, len(classes), refuse)
+                values[name] = _read_texts(name, message, len(classes), refuse)
             case Form.TEXT:
-                values[name] = found
+                values[name] = message
     return cast(Payload, kind(classes, **values))
 
 
-def _whole_shapes(body: Any, classes: int, expected: Expected, refuse: "Refuse") -> Tensors:
-    """Shapes of numbers alone; the tensor that has one number for each image says how many."""
+def _resolve_shapes(body: Any, classes: int, expected: Expected, refuse: "Refuse") -> Tensors:
+    """Replace the names in expected shapes by numbers.
+
+    The number of images is the length of the tensor whose shape is ("images",).
+    """
     for name in expected.tensors:
         if not body.HasField(name):
             raise refuse(name, "is missing")
@@ -270,35 +278,39 @@ def _read_texts(
     name: str, lists: Any, classes: int, refuse: "Refuse"
 ) -> tuple[tuple[str, ...], ...]:
     if len(lists) != classes:
-        raise refuse(name, f"not one list for each of {classes} classes")
-    return tuple(_checked_texts(name, each.text, refuse) for each in lists)
+        raise refuse(name, f"must have one list for each of {classes} classes")
+    return tuple(_checked_texts(name, message.text, refuse) for message in lists)
 
 
 def _check_values(payload: Payload, expected: Expected, refuse: "Refuse") -> None:
-    """What the numbers and texts of a payload must be beyond finite."""
+    """Check the declared constraints on a payload's numbers and texts."""
     kind: type = type(payload)
     for name, declared in fields_of(kind).items():
         value = getattr(payload, name)
         match declared.form:
             case Form.TENSOR if value is not None:
-                held = [expected.classes.index(c) for c in payload.classes]
+                labels = [expected.classes.index(c) for c in payload.classes]
                 for rule in declared.values:
-                    if not _keeps(rule, value, held):
+                    if not _satisfies(value, rule, labels):
                         raise refuse(name, rule.value)
             case Form.STATE:
                 for tensor, numbers in value.items():
                     if tensor.endswith("running_var") and bool((numbers < 0).any()):
                         raise refuse(tensor, Values.VARIANCES.value)
             case Form.TEXTS if not all(value):
-                raise refuse(name, "a class without a text; each needs at least one")
+                raise refuse(name, "a class without a text; each must have at least one")
             case Form.TEXT:
                 _check_text(name, value, refuse)
                 if not value.strip():
-                    raise refuse(name, f"{value!r}; a {kind.__name__.lower()} has a {name}")
+                    raise refuse(name, f"{value!r}; a {kind.__name__.lower()} must have a {name}")
 
 
-def _keeps(rule: Values, numbers: torch.Tensor, held: list[int]) -> bool:
-    """Whether a tensor of the classes with the labels `held` is as it must be."""
+def _satisfies(numbers: torch.Tensor, rule: Values, labels: list[int]) -> bool:
+    """Return whether a tensor satisfies a constraint.
+
+    Args:
+        labels: those of the payload's classes.
+    """
     match rule:
         case Values.SHARES:
             sums = numbers.sum(dim=1)
@@ -306,24 +318,24 @@ def _keeps(rule: Values, numbers: torch.Tensor, held: list[int]) -> bool:
         case Values.COUNTS:
             return not bool((numbers < 1).any() or (numbers > 10**9).any())
         case Values.LABELS:
-            return bool(numbers.unique().tolist() == held)
+            return bool(numbers.unique().tolist() == labels)
         case Values.VARIANCES | Values.DEVIATIONS:
             return not bool((numbers < 0).any())
 
 
 def _checked_texts(name: str, texts: Iterable[str], refuse: "Refuse") -> tuple[str, ...]:
-    """A class's texts, each checked before the next is made."""
-    found = list[str]()
+    """Return a class's texts, each checked before protobuf makes the next."""
+    accepted = list[str]()
     for text in texts:
         _check_text(name, text, refuse)
-        found.append(text)
-    return tuple(found)
+        accepted.append(text)
+    return tuple(accepted)
 
 
 def sendable(text: str) -> str:
-    """What of a text a payload may hold.
+    """Reduce a text to what a payload may contain.
 
-    Printable, nothing beyond U+FFFF, `MAX_TEXT` characters.
+    That is at most `MAX_TEXT` printable characters up to U+FFFF.
     """
     return "".join(c for c in text if c.isprintable() and c <= WIDEST)[:MAX_TEXT]
 
@@ -332,8 +344,8 @@ def _check_text(name: str, text: str, refuse: "Refuse") -> None:
     if text != sendable(text):
         raise refuse(
             name,
-            f"{text[:40]!r}: must be printable, without characters beyond U+FFFF, and have at "
-            f"most {MAX_TEXT} characters",
+            f"{text[:40]!r}: must be printable, without characters beyond U+FFFF, and at most "
+            f"{MAX_TEXT} characters long",
         )
 
 
@@ -342,27 +354,28 @@ def _resolve(shape: Shape, size: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _most_fields(expected: Expected) -> dict[str, int]:
-    """How often a repeated field or a submessage may come in a payload; without an entry, never.
+    """Return how often each repeated field or submessage may occur in a payload.
 
-    Of tensors one more, and of dimensions a few: the checks after parsing say which is wrong.
+    A field without an entry may not occur. One tensor and a few dimensions more than expected are
+    allowed, so that the checks after parsing can say which one is wrong.
     """
     kind = METHODS[expected.method].payload or "nothing"
     tensors = 1 + max(len(expected.tensors), *map(len, expected.architectures.values()), 0)
-    most = {
+    limits = {
         "Payload.classes": len(expected.classes),
         f"Payload.{kind.lower()}": 1,
         "Texts.text": expected.max_images,
         "Tensor.shape": tensors * MAX_DIMENSIONS,
     }
-    many = {Form.TEXTS: len(expected.classes), Form.STATE: tensors}
+    repeats = {Form.TEXTS: len(expected.classes), Form.STATE: tensors}
     for name, declared in _declared(expected).items():
-        if declared.form in many:
-            most[f"{kind}.{name}"] = many[declared.form]
-    return most | {f"{kind}.{name}": 1 for name in expected.tensors}
+        if declared.form in repeats:
+            limits[f"{kind}.{name}"] = repeats[declared.form]
+    return limits | {f"{kind}.{name}": 1 for name in expected.tensors}
 
 
 def _longest_text(expected: Expected) -> int:
-    """In bytes: of all names that a payload repeats, and of a text of its own."""
+    """Return the size in bytes of the longest name or text that a valid payload can contain."""
     repeated = (expected.method, expected.job, expected.client, *expected.classes)
     names = (*repeated, *expected.architectures, *expected.tensors)
     states = [name for state in expected.architectures.values() for name in state]
@@ -370,39 +383,45 @@ def _longest_text(expected: Expected) -> int:
 
 
 def _most_bytes(expected: Expected) -> int:
-    """The size of the largest valid payload, and a little for names and lengths."""
+    """Return the size of the largest valid payload, with a margin for names and lengths."""
     forms = [declared.form for declared in _declared(expected).values()]
     texts = forms.count(Form.TEXT) + forms.count(Form.TEXTS) * expected.max_images
     size = {"classes": len(expected.classes), "images": expected.max_images}
-    everything = (expected.tensors, *expected.architectures.values())
+    alternatives = (expected.tensors, *expected.architectures.values())
     largest = max(
-        number_bytes(tensors, size, expected) + sum(map(len, tensors)) for tensors in everything
+        number_bytes(tensors, size, expected) + sum(map(len, tensors)) for tensors in alternatives
     )
     names = sum(len(c.encode()) + 8 for c in expected.classes)
     return largest + texts * (TEXT_BYTES + 8) + names + 65_536
 
 
 def number_bytes(tensors: Tensors, size: Mapping[str, int], expected: Expected) -> int:
-    """Bytes of the tensors' numbers at most, with so many classes and images."""
+    """Return an upper bound on the bytes of the tensors' numbers.
+
+    Args:
+        size: the number of "classes" and of "images".
+    """
     declared = _declared(expected)
-    state = next((one for one in declared.values() if one.form is Form.STATE), None)
+    state = next((item for item in declared.values() if item.form is Form.STATE), None)
     total = 0
     for name, (shape, dtype) in tensors.items():
         count = math.prod(_resolve(shape, size))
-        about = declared.get(name, state)
-        codec = "raw" if about is None else codec_of(expected.codec, shape, dtype, about)
+        declaration = declared.get(name, state)
+        codec = "raw"
+        if declaration is not None:
+            codec = codec_of(expected.codec, shape, dtype, declaration)
         total += packed_size(count, codec) if dtype == torch.float32 else count * dtype.itemsize
     return total
 
 
 def _declared(expected: Expected) -> Mapping[str, Field]:
-    """The fields of the payload that the method's clients send."""
+    """Return the fields of the payload that the method's clients send."""
     kind = METHODS[expected.method].payload
     return fields_of(kind_of(kind)) if kind else {}
 
 
 def _field(number: int, *parts: Bytes) -> list[Bytes]:
-    """A field of protobuf's wire format whose length precedes it: a message, a string, bytes."""
+    """Encode a length-delimited field of protobuf's wire format: a message, a string or bytes."""
     return [_varint(number << 3 | 2), _varint(sum(len(part) for part in parts)), *parts]
 
 
@@ -412,75 +431,89 @@ def _varint(number: int) -> bytes:
 
 
 def _tensor(number: int, name: str, value: torch.Tensor, codec: str) -> list[Bytes]:
-    """A field of type Tensor.
+    """Encode a field of type Tensor.
 
-    Its data come last, as their number says; of none there is no field.
+    The data come last, because protobuf writes fields in the order of their numbers. An empty
+    tensor has no data field.
     """
-    code, numpy = _DTYPES[value.dtype]
-    about = pb.Tensor(
+    code, numpy_dtype = _DTYPES[value.dtype]
+    header = pb.Tensor(
         name=name, shape=value.shape, dtype=code, codec=_CODECS[codec]
     ).SerializeToString()
-    flat = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy).reshape(-1)
+    flat = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy_dtype).reshape(-1)
     data = packed(flat, codec) if value.is_floating_point() else flat.view(np.uint8).data
-    return _field(number, about, *(_field(pb.Tensor.DATA_FIELD_NUMBER, data) if len(data) else []))
+    return _field(number, header, *(_field(pb.Tensor.DATA_FIELD_NUMBER, data) if len(data) else []))
 
 
 Refuse = Callable[[str, str], PayloadError]
 
 
 def _read(
-    tensors: Iterable[pb.Tensor], wanted: Tensors, declared: Field, codec: str, refuse: Refuse
+    messages: Iterable[pb.Tensor], expected: Tensors, declared: Field, codec: str, refuse: Refuse
 ) -> dict[str, torch.Tensor]:
-    """Exactly the wanted tensors of a field, in their order.
-
-    Names, shapes, dtypes, codecs, lengths and values are checked.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for tensor in tensors:
-        name = tensor.name
-        if name not in wanted or name in found:
+    """Return exactly the expected tensors of a field, in their order."""
+    tensors: dict[str, torch.Tensor] = {}
+    for message in messages:
+        name = message.name
+        if name not in expected or name in tensors:
             raise refuse(
-                "tensors", f"{name[:100]!r} is not expected" + (" twice" if name in found else "")
+                "tensors",
+                f"{name[:100]!r} is not expected" + (" twice" if name in tensors else ""),
             )
-        shape = _resolve(wanted[name][0], {})
-        dtype = wanted[name][1]
-        code, numpy = _DTYPES[dtype]
-        if len(tensor.shape) != len(shape) or tuple(tensor.shape) != shape:
-            raise refuse(name, f"shape {list(tensor.shape)[:8]}; expected {list(shape)}")
-        if tensor.dtype != code:
-            raise refuse(name, f"dtype {tensor.dtype}; expected {pb.DType.Name(code)}")
-        chosen = codec_of(codec, shape, dtype, declared)
-        if tensor.codec != _CODECS[chosen]:
-            wanted_codec = pb.Codec.Name(_CODECS[chosen])
-            raise refuse(name, f"codec {tensor.codec}; expected {wanted_codec}")
-        count = math.prod(shape)
-        if dtype == torch.float32:
-            try:
-                numbers = unpacked(tensor.data, count, chosen)
-            except ValueError as error:
-                raise refuse(name, str(error)) from None
-        else:
-            if len(tensor.data) != (length := count * dtype.itemsize):
-                raise refuse(name, f"{len(tensor.data):,} bytes; its shape needs {length:,}")
-            numbers = np.frombuffer(tensor.data, numpy)
-        array = numbers.reshape(shape)
-        if dtype.is_floating_point and array.size:
-            # Both NaN if one number is; nothing of the array's size is made.
-            low = float(array.min())
-            high = float(array.max())
-            if not math.isfinite(low) or not math.isfinite(high):
-                raise refuse(name, "contains NaN or infinity")
-            if max(-low, high) > MAX_MAGNITUDE:
-                raise refuse(
-                    name,
-                    f"contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large",
-                )
-        # What protobuf holds cannot be written to
-        found[name] = torch.from_numpy(array if array.flags.writeable else array.copy())
-    if missing := [name for name in wanted if name not in found]:
+        shape, dtype = expected[name]
+        tensors[name] = _read_tensor(
+            message, _resolve(shape, {}), dtype, codec_of(codec, shape, dtype, declared), refuse
+        )
+    if missing := [name for name in expected if name not in tensors]:
         raise refuse(
             "tensors",
             f"{missing[0]!r} is missing"
             + (f", and {len(missing) - 1} more" if missing[1:] else ""),
         )
-    return {name: found[name] for name in wanted}
+    return {name: tensors[name] for name in expected}
+
+
+def _read_tensor(
+    message: pb.Tensor, shape: tuple[int, ...], dtype: torch.dtype, codec: str, refuse: Refuse
+) -> torch.Tensor:
+    """Return a tensor after checking its shape, dtype, codec, length and values."""
+    name = message.name
+    code = _DTYPES[dtype][0]
+    if len(message.shape) != len(shape) or tuple(message.shape) != shape:
+        raise refuse(name, f"shape {list(message.shape)[:8]}; expected {list(shape)}")
+    if message.dtype != code:
+        raise refuse(name, f"dtype {message.dtype}; expected {pb.DType.Name(code)}")
+    if message.codec != _CODECS[codec]:
+        raise refuse(name, f"codec {message.codec}; expected {pb.Codec.Name(_CODECS[codec])}")
+    array = _numbers(message, math.prod(shape), dtype, codec, refuse).reshape(shape)
+    if dtype.is_floating_point and array.size:
+        _check_finite(name, array, refuse)
+    # An array over protobuf's own bytes is read-only
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _numbers(
+    message: pb.Tensor, count: int, dtype: torch.dtype, codec: str, refuse: Refuse
+) -> np.ndarray:
+    if dtype == torch.float32:
+        try:
+            return unpacked(message.data, count, codec)
+        except ValueError as error:
+            raise refuse(message.name, str(error)) from None
+    length = count * dtype.itemsize
+    if len(message.data) != length:
+        raise refuse(message.name, f"{len(message.data):,} bytes; its shape needs {length:,}")
+    return np.frombuffer(message.data, _DTYPES[dtype][1])
+
+
+def _check_finite(name: str, array: np.ndarray, refuse: Refuse) -> None:
+    # Both are NaN if any number is. No temporary array of the same size is needed.
+    low = float(array.min())
+    high = float(array.max())
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise refuse(name, "contains NaN or infinity")
+    if max(-low, high) > MAX_MAGNITUDE:
+        raise refuse(
+            name,
+            f"contains a number beyond {MAX_MAGNITUDE:g}; no trained weight is that large",
+        )

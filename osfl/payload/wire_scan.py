@@ -1,11 +1,11 @@
-"""A first look at a payload's bytes, in place.
+"""Scan of a payload's bytes in place, before protobuf parses them.
 
-Protobuf makes objects of up to 130 times a hostile message's size.
+Parsing a malicious message can allocate objects of up to 130 times its size.
 
-Protobuf's wire format is a row of fields. Each is a tag (number << 3 | wire type), then either a
-number of seven bits a byte (a varint), or a length and that many bytes. The scan jumps over bytes
-and texts by their length, and ends at the first field too many: its cost is bounded by what is
-expected, not by what came. Source: protobuf.dev, "Encoding".
+Protobuf's wire format is a sequence of fields. Each is a tag (number << 3 | wire type), followed by
+either a number of seven bits per byte (a varint), or a length and that many bytes. The scan skips
+bytes and texts by their length, and stops at the first field beyond a limit. Its cost is therefore
+bounded by what is expected, not by what was received. Source: protobuf.dev, "Encoding".
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from functools import cache
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-# wire types
+# Wire types
 VARINT = 0
 LENGTH = 2
 MOST_VARINT_BYTES = 10
@@ -29,7 +29,10 @@ WIRE_TYPES = {
 
 
 class ScanError(ValueError):
-    """Bytes that protobuf need not see. Names the field."""
+    """Bytes that are not an expected message, so that protobuf need not parse them.
+
+    The error names the field.
+    """
 
     def __init__(self, field_name: str, problem: str):
         super().__init__(field_name, problem)
@@ -38,25 +41,30 @@ class ScanError(ValueError):
 
 
 def scan(data: bytes | memoryview, kind: Descriptor, most: Mapping[str, int], longest: int) -> None:
-    """Whether `data` is a message of this kind, of known fields, none more often than expected.
+    """Check that `data` is a message of this kind, with no field more often than expected.
 
     Args:
-        data: the serialised message.
+        data: the serialized message.
         kind: its descriptor.
-        most: how often a repeated field or a submessage may come in the whole message, by
-            "Message.field"; without an entry, never. Any other field comes once in its message.
-        longest: how many bytes a text may have.
+        most: how often a repeated field or a submessage may occur in the whole message, by
+            "Message.field"; never without an entry. Any other field may occur once in its message.
+        longest: upper bound on the bytes of a text.
 
     Raises:
-        ScanError: an unknown field, or one of another wire type; a field too many; a text that is
-            too long; a length beyond the message that it is in; a varint without an end.
+        ScanError: a field is unknown, of another wire type, or occurs too often; a text is too
+            long; a length exceeds the enclosing message; a varint does not end.
     """
     _Scan(data, longest, dict(most)).message(kind, 0, len(data))
 
 
 @dataclass(frozen=True)
 class _Field:
-    """What the scan must know of a field."""
+    """Properties of a field that the scan needs.
+
+    Attributes:
+        group: name of the field's oneof, or else of the field.
+        key: "Message.field".
+    """
 
     number: int
     name: str
@@ -64,8 +72,8 @@ class _Field:
     repeated: bool
     text: bool
     message: Descriptor | None
-    group: str  # the oneof that it belongs to, else itself
-    key: str  # "Message.field"
+    group: str
+    key: str
 
     @property
     def counted(self) -> bool:
@@ -75,77 +83,88 @@ class _Field:
 @cache
 def _fields(kind: Descriptor) -> dict[int, _Field]:
     return {
-        known.number: _Field(
-            known.number,
-            known.name,
-            WIRE_TYPES[known.type],
-            known.is_repeated,
-            known.type == FieldDescriptor.TYPE_STRING,
-            known.message_type,
-            known.containing_oneof.name if known.containing_oneof else known.name,
-            f"{kind.name}.{known.name}",
+        field.number: _Field(
+            field.number,
+            field.name,
+            WIRE_TYPES[field.type],
+            field.is_repeated,
+            field.type == FieldDescriptor.TYPE_STRING,
+            field.message_type,
+            field.containing_oneof.name if field.containing_oneof else field.name,
+            f"{kind.name}.{field.name}",
         )
-        for known in kind.fields
+        for field in kind.fields
     }
 
 
 @dataclass
 class _Scan:
+    """A pass over a message.
+
+    Attributes:
+        remaining: how often each counted field may still occur, by "Message.field".
+    """
+
     data: bytes | memoryview
     longest: int
-    left: dict[str, int]  # how much more of a field may come
+    remaining: dict[str, int]
 
     def message(self, kind: Descriptor, at: int, end: int) -> None:
-        """The fields of a message that is data[at:end]."""
-        seen = set[int]()
+        """Scan the fields of the message in data[at:end]."""
+        numbers = set[int]()
         while at < end:
             tag, at = self.varint(at, end)
-            known = _fields(kind).get(tag >> 3)
-            if known is None:
+            field = _fields(kind).get(tag >> 3)
+            if field is None:
                 raise ScanError(
                     "message", f"{kind.name} has a field that this version does not know"
                 )
-            if not known.repeated and known.number in seen:
-                raise ScanError(known.group, "is there twice")
-            seen.add(known.number)
-            at = self.value(known, tag & 7, at, end)
+            if not field.repeated and field.number in numbers:
+                raise ScanError(field.group, "occurs twice")
+            numbers.add(field.number)
+            at = self.value(field, tag & 7, at, end)
 
-    def value(self, known: _Field, wire_type: int, at: int, end: int) -> int:
-        """Where a field ends whose tag ends at `at`."""
-        packed = known.repeated and known.wire_type == VARINT and wire_type == LENGTH
-        if wire_type != known.wire_type and not packed:
-            raise ScanError(known.name, f"wire type {wire_type}; expected {known.wire_type}")
-        if known.counted:
-            self.take(known)
+    def value(self, field: _Field, wire_type: int, at: int, end: int) -> int:
+        """Scan the value of a field whose tag ends at `at`; return where the value ends."""
+        packed = field.repeated and field.wire_type == VARINT and wire_type == LENGTH
+        if wire_type != field.wire_type and not packed:
+            raise ScanError(field.name, f"wire type {wire_type}; expected {field.wire_type}")
+        if field.counted:
+            self.count(field)
         number, at = self.varint(at, end)
         if wire_type == VARINT:
             return at
         if number > end - at:
-            raise ScanError("message", f"cut short, or {known.name} has a wrong length")
+            raise ScanError("message", f"cut short, or {field.name} has a wrong length")
         end = at + number
         if packed:
-            self.packed(known, at, end)
-        elif known.message:
-            self.message(known.message, at, end)
-        elif known.text and number > self.longest:
-            raise ScanError(known.name, f"{number:,} bytes of text; at most {self.longest:,}")
+            self.packed(field, at, end)
+        elif field.message:
+            self.message(field.message, at, end)
+        elif field.text and number > self.longest:
+            raise ScanError(field.name, f"{number:,} bytes of text; at most {self.longest:,}")
         return end
 
-    def packed(self, known: _Field, at: int, end: int) -> None:
-        """Numbers one after the other. Each counts, and their field too, for it may be empty."""
+    def packed(self, field: _Field, at: int, end: int) -> None:
+        """Scan consecutive numbers. Each counts, and so does their field, which may be empty."""
         while at < end:
-            self.take(known)
+            self.count(field)
             _, at = self.varint(at, end)
 
-    def take(self, known: _Field) -> None:
-        left = self.left.get(known.key, 0)
-        if left == 0:
-            many = "more than" if known.key in self.left else "not"
-            raise ScanError(known.group, f"{known.name}: {many} expected in this run")
-        self.left[known.key] = left - 1
+    def count(self, field: _Field) -> None:
+        """Count an occurrence of a field.
+
+        Raises:
+            ScanError: it is one too many.
+        """
+        remaining = self.remaining.get(field.key, 0)
+        if remaining == 0:
+            problem = "more often than" if field.key in self.remaining else "not"
+            raise ScanError(field.group, f"{field.name}: {problem} expected in this run")
+        self.remaining[field.key] = remaining - 1
 
     def varint(self, at: int, end: int) -> tuple[int, int]:
-        """(the number that begins at `at`, where it ends)."""
+        """Return the number that begins at `at`, and where it ends."""
         number = 0
         for place in range(MOST_VARINT_BYTES):
             if at + place >= end:

@@ -1,4 +1,4 @@
-"""A run's status and results as lines of its log, for a command that follows it from elsewhere."""
+"""Events: a run's status and results as lines of its log, which a remote command can follow."""
 
 import json
 import re
@@ -8,9 +8,11 @@ from typing import Any
 from osfl.util.log import log
 from osfl.util.text import plain
 
-CLIENTS_OF_A_LINE = 50  # Flower's client cuts long lines
-MOST_WARNING = 1000  # characters
-# After the level that Flower's log puts before it: a client's words cannot begin a line
+# Flower's client truncates long lines
+CLIENTS_OF_A_LINE = 50
+# Characters
+MOST_WARNING = 1000
+# Flower's log puts the level first, so a client's text cannot imitate the start of a line
 _EVENT = re.compile(r"INFO\s*:\s+status (\{.*\})\s*")
 
 
@@ -20,7 +22,7 @@ def log_event(event: Mapping[str, Any]) -> None:
 
 
 def log_results(metrics: Mapping[str, Any], report: str) -> None:
-    """Log what the table at the end of a run shows, and where the server keeps the report."""
+    """Log the contents of the table at the end of a run, and the report's path on the server."""
     for event in _results(metrics, report):
         log_event(event)
 
@@ -28,7 +30,7 @@ def log_results(metrics: Mapping[str, Any], report: str) -> None:
 def _results(metrics: Mapping[str, Any], report: str) -> Iterator[dict[str, Any]]:
     server = {key: metrics["server"][key] for key in ("synthetic_images", "seconds_per_image")}
     yield {"results": {"method": metrics["method"], "server": server, "report": report}}
-    uploads = {name: about.get("upload_bytes", 0) for name, about in metrics["clients"].items()}
+    uploads = {name: costs.get("upload_bytes", 0) for name, costs in metrics["clients"].items()}
     for part in _parts(uploads):
         yield {"uploads": part}
     for model, by_client in metrics["accuracy"].items():
@@ -47,11 +49,11 @@ def _parts(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class FollowedRun:
-    """A run as the events of its log describe it.
+    """The state of a run, rebuilt from the events in its log.
 
     Attributes:
-        state: as `status.json`.
-        metrics: what the table at the end shows; empty until the run has finished.
+        state: the keys of `status.json`.
+        metrics: the contents of the table at the end; empty until the run has finished.
     """
 
     def __init__(self) -> None:
@@ -60,17 +62,17 @@ class FollowedRun:
         self.metrics: dict[str, Any] = {}
 
     def read(self, line: str) -> bool:
-        """Take in a line of the log; returns whether it was an event."""
-        found = _EVENT.fullmatch(line)
-        if found is None:
+        """Process a line of the log; return whether it was an event."""
+        match = _EVENT.fullmatch(line)
+        if match is None:
             return False
         try:
-            self._take(json.loads(found[1]))
+            self._apply(json.loads(match[1]))
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
         return True
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _apply(self, event: dict[str, Any]) -> None:
         if "phase" in event:
             phase = str(event["phase"])
             self.state.update(phase=phase, done=0, total=int(event["total"]))

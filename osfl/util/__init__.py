@@ -1,1 +1,1 @@
-"""Small helpers without knowledge of federations: text, files, costs, seeds, pixels, log."""
+"""Small helpers that know nothing of federations: text, files, costs, seeds, pixels, log."""

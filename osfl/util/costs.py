@@ -1,4 +1,4 @@
-"""What things cost: FLOPs, seconds, peak memory."""
+"""Measurement of costs: FLOPs, seconds, peak memory."""
 
 import ctypes
 import gc
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class FlopMeter:
-    """Counts the FLOPs (2 per multiply-add) of repeated steps by counting each kind of step once.
+    """A sum of the FLOPs (2 per multiply-add) of repeated steps, which counts each kind once.
 
     Counting slows a step down by an order of magnitude, and a step of fixed shapes costs the same
     every time.
@@ -23,48 +23,53 @@ class FlopMeter:
 
     def __init__(self) -> None:
         self.total = 0
-        self._of: dict[Hashable, int] = {}
+        self._flops: dict[Hashable, int] = {}
 
     def run(self, kind: Hashable, step: Callable[[], T]) -> T:
-        """Run a step; `kind` names its shapes."""
-        result = step() if kind in self._of else self._count(kind, step)
-        self.total += self._of[kind]
+        """Run a step and add its FLOPs to the total.
+
+        Args:
+            kind: identifies the step's shapes, and so its cost.
+        """
+        result = step() if kind in self._flops else self._count(kind, step)
+        self.total += self._flops[kind]
         return result
 
     def run_then(self, step: Callable[[], T], kind_of: Callable[[T], Hashable]) -> T:
-        """Run a step whose cost its result tells, such as a text's length.
+        """Run a step whose kind depends on its result, such as on the length of a text.
 
-        Of every kind the first is run twice, so it must be repeatable.
+        The first step of each kind runs twice, so a step must be repeatable.
         """
         result = step()
         kind = kind_of(result)
-        if kind not in self._of:
+        if kind not in self._flops:
             self._count(kind, step)
-        self.total += self._of[kind]
+        self.total += self._flops[kind]
         return result
 
     def _count(self, kind: Hashable, step: Callable[[], T]) -> T:
         with FlopCounterMode(display=False) as counter:
             result = step()
-        self._of[kind] = counter.get_total_flops()
+        self._flops[kind] = counter.get_total_flops()
         return result
 
 
 class Stopwatch:
-    """Wall-clock seconds since it was made."""
+    """A clock that starts when it is created."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
 
     @property
     def seconds(self) -> float:
+        """Return the wall-clock seconds since the start."""
         return time.perf_counter() - self._start
 
 
 def peak_memory_mb() -> float:
-    """Peak resident memory of this process in MB (1e6 bytes).
+    """Return this process's peak memory in MB (1e6 bytes).
 
-    On CUDA, plus the peak of its allocator.
+    It is the peak of resident memory plus, with CUDA, the peaks of torch's allocator on all GPUs.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
@@ -75,10 +80,12 @@ def peak_memory_mb() -> float:
 
 
 def release_memory() -> None:
-    """Give freed memory back to the kernel.
+    """Return freed memory to the kernel.
 
-    Of what comes and goes in Flower's chunks of 5 MB, glibc would keep as much as the message has.
+    Otherwise glibc would retain the freed 5 MB chunks in which Flower sends and receives a message,
+    as many as the message has.
     """
     gc.collect()
-    with suppress(AttributeError, OSError):  # not every C library can
+    # Not every C library has malloc_trim
+    with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Which device to compute on."""
+"""The choice of a device to compute on."""
 
 import torch
 
@@ -6,10 +6,10 @@ from osfl.config import ConfigError
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device if there is one, else the CPU.
+    """Return the device of this name; `auto` is the first CUDA device, or the CPU without one.
 
     Raises:
-        ConfigError: not a device, or a CUDA device that this machine lacks.
+        ConfigError: it is not a device, or one that this machine lacks.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -17,12 +17,16 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device = {name!r}: {error}. Use auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(
+            f"device = {name!r}: {error}. Set it to auto, cpu, cuda or cuda:N"
+        ) from None
     return device
 
 
 def saves_memory(checkpointing: str, device: torch.device) -> bool:
-    """Whether `checkpointing` (off, on, auto) says that a gradient's activations are computed
-    again: auto does on a GPU, whose memory ends sooner.
+    """Return whether a gradient recomputes activations in place of storing them.
+
+    Args:
+        checkpointing: off, on, or auto, which is on for a GPU, whose memory is scarcer.
     """
     return device.type == "cuda" if checkpointing == "auto" else checkpointing == "on"

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and that only their owner reads."""
+"""Atomic, private files: complete or absent, and readable only by their owner."""
 
 import hashlib
 import json
@@ -13,30 +13,33 @@ from typing import IO, Any
 from osfl.util.text import plain
 
 OWNER_ONLY = 0o600
-PUBLIC = 0o644  # of what is meant for others: certificates, kits
-# Bounds of a JSON file that is read; whoever reads it again recurses for every level.
+# For files that others read: certificates, kits
+PUBLIC = 0o644
+# Limits on JSON files. The depth is limited because code that walks the value recurses.
 MOST_BYTES = 2**28
 MOST_LEVELS = 100
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has no such flag
+# Windows has no such flag
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 class DamageError(OSError):
-    """A file that is missing, cut short or something else; the message names it and the cure."""
+    """A file that is missing or corrupt. The message names it and ends with a hint."""
 
 
 def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: bool = True) -> None:
     """Write to a temporary file beside `path`, fsync, rename, fsync the folder.
 
-    A crash leaves the old file or the new one. The temporary file is opened exclusively, by a name
-    that nobody can guess; a link at `path` is replaced, not followed. Folders that are missing are
-    made for their owner alone.
+    A crash leaves either the old file or the new one. The temporary file is opened exclusively
+    under an unpredictable name, and a link at `path` is replaced, not followed. Missing folders are
+    created for their owner only.
 
     Args:
         mode: the file's permissions, whatever the umask.
-        durable: False leaves the fsync out, for what is written anew every second.
+        durable: False skips fsync, for files that are rewritten every second.
 
     Raises:
-        OSError: among others when the disk is full; the temporary file is removed.
+        OSError: the file cannot be written, for instance on a full disk. The temporary file is
+            removed.
     """
     private_folder(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -58,34 +61,34 @@ def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: b
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that carries the SHA-256 of its own content, whole or not at all.
+    """Write a JSON file that contains the SHA-256 of its own content, atomically.
 
     Raises:
-        OSError: as `write_atomically`.
+        OSError: see `write_atomically`.
     """
-    record = {"sha256": _digest_of(content), "content": content}
+    record = {"sha256": _digest(content), "content": content}
     write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def read_record(path: Path, hint: str = "") -> dict[str, Any]:
-    """Read the content of `write_record`.
+    """Read the content that `write_record` wrote.
 
     Args:
-        hint: the end of the message, such as "restore it from a backup".
+        hint: the end of the error message, such as "restore it from a backup".
 
     Raises:
-        DamageError: the file is missing, or is not as it was written.
+        DamageError: the file is missing or corrupt.
         PermissionError: this user may not read it.
     """
     record = read_json(path, cure=hint)
     content = record.get("content")
-    if not isinstance(content, dict) or record.get("sha256") != _digest_of(content):
+    if not isinstance(content, dict) or record.get("sha256") != _digest(content):
         end = f"; {hint}" if hint else ""
-        raise DamageError(f"{plain(path, 1000)} is damaged (its SHA-256 differs){end}")
+        raise DamageError(f"{plain(path, 1000)} is corrupt (its SHA-256 differs){end}")
     return content
 
 
-def _digest_of(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -98,12 +101,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for their owner alone (0700).
+    """Create a folder and its missing parents for their owner only (0700).
 
-    What is there already keeps its permissions: they are somebody's decision.
+    Existing folders keep their permissions, which somebody chose.
 
     Raises:
-        OSError: it cannot be made, or is a file.
+        OSError: the folder cannot be created, or is a file.
     """
     try:
         folder.mkdir(0o700)
@@ -116,35 +119,35 @@ def private_folder(folder: Path) -> None:
 
 
 def own_folder(folder: Path) -> None:
-    """Make a folder for its owner alone, or check the one that is there.
+    """Create a folder for its owner only, or check an existing one.
 
     Raises:
-        OSError: it cannot be made, or as `check_own_folder`.
+        OSError: it cannot be created, or `check_own_folder` refuses it.
     """
     private_folder(folder)
     check_own_folder(folder)
 
 
 def check_own_folder(folder: Path) -> None:
-    """Check that no other user can have prepared a folder whose name they can guess.
+    """Check that no other user can have prepared a folder with a predictable name.
 
-    The folders above it may be links, or shared: the user chose them.
+    Its parents may be links or shared, because the user chose them.
 
     Raises:
-        OSError: it is a link, belongs to another user, or every user may write in it.
+        OSError: it is a link, belongs to another user, or is world-writable.
     """
-    about = folder.lstat()
+    status = folder.lstat()
     name = plain(folder, 1000)
-    if stat.S_ISLNK(about.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         raise OSError(f"{name} is a link to another folder; remove the link, or set another folder")
-    if about.st_uid != os.geteuid():
-        raise OSError(f"{name} belongs to another user (uid {about.st_uid}); set another folder")
-    if about.st_mode & stat.S_IWOTH:
-        raise OSError(f"{name} can be written by every user; run chmod o-w on it")
+    if status.st_uid != os.geteuid():
+        raise OSError(f"{name} belongs to another user (uid {status.st_uid}); set another folder")
+    if status.st_mode & stat.S_IWOTH:
+        raise OSError(f"{name} is writable by every user; run chmod o-w on it")
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """As `open`, but a new file is its owner's alone (0600), and a link is not followed."""
+    """Open a file like `open`; a new one is its owner's only (0600), and no link is followed."""
     return open(path, mode, opener=_open_private)
 
 
@@ -155,37 +158,38 @@ def _open_private(path: str, flags: int) -> int:
 def read_json(
     file: Path, kind: type | tuple[type, ...] = dict, cure: str = "", most_bytes: int = MOST_BYTES
 ) -> Any:
-    """Return the content of a JSON file.
+    """Read a JSON file.
 
     Args:
-        kind: what it must be.
-        cure: how the message goes on, such as "the same run again makes it anew".
-        most_bytes: the size above which it is not read.
+        kind: the type or types that the value may have.
+        cure: hint at the end of the error message, such as "run it again to recreate the file".
+        most_bytes: upper bound on the file's size.
 
     Raises:
-        DamageError: it is missing, no file, no JSON, of another kind, too large or nested too deep.
+        DamageError: the path is missing or not a file, or the file is not JSON, too large, nested
+            too deeply, or its value has another type.
         PermissionError: this user may not read it.
     """
-    cure = f"; {cure}" if cure else ""
+    hint = f"; {cure}" if cure else ""
     if not file.is_file():
         problem = "is not a file" if os.path.lexists(file) else "is missing"
-        raise DamageError(f"{plain(file, 1000)} {problem}{cure}")
+        raise DamageError(f"{plain(file, 1000)} {problem}{hint}")
     try:
         value = parse_json(read_bounded(file, most_bytes))
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        raise DamageError(f"{plain(file, 1000)} is damaged ({plain(error, 100)}){cure}") from None
+        raise DamageError(f"{plain(file, 1000)} is corrupt ({plain(error, 100)}){hint}") from None
     if not isinstance(value, kind):
-        raise DamageError(f"{plain(file, 1000)} is damaged (another kind of JSON){cure}")
+        raise DamageError(f"{plain(file, 1000)} is corrupt (another type of JSON value){hint}")
     return value
 
 
 def read_bounded(file: Path, most_bytes: int) -> bytes:
-    """Return a file's content.
+    """Read a file of limited size.
 
     Raises:
-        ValueError: it has more bytes than `most_bytes`, or is a placeholder of the real file.
+        ValueError: it has more than `most_bytes` bytes, or is a placeholder for another file.
         OSError: it cannot be read.
     """
     with open(file, "rb") as opened:
@@ -198,10 +202,10 @@ def read_bounded(file: Path, most_bytes: int) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is no JSON, not UTF-8, or nested deeper than `MOST_LEVELS`.
+        ValueError: it is not JSON, not UTF-8, or is nested deeper than `MOST_LEVELS`.
     """
     too_deep = f"it is nested deeper than {MOST_LEVELS} levels"
     try:
@@ -233,14 +237,14 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def placeholder(start: bytes) -> str:
-    """Say what a file is in place of weights or settings, by its first bytes; "" if neither."""
-    words = start[:200].lstrip().lower()
+    """Say what a file is in place of weights or settings, by its first bytes; "" if nothing."""
+    head = start[:200].lstrip().lower()
     if not start:
         return "it is empty"
-    if words.startswith(b"version https://git-lfs"):
+    if head.startswith(b"version https://git-lfs"):
         return "it is a Git LFS pointer, not the file (git lfs pull fetches it)"
-    if words.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "it is a web page, such as an error message of a download"
+    if head.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "it is a web page, perhaps the error page of a failed download"
     return ""
 
 

@@ -4,5 +4,6 @@ import logging
 
 from osfl.util.text import plain_record
 
-log = logging.getLogger("flwr")  # Flower carries this logger's lines to `flwr log`
+# Flower carries the lines of this logger to `flwr log`
+log = logging.getLogger("flwr")
 log.addFilter(plain_record)

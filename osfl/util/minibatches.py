@@ -1,4 +1,4 @@
-"""The order in which a training sees its images."""
+"""The order in which a training uses its images."""
 
 import torch
 
@@ -11,20 +11,23 @@ def minibatches(
     generator: torch.Generator,
     least: int = 1,
 ) -> list[torch.Tensor]:
-    """Passes over `rows`, each in a new order, in batches: `epochs` passes, or `steps` batches.
+    """Shuffle `rows` anew for every epoch, and split them into minibatches.
 
     Args:
-        rows: at least `least` of them.
-        steps: 0: as many as the passes have.
-        least: a pass leaves a last batch of fewer rows out.
+        rows: row numbers [n], n >= `least`.
+        epochs: the number of passes over the rows.
+        steps: the number of minibatches, in place of `epochs`; 0 to use `epochs`.
+        size: rows in a minibatch.
+        generator: of the shuffles, one per epoch.
+        least: a smaller last minibatch of an epoch is dropped.
     """
-    rest = len(rows) % size
-    of_a_pass = len(rows) // size + (rest >= least and rest > 0)
+    remainder = len(rows) % size
+    per_epoch = len(rows) // size + (remainder >= least and remainder > 0)
     if steps:
-        epochs = -(-steps // of_a_pass)
+        epochs = -(-steps // per_epoch)
     batches = [
         batch
         for _ in range(epochs)
-        for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)[:of_a_pass]
+        for batch in rows[torch.randperm(len(rows), generator=generator)].split(size)[:per_epoch]
     ]
     return batches[:steps] if steps else batches

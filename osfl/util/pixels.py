@@ -1,4 +1,7 @@
-"""Pixels as bytes and as the floats in [-1, 1] that diffusion models and classifiers take."""
+"""Conversion of pixels between bytes and the floats in [-1, 1] of diffusion models and classifiers.
+
+Also sets of images that are decoded on demand.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,44 +9,44 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-# Half of a byte's 255: how many of its levels there are to 1 of [-1, 1].
+# Levels of a byte per unit of [-1, 1]
 LEVELS = 127.5
-# Short sides that the long side of a picture has at most when it is resized
+# Upper bound on the ratio of a picture's long side to its short side before resizing
 LONGEST = 4
 
 
 def to_float(pixels: torch.Tensor) -> torch.Tensor:
-    """Of uint8 pixels of any shape, float32 in [-1, 1]: 0 is -1 and 255 is 1."""
+    """Convert uint8 pixels of any shape to float32 in [-1, 1]: 0 to -1, and 255 to 1."""
     return pixels.float() / LEVELS - 1
 
 
 def to_uint8(images: torch.Tensor) -> torch.Tensor:
-    """Of floats of any shape, uint8 pixels, rounded; what is beyond [-1, 1] is cut off."""
+    """Convert floats of any shape to uint8 pixels: clamp to [-1, 1], scale and round."""
     return ((images.clamp(-1, 1) + 1) * LEVELS).round().to(torch.uint8)
 
 
 def cut_ends(picture: torch.Tensor) -> torch.Tensor:
-    """Return the middle of a picture [3, H, W] whose long side exceeds `LONGEST` short ones.
+    """Crop a picture [3, H, W] so that its long side is at most `LONGEST` times its short side.
 
-    Resizing the ends, which the central square lacks, would take memory for nothing. Any other
-    picture comes back as it is.
+    The ends are cropped because resizing them would cost memory, although the central square that
+    is used later excludes them.
     """
     height, width = picture.shape[1:]
-    most = LONGEST * min(height, width)
-    top = max(0, height - most) // 2
-    left = max(0, width - most) // 2
-    return picture[:, top : top + most, left : left + most].contiguous()
+    longest = LONGEST * min(height, width)
+    top = max(0, height - longest) // 2
+    left = max(0, width - longest) // 2
+    return picture[:, top : top + longest, left : left + longest].contiguous()
 
 
 class LazyPixels:
-    """Images that are decoded when they are taken, for more of them than memory holds.
+    """A set of images that are decoded on access, for data larger than memory.
 
-    `pixels[rows]` and the parts of `pixels.split(size)` are tensors [B, 3, S, S] uint8, as they are
-    of a tensor.
+    Like those of a tensor, `pixels[rows]` and the parts of `pixels.split(size)` are tensors
+    [B, 3, S, S] uint8.
 
     Args:
-        read: image number -> [3, S, S] uint8.
-        count: of images.
+        read: function from an image's number to [3, S, S] uint8.
+        count: the number of images.
     """
 
     def __init__(self, read: Callable[[int], torch.Tensor], count: int):
@@ -60,17 +63,17 @@ class LazyPixels:
         return torch.stack(images).to(self._device)
 
     def to(self, device: torch.device) -> "LazyPixels":
-        """The same images; what is taken of them goes to the device."""
+        """Return the same images, which are moved to the device on access."""
         moved = LazyPixels(self._read, self._count)
         moved._device = device
         return moved
 
     def contiguous(self) -> "LazyPixels":
-        """Itself: what is taken is contiguous."""
+        """Return itself: the tensors that it gives are contiguous."""
         return self
 
     def split(self, size: int) -> Iterator[torch.Tensor]:
-        """All images, `size` at a time."""
+        """Yield all images, `size` at a time."""
         for rows in torch.arange(self._count).split(size):
             yield self[rows]
 
@@ -79,7 +82,7 @@ Pixels = torch.Tensor | LazyPixels
 
 
 def concatenated(parts: list[Pixels]) -> Pixels:
-    """All images of several sets, in their order."""
+    """Concatenate several sets of images."""
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(tensors) == len(parts):
         return torch.cat(tensors)

@@ -1,42 +1,40 @@
-"""Prompts: the names of classes and domains as words."""
+"""Prompts: templates filled with the names of classes and domains."""
 
 import re
 from collections.abc import Mapping
 
-# The embedded digits' classes.
+# The embedded digits' classes
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
-# By sound: "an hourglass", "a unicorn"; of what folders are called, as far as the first letters
-# tell.
+# First letters with a vowel's sound ("an hourglass") or a consonant's ("a unicorn"), as far as
+# spelling tells, for words that are common as names of folders
 _VOWEL = re.compile("[aeiou]|hour|honest|honou?r|heir")
 _CONSONANT = re.compile(r"eu|ew|one\b|once\b|uni(?![nm])|us[aeu]|usb|ut[ei]|ufo\b|uk[eu]")
 
 
 def in_words(name: str) -> str:
-    """The name of a class or domain, often a folder's, as words.
+    """Turn the name of a class or domain, often a folder's, into words.
 
-    `alarm_clock` is "alarm clock", `Real_World` "real world".
+    `alarm_clock` becomes "alarm clock", and `Real_World` becomes "real world".
     """
     return " ".join(name.replace("_", " ").split()).lower()
 
 
 def fill(template: str, names: Mapping[str, str], caption: str = "") -> str:
-    """A prompt.
+    """Fill a prompt template.
 
-    The template with names in the place of {class} and {domain}, as words, and a text in that of
-    {caption}.
-
-    "a {class}" becomes "an alarm clock" where the word begins with a vowel's sound. Not with the
-    embedded digits: their kit has learned "a eight".
+    {class} and {domain} become the names as words, and {caption} becomes the caption. "a {class}"
+    becomes "an alarm clock" if the word begins with a vowel's sound, except for the embedded
+    digits, whose kit has learned "a eight".
     """
     texts = {name: in_words(text) for name, text in names.items()} | {"caption": caption}
     digits = names.get("class") in DIGITS
 
-    def put(found: re.Match[str]) -> str:
-        article = found["article"] or ""
-        text = texts.get(found["name"], found["braces"])
+    def substitute(match: re.Match[str]) -> str:
+        article = match["article"] or ""
+        text = texts.get(match["name"], match["braces"])
         if article and not digits and _VOWEL.match(text) and not _CONSONANT.match(text):
             article = f"{article[0]}n "
         return article + text
 
-    return re.sub(r"(?P<article>\b[Aa] )?(?P<braces>\{(?P<name>\w+)\})", put, template)
+    return re.sub(r"(?P<article>\b[Aa] )?(?P<braces>\{(?P<name>\w+)\})", substitute, template)

@@ -1,4 +1,4 @@
-"""The folder of Ray's sockets, whose paths have a limit."""
+"""The folder of Ray's sockets, whose paths are limited in length."""
 
 import os
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from osfl.config import ConfigError
 from osfl.util.text import quoted
 
-# Ray's sockets are some 70 bytes below this folder, and a socket's path has at most 107
+# Ray adds about 70 bytes to this folder's path, and a socket's path has at most 107
 MOST_BYTES = 36
-# Where Ray itself goes when no variable names a folder
+# Ray's default
 USUAL = "/tmp"
 
 
 def ray_folder(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set so that Ray can make its sockets; {} where it can without.
+    """Return the environment variables to set so that Ray can create its sockets; often none.
 
-    A $TMPDIR that Ray cannot use is passed over for /tmp, as Python's own `tempfile` does.
+    A $TMPDIR that Ray cannot use is replaced by /tmp, as Python's own `tempfile` does.
 
     Raises:
-        ConfigError: $RAY_TMPDIR is too long, or $TMPDIR is and /tmp cannot be written.
+        ConfigError: $RAY_TMPDIR is too long, or $TMPDIR is unusable and /tmp is not writable.
     """
     key = "RAY_TMPDIR" if "RAY_TMPDIR" in environment else "TMPDIR"
     folder = environment.get(key, "")
@@ -28,8 +28,8 @@ def ray_folder(environment: Mapping[str, str]) -> dict[str, str]:
     if key == "TMPDIR" and _is_usable(USUAL):
         return {"RAY_TMPDIR": USUAL}
     raise ConfigError(
-        f"{key} = {quoted(folder)}: Ray cannot make its sockets there; set {key} to a folder that "
-        f"can be written and whose path has at most {MOST_BYTES} bytes"
+        f"{key} = {quoted(folder)}: Ray cannot create its sockets there; set {key} to a writable "
+        f"folder whose path has at most {MOST_BYTES} bytes"
     )
 
 

@@ -1,8 +1,8 @@
-"""Words from outside: a node's errors and versions, names of files, what Flower says.
+"""Sanitizing of untrusted text: a node's errors and versions, file names, Flower's messages.
 
-They go through `plain` where they are read, before they reach a terminal, a log, a file or an
-exception. A terminal obeys ESC and OSC sequences; bidi controls and invisible letters make a name
-look like another; a node can send 50 MB of either.
+Such text goes through `plain` where it is read, before it reaches a terminal, a log, a file or an
+exception. A terminal obeys ESC and OSC sequences; bidi controls and invisible letters make one name
+look like another; and a node can send 50 MB of either.
 """
 
 import logging
@@ -11,10 +11,12 @@ import traceback
 
 MARK = "\N{REPLACEMENT CHARACTER}"
 MOST_NAME_BYTES = 100
-MOST_QUOTED = 200  # characters of a value in an error
-LOG_CHARACTERS = 20_000  # of a line of the log, with its traceback
-# Unicode's default ignorable characters that are letters or marks, so that `isprintable` passes
-# them: fillers, joiners, variation selectors.
+# Characters of a value in an error message
+MOST_QUOTED = 200
+# Characters of a log record, with its traceback
+LOG_CHARACTERS = 20_000
+# Unicode's default ignorable characters that are letters or marks, which `isprintable` accepts:
+# fillers, joiners, variation selectors
 _INVISIBLE = frozenset(
     map(
         chr,
@@ -29,62 +31,64 @@ _INVISIBLE = frozenset(
 
 
 def plain(text: object, limit: int = 300) -> str:
-    """A text from outside on one line: printable, at most `limit` characters. Never raises.
+    """Sanitize a text: one line of at most `limit` printable characters. Never raises.
 
-    Line breaks and other white space become spaces; what a terminal would obey or nobody could see
-    becomes U+FFFD. What was cut off is counted at the end. `plain(plain(text))` changes nothing.
+    Line breaks and other white space become spaces. Characters that are invisible or control a
+    terminal become U+FFFD. A truncated text ends with its original length. The function is
+    idempotent.
 
     Args:
-        text: a text, bytes in UTF-8, or what `str` makes of anything else.
+        text: a text, bytes in UTF-8, or any object, which `str` converts.
     """
-    words, length = _text(text, limit)
+    decoded, length = _decode(text, limit)
     if length > limit:
-        words = _cut(words, length, limit)
-    return "".join(map(_visible, words))
+        decoded = _truncate(decoded, length, limit)
+    return "".join(map(_visible, decoded))
 
 
 def plain_lines(text: object, limit: int = LOG_CHARACTERS) -> str:
-    """As `plain`, but line breaks stay: for our own messages of several lines, and tracebacks."""
-    words, length = _text(text, limit)
+    """Sanitize a text but keep its line breaks: for our own multi-line messages and tracebacks."""
+    decoded, length = _decode(text, limit)
     if length > limit:
-        words = _cut(words, length, limit)
-    return "\n".join("".join(map(_visible, line)) for line in words.split("\n"))
+        decoded = _truncate(decoded, length, limit)
+    return "\n".join("".join(map(_visible, line)) for line in decoded.split("\n"))
 
 
 def quoted(value: object, limit: int = MOST_QUOTED) -> str:
-    """A value as an error quotes it: as `repr` writes it, printable, and not too long.
+    """Quote a value for an error message: its sanitized `repr`.
 
-    Args:
-        value: a setting's value, or any other; a text that is longer than `limit` is cut, and its
-            length is added.
+    A text longer than `limit` is truncated, and its length is added.
     """
     if isinstance(value, str) and len(value) > limit:
         return f"{plain(repr(value[:limit]), 2 * limit)}… ({len(value):,} characters)"
     try:
         return plain(repr(value), 2 * limit)
-    # Python writes no whole number of more than some 4,300 digits
+    # Python refuses to write an integer of more than about 4,300 digits
     except ValueError:
         return f"(a {type(value).__name__} that is too long to show)"
 
 
-def _cut(words: str, length: int, limit: int) -> str:
-    """The first words, and how long the whole was: `limit` characters together."""
+def _truncate(text: str, length: int, limit: int) -> str:
+    """Truncate to `limit` characters, of which the last state the original length."""
     note = f"… ({length:,} characters)"
     if len(note) >= limit:
         note = "…"
-    return words[: max(0, limit - len(note))] + note
+    return text[: max(0, limit - len(note))] + note
 
 
-def _text(text: object, limit: int) -> tuple[str, int]:
-    """(as text, of bytes at least the first `limit` characters; the length, of bytes in bytes)."""
+def _decode(value: object, limit: int) -> tuple[str, int]:
+    """Return a value as text, and its length.
+
+    Of bytes, only enough for `limit` characters are decoded, and the length is in bytes.
+    """
     try:
-        if isinstance(text, bytes):
-            return text[: 4 * limit].decode("utf-8", "replace"), len(text)
-        words = text if isinstance(text, str) else str(text)
-        return words, len(words)
-    except Exception:  # whatever an object's own __str__ raises
-        words = f"({type(text).__name__} without words)"
-        return words, len(words)
+        if isinstance(value, bytes):
+            return value[: 4 * limit].decode("utf-8", "replace"), len(value)
+        text = value if isinstance(value, str) else str(value)
+    # An object's own __str__ may raise anything
+    except Exception:
+        text = f"({type(value).__name__} without text)"
+    return text, len(text)
 
 
 def _visible(character: str) -> str:
@@ -94,7 +98,7 @@ def _visible(character: str) -> str:
 
 
 def plain_record(record: logging.LogRecord) -> bool:
-    """A filter for loggers: every line, and every traceback, is plain. It drops nothing."""
+    """Sanitize a log record and its traceback: a filter for loggers that drops no record."""
     try:
         record.msg = plain_lines(record.getMessage())
         record.args = ()
@@ -102,24 +106,25 @@ def plain_record(record: logging.LogRecord) -> bool:
             record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
         if record.exc_text:
             record.exc_text = plain_lines(record.exc_text)
-    except Exception:  # a log never ends a run
+    # Logging must not end a run
+    except Exception:
         record.msg = "(a line that cannot be shown)"
         record.args = ()
     return True
 
 
 def identifier(name: str) -> str:
-    """A name from the wild as one that a folder can have: `Real World` is `Real_World`."""
+    """Turn a name from a data set into one for a folder: `Real World` becomes `Real_World`."""
     return "_".join(re.split(r"[\s/\\,]+", name.strip().lstrip("-.")))
 
 
 def safe_name(text: str) -> str:
-    """A text as a file's or folder's name: letters and digits, `_` for all else."""
+    """Turn a text into a file or folder name: all but letters and digits become `_`."""
     return "".join(c if c.isalnum() else "_" for c in text)
 
 
 def name_problem(name: str) -> str:
-    """Why a text can be neither a folder's name nor the words of a prompt; empty: it can be."""
+    """Say why a name is unfit for a folder or for a prompt; "" if it is fit."""
     if not name.strip():
         return "is empty"
     if plain(name, len(name)) != name:

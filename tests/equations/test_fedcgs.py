@@ -174,5 +174,5 @@ def test_networks_without_a_linear_layer_at_their_end_are_refused() -> None:
     with torch.device("meta"), pytest.raises(ClassifierError, match="SqueezeNet does not end with"):
         headless(get_model("squeezenet1_0"))
     settings = quick(method="fedcgs", classifier__architecture="resnet18,vgg16")
-    with pytest.raises(ConfigError, match="fedcgs takes the features of one architecture"):
+    with pytest.raises(ConfigError, match="fedcgs uses the features of one architecture"):
         parse_run_config(settings)

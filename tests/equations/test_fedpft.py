@@ -199,5 +199,5 @@ def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Pa
 
 def test_one_architecture_has_the_features() -> None:
     settings = quick(method="fedpft", classifier__architecture="resnet18,vgg16")
-    with pytest.raises(ConfigError, match="fedpft takes the features of one architecture"):
+    with pytest.raises(ConfigError, match="fedpft uses the features of one architecture"):
         parse_run_config(settings)

@@ -149,8 +149,8 @@ def test_each_client_adapts_the_global_model_to_its_own_images(home: Path, root:
     size = (home / "runs" / "job" / "models" / "real.safetensors").stat().st_size
     assert found["clients"]["client-0"]["download_bytes"] == 2 * size
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "in 5 steps on its training images. 2 of 2 clients tell of it" in page
-    assert "the others have a guarantee" not in page
+    assert "for 5 steps on its training images. 2 of 2 clients reported the result" in page
+    assert "the others have a privacy" not in page
 
 
 def test_without_steps_the_model_is_kept_as_it_came(home: Path, root: Path) -> None:
@@ -178,7 +178,10 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     assert found["adapted"] == {"real": 1}
     assert found["not_tested"] == []
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "1 of 2 clients tell of it, and the averages are over them; the others have a" in page
+    assert (
+        "1 of 2 clients reported the result, and the averages are over them; the others have"
+        in page
+    )
     begin = in_numbers(load_file(home / "runs" / "job" / "models" / "real.safetensors"))
     expected = adapted(config, 0, begin)
     kept = load_file(home / "kept" / "job-real-client-0-adapted.safetensors")
@@ -194,7 +197,7 @@ def test_in_a_run_with_an_epsilon_nobody_is_heard(home: Path, root: Path) -> Non
     assert not (home / "runs" / "job" / "tests" / "FedPFT.adapted.json").exists()
     assert of_run(home, "metrics.json")["adapted"] == {}
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "none tells of it: with an epsilon none does" in page
+    assert "none reported the result: with an epsilon none does" in page
 
 
 @pytest.mark.parametrize(
@@ -335,7 +338,7 @@ def test_where_models_are_kept_shapes_no_payload(root: Path) -> None:
 
 
 def test_local_models_are_nobodys_to_adapt(root: Path) -> None:
-    with pytest.raises(ConfigError, match="adaptation.steps = 5: with method 'local'"):
+    with pytest.raises(ConfigError, match="adaptation.steps = 5: must be 0 with method 'local'"):
         parse_run_config(settings(root, method="local"))
 
 

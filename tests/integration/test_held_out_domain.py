@@ -99,8 +99,8 @@ def test_who_is_to_test_must_be_there(home: Path, tiny_kit: Path) -> None:
     [
         ({"left_out": "client-0,client-0"}, "must be different clients"),
         ({"left_out": "client-0,client-1"}, "fewer than num-clients = 2"),
-        ({"left_out": "client/0"}, "'client/0' is no client's name"),
-        ({"left_out": "client-0", "min_clients": 2}, "most num-clients = 2, less those left-out"),
+        ({"left_out": "client/0"}, "'client/0' is not a client's name"),
+        ({"left_out": "client-0", "min_clients": 2}, "most num-clients = 2 minus the left-out"),
     ],
 )
 def test_what_cannot_be_left_out_is_refused(settings: dict, says: str) -> None:

@@ -333,14 +333,14 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     code, lines = verified()
     assert code == 1
     assert lines[:-2] == [
-        "payloads/client-1.pb is not as it was written",
+        "payloads/client-1.pb is corrupt",
         f"{gone.relative_to(folder)} is missing",
         f"{short.relative_to(folder)} cannot be read",
-        f"{changed.relative_to(folder)} is another image than the one that was made",
-        f"manifest.jsonl: {json.loads(manifest.read_text().splitlines()[0])['file']} is in no unit "
-        "as it is there",
-        "models/FT.safetensors is not as it was written",
-        "manifest.jsonl is not as it was written",
+        f"{changed.relative_to(folder)} is not the image that was synthesized",
+        f"manifest.jsonl: the row of {json.loads(manifest.read_text().splitlines()[0])['file']} "
+        "differs from that of its work unit",
+        "models/FT.safetensors is corrupt",
+        "manifest.jsonl is corrupt",
     ]
     assert lines[-2] == (
         "1 payload as written, 17 images as written, 19 manifest rows as written, "
@@ -374,8 +374,8 @@ def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
     first.write_text(first.read_text()[:-20])
     done = CliRunner().invoke(cli, ["verify", str(folder)], env={"COLUMNS": "300", "TERM": "dumb"})
     assert done.exit_code == 1
-    assert f"units/{first.name} is not as it was written" in done.output
-    assert "is another image than the one that was made" in done.output
+    assert f"units/{first.name} is corrupt" in done.output
+    assert "is not the image that was synthesized" in done.output
     start(config)
     assert files(folder, "images", "units", "manifest.jsonl") == good
     assert CliRunner().invoke(cli, ["verify", str(folder)]).exit_code == 0
@@ -600,7 +600,10 @@ def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit
     start(quick(method="prompts-only", kit=str(tiny_kit), test_timeout=1.0), tamper=lost)
     assert set(metrics(home)["accuracy"]["FT"]) == {"client-0", "average"}
     assert metrics(home)["not_tested"] == ["client-1"]
-    assert "Not tested everywhere: client-1" in (home / "runs" / "job" / "report.html").read_text()
+    assert (
+        "Not all models were tested by client-1"
+        in (home / "runs" / "job" / "report.html").read_text()
+    )
 
 
 # Nobody learned again
@@ -665,7 +668,7 @@ def test_a_full_disk_is_noticed_before_anything_is_done(home: Path, tiny_kit: Pa
         synthesis__images_per_class=1_000_000,
         num_clients=100_000,
     )
-    with pytest.raises(ConfigError, match=r"MB free, this run needs about [\d,]+ MB"):
+    with pytest.raises(ConfigError, match=r"MB free, but this run needs about [\d,]+ MB"):
         run_job(LoopGrid(app, config, []), parse_run_config(config), "job")
     assert not (home / "runs" / "job").exists()
 
@@ -886,7 +889,10 @@ def test_a_resumed_run_needs_no_client_whose_payload_it_has(home: Path, tiny_kit
     assert result["server"]["synthetic_images"] == 20
     assert set(result["accuracy"]["FT"]) == {"client-0", "average"}
     assert result["not_tested"] == ["client-1"]
-    assert "Not tested everywhere: client-1" in (home / "runs" / "job" / "report.html").read_text()
+    assert (
+        "Not all models were tested by client-1"
+        in (home / "runs" / "job" / "report.html").read_text()
+    )
 
 
 def test_a_node_that_is_offline_is_asked_again_when_it_is_back(home: Path, tiny_kit: Path) -> None:

@@ -106,7 +106,7 @@ def test_the_digits_kit_is_refused_by_its_path_too(
     for command in (["run"], ["run", "--dry-run"], ["doctor"]):
         done = osfl(*command, *study, f"kit={kit}")
         assert done.returncode == 1
-        assert f"kit = '{kit}': it draws digits, and data.name = 'folder'" in done.stdout, command
+        assert f"kit = '{kit}': it draws digits, but data.name = 'folder'" in done.stdout, command
 
 
 def leaves_nothing(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a run gives: `metrics.json` for machines, `report.html` for people."""
+"""A run's metrics, gathered from its folder into `metrics.json` and `report.html`."""
 
 import hashlib
 import json
@@ -14,14 +14,16 @@ import numpy as np
 
 from osfl.config import approximations, split_names
 from osfl.methods import METHODS
-from osfl.run_folder.layout import ADAPTED, MADE_ANEW
+from osfl.run_folder.job_files import MADE_ANEW
+from osfl.run_folder.model_store import ADAPTED
 from osfl.run_folder.report.page import render, scores
 from osfl.util.files import DamageError, read_json, write_atomically
 
-# Behind a model's name: what clients made of it
+# Follows a model's name, for the results of the clients' adapted models
 AND_ADAPTED = ", adapted"
-Matrices = Mapping[str, list[list[int]]]  # of a model: confusion matrices by client
-# What those who read `metrics.json` count on
+# A model's confusion matrices by client
+Matrices = Mapping[str, list[list[int]]]
+# Keys of `metrics.json` that its readers require, with their types
 _METRICS = {
     "method": str,
     "accuracy": dict,
@@ -56,8 +58,8 @@ def write_report(
     Args:
         folder: `runs/<job id>`.
         classes: the run's class names.
-        kit_download_bytes: what each client had to fetch of the kit before it could begin; None
-            where that is not known.
+        kit_download_bytes: the size of the kit's parts that each client needs, in bytes; None if
+            unknown.
 
     Returns:
         the metrics.
@@ -72,17 +74,18 @@ def write_report(
 def gather(
     folder: Path, kit_download_bytes: Mapping[str, int | None] | None = None
 ) -> dict[str, Any]:
-    """The figures of a run."""
-    fetched = kit_download_bytes or {}
+    """Gather the metrics of a run."""
+    kit_bytes = kit_download_bytes or {}
     config = _json(folder / "config.json")
-    status = _json_or_nothing(folder / "status.json")
+    status = _json_or_empty(folder / "status.json")
     tests = _tests(folder / "tests")
-    withheld = _json_or_nothing(folder / "withheld.json").get("clients", [])
+    withheld = _json_or_empty(folder / "withheld.json").get("clients", [])
     rounds = _rounds(folder)
-    clients = _clients(folder, tests, status, fetched, config)
-    for client, about in rounds["costs"].items():  # FedAvg and its kin: summed over the rounds
-        both = clients[client].get("download_bytes", 0) + about["download_bytes"]
-        clients[client].update(about, download_bytes=both)
+    clients = _clients(folder, tests, status, kit_bytes, config)
+    # Costs of iterative baselines, summed over the rounds
+    for client, costs in rounds["costs"].items():
+        download_bytes = clients[client].get("download_bytes", 0) + costs["download_bytes"]
+        clients[client].update(costs, download_bytes=download_bytes)
         clients[client].setdefault("upload_bytes", 0)
     return {
         "job_id": folder.name,
@@ -97,11 +100,11 @@ def gather(
         "clients": dict(sorted(clients.items())),
         "sends": _sends(config["method"]),
         "reveals": METHODS[config["method"]].reveals,
-        "epsilons": sorted({a["epsilon"] for a in clients.values() if "epsilon" in a}),
-        "delta": max((a.get("delta", 0.0) for a in clients.values()), default=0.0),
-        "kit_not_counted": any(size is None for size in fetched.values()),
+        "epsilons": sorted({row["epsilon"] for row in clients.values() if "epsilon" in row}),
+        "delta": max((row.get("delta", 0.0) for row in clients.values()), default=0.0),
+        "kit_not_counted": any(size is None for size in kit_bytes.values()),
         "warnings": status.get("warnings", []),
-        "agreement": _json_or_nothing(folder / "agreement.json").get("clients", {}),
+        "agreement": _json_or_empty(folder / "agreement.json").get("clients", {}),
         "influence": _influence(folder, config),
         "withheld": withheld,
         "not_tested": _not_tested(
@@ -118,44 +121,44 @@ def gather(
 
 
 def _tests(folder: Path) -> dict[str, Matrices]:
-    """By the models' names; a model before what clients made of it."""
+    """Read the tests by model; a global model comes before its adapted ones."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stem)
     return {file.stem.replace(ADAPTED, AND_ADAPTED): _json(file) for file in files}
 
 
 def _adapted(tests: Mapping[str, Matrices]) -> dict[str, int]:
-    """Of each global model, how many clients told of what they made of it."""
+    """Count for each global model the clients that reported a test of their adapted model."""
     return {
-        name.removesuffix(AND_ADAPTED): len(found)
-        for name, found in tests.items()
+        name.removesuffix(AND_ADAPTED): len(by_client)
+        for name, by_client in tests.items()
         if name.endswith(AND_ADAPTED)
     }
 
 
 def _sends(method: str) -> str:
-    """What left a client for the global model, in words; "" where nothing did."""
-    sends = METHODS[method]
-    return sends.sends if sends.payload or sends.rounds else ""
+    """Return the text that says what left the clients; "" if nothing did."""
+    row = METHODS[method]
+    return row.sends if row.payload or row.rounds else ""
 
 
 def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
-    """All that follows from the confusion matrices, of one model and of the clients together."""
+    """Compute all metrics of the confusion matrices, by model and for all clients together."""
     accuracy = {}
     for name, by_client in tests.items():
         accuracy[name] = {client: _accuracy(matrix) for client, matrix in by_client.items()}
     averages = {name: _mean(by_client) for name, by_client in accuracy.items()}
-    # FT where there is one: by their accuracy on the clients' test images nobody could choose
-    shown = ""
+    # FT if there is one: a choice by accuracy on the clients' test images would be biased
+    shown_model = ""
     if any(accuracy.values()) and method != "local":
-        shown = "FT" if "FT" in accuracy else next(iter(accuracy))
+        shown_model = "FT" if "FT" in accuracy else next(iter(accuracy))
     return {
         "accuracy": {
             name: {**by_client, "average": averages[name]} for name, by_client in accuracy.items()
         },
-        "shown": shown,
+        "shown": shown_model,
         "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
         "scores": {name: _scores(by_client) for name, by_client in tests.items()},
-        "average": averages[shown] if shown else _mean(averages),
+        "average": averages[shown_model] if shown_model else _mean(averages),
     }
 
 
@@ -163,138 +166,149 @@ def _clients(
     folder: Path,
     tests: Mapping[str, Matrices],
     status: Mapping[str, Any],
-    fetched: Mapping[str, int | None],
+    kit_bytes: Mapping[str, int | None],
     config: Mapping[str, Any],
 ) -> dict[str, dict[str, float]]:
-    """What every client sent and received, and what its payload cost it."""
+    """Return the traffic of every client, and the costs of its payload."""
     clients: dict[str, dict[str, float]] = defaultdict(dict)
-    # Not those that only judge images, and stay here
+    # Models without a test only score images, and stay on the server
     models = [file for file in (folder / "models").glob("*.safetensors") if file.stem in tests]
-    # Local's are the payloads
+    # The models of method local are the payloads
     models = models or list((folder / "payloads").glob("*.pb"))
-    sent = sum(file.stat().st_size for file in models)
-    # To be adapted it is sent once more
-    sent *= 2 if config.get("adaptation.steps") else 1
-    tested = {client for by_client in tests.values() for client in by_client}
-    for client in tested:
-        clients[client]["download_bytes"] = (fetched.get(client) or 0) + sent
+    model_bytes = sum(file.stat().st_size for file in models)
+    # Each model is sent again for its adaptation
+    model_bytes *= 2 if config.get("adaptation.steps") else 1
+    testers = {client for by_client in tests.values() for client in by_client}
+    for client in testers:
+        clients[client]["download_bytes"] = (kit_bytes.get(client) or 0) + model_bytes
         clients[client]["upload_bytes"] = 0
-    # One that tested nothing is in the tables too, as not tested
+    # Clients without a test appear in the tables as not tested
     for client in status.get("clients", {}):
         clients[client].setdefault("upload_bytes", 0)
     for file in sorted((folder / "payloads").glob("*.json")):
-        about = _json(file)
-        clients[file.stem].update(about["costs"], upload_bytes=about["bytes"])
+        record = _json(file)
+        clients[file.stem].update(record["costs"], upload_bytes=record["bytes"])
     return clients
 
 
 def _not_tested(tests: Mapping[str, Matrices], clients: Iterable[str]) -> list[str]:
-    """Models are compared where all were tested.
+    """List the clients that did not test every global model, and so drop out of comparisons.
 
     Args:
-        clients: that were to test.
+        clients: the clients that should have tested.
     """
-    # Of what it made for itself a client need not tell
-    models = [set(found) for name, found in tests.items() if not name.endswith(AND_ADAPTED)]
-    everywhere = set.intersection(*models) if models else set()
-    return sorted(set(clients) - everywhere)
+    # Clients need not report on their adapted models
+    testers = [
+        set(by_client) for name, by_client in tests.items() if not name.endswith(AND_ADAPTED)
+    ]
+    complete = set.intersection(*testers) if testers else set()
+    return sorted(set(clients) - complete)
 
 
 def _influence(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What each client gives; nothing where the run did not ask, and a file is of another one."""
-    asked = config.get("influence", False)
-    return _json_or_nothing(folder / "influence" / "clients.json") if asked else {}
+    """Read the clients' contributions.
+
+    Without the setting the result is {}: a file that exists anyway is an earlier run's.
+    """
+    if not config.get("influence", False):
+        return {}
+    return _json_or_empty(folder / "influence" / "clients.json")
 
 
 def _rounds(folder: Path) -> dict[str, Any]:
-    """The record of the last round; of a method without rounds, what stands for it."""
-    done = folder / "rounds" / "done.json"
-    if done.is_file():
-        return _json(done)
+    """Read the record of the last round, or make one for a one-shot method."""
+    file = folder / "rounds" / "done.json"
+    if file.is_file():
+        return _json(file)
     return {"round": int(any((folder / "payloads").glob("*.pb"))), "costs": {}}
 
 
 def _seconds_of_rounds(times: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How long each round took.
+    """Compute the duration of each round.
 
     Args:
-        times: the number of every round, and the seconds from the first one's begin to its end.
-            The first entry may be of a later round, where an older version did those before it.
+        times: the number of every round, and the seconds from the first round's start to its end.
+            The first entry may be a later round, if an older version ran those before it.
     """
-    found = []
+    durations = []
     number = 0
     seconds = 0.0
-    for one in times:
-        each = (one["seconds"] - seconds) / max(1, one["round"] - number)
-        found.append({"round": one["round"], "seconds": max(0.0, each)})
-        number = one["round"]
-        seconds = one["seconds"]
-    return found
+    for time_of_round in times:
+        rounds = max(1, time_of_round["round"] - number)
+        duration = (time_of_round["seconds"] - seconds) / rounds
+        durations.append({"round": time_of_round["round"], "seconds": max(0.0, duration)})
+        number = time_of_round["round"]
+        seconds = time_of_round["seconds"]
+    return durations
 
 
 def _seconds_of_phases(phases: Sequence[Mapping[str, Any]], end: float) -> list[dict[str, Any]]:
-    """How long each phase took.
+    """Compute the duration of each phase.
 
     Args:
-        phases: name and begin of each, in seconds since 1970.
-        end: of the last one.
+        phases: name and start of each, in seconds since 1970.
+        end: the end of the last phase.
     """
-    begins = [*(phase["began"] for phase in phases), end]
+    starts = [*(phase["began"] for phase in phases), end]
     return [
         # A clock may be set back
-        {"phase": phase["phase"], "seconds": max(0.0, after - phase["began"])}
-        for phase, after in zip(phases, begins[1:], strict=True)
+        {"phase": phase["phase"], "seconds": max(0.0, next_start - phase["began"])}
+        for phase, next_start in zip(phases, starts[1:], strict=True)
     ]
 
 
 def _server(folder: Path) -> dict[str, Any]:
-    """What the server's half took."""
-    timings = [t for line in _lines(folder / "timings.jsonl") if (t := _timing(line))]
-    images = sum(t["images"] for t in timings)
-    seconds = sum(t["seconds"] for t in timings)
-    trained = {f.stem: _json(f) for f in sorted((folder / "models").glob("*.json"))}
+    """Return the server's costs."""
+    timings = [timing for line in _lines(folder / "timings.jsonl") if (timing := _timing(line))]
+    images = sum(timing["images"] for timing in timings)
+    seconds = sum(timing["seconds"] for timing in timings)
+    models = {file.stem: _json(file) for file in sorted((folder / "models").glob("*.json"))}
     return {
         "synthetic_images": len(_lines(folder / "manifest.jsonl")),
         "seconds_per_image": seconds / images if images else None,
         "synthesis_seconds": seconds,
-        "training_seconds": {name: about["seconds"] for name, about in trained.items()},
-        # Nobody counts them over rounds
-        "trained_images": {n: about["images"] for n, about in trained.items() if "images" in about},
+        "training_seconds": {name: record["seconds"] for name, record in models.items()},
+        # Iterative baselines do not count them
+        "trained_images": {
+            name: record["images"] for name, record in models.items() if "images" in record
+        },
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {package: _version(package) for package in PACKAGES}
-    known = {package: number for package, number in found.items() if number}
-    return {"python": platform.python_version(), **known}
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        if number := _version(package):
+            versions[package] = number
+    return versions
 
 
 def _kits(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kits whose files the run used, and the SHA-256 over the list of these files."""
     file = folder / "kit.json"
-    used = _json_or_nothing(file)
+    digests = _json_or_empty(file)
     kit = config.get("kit")
     sampling = config.get("feddisc.kit") if config["method"] == "feddisc" else kit
     kits = {"payloads": sampling, "images": sampling, "models": kit}
-    names = list(dict.fromkeys(name for step, name in kits.items() if name and used.get(step)))
+    names = list(dict.fromkeys(name for step, name in kits.items() if name and digests.get(step)))
     digest = hashlib.sha256(file.read_bytes()).hexdigest() if names else ""
     return {"kits": names, "kit_sha256": digest}
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
-    """`metrics.json` of a run that has finished.
+    """Read `metrics.json` of a finished run.
 
     Raises:
-        DamageError: it is missing, or not as `write_report` wrote it.
+        DamageError: it is missing or corrupt.
     """
     metrics = read_json(folder / "metrics.json", cure=MADE_ANEW)
     if not _are_metrics(metrics):
-        raise DamageError(f"{folder / 'metrics.json'} is not as it was written; {MADE_ANEW}")
+        raise DamageError(f"{folder / 'metrics.json'} is corrupt; {MADE_ANEW}")
     return metrics
 
 
 def _are_metrics(metrics: dict[str, Any]) -> bool:
-    """Check the types of all that `osfl show` prints and `osfl compare` adds up."""
+    """Check the types of all that `osfl show` prints and `osfl compare` aggregates."""
     if not all(isinstance(metrics.get(key), kind) for key, kind in _METRICS.items()):
         return False
     accuracy = metrics["accuracy"]
@@ -322,7 +336,7 @@ def _is_number(value: object) -> bool:
 
 
 def _timing(line: str) -> dict[str, Any] | None:
-    """A line of `timings.jsonl`; None for one that a crash cut short."""
+    """Parse a line of `timings.jsonl`; None if a crash truncated it."""
     try:
         timing = json.loads(line)
         return {key: float(timing[key]) for key in ("images", "seconds")}
@@ -331,27 +345,25 @@ def _timing(line: str) -> dict[str, Any] | None:
 
 
 def _accuracy(matrix: list[list[int]] | np.ndarray) -> float:
-    """Top-1 accuracy in percent."""
+    """Compute the top-1 accuracy in percent."""
     cells = np.array(matrix)
     return float(100 * np.trace(cells) / max(cells.sum(), 1))
 
 
 def over_images(matrices: Matrices) -> float:
-    """Top-1 accuracy in percent over all clients' test images, as OSCAR's tables have it."""
-    return _accuracy(_together(matrices)) if matrices else float("nan")
+    """Compute the top-1 accuracy in percent over all clients' test images, as in OSCAR's tables."""
+    return _accuracy(_pooled(matrices)) if matrices else float("nan")
 
 
 def _scores(matrices: Matrices) -> dict[str, float | None]:
-    """Balanced accuracy and macro-F1 over all clients' test images; None where no client told."""
+    """Compute balanced accuracy and macro-F1 over all clients' test images; None without any."""
     if not matrices:
         return {"balanced_accuracy": None, "macro_f1": None}
-    return {**scores(_together(matrices))}
+    return {**scores(_pooled(matrices))}
 
 
-def _together(matrices: Matrices) -> np.ndarray:
-    """The confusion matrix of all clients' test images; of no client, without a class."""
-    if not matrices:
-        return np.zeros((0, 0), dtype=int)
+def _pooled(matrices: Matrices) -> np.ndarray:
+    """Sum the confusion matrices of at least one client."""
     return np.sum([np.array(matrix) for matrix in matrices.values()], axis=0)
 
 
@@ -360,10 +372,10 @@ def _mean(by_client: dict[str, float]) -> float:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return read_json(file, cure="remove it, and the same `osfl run` again makes what it was for")
+    return read_json(file, cure="remove it, and repeat the same `osfl run` to recreate it")
 
 
-def _json_or_nothing(file: Path) -> dict[str, Any]:
+def _json_or_empty(file: Path) -> dict[str, Any]:
     return _json(file) if file.is_file() else {}
 
 

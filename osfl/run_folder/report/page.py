@@ -1,4 +1,4 @@
-"""The page of a run for people: `report.html`, one file that opens offline."""
+"""The report page of a run: `report.html`, a single file that opens offline."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,20 @@ from osfl.run_folder.report.pictures import gallery_of, matrix_url
 from osfl.run_folder.status import split_details
 from osfl.util.text import plain
 
-MOST_WORDS = 2000  # characters of a setting, or of any other text on the page
-MOST_OPEN = 20  # rows of a table that is open from the start
-MOST_COLUMNS = 12  # models beside each other; of more, their mean
-MOST_TABLED = 30  # classes of a confusion matrix that is a table; of more, it is a picture
+# Characters of a setting, or of any other text on the page
+MOST_WORDS = 2000
+# Rows of a table that is initially open
+MOST_OPEN = 20
+# Models with a column of their own; more are shown by their mean
+MOST_COLUMNS = 12
+# Classes of a confusion matrix that is shown as a table; a larger one is a picture
+MOST_TABLED = 30
 MOST_MISTAKES = 20
 MOST_BARS = 120
 
 
 def human_bytes(count: float) -> str:
-    """1234567 to '1.23 MB' (powers of ten)."""
+    """Format 1234567 as '1.23 MB' (powers of ten)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
@@ -30,7 +34,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_flops(count: float) -> str:
-    """3.2e12 to '3.2 TFLOP'."""
+    """Format 3.2e12 as '3.2 TFLOP'."""
     for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -38,7 +42,7 @@ def human_flops(count: float) -> str:
 
 
 def human_seconds(count: float) -> str:
-    """3725 to '1 h 2 min', 75 to '1 min 15 s', 7.42 to '7.4 s'."""
+    """Format 3725 as '1 h 2 min', 75 as '1 min 15 s', and 7.42 as '7.4 s'."""
     if count < 60:
         return f"{count:.1f} s"
     minutes, seconds = divmod(round(count), 60)
@@ -48,12 +52,13 @@ def human_seconds(count: float) -> str:
 
 
 def scores(cells: np.ndarray) -> dict[str, float]:
-    """Balanced accuracy and macro-F1 in percent, as scikit-learn computes them.
+    """Compute balanced accuracy and macro-F1 in percent, with scikit-learn.
+
+    The balanced accuracy ignores classes without a test image. Macro-F1 ignores those of them that
+    were never predicted.
 
     Args:
-        cells: a confusion matrix, counts of [true class, predicted class]. Classes without a test
-            image do not count in the balanced accuracy; those that nobody predicted either do not
-            count in macro-F1.
+        cells: a confusion matrix, counts of [true class, predicted class].
     """
     from sklearn.metrics import balanced_accuracy_score, f1_score
 
@@ -62,7 +67,7 @@ def scores(cells: np.ndarray) -> dict[str, float]:
         return {"balanced_accuracy": 0.0, "macro_f1": 0.0}
     images = cells[true, predicted]
     with warnings.catch_warnings():
-        # scikit-learn warns of predicted classes that have no test image, and leaves them out
+        # scikit-learn warns about predicted classes without a test image, and ignores them
         warnings.filterwarnings("ignore", message="y_pred contains classes not in y_true")
         balanced = balanced_accuracy_score(true, predicted, sample_weight=images)
     macro = f1_score(true, predicted, average="macro", sample_weight=images, zero_division=0)
@@ -82,17 +87,18 @@ def _page() -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """What the page shows of a value: plain words, but for what is marked as safe (pictures)."""
+    """Sanitize a text for the page. Data URLs of pictures are not `str`, and stay as they are."""
     return plain(value, MOST_WORDS) if type(value) is str else value
 
 
 def render(
     folder: Path, metrics: Mapping[str, Any], classes: Sequence[str], manifest: Sequence[str]
 ) -> str:
-    """The page.
+    """Render the page.
 
     Args:
-        metrics: what `gather` gives.
+        folder: the run's folder.
+        metrics: the result of `gather`.
         classes: the run's class names.
         manifest: the lines of `manifest.jsonl`.
     """
@@ -105,7 +111,7 @@ def render(
             columns=_columns(metrics),
             clients=_clients(metrics),
             gallery=gallery_of(folder, manifest, classes),
-            upload=sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()),
+            upload=sum(costs.get("upload_bytes", 0) for costs in metrics["clients"].values()),
             phases=phases,
             total_seconds=sum(phase["seconds"] for phase in phases),
             rounds=_rounds(metrics["round_seconds"]),
@@ -120,59 +126,59 @@ def _columns(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _clients(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each client: its test images, and each model's accuracy on them."""
+    """Return a row for each client: its test images, and each model's accuracy on them."""
     rows = []
     for client in metrics["clients"]:
-        found = [by_client.get(client) for by_client in metrics["accuracy"].values()]
-        if len(found) > MOST_COLUMNS:
-            known = [value for value in found if value is not None]
-            found = [float(np.mean(known)) if known else None]
+        accuracy = [by_client.get(client) for by_client in metrics["accuracy"].values()]
+        if len(accuracy) > MOST_COLUMNS:
+            tested = [value for value in accuracy if value is not None]
+            accuracy = [float(np.mean(tested)) if tested else None]
         matrices = [matrix[client] for matrix in metrics["confusion"].values() if client in matrix]
-        row = {"name": client, "accuracy": found}
+        row = {"name": client, "accuracy": accuracy}
         row["images"] = int(np.sum(matrices[0])) if matrices else "–"
-        shown = metrics["confusion"].get(metrics["shown"], {}).get(client)
-        tested = scores(np.array(shown)) if shown is not None else {}
-        row["balanced_accuracy"] = tested.get("balanced_accuracy")
-        row["macro_f1"] = tested.get("macro_f1")
+        matrix = metrics["confusion"].get(metrics["shown"], {}).get(client)
+        client_scores = scores(np.array(matrix)) if matrix is not None else {}
+        row["balanced_accuracy"] = client_scores.get("balanced_accuracy")
+        row["macro_f1"] = client_scores.get("macro_f1")
         rows.append(row)
     return rows
 
 
 def _by_class(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """What the page says of classes, by the shown model; nothing where no model is shown."""
+    """Return the template's values about classes, for the shown model; {} without one."""
     if not metrics["shown"]:
         return {}
     matrices = metrics["confusion"][metrics["shown"]].values()
     cells = np.sum([np.array(matrix) for matrix in matrices], axis=0)
     shares = 100 * cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
-    found: dict[str, Any] = {"by_class": _class_rows(cells, classes)}
+    values: dict[str, Any] = {"by_class": _class_rows(cells, classes)}
     if len(cells) > MOST_TABLED:
-        found["confusion_map"] = matrix_url(shares)
-        found["mistakes"] = _mistakes(cells, shares, classes)
+        values["confusion_map"] = matrix_url(shares)
+        values["mistakes"] = _mistakes(cells, shares, classes)
     else:
         rounded = shares.round().astype(int).tolist()
-        found["confusion"] = [
+        values["confusion"] = [
             list(zip(*rows, strict=True)) for rows in zip(cells.tolist(), rounded, strict=True)
         ]
-    return found
+    return values
 
 
 def _class_rows(cells: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each class, the weakest first; those without a test image last."""
-    right = np.diagonal(cells)
+    """Return a row for each class, by increasing accuracy; those without a test image come last."""
+    correct = np.diagonal(cells)
     images = cells.sum(axis=1)
     predicted = cells.sum(axis=0)
-    wrong = cells - np.diag(right)
+    errors = cells - np.diag(correct)
     rows = []
     for label, name in enumerate(classes[: len(cells)]):
-        other = int(wrong[label].argmax())
-        both = images[label] + predicted[label]
+        worst = int(errors[label].argmax())
+        total = images[label] + predicted[label]
         row: dict[str, Any] = {"name": name, "images": int(images[label])}
-        row["accuracy"] = 100 * right[label] / images[label] if images[label] else None
-        row["precision"] = 100 * right[label] / predicted[label] if predicted[label] else None
-        row["f1"] = 200 * right[label] / both if both else None
-        row["taken"] = int(wrong[label, other])
-        row["taken_for"] = classes[other] if row["taken"] and other < len(classes) else ""
+        row["accuracy"] = 100 * correct[label] / images[label] if images[label] else None
+        row["precision"] = 100 * correct[label] / predicted[label] if predicted[label] else None
+        row["f1"] = 200 * correct[label] / total if total else None
+        row["mistaken"] = int(errors[label, worst])
+        row["mistaken_for"] = classes[worst] if row["mistaken"] and worst < len(classes) else ""
         rows.append(row)
     rows.sort(key=lambda row: (row["accuracy"] is None, row["accuracy"] or 0.0))
     return rows
@@ -181,23 +187,23 @@ def _class_rows(cells: np.ndarray, classes: Sequence[str]) -> list[dict[str, Any
 def _mistakes(
     cells: np.ndarray, shares: np.ndarray, classes: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The pairs of classes that are confused most often."""
-    wrong = cells - np.diag(np.diagonal(cells))
-    order = np.argsort(-wrong, axis=None, kind="stable")[:MOST_MISTAKES]
+    """Return the pairs of classes that are confused most often."""
+    errors = cells - np.diag(np.diagonal(cells))
+    order = np.argsort(-errors, axis=None, kind="stable")[:MOST_MISTAKES]
     return [
         {
             "true": classes[true],
             "predicted": classes[predicted],
-            "images": int(wrong[true, predicted]),
+            "images": int(errors[true, predicted]),
             "share": float(shares[true, predicted]),
         }
-        for true, predicted in zip(*np.unravel_index(order, wrong.shape), strict=True)
-        if wrong[true, predicted]
+        for true, predicted in zip(*np.unravel_index(order, errors.shape), strict=True)
+        if errors[true, predicted]
     ]
 
 
 def _timeline(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Where each phase lies, in percent of the whole time."""
+    """Place each phase on a time line, in percent of the total time."""
     total = sum(phase["seconds"] for phase in phases) or 1.0
     rows = []
     left = 0.0
@@ -209,14 +215,16 @@ def _timeline(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rounds(seconds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A bar for each round, or for a few of them where they are many."""
-    together = -(-len(seconds) // MOST_BARS)
+    """Return a bar for each round, or for several consecutive rounds if there are many."""
+    rounds_per_bar = -(-len(seconds) // MOST_BARS)
     bars = []
-    for first in range(0, len(seconds), together or 1):
-        part = seconds[first : first + together]
-        mean = float(np.mean([one["seconds"] for one in part]))
-        bar = {"first": part[0]["round"], "last": part[-1]["round"], "seconds": mean}
-        name = f"round {bar['first']}" if len(part) == 1 else f"rounds {bar['first']}-{bar['last']}"
-        bars.append({**bar, "title": f"{name}: {human_seconds(mean)}"})
+    for start in range(0, len(seconds), rounds_per_bar or 1):
+        rounds = seconds[start : start + rounds_per_bar]
+        mean = float(np.mean([duration["seconds"] for duration in rounds]))
+        first = rounds[0]["round"]
+        last = rounds[-1]["round"]
+        name = f"round {first}" if len(rounds) == 1 else f"rounds {first}-{last}"
+        title = f"{name}: {human_seconds(mean)}"
+        bars.append({"first": first, "last": last, "seconds": mean, "title": title})
     longest = max((bar["seconds"] for bar in bars), default=0.0) or 1.0
     return [{**bar, "height": 100 * bar["seconds"] / longest} for bar in bars]

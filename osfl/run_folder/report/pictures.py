@@ -1,4 +1,4 @@
-"""The report's pictures, as data URLs: few and small enough for a page that opens anywhere."""
+"""The report's pictures as data URLs, few and small enough for a page that opens anywhere."""
 
 import base64
 import io
@@ -12,84 +12,93 @@ from pathlib import Path
 
 import numpy as np
 
-MOST_CLASSES = 12  # that are pictured
+MOST_CLASSES = 12
 MOST_CLIENTS = 12
-MOST_EACH = 8  # images of a class in the grid that opens
-SIDE = 128  # of the first images, in pixels; less where there are many
+# Images per class in the grid that opens on a click
+MOST_EACH = 8
+# Side of the first images in pixels; smaller if there are many
+SIDE = 128
 GRID_SIDE = 64
-# A PNG of noise has 3 bytes a pixel, and 4 as base64: this many pixels are at most 1.6 MB.
+# A PNG of noise has 3 bytes per pixel, and 4 as base64, so that these are at most 1.6 MB
 FIRST_PIXELS = 24 * SIDE * SIDE
 MOST_GRID_BYTES = 1_800_000
 BLUE = (36, 99, 194)
 
-Grid = dict[str, dict[str, list[str]]]  # files or data URLs by client, then class
+# Files or data URLs by client, then class
+Grid = dict[str, dict[str, list[str]]]
 
 
 @dataclass
 class Gallery:
-    """What the page shows of a run's images.
+    """The images of a run that the page shows.
 
     Attributes:
-        classes: those that are shown, in the run's order.
-        first: a data URL by client, then class.
-        more: several of each class, for a grid that opens; empty where no class has two images.
-        each: at most so many of a class are in `more`.
-        small: the images are smaller than they are shown.
-        left_out: how many clients and classes are shown of how many; empty: all.
+        classes: the classes shown, in the run's order.
+        first: data URL of the first image by client, then class.
+        grid: several images of each class, for a grid that opens on a click; {} if no class has
+            two images.
+        per_class: the largest number of images of a class in `grid`.
+        small: whether the images are smaller than they are shown.
+        excerpt: text that says how many clients and classes are shown; "" if all are.
     """
 
     classes: list[str] = field(default_factory=list)
     first: dict[str, dict[str, str]] = field(default_factory=dict)
-    more: Grid = field(default_factory=dict)
-    each: int = 0
+    grid: Grid = field(default_factory=dict)
+    per_class: int = 0
     small: bool = False
-    left_out: str = ""
+    excerpt: str = ""
 
     @property
     def has_public_domains(self) -> bool:
-        """Whether a row is no client's: clients' names have no point."""
+        """Return whether a row shows a public domain, whose name has a dot unlike a client's."""
         return any("." in owner for owner in self.first)
 
 
 def gallery_of(folder: Path, manifest: Sequence[str], classes: Sequence[str]) -> Gallery:
-    """The pictures of a run's manifest.
+    """Select and encode the pictures of a run.
 
     Args:
-        manifest: its lines.
+        folder: the run's folder.
+        manifest: the lines of its manifest.
         classes: the run's class names.
     """
-    files, counts = _files(manifest)
+    files, class_count = _files(manifest)
     if not files:
         return Gallery()
     clients = sorted(files)[:MOST_CLIENTS]
-    held = {name for client in clients for name in files[client]}
-    shown = [name for name in classes if name in held][:MOST_CLASSES]
-    pictured = {}
+    names = {name for client in clients for name in files[client]}
+    shown_classes = [name for name in classes if name in names][:MOST_CLASSES]
+    shown_files = {}
     for client in clients:
-        pictured[client] = {name: files[client][name] for name in shown if name in files[client]}
+        by_class = files[client]
+        shown_files[client] = {name: by_class[name] for name in shown_classes if name in by_class}
     with ThreadPoolExecutor() as readers:
-        first = _first(folder, pictured, readers)
-        more = _grid(folder, pictured, readers)
-    gallery = Gallery(shown, first, more)
-    gallery.each = max((len(urls) for row in more.values() for urls in row.values()), default=0)
-    gallery.small = _is_small(folder / next(iter(pictured[clients[0]].values()))[0])
-    if len(files) > len(clients) or counts > len(shown):
-        gallery.left_out = (
-            f"{len(clients)} of {len(files)} clients and {len(shown)} of {counts} classes"
+        first = _first(folder, shown_files, readers)
+        grid = _grid(folder, shown_files, readers)
+    gallery = Gallery(shown_classes, first, grid)
+    gallery.per_class = max(
+        (len(urls) for row in grid.values() for urls in row.values()), default=0
+    )
+    gallery.small = _is_small(folder / next(iter(shown_files[clients[0]].values()))[0])
+    if len(files) > len(clients) or class_count > len(shown_classes):
+        gallery.excerpt = (
+            f"{len(clients)} of {len(files)} clients and {len(shown_classes)} of {class_count} "
+            "classes"
         )
     return gallery
 
 
 def _files(manifest: Sequence[str]) -> tuple[Grid, int]:
-    """(the first files of every client and class, how many classes there are)."""
+    """Return the first files of every client and class, and the number of classes."""
     files: Grid = defaultdict(lambda: defaultdict(list))
     names = set()
     for line in manifest:
         row = json.loads(line)
         names.add(row["class"])
-        of_class = files[row["client"]][row["class"]]
-        if len(of_class) < MOST_EACH:
-            of_class.append(row["file"])
+        class_files = files[row["client"]][row["class"]]
+        if len(class_files) < MOST_EACH:
+            class_files.append(row["file"])
     return files, len(names)
 
 
@@ -104,7 +113,7 @@ def _first(folder: Path, files: Grid, readers: ThreadPoolExecutor) -> dict[str, 
 
 
 def _grid(folder: Path, files: Grid, readers: ThreadPoolExecutor) -> Grid:
-    """One image more of every class at a time, as long as all of them fit."""
+    """Add one image of every class at a time, as long as all of them fit."""
     grid: Grid = {}
     for client, row in files.items():
         grid[client] = {name: [] for name in row}
@@ -127,7 +136,7 @@ def _grid(folder: Path, files: Grid, readers: ThreadPoolExecutor) -> Grid:
 
 
 def data_url(file: Path, side: int, kind: str) -> str:
-    """An image file, shrunken to at most `side` pixels, for an `src`; safe in HTML as it is."""
+    """Encode an image file, shrunk to at most `side` pixels, as a data URL that is safe in HTML."""
     from PIL import Image
 
     with Image.open(file) as image:
@@ -136,17 +145,20 @@ def data_url(file: Path, side: int, kind: str) -> str:
 
 
 def matrix_url(shares: np.ndarray) -> str:
-    """A confusion matrix as a picture of a pixel for each cell, which a dark page shows through.
+    """Encode a confusion matrix as a picture, one pixel per cell.
+
+    The pixels are transparent, so that they suit a light and a dark page.
 
     Args:
         shares: [C, C] percent of the row.
     """
     from PIL import Image
 
-    seen = np.where(shares > 0, np.maximum(shares, 30), 0)
+    # A single image among many would be invisible
+    opacity = np.where(shares > 0, np.maximum(shares, 30), 0)
     pixels = np.empty((*shares.shape, 4), dtype=np.uint8)
     pixels[..., :3] = BLUE
-    pixels[..., 3] = np.round(2.55 * seen)
+    pixels[..., 3] = np.round(2.55 * opacity)
     return _url(Image.fromarray(pixels, "RGBA"), "png")
 
 

@@ -1,4 +1,4 @@
-"""The page of `report.html` (jinja2). Python, because a Flower bundle carries no HTML files."""
+"""The jinja2 template of `report.html`, in Python because a Flower bundle has no HTML files."""
 
 STYLE = """
 :root { color-scheme:light dark; --paper:#fff; --ink:#1c2430; --soft:#5b6675; --line:#e3e7ec;
@@ -69,7 +69,7 @@ TEMPLATE = (
 {% if value is none or value != value %}<td>–</td>{% else %}<td class="heat" style="--w:{{ "%.0f"|format(value) }}%">{{ "%.1f"|format(value) }}</td>{% endif %}
 {% endmacro %}
 {% set swipe = "Swipe the table sideways to see all of its columns." %}
-{% macro fold(count, what) %}<details{% if count <= most_open %} open{% endif %}><summary>{{ count }} {{ what }}</summary>{% endmacro %}
+{% macro fold(count, label) %}<details{% if count <= most_open %} open{% endif %}><summary>{{ count }} {{ label }}</summary>{% endmacro %}
 <h1>{{ m.method }}</h1>
 <p class="sub">job <code>{{ m.job_id }}</code> · seed {{ m.seed }} · {{ m.finished }}{% if m.approximations %} · <b>approximate sampling</b>: {{ m.approximations|join(", ") }}{% endif %}</p>
 <div class="cards">
@@ -85,19 +85,19 @@ TEMPLATE = (
 {% endif %}
 </div>
 {% if m.warnings %}
-<h2>Worth a look</h2>
+<h2>Warnings</h2>
 <ul>{% for warning in m.warnings %}{% set text, details = warning|split_details %}<li>{{ text }}{% if details %}<details><summary>details</summary>{{ details }}</details>{% endif %}</li>{% endfor %}</ul>
-<p class="note">A payload far larger or smaller than the others' is used all the same: an honest client may be an exception, and one that harms the model need not stand out.</p>
+<p class="note">A payload far larger or smaller than the others' is used anyway: an honest client may be an outlier, and a malicious one need not be.</p>
 {% endif %}
 {% if m.agreement %}
-<h2>Do the images show their classes?</h2>
+<h2>Label consistency of the synthetic images</h2>
 {{ fold(m.agreement|length, "clients") }}
-<div class="wide long"><table><tr><th>client</th><th>agreement</th><th>of its weakest class</th><th style="text-align:left">doubted, or not judged</th></tr>
-{% for client, found in m.agreement.items() %}
-<tr><td>{{ client }}</td>{{ heat(100 * found.agreement) }}{{ heat(100 * found.classes.values()|min) }}<td class="words">{{ found.doubted }}</td></tr>
+<div class="wide long"><table><tr><th>client</th><th>score</th><th>score of its weakest class</th><th style="text-align:left">suspicious, or not scored</th></tr>
+{% for client, scores in m.agreement.items() %}
+<tr><td>{{ client }}</td>{{ heat(100 * scores.agreement) }}{{ heat(100 * scores.classes.values()|min) }}<td class="words">{{ scores.doubted }}</td></tr>
 {% endfor %}
 </table></div></details>
-<p class="note">How often the kit finds that the prompt of an image's own class fits it better than another class's, in percent; by chance 50. A client that swaps its classes, or whose payload leads the sampling astray, is near chance; so is an honest one where the kit does not know its classes in its domain.</p>
+<p class="note">The score is the share of comparisons, in percent, in which the diffusion model fits an image better with the prompt of its own class than with that of another class; chance is 50. A label-flipping client, or one whose payload corrupts the sampling, is near chance. So is an honest client if the diffusion model does not know its classes in its domain.</p>
 {% endif %}
 <h2>Accuracy</h2>
 <div class="wide"><table><tr><th>global model</th><th>average</th><th>all images</th><th>balanced</th><th>macro-F1</th></tr>
@@ -105,10 +105,10 @@ TEMPLATE = (
 <tr{% if name == m.shown and m.accuracy|length > 1 %} class="shown"{% endif %}><td>{{ name }}</td>{{ heat(row.average) }}{{ heat(m.over_images[name]) }}{{ heat(m.scores[name].balanced_accuracy) }}{{ heat(m.scores[name].macro_f1) }}</tr>
 {% endfor %}
 </table></div>
-<p class="note">Top-1, percent. Average: of the clients, each counting once; the others are over all clients' test images together. Balanced: the mean of the classes' accuracies. Every client tested the model itself; its images did not leave it.
-{% if m.config["adaptation.steps"] %}{% for name, adapted in m.adapted.items() %}“{{ name }}, adapted” is not one model: each client made its own of {{ name }}, in {{ m.config["adaptation.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients tell of it, and the averages are over them{% if adapted < m.accuracy[name]|length - 1 %}; the others have a guarantee, or could not{% endif %}. {% else %}Clients were to adapt the model to their own images, and none tells of it: with an epsilon none does. {% endfor %}{% endif %}
-{% if m.withheld %}<b>Test results are withheld by the sites of {{ m.withheld|join(", ") }} (node-config <code>test-results</code>); the averages are over the others.</b> {% endif %}
-{% if m.not_tested %}<b>Not tested everywhere: {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
+<p class="note">Top-1 accuracy in percent. The average is over clients with equal weights; the other columns are over all clients' test images. Balanced accuracy is the mean of the classes' accuracies. Every client tested the model itself, so its images did not leave it.
+{% if m.config["adaptation.steps"] %}{% for name, adapted in m.adapted.items() %}“{{ name }}, adapted” is not one model: each client fine-tuned its own copy of {{ name }}, for {{ m.config["adaptation.steps"] }} steps on its training images. {{ adapted }} of {{ m.accuracy[name]|length - 1 }} clients reported the result, and the averages are over them{% if adapted < m.accuracy[name]|length - 1 %}; the others have a privacy guarantee, or failed{% endif %}. {% else %}Clients adapted the model to their own images if they could, but none reported the result: with an epsilon none does. {% endfor %}{% endif %}
+{% if m.withheld %}<b>The sites of {{ m.withheld|join(", ") }} withhold their test results (node-config <code>test-results</code>); the averages are over the others.</b> {% endif %}
+{% if m.not_tested %}<b>Not all models were tested by {{ m.not_tested|join(", ") }}; the averages are over the others.</b>{% endif %}</p>
 {% if clients %}
 <h2>Each client</h2>
 {{ fold(clients|length, "clients") }}
@@ -120,21 +120,21 @@ TEMPLATE = (
 {% if m.shown and m.accuracy|length > 1 %}<p class="note">Balanced accuracy and macro-F1 are those of {{ m.shown }}.</p>{% endif %}
 {% endif %}
 {% if m.influence %}
-<h2>What does each client give the model?</h2>
+<h2>Client contributions</h2>
 {{ fold(m.influence|length, "clients") }}
-<div class="wide long"><table><tr><th>client</th><th>the others' model sees of its images</th><th>it gives images like its own</th><th>it gives images like the others'</th></tr>
-{% for client, found in m.influence.items() %}
-<tr><td>{{ client }}</td>{{ heat(found.seen) }}{% for gain in (found.own, found.others) %}<td>{{ "%+.1f"|format(gain.points) }} ± {{ "%.1f"|format(gain.half) }}</td>{% endfor %}</tr>
+<div class="wide long"><table><tr><th>client</th><th>its images that the others' model confirms</th><th>gain on images like its own</th><th>gain on images like the others'</th></tr>
+{% for client, contribution in m.influence.items() %}
+<tr><td>{{ client }}</td>{{ heat(contribution.seen) }}{% for gain in (contribution.own, contribution.others) %}<td>{{ "%+.1f"|format(gain.points) }} ± {{ "%.1f"|format(gain.half) }}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div></details>
-<p class="note">The model was trained again without each client, and tested on synthetic images that it had not learned, about a fifth of each client's. In percent: how many of a client's images the model of all others takes for what the client says, of classes that others hold, too. In points: what the client adds. Of a client that swaps all its classes fewer may be seen than by chance, {{ "%.3g"|format(100 / classes|length) }} %; of one whose domain is nobody else's few. A lie need not harm images like the others' (below zero), and two that tell the same lie can hide each other. ±: 95 % intervals of these images, for the whole table together; another training would move the figures, too.</p>
+<p class="note">Leave-one-out data valuation: the model was trained again without each client, and tested on held-out synthetic images, about a fifth of each client's. First column, in percent: the share of a client's images to which the model of all others assigns the client's label, among classes that others hold, too. Gains, in percentage points: the accuracy that the client adds. For a client that permutes all labels the share may be below chance, {{ "%.3g"|format(100 / classes|length) }} %; for a client with a domain of its own it is low. Label flipping need not harm accuracy on images like the others' (a gain below zero), and two clients that flip labels in the same way can hide each other. ±: simultaneous 95 % intervals over these images; they do not cover the variation between trainings.</p>
 {% endif %}
 {% if by_class %}
 <h2>Each class{% if m.accuracy|length > 1 %}, {{ m.shown }}{% endif %}</h2>
 {{ fold(by_class|length, "classes, the weakest first") }}
-<div class="wide long"><table><tr><th>class</th><th>test images</th><th>accuracy</th><th>precision</th><th>F1</th><th style="text-align:left">most often taken for</th></tr>
+<div class="wide long"><table><tr><th>class</th><th>test images</th><th>accuracy</th><th>precision</th><th>F1</th><th style="text-align:left">most often mistaken for</th></tr>
 {% for row in by_class %}
-<tr><td>{{ row.name }}</td><td>{{ row.images }}</td>{{ heat(row.accuracy) }}{{ heat(row.precision) }}{{ heat(row.f1) }}<td class="words">{% if row.taken_for %}{{ row.taken_for }} ({{ row.taken }}){% endif %}</td></tr>
+<tr><td>{{ row.name }}</td><td>{{ row.images }}</td>{{ heat(row.accuracy) }}{{ heat(row.precision) }}{{ heat(row.f1) }}<td class="words">{% if row.mistaken_for %}{{ row.mistaken_for }} ({{ row.mistaken }}){% endif %}</td></tr>
 {% endfor %}
 </table></div></details>
 {% endif %}
@@ -146,9 +146,9 @@ TEMPLATE = (
 <tr><th>{{ client }}</th>{% for c in gallery.classes %}<td>{% if c in row %}<img alt="{{ c }}, {{ client }}" src="{{ row[c] }}">{% endif %}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
-<p class="note">The first image of every class, a row for each client whose data it stands for.{% if gallery.has_public_domains %} Rows that begin with <code>public</code> are of domains that the server added by their names.{% endif %}{% if gallery.left_out %} Shown are {{ gallery.left_out }}; all images are in the run's folder <code>images</code>.{% endif %}</p>
-{% for client, row in gallery.more.items() %}
-<details><summary>{{ client }}: up to {{ gallery.each }} images of each class</summary>
+<p class="note">The first image of every class, with a row for each client whose data it replaces.{% if gallery.has_public_domains %} Rows that begin with <code>public</code> show domains that the server added by their names.{% endif %}{% if gallery.excerpt %} The table shows {{ gallery.excerpt }}; all images are in the run's folder <code>images</code>.{% endif %}</p>
+{% for client, row in gallery.grid.items() %}
+<details><summary>{{ client }}: up to {{ gallery.per_class }} images of each class</summary>
 <div class="wide"><table class="cells{% if gallery.small %} small{% endif %}">
 {% for c, urls in row.items() %}
 <tr><th>{{ c }}</th>{% for url in urls %}<td><img loading="lazy" alt="{{ c }}, {{ client }}" src="{{ url }}"></td>{% endfor %}</tr>
@@ -167,32 +167,32 @@ TEMPLATE = (
 {% endfor %}
 </table></div></details>
 {% else %}
-<p class="note">What was most often taken for something else:</p>
+<p class="note">The most frequent confusions:</p>
 <div class="wide"><table><tr><th>true</th><th style="text-align:left">predicted</th><th>images</th><th>of the class</th></tr>
 {% for row in mistakes %}
 <tr><td>{{ row.true }}</td><td class="words">{{ row.predicted }}</td><td>{{ row.images }}</td><td>{{ "%.0f"|format(row.share) }} %</td></tr>
 {% endfor %}
 </table></div>
-<details><summary>The whole matrix, {{ classes|length }} classes</summary>
+<details><summary>The full matrix, {{ classes|length }} classes</summary>
 <img class="map" alt="confusion matrix: a row for each true class, a column for each predicted one" src="{{ confusion_map }}"></details>
 {% endif %}
-<p class="note">All clients' test images; shades are shares of a row.</p>
+<p class="note">Counts over all clients' test images; the shade is the share of the row.</p>
 {% endif %}
 {% if rounds %}
 <h2>Time of each round</h2>
 <div class="bars" role="img" aria-label="seconds of each round">{% for r in rounds %}<i style="--h:{{ "%.1f"|format(r.height) }}%" title="{{ r.title }}"></i>{% endfor %}</div>
-<p class="note">Rounds {{ rounds[0].first }} to {{ rounds[-1].last }}; the longest bar is {{ rounds|map(attribute="seconds")|max|seconds }}{% if rounds[0].first != rounds[0].last %} a round, and each bar the mean of several{% endif %}. Accuracy is measured once, at the end: the test images stay with the clients.</p>
+<p class="note">Rounds {{ rounds[0].first }} to {{ rounds[-1].last }}; the longest bar is {{ rounds|map(attribute="seconds")|max|seconds }}{% if rounds[0].first != rounds[0].last %} per round, and each bar is the mean of several rounds{% endif %}. Accuracy is measured only at the end, because the test images stay with the clients.</p>
 {% endif %}
 {% if phases %}
-<h2>What took how long</h2>
+<h2>Time of each phase</h2>
 <div class="wide"><table class="time"><tr><th>phase</th><th>time</th><th></th></tr>
 {% for p in phases %}
 <tr><td>{{ p.phase }}</td><td>{{ p.seconds|seconds }}</td><td><div style="margin-left:{{ "%.2f"|format(p.left) }}%;width:{{ "%.2f"|format(p.width) }}%"></div></td></tr>
 {% endfor %}
 </table></div>
-<p class="note">On the server's clock, since the server was last started for this job.</p>
+<p class="note">Measured by the server's clock, since its last start for this job.</p>
 {% endif %}
-<h2>What it cost</h2>
+<h2>Costs</h2>
 {{ fold(m.clients|length, "clients") }}
 <p class="hint">{{ swipe }}</p>
 <div class="wide long"><table><tr><th>client</th><th>upload</th><th>download</th><th>images</th><th>seconds</th><th>compute</th><th>peak memory</th></tr>
@@ -203,17 +203,17 @@ TEMPLATE = (
 {% else %}<td>–</td><td>0</td><td>0</td><td>–</td>{% endif %}</tr>
 {% endfor %}
 </table></div></details>
-<p class="note">Upload: the payload as serialised. Download: the kit's parts that the client needs, and the global models. Server:
+<p class="note">Upload is the serialized payload. Download is the parts of the kit that the client needs, and the global models. Server:
 {{ "%.1f"|format(m.server.synthesis_seconds) }} s of synthesis{% for name, s in m.server.training_seconds.items() %}, {{ "%.1f"|format(s) }} s of training {{ name }}{% if name in m.server.trained_images %} on {{ "{:,}".format(m.server.trained_images[name]) }} images{% endif %}{% endfor %}.</p>
 {% if m.sends %}
 <h2>What left the clients</h2>
-<p class="note">Each client sent {{ m.sends }}. From it{% if m.epsilons and m.epsilons[0] > 0 %}, without what was done for privacy,{% endif %} somebody could learn {{ m.reveals }}.
-{% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for one image replaced, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. That does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}, nor whether and when a client answers or fails.
+<p class="note">Each client sent {{ m.sends }}. {% if m.epsilons and m.epsilons[0] > 0 %}Without the protection by differential privacy, it would reveal{% else %}It reveals{% endif %} {{ m.reveals }}.
+{% if m.epsilons and m.epsilons[0] > 0 %}It is differentially private for the replacement of one image, with ε = {{ "%g"|format(m.epsilons[0]) }}{% if m.epsilons|length > 1 %} to {{ "%g"|format(m.epsilons[-1]) }}{% endif %}{% if m.delta %} and δ = {{ "%g"|format(m.delta) }}{% endif %}. The guarantee does not cover which classes a client sends{% if m.delta %}, nor how many images of each it has{% endif %}, nor whether and when it answers or fails.
 {% else %}There is no guarantee of differential privacy{% if m.epsilons and m.epsilons[-1] > 0 %} for some clients{% endif %}.
-{% endif %}Beside it, and without a guarantee, each sent {% if not m.epsilons or m.epsilons[0] == 0 %}what the work cost it, and {% endif %}{% if m.withheld %}, but for the sites that withhold it, {% endif %}the confusion matrix of its own test images{% if m.adapted %}, also of the model that it adapted with its training images{% endif %}.
-<code>osfl audit</code>, run by a client, measures what its payload gives away of whose images made it.</p>
+{% endif %}Beside it, and without a guarantee, each sent {% if not m.epsilons or m.epsilons[0] == 0 %}its costs, and {% endif %}the confusion matrix of its own test images{% if m.withheld %} (except for the sites that withhold it){% endif %}{% if m.adapted %}, also for the model that it adapted to its training images{% endif %}.
+A client can run <code>osfl audit</code> to measure by membership-inference attacks what its payload reveals about its images.</p>
 {% endif %}
-<h2>How to repeat it</h2>
+<h2>Reproduction</h2>
 <p class="note">{{ m.platform }}{% if m.kit_sha256 %} · kit <code>{{ m.kits|join(", ") }}</code>, sha256 <code>{{ m.kit_sha256[:16] }}</code>{% endif %}</p>
 <p class="hint">{{ swipe }}</p>
 <div class="wide"><table><tr>{% for p in m.versions %}<th style="text-align:left">{{ p }}</th>{% endfor %}</tr><tr>{% for v in m.versions.values() %}<td style="text-align:left">{{ v }}</td>{% endfor %}</tr></table></div>

@@ -97,7 +97,7 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
         ("seeds = [0", "not valid TOML"),
         ("seeds = [0]", r"has no \[rows.NAME\]"),
         ("row = 1", "'row' is unknown"),
-        ("[rows.a]\nmethod = 'magic'", "row 'a': bad run-config:\n  method = 'magic'"),
+        ("[rows.a]\nmethod = 'magic'", "row 'a': invalid run-config:\n  method = 'magic'"),
         (
             "[rows.a]\nfeddeo.epoch = 1",
             r"row 'a'.*feddeo.epoch: unknown key \(did you mean feddeo.epochs\?\)",

@@ -279,7 +279,7 @@ def test_a_damaged_ledger_is_no_new_budget(
     ledger = Ledger(tmp_path, "a")
     ledger.spend("one", "k", 0.5, 1e-6)
     ledger.file.write_bytes(damage(ledger.file.read_bytes()))
-    with pytest.raises(DamageError, match="damaged .* restore the site's ledger from a backup"):
+    with pytest.raises(DamageError, match="corrupt .* restore the site's ledger from a backup"):
         ledger.spend("two", "k", 0.5, 1e-6)
 
 
@@ -385,5 +385,5 @@ def test_a_record_is_what_was_written(tmp_path: Path) -> None:
         read_record(file)
     for other in ("{}", '{"sha256": 1, "content": []}', "5"):
         file.write_text(other)
-        with pytest.raises(DamageError, match="is damaged"):
+        with pytest.raises(DamageError, match="is corrupt"):
             read_record(file)

@@ -52,11 +52,11 @@ def test_what_may_change_between_a_run_and_its_resumption() -> None:
         ({"synthesis.solver": "unipc"}, ["solver unipc"]),
         (
             {"synthesis.guided-from": 10, "synthesis.guided-to": 800},
-            ["guidance at timesteps 10 to 800 alone"],
+            ["guidance only at timesteps 10 to 800"],
         ),
         (
             {"method": "fedcado", "fedcado.gradient": "x0", "synthesis.small-decoder": "kit"},
-            ["guidance through a small decoder", "the classifier's gradient at x0"],
+            ["guidance through a tiny decoder", "the classifier's gradient at x0"],
         ),
         ({"method": "fedlmg", "fedcado.gradient": "x0"}, []),
         ({"method": "feddeo", "synthesis.small-decoder": "kit"}, []),
@@ -86,13 +86,13 @@ def test_parsing_and_flattening_are_inverse() -> None:
             "magic",
             "method = 'magic': must be one of prompts-only, prompts-domain, feddeo",
         ),
-        ("seed", -1, "seed = -1: must be from 0"),
+        ("seed", -1, "seed = -1: must be between 0"),
         ("seed", 1.5, "seed = 1.5: must be a whole number"),
         ("seed", "one", "seed = 'one': must be a whole number"),
         ("seed", True, "seed = True: must be a whole number"),
-        ("num-clients", 0, "num-clients = 0: must be from 1"),
-        ("feddeo.lr", 0.0, "feddeo.lr = 0.0: must be from 1e-08"),
-        ("feddeo.lr", float("nan"), "feddeo.lr = nan: must be from"),
+        ("num-clients", 0, "num-clients = 0: must be between 1"),
+        ("feddeo.lr", 0.0, "feddeo.lr = 0.0: must be between 1e-08"),
+        ("feddeo.lr", float("nan"), "feddeo.lr = nan: must be between"),
         ("classifier.small-stem", "yes", "classifier.small-stem = 'yes': must be true or false"),
         (
             "data.partition",
@@ -111,7 +111,7 @@ def test_parsing_and_flattening_are_inverse() -> None:
             "data.classes = 'cat,dog': must be empty with data.name = 'digits'",
         ),
         ("runs-dir", "runs", "runs-dir = 'runs': must be an absolute path"),
-        ("synthesis.steps", 1000, "synthesis.steps = 1000: must be from 2 to 999"),
+        ("synthesis.steps", 1000, "synthesis.steps = 1000: must be between 2 and 999"),
         ("fedcado.strategies", "", "fedcado.strategies = '': must name some of ft, md, sd"),
         ("data.root", "sites", "data.root = 'sites': must be an absolute path"),
         ("rounds.proxy", "web", "rounds.proxy = 'web': must be an absolute path"),
@@ -150,7 +150,7 @@ def test_parsing_and_flattening_are_inverse() -> None:
         (
             "data.name",
             "folder",
-            "data.classes: data.name = 'folder' needs at least two class names",
+            "data.classes: must list at least two names",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_digits_weights_are_not_what_photographs_begin_with(method: str, section
 
 def test_feddf_does_not_distil_photographs_on_digits() -> None:
     folders = {"data.name": "folder", "data.classes": "cat,dog", "method": "feddf", **RANDOM}
-    with pytest.raises(ConfigError, match="rounds.proxy = 'public': those are digits"):
+    with pytest.raises(ConfigError, match="rounds.proxy = 'public': those images are digits"):
         parse_run_config({**defaults(), **folders})
     assert (
         parse_run_config({**defaults(), **folders, "rounds.proxy": "/data/web"}).rounds.proxy
@@ -204,14 +204,14 @@ def test_digits_are_not_drawn_for_other_images(method: str, key: str) -> None:
 
 
 def test_a_class_named_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'cat' stands there twice"):
+    with pytest.raises(ConfigError, match="'cat' is listed twice"):
         parse_run_config({**defaults(), "data.name": "folder", "data.classes": "cat,dog,cat"})
 
 
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        ("cat,a/b", "data.classes: 'a/b' has a slash; a class's name is its folder's"),
+        ("cat,a/b", "data.classes: 'a/b' has a slash; a class's name is that of its folder"),
         ("cat,a\\b", "has a slash"),
         ("cat,..", "'..' begins with '.'"),
         ("cat,-rf", "'-rf' begins with '-'"),
@@ -219,8 +219,8 @@ def test_a_class_named_twice_is_refused() -> None:
         ("cat,a\nb", "'a b' has a character that cannot be printed"),
         ("cat,a\u202eb", "'a\ufffdb' has a character that cannot be printed"),
         ("cat," + "x" * 101, "has 101 bytes, more than 100"),
-        ("cat,dog,Cat", "'cat' and 'Cat' differ in their capitals alone"),
-        ("straße,STRASSE", "'straße' and 'STRASSE' differ in their capitals alone"),
+        ("cat,dog,Cat", "'cat' and 'Cat' differ only in case"),
+        ("straße,STRASSE", "'straße' and 'STRASSE' differ only in case"),
     ],
 )
 def test_a_class_is_a_folder_and_a_word(classes: str, message: str) -> None:
@@ -288,7 +288,7 @@ def test_lists_and_other_values_of_toml(tmp_path) -> None:  # type: ignore[no-un
 
 
 def test_images_must_have_a_class() -> None:
-    with pytest.raises(ConfigError, match="are both 0: images would have no class"):
+    with pytest.raises(ConfigError, match="are both 0: set one of them"):
         resolve_config(["feddeo.guidance-text=0", "feddeo.guidance-description=0"])
 
 

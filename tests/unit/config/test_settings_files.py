@@ -87,7 +87,7 @@ def test_what_is_written_for_flower_is_what_was_set(tmp_path: Path, text: str) -
         ([LONG], "'x+'… .3,000,000 characters.: no such file"),
         (["kit=/\udc80"], r"kit = '/\\udc80': must be UTF-8"),
         (["method=fedcg"], r"method = 'fedcg': must be one of .* \(did you mean fedcgs\?\)"),
-        (["data.name=folder", "data.classes=" + "a," * 30_000], "'a' stands there twice"),
+        (["data.name=folder", "data.classes=" + "a," * 30_000], "'a' is listed twice"),
     ],
     ids=lambda value: str(value)[:30].encode("ascii", "replace").decode(),
 )

@@ -199,11 +199,11 @@ def test_a_run_with_a_backbone(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"classifier.init": "kit"}, r"classifier.init = 'kit': there is none of 'timm:test_vit'"),
-        ({"classifier.init": "imagenet"}, "take pretrained, its own weights"),
+        ({"classifier.init": "kit"}, r"classifier.init = 'kit': has no weights for 'timm:test"),
+        ({"classifier.init": "imagenet"}, "set it to pretrained for"),
         (
             {"classifier.architecture": "resnet18", "classifier.init": "pretrained"},
-            "is for timm: and hf-hub: models; for resnet18 take imagenet",
+            "is for timm: and hf-hub: models; for resnet18 set it to imagenet",
         ),
     ],
 )

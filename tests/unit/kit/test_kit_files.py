@@ -518,7 +518,7 @@ def test_a_job_of_an_older_version_is_refused_and_left_as_it_was(
     folder = open_run_folder(config, "job", 0)
     folder.write_json("config.json", {**folder.read_json("config.json"), "kit-sha256": "0123"})
     before = (folder.path / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match="'job' was begun by an older version of OSFL"):
+    with pytest.raises(ConfigError, match="'job' was started by an older version of OSFL"):
         open_run_folder(config, "job", 0)
     assert (folder.path / "config.json").read_bytes() == before
 

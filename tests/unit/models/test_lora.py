@@ -419,7 +419,7 @@ def test_few_step_weights_that_fit_no_layer_are_refused_before_work(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"synthesis__base_steps": 1}, "base-steps = 1: is of synthesis.lora, which is empty"),
+        ({"synthesis__base_steps": 1}, "base-steps = 1: requires synthesis.lora"),
         (
             {"synthesis__lora": "/a", "synthesis__base_steps": 2, "synthesis__steps": 2},
             "base-steps = 2: must be below synthesis.steps = 2",

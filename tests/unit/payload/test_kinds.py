@@ -109,7 +109,9 @@ def test_a_kind_without_shapes_ends_the_import(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import osfl.payload.kinds"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "TypeError: payload Colours: means: it has no shape. Declare it" in done.stderr
+    assert (
+        "TypeError: payload Colours: means: a tensor must have a shape. Declare it" in done.stderr
+    )
 
 
 Real = torch.Tensor
@@ -150,8 +152,8 @@ class Number:
     [
         (Late, "payload Late: its first field must be `classes`"),
         (Misspelt, "payload Misspelt: means: dimension 'width' is unknown"),
-        (Uncounted, r"payload Uncounted: it needs a tensor with Shape\(\"images\"\)"),
-        (Nameless, "payload Nameless: a state dict needs a field `architecture`"),
+        (Uncounted, r"payload Uncounted: it requires a tensor with Shape\(\"images\"\)"),
+        (Nameless, "payload Nameless: a state dict requires a field `architecture`"),
         (Number, "payload Number: count: the wire format cannot carry <class 'int'>"),
     ],
 )
@@ -194,5 +196,5 @@ def test_the_table_of_methods_says_what_leaves_a_client() -> None:
         assert bool(method.payload) == bool(method.client), name
         if method.payload:
             assert kind_of(method.payload) is KINDS[method.payload]
-    with pytest.raises(TypeError, match="payload 'Magic' is not one of Payload"):
+    with pytest.raises(TypeError, match="payload 'Magic' must be a member of Payload"):
         kind_of("Magic")

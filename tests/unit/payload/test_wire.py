@@ -251,7 +251,7 @@ def test_the_costs_of_real_work_are_taken() -> None:
     large |= {"epsilon": 20.0, "delta": 0.01}
     for costs in (large, dict.fromkeys(COST_KEYS, 0.0)):
         assert unpack_payload(pack_payload(b"x", costs), DESCRIPTIONS)[2] == costs
-    with pytest.raises(wire.PayloadError, match="images = 0.5 is no number of images"):
+    with pytest.raises(wire.PayloadError, match="images = 0.5: must be a whole number"):
         unpack_payload(pack_payload(b"x", {**large, "images": 0.5}), DESCRIPTIONS)
 
 

@@ -195,7 +195,7 @@ def test_a_field_has_the_wire_type_of_its_schema(wire_type: int) -> None:
 
 def test_a_field_too_many_is_told_from_one_that_may_not_come_at_all() -> None:
     made = pb.Payload(classes=["cat", "dog"]).SerializeToString()
-    for most, words in (({"Payload.classes": 1}, "more than"), ({}, "not")):
+    for most, words in (({"Payload.classes": 1}, "more often than"), ({}, "not")):
         with pytest.raises(ScanError) as caught:
             scan(made, pb.Payload.DESCRIPTOR, most, 100)
         assert caught.value.problem == f"classes: {words} expected in this run"

@@ -180,7 +180,7 @@ def test_verify_names_every_file_that_is_damaged(run: Path) -> None:
         for how in DAMAGES:
             with damaged(run / name, how):
                 found = wrong(run)
-            pattern = rf"{re.escape(name)} (is missing|cannot be read|is not as it was written)"
+            pattern = rf"{re.escape(name)} (is missing|cannot be read|is corrupt)"
             also = r"|status.json does not say that the run has finished"
             also = also if (name, how) == ("status.json", "an empty object") else ""
             assert any(re.fullmatch(pattern + also, problem) for problem in found), (
@@ -227,7 +227,7 @@ def test_verify_looks_at_nothing_outside_of_the_run(run: Path) -> None:
         for file in (unit, run / "manifest.jsonl"):
             with damaged(file, "empty"):
                 file.write_text(json.dumps({**row, "file": name}) + "\n")
-                assert f"{file.relative_to(run)} is not as it was written" in wrong(run)
+                assert f"{file.relative_to(run)} is corrupt" in wrong(run)
         with damaged(run / SUMS, "empty"):
             (run / SUMS).write_text(f"# 1 files\n{'0' * 64}  {name}\n")
             assert wrong(run)
@@ -253,7 +253,7 @@ def test_rows_are_read_strictly(tmp_path: Path) -> None:
         "\udcff\n",
     ):
         file.write_text(text, errors="surrogateescape")
-        with pytest.raises(DamageError, match="x.jsonl is damaged; the same `osfl run`"):
+        with pytest.raises(DamageError, match="x.jsonl is corrupt; repeat the same `osfl run`"):
             read_rows(file)
 
 
@@ -322,12 +322,12 @@ def test_of_a_run_that_goes_on_what_is_there_is_looked_at(home: Path, config: di
     (run / "status.json").write_text("{")
     (run / "config.json").write_text("[]")
     assert sorted(wrong(run)) == [
-        "config.json is not as it was written",
+        "config.json is corrupt",
         "models/FT.json is missing",
         "payloads/a.json is missing",
         "payloads/b.pb is missing",
-        "payloads/c.pb is not as it was written",
-        "status.json is not as it was written",
+        "payloads/c.pb is corrupt",
+        "status.json is corrupt",
     ]
     assert say("verify", run).exit_code == 1
 
@@ -374,7 +374,7 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
     assert "is no run's folder" in say("verify", tmp_path).output
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "shards.json").write_bytes(GARBAGE)
-    assert "shards.json is damaged" in say("shards", run, tmp_path / "out").output
+    assert "shards.json is corrupt" in say("shards", run, tmp_path / "out").output
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_show_refuses_metrics_of_other_types(run: Path, keys: tuple, value: obje
     (run / "metrics.json").write_text(json.dumps(metrics))
     shown = say("show", run)
     assert shown.exit_code == 1
-    assert "metrics.json is not as it was written" in shown.output
+    assert "metrics.json is corrupt" in shown.output
     assert isinstance(shown.exception, SystemExit)
 
 
@@ -453,7 +453,9 @@ def test_a_run_without_its_config_is_refused(home: Path, config: dict) -> None:
     for how in set(DAMAGES) - {"unreadable", "an empty object"}:
         with (
             damaged(folder / "config.json", how),
-            pytest.raises((ConfigError, DamageError), match="config.json.*put it back|Put it back"),
+            pytest.raises(
+                (ConfigError, DamageError), match="config.json.*[Rr]estore it from a backup"
+            ),
         ):
             open_run_folder(parse_run_config(config), "job", 0)
 
@@ -547,7 +549,7 @@ def test_resuming_names_what_is_in_the_way(job: Path, config: dict) -> None:
             go(config)
         (run / name).rmdir()
     for name in ("kit.json", "synthesis.json"):
-        with damaged(run / name, "half"), pytest.raises(DamageError, match=f"{name} is damaged"):
+        with damaged(run / name, "half"), pytest.raises(DamageError, match=f"{name} is corrupt"):
             go(config)
     go(config)
     assert wrong(run) == []
@@ -574,7 +576,7 @@ def prepared(folder: Path, how: str) -> Path:
     [
         ("link", "is a link"),
         ("of another user", "belongs to another user"),
-        ("open to all", "can be written by every user"),
+        ("open to all", "is writable by every user"),
     ],
 )
 def test_a_folder_that_others_may_have_prepared_is_refused(

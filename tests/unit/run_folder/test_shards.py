@@ -79,7 +79,7 @@ def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
 
 def test_what_is_damaged_or_missing_is_not_written(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / "images/site-0/000-cat/00000.png", run / "images/site-1/000-cat/00003.png")
-    with pytest.raises(ConfigError, match=r"00003.png is another image.*osfl run"):
+    with pytest.raises(ConfigError, match=r"00003.png is not the image.*osfl run"):
         write_shards(run, tmp_path / "out", 100)
     assert not list((tmp_path / "out").glob("*.tar*"))
     (run / "manifest.jsonl").unlink()
@@ -91,7 +91,7 @@ def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> N
     """Of another size, of another run, and of who knows what."""
     before = [file.read_bytes() for file in write_shards(run, tmp_path / "out", 5)]
     with pytest.raises(
-        ConfigError, match="has shards of another run, or of another size; name an empty folder"
+        ConfigError, match="has shards of another run, or of another size; set an empty folder"
     ):
         write_shards(run, tmp_path / "out", 6)
     manifest = (run / "manifest.jsonl").read_text().splitlines(keepends=True)

@@ -154,10 +154,10 @@ def test_who_draws_no_prompt_alone_has_no_public_domain(method: str) -> None:
 @pytest.mark.parametrize(
     ("public", "wrong"),
     [
-        ("neon, Neon", "two of the names"),
+        ("neon, Neon", "two of the names give the same folder"),
         ("neon, a/b", "'a/b' has a slash"),
-        ("oil_painting, oil painting", "two of the names"),
-        ("oil-painting, oil painting", "two of the names"),
+        ("oil_painting, oil painting", "two of the names give the same folder"),
+        ("oil-painting, oil painting", "two of the names give the same folder"),
     ],
 )
 def test_names_that_are_no_words_or_the_same_are_refused(public: str, wrong: str) -> None:

@@ -126,13 +126,13 @@ def test_what_fails_leaves_the_old_file_and_no_other(
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "is damaged"),
-        (b'{"a": ', "is damaged"),
-        (b"\xff\xfe\x00\x1b[2J", "is damaged"),
-        (b"[" * 100_000, "is damaged"),
-        (b"9" * 10_000, "is damaged"),
-        (b"[1]", r"is damaged \(another kind of JSON\)"),
-        (b"null", r"is damaged \(another kind of JSON\)"),
+        (b"", "is corrupt"),
+        (b'{"a": ', "is corrupt"),
+        (b"\xff\xfe\x00\x1b[2J", "is corrupt"),
+        (b"[" * 100_000, "is corrupt"),
+        (b"9" * 10_000, "is corrupt"),
+        (b"[1]", r"is corrupt \(another type of JSON value\)"),
+        (b"null", r"is corrupt \(another type of JSON value\)"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -113,7 +113,7 @@ class Wordless(Exception):
 
 
 def test_nothing_raises() -> None:
-    assert plain(Wordless()) == "(Wordless without words)"
+    assert plain(Wordless()) == "(Wordless without text)"
     assert plain(None) == "None"
     assert plain(b"\xff\x1b[31m") == f"{MARK}{MARK}[31m"
     assert plain(ValueError("a\nb")) == "a b"
@@ -212,7 +212,7 @@ def test_what_a_client_raises_is_bounded(huge: int) -> None:
 
 def test_what_a_client_raises_in_plain_words_stays(tmp_path: Path) -> None:
     """With its type and its lines."""
-    told = ConfigError("bad run-config:\n  seed: missing\n  data.root: missing")
+    told = ConfigError("invalid run-config:\n  seed: missing\n  data.root: missing")
 
     def fail(message: Message, context: Context) -> Message:
         raise told from OSError("why")
@@ -224,7 +224,7 @@ def test_what_a_client_raises_in_plain_words_stays(tmp_path: Path) -> None:
     def fall_silent(message: Message, context: Context) -> Message:
         raise Wordless
 
-    with pytest.raises(ClientError, match="Wordless without words"):
+    with pytest.raises(ClientError, match="Wordless without text"):
         plain_errors(None, None, fall_silent)  # type: ignore[arg-type]
 
 

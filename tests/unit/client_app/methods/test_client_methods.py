@@ -55,7 +55,7 @@ def test_a_frugal_node_learns_the_same(tiny_kit, monkeypatch) -> None:  # type: 
     forward = ResnetBlock2D.forward
     job = job_of(tiny_kit, images(0, 4), feddeo__epochs=3)
     monkeypatch.setattr(
-        FlopMeter, "_count", lambda meter, kind, step: (meter._of.update({kind: 0}), step())[1]
+        FlopMeter, "_count", lambda meter, kind, step: (meter._flops.update({kind: 0}), step())[1]
     )
     monkeypatch.setattr(
         ResnetBlock2D, "forward", lambda *a, **k: (calls.append(1), forward(*a, **k))[1]

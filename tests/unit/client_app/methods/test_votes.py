@@ -221,8 +221,8 @@ def test_a_run_cannot_ask_for_what_its_method_does_not_give() -> None:
     [
         ({"votes__candidates": "photo"}, "1 names; must be 2 to 256"),
         ({"votes__candidates": ", ".join(f"a{k}" for k in range(257))}, "257 names; must be 2"),
-        ({"votes__candidates": "photo, photo"}, "a name stands there twice"),
-        ({"votes__candidates": "photo, a/b"}, "'a/b' .* words of a prompt"),
+        ({"votes__candidates": "photo, photo"}, "a name is listed twice"),
+        ({"votes__candidates": "photo, a/b"}, "'a/b' .* part of a prompt"),
         ({"votes__prompt": "a {class}"}, "votes.prompt = 'a {class}': must contain"),
     ],
 )
@@ -301,12 +301,12 @@ def test_a_run_says_what_it_guarantees(home: Path, tiny_kit: Path) -> None:
     found = metrics(home)
     assert [about["epsilon"] for about in found["clients"].values()] == [2.0, 0.5]
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "differentially private for one image replaced, with ε = 0.5 to 2." in page
+    assert "differentially private for the replacement of one image, with ε = 0.5 to 2." in page
     left_out = {**config, "num-clients": 3, "left-out": "client-2"}
     run_job(LoopGrid(app, left_out, nodes(3)), parse_run_config(left_out), "left-out")
     page = (home / "runs" / "left-out" / "report.html").read_text()
     # Who sends no payload gives nothing away
-    assert "for one image replaced, with ε = 2." in page
+    assert "for the replacement of one image, with ε = 2." in page
     config["epsilon"] = 0.0
     for number, site in enumerate((nodes(2), sites)):
         run_job(LoopGrid(app, config, site), parse_run_config(config), f"job-{number}")

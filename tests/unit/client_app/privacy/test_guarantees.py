@@ -529,7 +529,7 @@ def test_a_variance_is_within_what_cut_features_can_have(
 def test_classes_add_nothing_to_a_private_vector() -> None:
     settings = {"method": "domain-vector", "domain_vector__class_lr": 0.1}
     parse_run_config(quick(**settings))
-    with pytest.raises(ConfigError, match=r"class-lr = 0.1: with epsilon .* take 0"):
+    with pytest.raises(ConfigError, match=r"class-lr = 0.1: must be 0 with epsilon"):
         parse_run_config(quick(**settings, epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .*class-lr = 0.1"):
@@ -567,12 +567,16 @@ def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     assert [about["delta"] for about in found["clients"].values()] == [1e-6] * 2
     page = (home / "runs" / "job" / "report.html").read_text()
     method = METHODS["oscar-pooled"]
-    learned = f"without what was done for privacy, somebody could learn {method.reveals}."
-    assert f"Each client sent {method.sends}. From it, {learned}" in unescape(page)
-    assert "with ε = 2 and δ = 1e-06. That does not cover which classes a client sends, nor" in page
+    protection = "Without the protection by differential privacy, it would reveal"
+    text = f"Each client sent {method.sends}. {protection} {method.reveals}."
+    assert text in unescape(page)
+    assert (
+        "with ε = 2 and δ = 1e-06. The guarantee does not cover which classes a client sends"
+        in page
+    )
     # Images, seconds, compute and memory of two clients
     assert page.count("<td>not sent</td>") == 8
-    assert "what the work cost it" not in page
+    assert "each sent its costs" not in page
     assert not {"images", "seconds", "flops"} & set(found["clients"]["client-0"])
 
 

@@ -385,14 +385,14 @@ def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit
     folder = home / "runs" / "job"
     before = metrics(home)
     assert before["influence"] == {}
-    assert "What does each client give" not in (folder / "report.html").read_text()
+    assert "Client contributions" not in (folder / "report.html").read_text()
     model = (folder / "models" / "FT.safetensors").stat().st_mtime_ns
     start(quick(**asked, influence=True))
     after = metrics(home)
     assert set(after["influence"]) == {"client-0", "client-1", "client-2"}
     page = (folder / "report.html").read_text()
-    assert "What does each client give" in page
-    table = page[page.index("What does each client give") :]
+    assert "Client contributions" in page
+    table = page[page.index("Client contributions") :]
     for client, about in after["influence"].items():
         row = table[table.index(f"<td>{client}</td>") :]
         row = row[: row.index("</tr>")]
@@ -410,17 +410,17 @@ def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"method": "prompts-only"}, "draws no image from what clients send"),
-        ({"method": "fedcgs"}, "draws no image from what clients send"),
-        ({"method": "feddeo", "num_clients": 21}, "of 3 to 20, and here are 21"),
-        ({"method": "feddeo", "num_clients": 2}, "of 3 to 20, and here are 2"),
+        ({"method": "prompts-only"}, "requires a method that synthesizes images"),
+        ({"method": "fedcgs"}, "requires a method that synthesizes images"),
+        ({"method": "feddeo", "num_clients": 21}, "requires 3 to 20 clients, but there are 21"),
+        ({"method": "feddeo", "num_clients": 2}, "requires 3 to 20 clients, but there are 2"),
         (
             {"method": "feddeo", "num_clients": 3, "left_out": "client-0"},
-            "of 3 to 20, and here are 2",
+            "requires 3 to 20 clients, but there are 2",
         ),
         (
             {"method": "feddeo", "num_clients": 3, "synthesis__images_per_class": 2},
-            "of at least 3",
+            "images-per-class to be at least 3",
         ),
     ],
 )

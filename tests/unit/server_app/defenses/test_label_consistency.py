@@ -528,7 +528,7 @@ def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
         assert about["agreement"] == pytest.approx(np.mean(list(about["classes"].values())))
         assert (client in said) == (about["doubted"] != "")
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "Do the images show their classes?" in page
+    assert "Label consistency of the synthetic images" in page
     assert "scoring label consistency" in {phase["phase"] for phase in found["phases"]}
 
 
@@ -536,12 +536,12 @@ def test_a_run_that_was_not_asked_says_nothing(home: Path, tiny_kit: Path) -> No
     start(quick(method="prompts-domain", kit=str(tiny_kit)))
     assert metrics(home)["agreement"] == {}
     assert not (home / "runs" / "job" / "agreement.json").exists()
-    assert "Do the images" not in (home / "runs" / "job" / "report.html").read_text()
+    assert "Label consistency" not in (home / "runs" / "job" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     "method", ["prompts-only", "ceiling", "fedcgs", "local", "fedavg", "feddisc"]
 )
 def test_without_images_of_a_client_there_is_nothing_to_look_at(method: str) -> None:
-    with pytest.raises(ConfigError, match="robust = 'report': .* take off"):
+    with pytest.raises(ConfigError, match="robust = 'report'.* set robust = 'off'"):
         parse_run_config(quick(method=method, robust="report"))

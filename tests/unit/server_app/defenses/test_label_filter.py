@@ -136,7 +136,7 @@ def test_who_has_teachers_or_no_images_has_no_second_opinion(method: str) -> Non
 
 def test_a_second_opinion_wants_an_image_for_each_half() -> None:
     """With one image a class, every other image would be every other class."""
-    with pytest.raises(ConfigError, match="images-per-class of at least 2"):
+    with pytest.raises(ConfigError, match="images-per-class to be at least 2"):
         parse_run_config(
             quick(method="prompts-only", label_check="soft", synthesis__images_per_class=1)
         )

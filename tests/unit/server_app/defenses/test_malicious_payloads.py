@@ -69,20 +69,20 @@ def test_a_payload_that_ended_the_server_is_not_read_again(
     end_while_reading(payloads.parent, "client-1")
     assert (payloads / "client-1.decoding").exists()
     assert asked(start(config)) == [1]
-    assert "payload of client-1: message: the server ended while it read this payload" in (
+    assert "payload of client-1: message: the server ended while it decoded this payload" in (
         caplog.text
     )
     assert (payloads / "client-1.pb").exists()
     assert not list(payloads.glob("*.decoding"))
     end_while_reading(payloads.parent, "client-1")
     assert asked(start(config)) == [1]
-    assert f"ended {MOST_ENDS} times while it read what this client sent" in caplog.text
+    assert f"ended {MOST_ENDS} times while it decoded this client's payloads" in caplog.text
     assert not (payloads / "client-1.pb").exists()
     assert (payloads / "client-1.pb.refused").exists()
     assert metrics(home)["server"]["synthetic_images"] == 10  # the run went on
     assert metrics(home)["warnings"] == []
-    assert "Worth a look" not in (payloads.parent / "report.html").read_text()
-    with pytest.raises(RoundError, match="client-1: .*is read no more in this job"):
+    assert "<h2>Warnings</h2>" not in (payloads.parent / "report.html").read_text()
+    with pytest.raises(RoundError, match="client-1: .*this job accepts no more of them"):
         start({**config, "min-clients": 2})
 
 
@@ -112,7 +112,9 @@ def test_memory_that_does_not_suffice_is_that_clients_failure(
     status = json.loads((home / "runs" / "job" / "status.json").read_text())
     assert status["phase"] == "finished"
     assert status["clients"]["client-1"] == "refused"
-    no_room = pytest.raises(wire.PayloadError, match="client-1: message: there is no memory")
+    no_room = pytest.raises(
+        wire.PayloadError, match="client-1: message: there is not enough memory"
+    )
     with no_room, RunFolder(home / "other").decoding("client-1"):
         raise MemoryError
 
@@ -403,7 +405,7 @@ def test_a_run_with_a_poisoned_payload_says_so_and_goes_on(
     assert warning in caplog.text
     assert status["clients"]["client-1"].startswith("delivered")
     page = (home / "runs" / "bad" / "report.html").read_text()
-    assert "Worth a look" in page
+    assert "<h2>Warnings</h2>" in page
     folded = f"<details><summary>details</summary>{details}</details>"
     assert text.replace("'", "&#39;") + folded in page
     shown = CliRunner().invoke(cli, ["show", str(home / "runs" / "bad")]).output

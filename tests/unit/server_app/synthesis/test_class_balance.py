@@ -101,14 +101,18 @@ def test_a_dry_run_counts_public_domains_beside_them() -> None:
 
 
 def test_what_draws_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="class-balance = true: method 'fedavg' draws no image"):
+    with pytest.raises(
+        ConfigError, match="class-balance = true: method 'fedavg' synthesizes no images"
+    ):
         config_with(method="fedavg", class_balance=True)
 
 
 def test_what_draws_every_class_for_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="class-balance = true: method 'prompts-only' draws eve"):
+    with pytest.raises(
+        ConfigError, match="class-balance = true: method 'prompts-only' synthesizes"
+    ):
         config_with(method="prompts-only", class_balance=True)
     vector = {"method": "domain-vector", "class_balance": True}
-    with pytest.raises(ConfigError, match="with domain-vector.classes = 'all' every class"):
+    with pytest.raises(ConfigError, match="with domain-vector.classes = 'all' the server"):
         config_with(**vector, domain_vector__classes="all")
     assert config_with(**vector, domain_vector__classes="held").class_balance

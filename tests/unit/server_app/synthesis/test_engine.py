@@ -564,7 +564,7 @@ def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> Non
         ),
         (
             {"method": "fedcado", "fedcado__gradient": "x0", "synthesis__cache_interval": 2},
-            "fedcado.noise-edits = 0",
+            "fedcado.noise-edits to 0",
         ),
         (
             {"method": "espresso", "synthesis__cache_interval": 2},
@@ -576,7 +576,7 @@ def test_checkpointing_computes_again_and_changes_nothing(tiny_kit: Path) -> Non
         ),
         (
             {"method": "espresso", "synthesis__solver": "unipc"},
-            "synthesis.solver = 'unipc': Espresso needs 'ddim'",
+            "synthesis.solver = 'unipc': Espresso requires 'ddim'",
         ),
     ],
 )
@@ -600,10 +600,10 @@ def test_the_report_says_what_is_approximate(tmp_path: Path) -> None:
             [],
         ),
         ({"synthesis.solver": "unipc"}, ["solver unipc"]),
-        ({"synthesis.guided-to": 800}, ["guidance at timesteps 0 to 800 alone"]),
+        ({"synthesis.guided-to": 800}, ["guidance only at timesteps 0 to 800"]),
         ({"fedlmg.gradient": "x0"}, ["the classifier's gradient at x0"]),
-        ({"synthesis.cache-interval": 3}, ["the UNet's inner blocks at one of 3 steps"]),
-        ({"synthesis.small-decoder": "kit"}, ["guidance through a small decoder"]),
+        ({"synthesis.cache-interval": 3}, ["the UNet's inner blocks in one of 3 steps"]),
+        ({"synthesis.small-decoder": "kit"}, ["guidance through a tiny decoder"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**base, **more}))
         assert gather(tmp_path)["approximations"] == expected
