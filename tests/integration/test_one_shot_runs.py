@@ -90,6 +90,7 @@ def test_nothing_is_sent_of_a_class_that_a_site_finds_too_small(
     assert "client-1: min-class-images" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.flops
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_makes_its_round_trip(
@@ -201,6 +202,7 @@ def test_a_finished_job_asks_nobody_and_renders_nothing(
     assert metrics(home)["accuracy"] == before["accuracy"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_server_makes_the_same_images(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_disk_that_fills_loses_nothing(
     assert len((small_disk / "job" / "manifest.jsonl").read_text().splitlines()) == 2 * 10
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     """An image gone, one cut short, one changed by a pixel; a bit of a model and of a payload.
 
@@ -450,6 +453,7 @@ def test_a_client_that_is_asked_twice_at_once_works_once(
     assert made == ["client-0"]
 
 
+@pytest.mark.slow
 def test_a_cached_payload_of_other_settings_is_not_sent(home: Path, tiny_kit: Path) -> None:
     def refuse(index: int, kind: str, reply: Message) -> Message | None:
         return (

@@ -93,6 +93,7 @@ def test_what_shapes_a_domains_images_is_in_its_units_names(tiny_kit: Path) -> N
     assert len({*names[1:], *guided[1:], *worded[1:]}) == 12
 
 
+@pytest.mark.slow
 def test_a_run_has_the_clients_images_and_the_domains(home: Path, tiny_kit: Path) -> None:
     """The clients' are the very same as without."""
 

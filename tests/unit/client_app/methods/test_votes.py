@@ -293,6 +293,7 @@ def test_a_vote_for_nobody_is_refused() -> None:
         probe(replace(sound, winners=sound.winners + 1), "a", config)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_guarantees(home: Path, tiny_kit: Path) -> None:
     """One site lowers the run's 2 to 0.5."""
     config = quick(method="votes", kit=str(tiny_kit), epsilon=2.0)

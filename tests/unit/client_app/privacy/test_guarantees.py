@@ -560,6 +560,7 @@ def test_every_method_says_what_could_be_learned() -> None:
         assert bool(method.reveals) == bool(method.payload or method.rounds), name
 
 
+@pytest.mark.slow
 def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     config = quick(method="oscar-pooled", kit=str(tiny_kit), epsilon=2.0, delta=1e-6)
     run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")

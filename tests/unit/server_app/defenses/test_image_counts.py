@@ -345,6 +345,7 @@ def claims(total: int) -> Callable[[int, str, Message], Message | None]:
     return tamper
 
 
+@pytest.mark.slow
 def test_a_run_caps_a_client_and_says_so_in_status_and_report(home: Path, tiny_kit: Path) -> None:
     config = quick(**FEDPFT, kit=str(tiny_kit))
     start(config, tamper=claims(100_000))

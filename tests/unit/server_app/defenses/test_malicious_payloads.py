@@ -55,6 +55,7 @@ def asked(grid) -> list[int]:  # type: ignore[no-untyped-def]
     return [index for index, kind in grid.sent if kind == "train"]
 
 
+@pytest.mark.slow
 def test_a_payload_that_ended_the_server_is_not_read_again(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
