@@ -13,11 +13,9 @@ from osfl.util.prompts import DIGITS
 from server_app import public_domains
 from server_app.app import needed_bytes
 from server_app.synthesis.plan import ImageJob, cut_units
-from tests.helpers.composition import CPU, composed, config_of, prompts_of, server
+from tests.helpers.composition import CPU, config_of, prompts_of, server
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import start
-
-__all__ = ["composed"]  # a fixture
 
 PUBLIC = "Oil painting, neon"
 

@@ -30,12 +30,11 @@ from server_app.methods import votes
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, TIMESTEPS, analytic_kit, numbers
 from tests.helpers.analytic_clients import SHAPE, generator, images, job_of
-from tests.helpers.composition import CPU, PLAN, composed, config_of, prompts_of, server
+from tests.helpers.composition import CPU, PLAN, config_of, prompts_of, server
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import metrics, nodes
 
-__all__ = ["composed"]  # a fixture
 DRAWN = 40_000
 
 
