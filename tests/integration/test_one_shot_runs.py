@@ -252,6 +252,7 @@ def small_disk(home: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(runs)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_loses_nothing(
     small_disk: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +360,7 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
     home: Path, tiny_kit: Path
 ) -> None:
@@ -400,6 +402,7 @@ def test_a_disk_that_never_gives_back_an_image_ends_the_run(
     assert len(made) == 3 * len(set(made))
 
 
+@pytest.mark.slow
 def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_kit: Path) -> None:
     """The server loses the reply.
 
@@ -510,6 +513,7 @@ def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(
     assert [index for index, kind in grid.sent if kind == "train"] == [1]
 
 
+@pytest.mark.slow
 def test_a_payload_that_leads_sampling_astray_is_left_out(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,6 +612,7 @@ def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit
 
 
 # Nobody learned again
+@pytest.mark.slow
 def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005)
     with pytest.raises(
@@ -858,6 +863,7 @@ def only_client_0(index: int, kind: str, reply: Message) -> Message:
     )
 
 
+@pytest.mark.slow
 def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_kit: Path) -> None:
     """Trained without client 1.
 
@@ -875,6 +881,7 @@ def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_k
     assert model.stat().st_mtime_ns == trained
 
 
+@pytest.mark.slow
 def test_a_resumed_run_needs_no_client_whose_payload_it_has(home: Path, tiny_kit: Path) -> None:
     """All payloads are stored and one site is gone.
 
@@ -1230,6 +1237,7 @@ def test_domains_that_nobody_names_are_asked_for(home: Path, tiny_kit: Path) -> 
     assert [pb.Payload.FromString(blob).domain.name for blob in blobs] == ["etching", "fresco"]
 
 
+@pytest.mark.slow
 def test_a_lower_limit_does_not_refuse_what_was_stored(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config)

@@ -324,6 +324,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(
             find_kit("owner/model", DIFFUSION_PARTS)
 
 
+@pytest.mark.slow
 def test_a_run_takes_its_kit_from_the_hub(
     served: Hub, tiny_kit: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

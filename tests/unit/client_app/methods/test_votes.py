@@ -242,6 +242,7 @@ def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Pa
     assert site.file.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_a_payload_that_is_asked_for_again_is_the_same_one(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -462,6 +462,7 @@ def rolled(payload: Descriptions) -> Descriptions:
     return replace(payload, vectors=payload.vectors.roll(1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie", [rolled, lambda payload: replace(payload, vectors=1000 * payload.vectors)]
 )
@@ -516,6 +517,7 @@ def run_folder(tmp_path: Path) -> Callable[[Any, tuple[str, ...]], ServerJob]:
 # ---- A whole run ----
 
 
+@pytest.mark.slow
 def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
     """This kit was never trained: it knows few classes, and those by chance."""
     start(quick(method="feddeo", kit=str(tiny_kit), robust="report"))
