@@ -187,6 +187,7 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     assert f"client-0: adapted, it says {right} of 24 test images right" in caplog.text
 
 
+@pytest.mark.slow
 def test_in_a_run_with_an_epsilon_nobody_is_heard(home: Path, root: Path) -> None:
     """Not even a client that tells."""
     config = settings(root, method="fedpft", epsilon=1.0, classifier__init="none")

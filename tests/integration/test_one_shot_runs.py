@@ -62,6 +62,7 @@ def failed(*it: object) -> None:
     pytest.fail(str(it))
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_of_a_class_that_a_site_finds_too_small(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +160,7 @@ def test_every_method_makes_its_round_trip(
         assert metrics(home)["accuracy"] == result["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_runs_results_can_be_shown_again(home: Path, tiny_kit: Path) -> None:
     start(quick(method="local", kit=str(tiny_kit)))
     shown = CliRunner().invoke(
@@ -186,6 +188,7 @@ def test_payload_sizes_are_those_on_the_wire(home: Path, tiny_kit: Path) -> None
         )
 
 
+@pytest.mark.slow
 def test_a_finished_job_asks_nobody_and_renders_nothing(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +389,7 @@ def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
     assert CliRunner().invoke(cli, ["verify", str(folder)]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_never_gives_back_an_image_ends_the_run(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,6 +503,7 @@ def test_one_bad_payload_does_not_harm_the_others(home: Path, tiny_kit: Path) ->
     }
 
 
+@pytest.mark.slow
 def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(
     home: Path, tiny_kit: Path
 ) -> None:
@@ -627,6 +632,7 @@ def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -
     assert all(about["resent"] for about in metrics(home)["clients"].values())
 
 
+@pytest.mark.slow
 def test_an_oversized_payload_is_refused_before_it_is_stored(home: Path, tiny_kit: Path) -> None:
     """From clients that sent it all the same."""
     config = quick(method="feddeo", kit=str(tiny_kit))
@@ -902,6 +908,7 @@ def test_a_resumed_run_needs_no_client_whose_payload_it_has(home: Path, tiny_kit
     assert "Not tested everywhere: client-1" in (home / "runs" / "job" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_offline_is_asked_again_when_it_is_back(home: Path, tiny_kit: Path) -> None:
     """Flower answers at once for a node that is away; more often than a crash would be forgiven."""
     away = iter(range(5))
@@ -981,6 +988,7 @@ def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: 
     assert len(metrics(home)["clients"]) == 2
 
 
+@pytest.mark.slow
 def test_a_message_that_a_node_lost_is_asked_again(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1098,6 +1106,7 @@ def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Pat
         falter(tiny_kit, {("pull-messages", 3): ("pull-messages", 404)})
 
 
+@pytest.mark.slow
 def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: Path) -> None:
     def dying(index: int, kind: str, reply: Message) -> Message:
         return (
@@ -1110,6 +1119,7 @@ def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: P
         start(quick(method="feddeo", kit=str(tiny_kit)), tamper=dying)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["query.join", "train", "evaluate"])
 @pytest.mark.parametrize("content", ["empty", "nan"])
 def test_a_reply_that_makes_no_sense_harms_only_its_sender(

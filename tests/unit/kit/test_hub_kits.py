@@ -345,6 +345,7 @@ def test_a_run_takes_its_kit_from_the_hub(
     assert {kind for _, kind in again.sent} == {"query.join", "query.acknowledge", "evaluate"}
 
 
+@pytest.mark.slow
 def test_a_clients_own_kit_is_compared_with_the_hubs(
     served: Hub, tiny_kit: Path, home: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def reader() -> SVC:
     )
 
 
+@pytest.mark.slow
 def test_class_prompts_give_legible_photographs(shipped_kit: Path, reader: SVC) -> None:
     pixels, labels = samples(shipped_kit, "an image of {}", 4, 20)
     assert reader.score(grey(pixels), labels) > 0.85

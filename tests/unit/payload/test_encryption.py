@@ -254,6 +254,7 @@ def run_sealed(
     return grid
 
 
+@pytest.mark.slow
 def test_what_passes_through_is_ciphertext_alone(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:

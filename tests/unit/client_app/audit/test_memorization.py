@@ -19,6 +19,8 @@ from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import nodes
 
+pytestmark = pytest.mark.slow
+
 
 def source(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

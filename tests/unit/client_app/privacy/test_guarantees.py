@@ -311,6 +311,7 @@ def test_a_private_mean_of_captions_is_cut_around_the_prompts(
     assert float(moved[1]) == pytest.approx(limit, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", APPROXIMATE)
 def test_a_private_payload_is_another_one_each_time(
     tiny_kit: Path, tiny_unclip: Path, method: str, monkeypatch: pytest.MonkeyPatch

@@ -533,6 +533,7 @@ def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
     assert "judging the images" in {phase["phase"] for phase in found["phases"]}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_asked_says_nothing(home: Path, tiny_kit: Path) -> None:
     start(quick(method="prompts-domain", kit=str(tiny_kit)))
     assert metrics(home)["agreement"] == {}
