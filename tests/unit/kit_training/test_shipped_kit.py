@@ -113,6 +113,7 @@ def test_few_steps_are_as_legible(shipped_kit: Path, reader: SVC) -> None:
     assert score(2.0) < 0.7
 
 
+@pytest.mark.slow
 def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
     """Cheap marks of three styles.
 
