@@ -190,6 +190,7 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
             assert (gradient * direction).sum().item() == pytest.approx(numeric.item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_guided_loss_falls_along_the_whole_sampling(exact: Kit) -> None:
     """One seed, with and without guidance.
 

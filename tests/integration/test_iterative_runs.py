@@ -105,6 +105,7 @@ def test_feddf_distils_the_mean_from_the_clients_models(
     assert torch.allclose(model(home, "feddf")["fc.bias"], calls[1][0] + 1)
 
 
+@pytest.mark.slow
 def test_the_methods_differ_in_their_penalty_alone(home: Path, tiny_kit: Path) -> None:
     """FedProx with a large mu stays near the start, with mu = 0 it is FedAvg."""
     common = {"kit": str(tiny_kit), "rounds__count": 1, "classifier__batch_size": 5}
@@ -148,6 +149,7 @@ def test_every_client_trains_in_every_round_and_all_is_counted(home: Path, tiny_
     assert metrics(home)["rounds"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "architectures"),
     [
@@ -525,6 +527,7 @@ def test_rounds_need_one_architecture_and_a_proxy_set_that_is_there(
         start(quick(method="feddf", kit=str(tiny_kit), rounds__proxy="/nowhere"))
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_can_be_the_proxy_set(
     home: Path, tiny_kit: Path, tmp_path: Path
 ) -> None:
@@ -544,6 +547,7 @@ def test_a_folder_of_images_can_be_the_proxy_set(
 # ---- Clients of different architectures ----
 
 
+@pytest.mark.slow
 def test_clients_of_different_architectures_make_one_global_model(
     home: Path, tiny_kit: Path
 ) -> None:

@@ -267,6 +267,7 @@ def test_a_simulation_asks_no_proxy_for_its_own_addresses(
     assert "large.example" in made["no_proxy"].split(",")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_superlink_is_reached_past_a_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -178,6 +178,7 @@ def mixed(kit: Path, folder: Path, **changes: object) -> dict:
     )
 
 
+@pytest.mark.slow
 def test_clients_of_mixed_architectures_take_each_their_own_from_one_folder(
     home: Path, tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -483,6 +483,7 @@ def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_pat
     assert made() == 3
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_repaired_kit_and_asks_nobody_again(
     home: Path, tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def reader() -> SVC:
     )
 
 
+@pytest.mark.slow
 def test_class_prompts_give_legible_photographs(shipped_kit: Path, reader: SVC) -> None:
     pixels, labels = samples(shipped_kit, "an image of {}", 4, 20)
     assert reader.score(grey(pixels), labels) > 0.85
@@ -112,6 +113,7 @@ def test_few_steps_are_as_legible(shipped_kit: Path, reader: SVC) -> None:
     assert score(2.0) < 0.7
 
 
+@pytest.mark.slow
 def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
     """Cheap marks of three styles.
 

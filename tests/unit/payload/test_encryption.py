@@ -254,6 +254,7 @@ def run_sealed(
     return grid
 
 
+@pytest.mark.slow
 def test_what_passes_through_is_ciphertext_alone(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_what_passes_through_is_ciphertext_alone(
     assert metrics(home)["clients"].keys() == {"client-0", "client-1"}
 
 
+@pytest.mark.slow
 def test_a_payload_that_just_fits_still_does_when_it_is_sealed(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:
@@ -343,6 +345,7 @@ def test_a_pinned_site_takes_part_where_nothing_is_sent(home: Path, tiny_kit: Pa
     assert "train" not in {kind for _, kind in grid.sent}
 
 
+@pytest.mark.slow
 def test_a_payload_that_is_asked_for_again_is_sealed_to_the_new_key(
     home: Path, tiny_kit: Path, key_file: Path, tmp_path: Path
 ) -> None:
@@ -405,6 +408,7 @@ def test_payloads_stay_sealed_on_the_disk(payloads: Path, key_file: Path, tiny_k
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_what_is_sealed(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
     """And does not ask again; nor where the run no more wants them to stay so."""
     before = {file: file.read_bytes() for file in payloads.glob("*.pb")}
@@ -413,6 +417,7 @@ def test_a_job_goes_on_with_what_is_sealed(payloads: Path, key_file: Path, tiny_
         assert {file: file.read_bytes() for file in payloads.glob("*.pb")} == before
 
 
+@pytest.mark.slow
 def test_one_that_was_open_stays_open_and_is_named(
     home: Path, tiny_kit: Path, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -424,6 +429,7 @@ def test_one_that_was_open_stays_open_and_is_named(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["", "new"])
 def test_without_their_key_nothing_is_lost(
     named: str, payloads: Path, tiny_kit: Path, key_file: Path, tmp_path: Path
@@ -443,6 +449,7 @@ def test_without_their_key_nothing_is_lost(
     assert asked(run_sealed(tiny_kit, wrong, {})) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 60, -1])
 def test_what_was_damaged_on_the_disk_is_asked_for_again(
     place: int, payloads: Path, tiny_kit: Path, key_file: Path

@@ -89,6 +89,7 @@ def add_kind(folder: Path, declaration: str) -> None:
     subprocess.run([*command, "osfl/payload/v1/payload.proto"], cwd=folder, check=True)
 
 
+@pytest.mark.slow
 def test_a_payload_kind_is_added_with_two_edits(tmp_path: Path, tiny_kit: Path) -> None:
     """A class in payloads.py and a message in payload.proto; then a method that sends it runs."""
     pytest.importorskip("grpc_tools")
@@ -102,6 +103,7 @@ def test_a_payload_kind_is_added_with_two_edits(tmp_path: Path, tiny_kit: Path) 
     assert (tmp_path / "runs" / "job" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_kind_without_shapes_ends_the_import(tmp_path: Path) -> None:
     copy_project(tmp_path)
     bare = KIND.replace('Annotated[torch.Tensor, Shape("classes", 3)]', "torch.Tensor")

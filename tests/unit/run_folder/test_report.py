@@ -156,6 +156,7 @@ def test_the_page_may_load_and_run_nothing(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_large_run_has_a_page_of_less_than_5_mb(tmp_path: Path) -> None:
     """100 clients, 345 classes, and several images of each class."""
     names = [f"client-{number:03d}" for number in range(100)]

@@ -13,11 +13,9 @@ from osfl.util.prompts import DIGITS
 from server_app import public_domains
 from server_app.app import needed_bytes
 from server_app.synthesis.plan import ImageJob, cut_units
-from tests.helpers.composition import CPU, composed, config_of, prompts_of, server
+from tests.helpers.composition import CPU, config_of, prompts_of, server
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import start
-
-__all__ = ["composed"]  # a fixture
 
 PUBLIC = "Oil painting, neon"
 
@@ -93,6 +91,7 @@ def test_what_shapes_a_domains_images_is_in_its_units_names(tiny_kit: Path) -> N
     assert len({*names[1:], *guided[1:], *worded[1:]}) == 12
 
 
+@pytest.mark.slow
 def test_a_run_has_the_clients_images_and_the_domains(home: Path, tiny_kit: Path) -> None:
     """The clients' are the very same as without."""
 

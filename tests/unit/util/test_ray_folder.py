@@ -34,6 +34,7 @@ def test_a_long_path_is_replaced_or_named(monkeypatch: pytest.MonkeyPatch) -> No
         ray_folder({"TMPDIR": LONG})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("length", [places.MOST_BYTES, 60])
 def test_ray_begins_at_the_limit_and_beyond(tmp_path: Path, length: int) -> None:

@@ -729,6 +729,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EXPECTED)
 def test_payloads_of_every_method_are_audited(
     method: str, home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
@@ -860,6 +861,7 @@ GUARANTEED = [name for name, method in METHODS.items() if method.private]
 REPEATS = {"votes": 3, "oscar": 4, "oscar-pooled": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [True, False], ids=["noised", "noise left out"])
 @pytest.mark.parametrize("method", GUARANTEED)
 def test_an_audit_finds_noise_that_was_left_out(

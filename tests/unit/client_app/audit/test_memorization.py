@@ -113,6 +113,7 @@ def copied(*arguments: object) -> Any:
     return CliRunner().invoke(cli, ["audit", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_runs_images_are_held_against_its_clients(done: Path) -> None:
     result = copied("--run", done, "--out", "found.json")
     assert result.exit_code == 0, result.output
@@ -126,6 +127,7 @@ def test_a_runs_images_are_held_against_its_clients(done: Path) -> None:
     assert json.loads(Path("one.json").read_text()) == {"client-1": found["client-1"]}
 
 
+@pytest.mark.slow
 def test_images_that_are_training_images_are_noticed(
     done: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +152,7 @@ def test_images_that_are_training_images_are_noticed(
     assert "*" in result.output
 
 
+@pytest.mark.slow
 def test_a_client_without_images_is_named_and_the_others_are_compared(done: Path) -> None:
     manifest = done / "manifest.jsonl"
     rows = [line for line in manifest.read_text().splitlines() if '"client-1"' in line]
@@ -160,6 +163,7 @@ def test_a_client_without_images_is_named_and_the_others_are_compared(done: Path
     assert list(json.loads(Path("found.json").read_text())) == ["client-1"]
 
 
+@pytest.mark.slow
 def test_what_is_no_run_or_has_settings_is_refused(done: Path, tmp_path: Path) -> None:
     assert "is no run's folder" in copied("--run", tmp_path / "none").output
     refused = copied("method=oscar", "--run", done)

@@ -30,12 +30,11 @@ from server_app.methods import votes
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, TIMESTEPS, analytic_kit, numbers
 from tests.helpers.analytic_clients import SHAPE, generator, images, job_of
-from tests.helpers.composition import CPU, PLAN, composed, config_of, prompts_of, server
+from tests.helpers.composition import CPU, PLAN, config_of, prompts_of, server
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import metrics, nodes
 
-__all__ = ["composed"]  # a fixture
 DRAWN = 40_000
 
 
@@ -243,6 +242,7 @@ def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Pa
     assert site.file.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_a_payload_that_is_asked_for_again_is_the_same_one(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +293,7 @@ def test_a_vote_for_nobody_is_refused() -> None:
         probe(replace(sound, winners=sound.winners + 1), "a", config)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_guarantees(home: Path, tiny_kit: Path) -> None:
     """One site lowers the run's 2 to 0.5."""
     config = quick(method="votes", kit=str(tiny_kit), epsilon=2.0)

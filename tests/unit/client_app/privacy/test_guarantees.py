@@ -311,6 +311,7 @@ def test_a_private_mean_of_captions_is_cut_around_the_prompts(
     assert float(moved[1]) == pytest.approx(limit, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", APPROXIMATE)
 def test_a_private_payload_is_another_one_each_time(
     tiny_kit: Path, tiny_unclip: Path, method: str, monkeypatch: pytest.MonkeyPatch
@@ -560,6 +561,7 @@ def test_every_method_says_what_could_be_learned() -> None:
         assert bool(method.reveals) == bool(method.payload or method.rounds), name
 
 
+@pytest.mark.slow
 def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     config = quick(method="oscar-pooled", kit=str(tiny_kit), epsilon=2.0, delta=1e-6)
     run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")

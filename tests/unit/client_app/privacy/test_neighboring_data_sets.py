@@ -176,6 +176,7 @@ def pairs() -> list[tuple[str, str]]:
     return same + [(method, "other class") for method in ANY_CLASS]
 
 
+@pytest.mark.slow
 @pytest.mark.flops
 @pytest.mark.parametrize(("method", "replaced"), pairs())
 def test_one_image_changes_nothing_but_what_is_noisy(

@@ -305,6 +305,7 @@ def mixed_nodes() -> list[dict]:
     return [node | {"architecture": a} for node, a in zip(nodes(3), architectures, strict=True)]
 
 
+@pytest.mark.slow
 def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -374,6 +374,7 @@ def test_models_point_at_who_swaps_its_classes(liar: str, tmp_path: Path) -> Non
 KINDS = ("own", "others")
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit: Path) -> None:
     asked: dict[str, Any] = {
         "method": "prompts-domain",

@@ -345,6 +345,7 @@ def claims(total: int) -> Callable[[int, str, Message], Message | None]:
     return tamper
 
 
+@pytest.mark.slow
 def test_a_run_caps_a_client_and_says_so_in_status_and_report(home: Path, tiny_kit: Path) -> None:
     config = quick(**FEDPFT, kit=str(tiny_kit))
     start(config, tamper=claims(100_000))
@@ -357,6 +358,7 @@ def test_a_run_caps_a_client_and_says_so_in_status_and_report(home: Path, tiny_k
     assert "max-weight-ratio = 10" in page
 
 
+@pytest.mark.slow
 def test_a_run_refuses_a_count_above_its_bound(home: Path, tiny_kit: Path) -> None:
     config = quick(**FEDPFT, kit=str(tiny_kit))
     with pytest.raises(
@@ -366,6 +368,7 @@ def test_a_run_refuses_a_count_above_its_bound(home: Path, tiny_kit: Path) -> No
     start({**config, "min-clients": 2}, "job", tamper=claims(10**7))
 
 
+@pytest.mark.slow
 def test_a_payload_states_no_more_than_its_client_declared(home: Path, tiny_kit: Path) -> None:
     lie = claims(100_000)
 

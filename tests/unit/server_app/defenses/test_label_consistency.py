@@ -463,6 +463,7 @@ def rolled(payload: Descriptions) -> Descriptions:
     return replace(payload, vectors=payload.vectors.roll(1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie", [rolled, lambda payload: replace(payload, vectors=1000 * payload.vectors)]
 )
@@ -517,6 +518,7 @@ def run_folder(tmp_path: Path) -> Callable[[Any, tuple[str, ...]], ServerJob]:
 # ---- A whole run ----
 
 
+@pytest.mark.slow
 def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
     """This kit was never trained: it knows few classes, and those by chance."""
     start(quick(method="feddeo", kit=str(tiny_kit), robust="report"))
@@ -532,6 +534,7 @@ def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
     assert "scoring label consistency" in {phase["phase"] for phase in found["phases"]}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_asked_says_nothing(home: Path, tiny_kit: Path) -> None:
     start(quick(method="prompts-domain", kit=str(tiny_kit)))
     assert metrics(home)["agreement"] == {}

@@ -55,6 +55,7 @@ def asked(grid) -> list[int]:  # type: ignore[no-untyped-def]
     return [index for index, kind in grid.sent if kind == "train"]
 
 
+@pytest.mark.slow
 def test_a_payload_that_ended_the_server_is_not_read_again(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_payload_that_was_read_leaves_no_mark(tmp_path: Path) -> None:
         assert not list((tmp_path / "payloads").iterdir())
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice_is_that_clients_failure(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +381,7 @@ def test_the_rule_by_hand() -> None:
     assert [o.client for o in find_outliers(norms_of(*wide, 180.0))] == ["client-4"]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_poisoned_payload_says_so_and_goes_on(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -381,6 +381,7 @@ def test_without_slow_nodes_few_are_pulled_at_once(stuck: threading.Event) -> No
     assert not begun.room()
 
 
+@pytest.mark.slow
 def test_a_stuck_pull_does_not_keep_the_process() -> None:
     """Nor does it speak up later: the process ends as if it were not there."""
     code = (

@@ -29,6 +29,7 @@ def settings(**overrides: object) -> SynthesisConfig:
     return replace(parse_run_config(quick()).synthesis, **overrides)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_units_side_by_side_are_the_same_images(home: Path, tiny_kit: Path) -> None:
     """With classifier guidance, whose hooks on the teachers are a sampler's own."""
     made = {}
@@ -221,6 +222,7 @@ def test_a_measurement_is_without_cached_features(
     assert loaded == [1]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_choice_that_it_began_with(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ def test_images_are_rounded_not_cut(tiny_kit: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
+@pytest.mark.slow
 def test_other_weights_of_a_small_decoder_are_other_images(
     tiny_kit: Path, home: Path, tmp_path: Path
 ) -> None:
@@ -272,6 +273,7 @@ def test_other_weights_of_a_small_decoder_are_other_images(
     assert not units[0] & units[1]
 
 
+@pytest.mark.slow
 def test_other_settings_of_the_sampling_are_other_images(tiny_kit: Path, home: Path) -> None:
     """Who samples, and how many at a time, is not among them."""
 

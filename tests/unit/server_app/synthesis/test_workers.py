@@ -29,7 +29,7 @@ from tests.helpers.settings import quick
 from tests.helpers.whole_runs import files, start
 
 # One cluster, not one for every process that runs tests
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 CPU = torch.device("cpu")
 # Twelve units of two
 UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {})
