@@ -42,7 +42,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     job.status.phase("solving for the head")
     weights = class_weights(payloads, job.config.max_weight_ratio)
     weight, bias = closed_form_head(
-        statistics, job.labels_of(payloads), len(job.classes), job.config.fedcgs.shrinkage, weights
+        statistics, job.held(payloads), len(job.classes), job.config.fedcgs.shrinkage, weights
     )
     images = sum(int(payload.counts.sum()) for payload in statistics.values())
     return store_with_head(job, "FedCGS", weight, bias, images, watch)

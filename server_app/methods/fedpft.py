@@ -38,7 +38,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     job.status.phase("training the head")
     features, labels, shares = drawn_features(
         mixtures,
-        job.labels_of(payloads),
+        job.held(payloads),
         settings.samples,
         job.config.seed,
         class_weights(payloads, job.config.max_weight_ratio),
