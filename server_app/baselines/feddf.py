@@ -157,7 +157,6 @@ def distil(
         students: one per architecture.
         teachers: all clients' models.
         proxy: the public images.
-        job: the run.
         number: the round's number, which seeds the batches.
     """
     settings = job.config.rounds

@@ -119,8 +119,8 @@ class Members:
         """
         if missing := sorted(set(self._held_out) - self.joined.keys()):
             raise RoundError(
-                f"left-out: {missing[0]!r} must join to test the model, and has not; the clients "
-                f"are {', '.join(sorted(self.joined))}"
+                f"left-out: {missing[0]!r} has not joined, and is required for testing; the "
+                f"clients are {', '.join(sorted(self.joined))}"
             )
         self.testers = {client: self.joined[client] for client in self._held_out}
         for client in self.testers:

@@ -61,11 +61,7 @@ def sample(
     """Sample images by semantics-preserving sampling (Espresso, phase 2).
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         sources: for every image its client's payload, and its class's row there.
-        settings: of Espresso.
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].

@@ -57,12 +57,7 @@ def sample(
     """Interpolate, noise and denoise latents.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         classes: the run's class names.
-        payloads: by client.
-        settings: of FedBiP.
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].

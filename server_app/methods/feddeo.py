@@ -64,12 +64,9 @@ def sample(
     """Sample with compositional guidance on the class's prompt and the client's description.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         prompts: tau of every class's prompt, [classes, L, d].
         descriptions: descriptions d_y [L, d] by (client, label).
         scales: (g_text, g_desc).
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].

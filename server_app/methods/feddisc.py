@@ -55,12 +55,8 @@ def sample(
     """Sample with compositional guidance on a cluster's centroid and the class's mean embedding.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         prompts: tau of every class's prompt, [classes, L, d].
         vectors: K centroids and the mean, [K + 1, 2e], by (client, label).
-        settings: of FedDISC.
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].

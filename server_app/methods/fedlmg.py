@@ -168,12 +168,9 @@ def sample(
     """Sample by classifier-guided denoising (FedLMG, section 3.3).
 
     Args:
-        kit: the base diffusion model.
         jobs: the images, which may belong to different clients.
         prompts: tau of every class's prompt, [classes, L, d].
         teachers: each client's classifier.
-        settings: of FedLMG.
-        steps: number of timesteps.
         size: side in pixels at which the classifiers were trained.
 
     Returns:
@@ -227,7 +224,6 @@ def guided(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
     """Return the guided noise prediction for the denoising loop.
 
     Args:
-        kit: the base diffusion model.
         loss_at: returns the noise prediction and the loss.
         scale: s.
     """

@@ -58,7 +58,6 @@ def drawn_features(
     """Sample features [N, D] with labels [N] and the number of images that each stands for [N].
 
     Args:
-        mixtures: by client.
         labels_of: the label of each of a client's rows.
         limit: upper bound of the features per client and class.
         seed: of the run; each client and class has its own random stream.
@@ -104,7 +103,6 @@ def trained_head(
         labels: y, [N].
         shares: sample weights, [N].
         classes: C.
-        settings: of FedPFT.
     """
     weight = torch.zeros(classes, features.shape[1], dtype=torch.float64)
     bias = torch.full((classes,), float(NEVER), dtype=torch.float64)

@@ -42,7 +42,6 @@ def by_name(
     """Return a function that samples images from prompts with class and domain.
 
     Args:
-        job: the run.
         device: to load the kit on.
         settings: has the prompt and the guidance scale.
         domain_of: returns the domain's name for an image.

@@ -54,11 +54,8 @@ def sample(
     """Sample with classifier-free guidance on one condition per image.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         c: the condition of every image, [B, L, d].
         guidance: g.
-        steps: number of timesteps.
         c0: the negative condition, [1, L, d]; None: the empty prompt's encoding.
 
     Returns:

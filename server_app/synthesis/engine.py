@@ -287,7 +287,6 @@ def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
     The seconds are the best over growing batches, because other load can only slow a pass down.
 
     Args:
-        kit: the base diffusion model.
         most: rows of the largest batch to try.
     """
     rows = min(2, most)

@@ -70,8 +70,6 @@ def render(
     """Sample every image of a plan that does not exist yet, and load them all.
 
     Args:
-        job: the run.
-        jobs: the plan.
         make_sampler: loads the models; not called if no image is missing.
         divisible: whether a unit may be sampled in batches, which get smaller if one does not fit
             into memory.

@@ -49,7 +49,6 @@ def sample_units(
 
     Args:
         make_sampler: loads the models.
-        units: the units to sample.
         device: the device of this process, or the kind of device of the actors.
         settings: with `workers` 0, units are sampled in this process, else by as many Ray actors.
         watcher: called for every denoising step in this process. Actors report whole units only.
