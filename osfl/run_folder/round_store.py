@@ -1,6 +1,7 @@
 """The rounds of iterative baselines."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osfl.run_folder.job_files import JobFiles
@@ -47,6 +48,11 @@ class RoundStore(JobFiles):
         for file in (self.path / "rounds").glob("*.safetensors"):
             if not file.name.startswith(f"{number:06d}"):
                 file.unlink()
+
+    @property
+    def round_record_file(self) -> Path:
+        """The path of the last round's record."""
+        return self.path / "rounds" / "done.json"
 
     def last_round(self) -> dict[str, Any] | None:
         """Read the record of the last round, or None before the first.
