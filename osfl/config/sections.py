@@ -719,7 +719,7 @@ class FedPFTConfig:
 class RoundsConfig:
     """Iterative baselines: fedavg, fedprox, feddyn and feddf. Clients train as `[classifier]` says.
 
-    FedDF distills into a model of `global-model.architecture` at the end.
+    The result of FedDF is a model of `global-model.architecture`.
     """
 
     count: Annotated[int, Range(1, 100_000), Doc("Rounds.")]

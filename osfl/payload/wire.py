@@ -191,16 +191,32 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     check_size(len(blob), expected)
     if sha256 is not None and digest(blob) != sha256:
         raise refuse("sha256", "the bytes do not match the digest in the header")
+    message = _parse(blob, expected, refuse)
+    # Unless the caller keeps it, this makes room for the tensors
+    del blob
+    classes = _check_header(message, expected, refuse)
+    body = message.WhichOneof("body")
+    kind = METHODS[expected.method].payload or "nothing"
+    if body != kind.lower():
+        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
+    payload = _read_body(kind_of(kind), getattr(message, body), classes, expected, refuse)
+    _check_values(payload, expected, refuse)
+    return payload
+
+
+def _parse(blob: bytes | memoryview, expected: Expected, refuse: "Refuse") -> pb.Payload:
     try:
         descriptor = cast(Descriptor, pb.Payload.DESCRIPTOR)
         scan(blob, descriptor, _most_fields(expected), _longest_text(expected))
-        message = pb.Payload.FromString(bytes(blob))
+        return pb.Payload.FromString(bytes(blob))
     except ScanError as error:
         raise refuse(error.field, error.problem) from None
     except DecodeError as error:
         raise refuse("message", f"not a payload, or cut short ({error})") from None
-    # Unless the caller keeps it, this makes room for the tensors
-    del blob
+
+
+def _check_header(message: pb.Payload, expected: Expected, refuse: "Refuse") -> tuple[str, ...]:
+    """Check the message's fields beside its body; return the classes."""
     for name, value in (
         ("version", VERSION),
         ("method", expected.method),
@@ -214,13 +230,7 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
         raise refuse(
             "classes", f"{list(classes)[:20]} must be a subset of the run's classes, in their order"
         )
-    body = message.WhichOneof("body")
-    kind = METHODS[expected.method].payload or "nothing"
-    if body != kind.lower():
-        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
-    payload = _read_body(kind_of(kind), getattr(message, body), classes, expected, refuse)
-    _check_values(payload, expected, refuse)
-    return payload
+    return classes
 
 
 def _read_body(

@@ -89,6 +89,21 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
 
     # ---- The job's inputs ----
 
+    @property
+    def config_file(self) -> Path:
+        """The path of the resolved run-config."""
+        return self.path / "config.json"
+
+    @property
+    def kit_file(self) -> Path:
+        """The path of the kit's digests."""
+        return self.path / "kit.json"
+
+    @property
+    def status_file(self) -> Path:
+        """The path of the run's status."""
+        return self.path / "status.json"
+
     def stored_config(self) -> dict[str, Any] | None:
         """Read the resolved run-config, flat; None before the run has started.
 
@@ -143,7 +158,7 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
 
     def forget_status(self) -> None:
         """Remove the previous run's status at the start of a run."""
-        (self.path / "status.json").unlink(missing_ok=True)
+        self.status_file.unlink(missing_ok=True)
 
     def take_log(self, log_file: Path) -> Path:
         """Move a simulation's log into the folder; return its new path.
@@ -195,7 +210,7 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
     root = runs_root(config)
     folder = RunFolder(root / job_id)
     private_folder(root)
-    is_new = not (folder.path / "config.json").exists()
+    is_new = not folder.config_file.exists()
     if is_new and (free := shutil.disk_usage(root).free) < needed_bytes:
         raise ConfigError(
             f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, but this run needs about "
@@ -235,12 +250,12 @@ def check_same_run(folder: RunFolder, config: dict[str, Any]) -> None:
     if stored is None:
         if results := _results(folder.path):
             raise ConfigError(
-                f"job-id = {job_id!r}: {folder.path / 'config.json'} is missing, so the run that "
+                f"job-id = {job_id!r}: {folder.config_file} is missing, so the run that "
                 f"{results[0]} belongs to is unknown. Restore it from a backup, or use another "
                 "job-id"
             )
         return
-    if "kit-sha256" in stored and not (folder.path / "kit.json").exists():
+    if "kit-sha256" in stored and not folder.kit_file.exists():
         raise ConfigError(
             f"job-id = {job_id!r} was started by an older version of OSFL, which identified the "
             "kit by all files of its folder. Finish it with that version, or use another job-id"

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osfl.run_folder.job_files import JobFiles
@@ -43,6 +44,33 @@ class ModelStore(JobFiles):
         from safetensors.torch import load
 
         return load(weights)
+
+    def model_files(self) -> list[Path]:
+        """List the files of all models."""
+        return sorted((self.path / "models").glob("*.safetensors"))
+
+    def model_records(self) -> list[Path]:
+        """List the records of all models, which are named after them."""
+        return sorted((self.path / "models").glob("*.json"))
+
+    def test_files(self) -> list[Path]:
+        """List the confusion matrices of all models, a global model before its adapted ones."""
+        return sorted((self.path / "tests").glob("*.json"), key=lambda file: file.stem)
+
+    @property
+    def withheld_file(self) -> Path:
+        """The path of the clients whose sites withhold their test results."""
+        return self.path / "withheld.json"
+
+    @property
+    def scores_file(self) -> Path:
+        """The path of the label-consistency scores."""
+        return self.path / "agreement.json"
+
+    @property
+    def contributions_file(self) -> Path:
+        """The path of the clients' contributions."""
+        return self.path / "influence" / "clients.json"
 
     def store_test(self, name: str, matrices: Mapping[str, list[list[int]]]) -> None:
         """Store a global model's confusion matrices by client: counts [true, predicted class]."""

@@ -46,12 +46,20 @@ class PayloadStore(JobFiles):
         record = self.read_json(f"payloads/{client}.json") or {}
         return str(record.get("sha256", ""))
 
+    def payload_files(self) -> list[Path]:
+        """List the files of all payloads, in the order of the clients' names."""
+        return sorted((self.path / "payloads").glob("*.pb"), key=lambda file: file.stem)
+
+    def payload_records(self) -> list[Path]:
+        """List the records of all payloads, which are named after the clients."""
+        return sorted((self.path / "payloads").glob("*.json"))
+
     def stored_clients(self) -> list[str]:
         """List the clients whose payloads are stored with a valid record.
 
         Payloads without one are quarantined, so that their clients are asked again.
         """
-        clients = sorted(file.stem for file in (self.path / "payloads").glob("*.pb"))
+        clients = [file.stem for file in self.payload_files()]
         for client in clients:
             if problem := self._payload_problem(client):
                 log.error("%s; the payload is quarantined, and %s is asked again", problem, client)

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osfl.run_folder.job_files import JobFiles
@@ -48,6 +49,11 @@ class RoundStore(JobFiles):
         for file in (self.path / "rounds").glob("*.safetensors"):
             if not file.name.startswith(f"{number:06d}"):
                 file.unlink()
+
+    @property
+    def round_record_file(self) -> Path:
+        """The path of the last round's record."""
+        return self.path / "rounds" / "done.json"
 
     def rounds_identity(self) -> str:
         """Return random digits that identify the rounds of this run, also after it resumes.

@@ -17,6 +17,7 @@ from typing import Any
 from osfl.config import ConfigError
 from osfl.run_folder.image_store import read_rows
 from osfl.run_folder.job_files import MADE_ANEW
+from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.verify import check_sealed, picture_problem
 from osfl.util.files import open_private, private_folder, read_json, write_atomically
 
@@ -45,7 +46,7 @@ def write_shards(
             other shards.
         DamageError: the manifest or `shards.json` is corrupt.
     """
-    manifest = run / "manifest.jsonl"
+    manifest = RunFolder(run).manifest_file
     if not os.path.lexists(manifest):
         raise ConfigError(
             f"{manifest} does not exist; the run has not finished its synthesis, or its method "

@@ -17,7 +17,7 @@ from typing import Any
 
 from osfl.run_folder.image_store import picture_digest, read_picture, read_rows
 from osfl.run_folder.job_files import MADE_ANEW
-from osfl.run_folder.layout import NOT_A_RECORD, SUMS
+from osfl.run_folder.layout import NOT_A_RECORD, SUMS, RunFolder
 from osfl.util.files import DamageError, read_json, write_atomically
 from osfl.util.text import plain
 
@@ -125,7 +125,7 @@ def _unit_rows(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all work units, sorted by file, and the problems with units."""
     rows = []
     problems = []
-    for unit in sorted((folder / "units").glob("*.jsonl")):
+    for unit in sorted(RunFolder(folder).unit_files()):
         try:
             rows += read_rows(unit)
         except OSError:
@@ -139,7 +139,7 @@ def _check_manifest(folder: Path, unit_rows: list[dict[str, Any]]) -> Finding:
 
     A run has a manifest from the end of its synthesis on.
     """
-    file = folder / "manifest.jsonl"
+    file = RunFolder(folder).manifest_file
     if not os.path.lexists(file):
         return Finding("manifest rows", 0, ())
     try:
@@ -175,16 +175,17 @@ def _check_records(folder: Path) -> Finding:
 
     Of an unfinished run only `config.json` is checked.
     """
+    run = RunFolder(folder)
     phase = None
     sealed = os.path.lexists(folder / SUMS)
-    ended = any(os.path.lexists(folder / name) for name in ("metrics.json", "report.html"))
+    ended = os.path.lexists(run.metrics_file) or os.path.lexists(run.report_file)
     problems = []
     try:
-        phase = read_json(folder / "status.json").get("phase")
+        phase = read_json(run.status_file).get("phase")
     except OSError:
         # A run that has just started has none
-        if sealed or ended or os.path.lexists(folder / "status.json"):
-            problems.append(_corruption(folder, folder / "status.json"))
+        if sealed or ended or os.path.lexists(run.status_file):
+            problems.append(_corruption(folder, run.status_file))
     else:
         if sealed and phase != "finished":
             problems.append("status.json does not say that the run has finished")
@@ -199,10 +200,11 @@ def _check_records(folder: Path) -> Finding:
 
 
 def _config_problem(folder: Path) -> str:
+    file = RunFolder(folder).config_file
     try:
-        read_json(folder / "config.json")
+        read_json(file)
     except OSError:
-        return _corruption(folder, folder / "config.json")
+        return _corruption(folder, file)
     return ""
 
 
