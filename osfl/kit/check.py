@@ -15,7 +15,7 @@ from osfl.kit.kits import (
     DIFFUSION_PARTS,
     LORA,
     SETTINGS,
-    SMALL_DECODER,
+    TINY_DECODER,
     WEIGHTS,
     KitError,
     KitFolder,
@@ -23,8 +23,8 @@ from osfl.kit.kits import (
     find_model,
     inner_settings,
 )
-from osfl.util.files import DamageError, placeholder
-from osfl.util.text import plain
+from osfl.util.files import CorruptFileError, placeholder_problem
+from osfl.util.text import sanitize
 
 CAPTIONERS = ("blip", "blip-2")  # by their model_type
 IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
@@ -86,7 +86,7 @@ INSTEAD = {
     "captioner": "name one with captioner=",
     "image_encoder": "name one with image-encoder= (FedDISC needs its kit's own)",
     "feature_extractor": "name one with image-encoder= (FedDISC needs its kit's own)",
-    SMALL_DECODER: "name one with synthesis.small-decoder=",
+    TINY_DECODER: "name one with synthesis.small-decoder=",
     LORA: "name some with synthesis.lora=",
 }
 
@@ -151,7 +151,7 @@ def _check_each(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -> No
 def _check_all(folder: KitFolder, parts: tuple[str, ...], image_condition: bool | None) -> None:
     """Whether the parts fit each other."""
     if set(DIFFUSION_PARTS) <= set(parts):
-        _check_together(folder, SMALL_DECODER in parts, image_condition)
+        _check_together(folder, TINY_DECODER in parts, image_condition)
     noised = "image_normalizer" in parts
     if noised or (image_condition and folder.has("image_normalizer/config.json")):
         _check_embedding(folder)
@@ -214,9 +214,9 @@ def check_small_decoder(source: str) -> None:
         KitError: as `check_kit`.
     """
     key = "synthesis.small-decoder"
-    folder = open_kit(find_model(source, SMALL_DECODER, key), key)
-    _check_part(folder, "", SMALL_DECODER)
-    _check_fit(folder, "", SMALL_DECODER, _check_weights(folder, "", SMALL_DECODER))
+    folder = open_kit(find_model(source, TINY_DECODER, key), key)
+    _check_part(folder, "", TINY_DECODER)
+    _check_fit(folder, "", TINY_DECODER, _check_weights(folder, "", TINY_DECODER))
 
 
 def check_lora(source: str, kit: str) -> None:
@@ -292,7 +292,7 @@ def _shapes(folder: KitFolder, file: str, is_network: bool = False) -> Shapes:
         raise KitError(f"{folder.setting} lacks {file}, which its index names; fetch it")
     try:
         return tensor_shapes(folder.path / file, is_network)
-    except DamageError as error:
+    except CorruptFileError as error:
         raise KitError(
             f"{folder.setting}: {file} cannot be loaded: {error}. Fetch it again"
         ) from None
@@ -349,7 +349,7 @@ def _check_settings_files(folder: KitFolder, part: str) -> None:
 
 def _check_text(folder: KitFolder, file: str) -> None:
     with open(folder.path / file, "rb") as opened:
-        problem = placeholder(opened.read(200))
+        problem = placeholder_problem(opened.read(200))
     if problem:
         raise KitError(f"{folder.setting}: {file} cannot be loaded: {problem}. Fetch it again")
 
@@ -431,7 +431,8 @@ def _check_special_tokens(folder: KitFolder, part: str, settings: Mapping[str, A
         if vocabulary and isinstance(text, str) and text not in vocabulary:
             file = file_in(part, "tokenizer_config.json")
             raise KitError(
-                f"{folder.setting}: {file} names the special token {plain(text, 80)!r}, which its "
+                f"{folder.setting}: {file} names the special token {sanitize(text, 80)!r}, which "
+                "its "
                 f"vocabulary lacks; set {key} to one of its tokens"
             )
 
@@ -477,7 +478,7 @@ def _are_betas(values: object, count: int) -> bool:
 def _odd(
     folder: KitFolder, file: str, settings: Mapping[str, Any], key: str, wanted: str
 ) -> KitError:
-    value = plain(repr(settings.get(key)), 100)
+    value = sanitize(repr(settings.get(key)), 100)
     return KitError(f"{folder.setting}: {file} says {key} = {value}; it must be {wanted}")
 
 
@@ -541,7 +542,7 @@ def _check_model(folder: KitFolder, part: str, kind: str, config: Mapping[str, A
     classes: dict[str, tuple[str, ...]] = {
         "unet": ("UNet2DConditionModel",),
         "vae": ("AutoencoderKL",),
-        SMALL_DECODER: ("AutoencoderTiny",),
+        TINY_DECODER: ("AutoencoderTiny",),
         "image_normalizer": ("StableUnCLIPImageNormalizer",),
     }
     types: dict[str, tuple[str, ...]] = {
@@ -612,7 +613,7 @@ def _text_settings(folder: KitFolder, part: str, config: Mapping[str, Any]) -> M
     if not isinstance(text, dict):
         raise KitError(
             f"{folder.setting}: {file_in(part, 'config.json')} says text_config = "
-            f"{plain(repr(text), 100)}; it must be an object of settings"
+            f"{sanitize(repr(text), 100)}; it must be an object of settings"
         )
     return text
 
@@ -639,7 +640,7 @@ def _check_pipeline(folder: KitFolder) -> None:
     if found not in PIPELINES:
         known = (name for start, name in OTHER_PIPELINES.items() if found.startswith(start))
         what = next(known, "another model")
-        raise KitError(f"{folder.setting} is {what} ({plain(found, 100) or 'unnamed'}); {TAKEN}")
+        raise KitError(f"{folder.setting} is {what} ({sanitize(found, 100) or 'unnamed'}); {TAKEN}")
 
 
 def _check_together(folder: KitFolder, small_decoder: bool, image_condition: bool | None) -> None:
@@ -679,7 +680,7 @@ def _check_together(folder: KitFolder, small_decoder: bool, image_condition: boo
         wanted = f"a whole number from 1 to {LARGEST_SAMPLE}"
         raise _odd(folder, "unet/config.json", unet, "sample_size", wanted)
     if small_decoder:
-        small = folder.settings(f"{SMALL_DECODER}/config.json").get("latent_channels", 4)
+        small = folder.settings(f"{TINY_DECODER}/config.json").get("latent_channels", 4)
         if small != channels:
             raise KitError(
                 f"{folder.setting}: its small_decoder takes {small} channels; the latents have "

@@ -19,15 +19,15 @@ from typing import Any
 from osfl.kit.digests import cache_folder
 from osfl.kit.headers import Shapes
 from osfl.kit.kits import KitError, KitFolder, file_in, inner_settings
-from osfl.methods import LORA, SMALL_DECODER
+from osfl.methods import LORA, TINY_DECODER
 from osfl.util.files import read_json, write_atomically
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 MOST_LAYERS = 1000  # of a model that is built; large ones have about 100
 MOST_MARKS = 1000  # that are remembered
 _COUNTS = re.compile(r"num_.*(layers|blocks)|layers_per_block")
 TRANSFORMERS_MODELS = ("text_encoder", "image_encoder", "captioner")
-DIFFUSERS_MODELS = ("unet", "vae", SMALL_DECODER, "image_normalizer")
+DIFFUSERS_MODELS = ("unet", "vae", TINY_DECODER, "image_normalizer")
 # Of the shipped kits' parts; tests/unit/kit/test_fits.py tells the marks of a kit that is made anew
 SHIPPED = frozenset(
     {
@@ -87,7 +87,7 @@ def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: 
     except Exception as error:
         raise KitError(
             f"{folder.setting}: {file_in(part, 'config.json')} describes no model that can be "
-            f"built: {plain(error) or type(error).__name__}"
+            f"built: {sanitize(error) or type(error).__name__}"
         ) from None
     if found.missing or found.mismatched:
         raise KitError(_told(folder, part, kind, shapes, sharded, found))
@@ -116,10 +116,10 @@ def check_lora_fit(setting: str, file: str, kit: KitFolder, shapes: Shapes) -> N
         found = _misfits_of_lora(kit, shapes)
     # Of the renaming: the other half of a layer
     except KeyError as error:
-        raise KitError(f"{begin}: it lacks {plain(error)}") from None
+        raise KitError(f"{begin}: it lacks {sanitize(error)}") from None
     # Whatever a library raises for names and settings that somebody wrote
     except Exception as error:
-        raise KitError(f"{begin}: {plain(error) or type(error).__name__}") from None
+        raise KitError(f"{begin}: {sanitize(error) or type(error).__name__}") from None
     if found:
         raise KitError(f"{begin}: {_told_of_lora(kit, shapes, found)}")
     _remember(mark)
@@ -138,7 +138,7 @@ def check_loaded(info: Mapping[str, Any], setting: str, part: str) -> None:
     wrong = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
     if wrong:
         raise KitError(
-            f"{setting}: the weights of {part} lack {plain(wrong[0], 200)!r} and "
+            f"{setting}: the weights of {part} lack {sanitize(wrong[0], 200)!r} and "
             f"{len(wrong) - 1} more tensors, or have them in another shape. Fetch them again"
         )
 
@@ -154,7 +154,8 @@ def check_finite(model: Any, setting: str, part: str) -> None:
             kind = str(tensor.dtype).removeprefix("torch.")
             cure = "" if kind == "float32" else "set synthesis.dtype to float32, or "
             raise KitError(
-                f"{setting}: the weights of {part} have NaN or infinity in {plain(name, 200)!r} as "
+                f"{setting}: the weights of {part} have NaN or infinity in "
+                f"{sanitize(name, 200)!r} as "
                 f"{kind}; {cure}fetch or save them again"
             )
 
@@ -194,7 +195,7 @@ def _told(
     begin = f"{folder.setting}: the weights of {kind} do not fit {settings}: "
     if not found.missing:
         name, has, wants = found.mismatched[0]
-        return f"{begin}{plain(name, 200)} has the shape {list(has)}; it must be {list(wants)}"
+        return f"{begin}{sanitize(name, 200)} has the shape {list(has)}; it must be {list(wants)}"
     message = f"{begin}they lack {found.missing[0]!r}"
     if len(found.missing) > 1:
         message += f" and {len(found.missing) - 1} more tensors"
@@ -226,7 +227,8 @@ def _told_of_lora(kit: KitFolder, shapes: Shapes, found: Sequence[str]) -> str:
 
 def _without(prefix: str) -> str:
     return (
-        f"All names in the file begin with {plain(prefix, 100)!r}: save the weights without this "
+        f"All names in the file begin with {sanitize(prefix, 100)!r}: save the weights without "
+        "this "
         "prefix"
     )
 

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from osfl.kit.check import check_settings
 from osfl.kit.digests import sha256_of
 from osfl.kit.kits import MOST_SETTINGS_BYTES, SETTINGS, KitError, KitFolder, Progress
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 HUB_SECONDS = 10.0  # for the hub's answer
 # The small files of every part, by which the others are chosen.
@@ -128,7 +128,7 @@ def _told(key: str, name: str) -> Iterator[None]:
         raise
     # Such as a file's name that leads out of its folder
     except ValueError as error:
-        raise KitError(f"{setting}: the hub's answer cannot be used: {plain(error)}") from None
+        raise KitError(f"{setting}: the hub's answer cannot be used: {sanitize(error)}") from None
     except (httpx.HTTPError, OSError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
             raise KitError(
@@ -177,7 +177,7 @@ def _check_sizes(setting: str, files: Iterable[DryRunFileInfo]) -> None:
         size = file.file_size or 0
         if size > MOST_SETTINGS_BYTES:
             raise KitError(
-                f"{setting}: {plain(file.filename, 200)} has {size / 1e6:,.0f} MB; "
+                f"{setting}: {sanitize(file.filename, 200)} has {size / 1e6:,.0f} MB; "
                 f"settings have at most {MOST_SETTINGS_BYTES / 1e6:,.0f}, and it is not fetched"
             )
 
@@ -238,7 +238,7 @@ def _check_digest(model: KitFolder, file: str, stated: str) -> None:
         link.unlink()
         copy.unlink(missing_ok=True)
         raise KitError(
-            f"{model.setting}: {plain(file, 200)} as fetched has another SHA-256 than the hub "
+            f"{model.setting}: {sanitize(file, 200)} as fetched has another SHA-256 than the hub "
             "states; it was damaged or changed on its way, and is removed. Fetch it again"
         )
 

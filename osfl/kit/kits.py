@@ -16,16 +16,16 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from osfl.kit.digests import sha256_of
-from osfl.methods import DIFFUSION_PARTS, LORA, SMALL_DECODER
+from osfl.methods import DIFFUSION_PARTS, LORA, TINY_DECODER
 from osfl.util.files import parse_json, read_bounded
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 # How the file of a part's weights begins: diffusers' name, or transformers'.
 WEIGHTS: Mapping[str, str] = {
     "vae": "diffusion_pytorch_model",
     "unet": "diffusion_pytorch_model",
     "image_normalizer": "diffusion_pytorch_model",
-    SMALL_DECODER: "diffusion_pytorch_model",
+    TINY_DECODER: "diffusion_pytorch_model",
     "text_encoder": "model",
     "image_encoder": "model",
     "captioner": "model",
@@ -196,7 +196,7 @@ class KitFolder:
         try:
             content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
         except (OSError, ValueError) as error:
-            raise KitError(f"{self.setting}: {file} cannot be loaded: {plain(error)}") from None
+            raise KitError(f"{self.setting}: {file} cannot be loaded: {sanitize(error)}") from None
         if not isinstance(content, dict):
             raise KitError(f"{self.setting}: {file} cannot be loaded: it is no JSON object")
         return content
@@ -238,7 +238,7 @@ class KitFolder:
             )
         if strange := [name for name in shards.values() if not _is_shard(name)]:
             raise KitError(
-                f"{self.setting}: {index} names {plain(repr(strange[0]), 100)}; it must name "
+                f"{self.setting}: {index} names {sanitize(repr(strange[0]), 100)}; it must name "
                 "safetensors beside it, by letters, digits, '.', '_' and '-'"
             )
         return [file_in(part, shard) for shard in sorted(set(shards.values()))]

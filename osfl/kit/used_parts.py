@@ -8,7 +8,7 @@ from pathlib import Path
 from osfl.config import ClassifierConfig, RunConfig, split_names
 from osfl.kit.digests import unread_bytes
 from osfl.kit.kits import KitError, file_digests, find_kit, initialisation_part, loaded_files
-from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, SMALL_DECODER
+from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, TINY_DECODER
 
 
 def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def run_models(config: RunConfig) -> list[RunModel]:
 def _sampling_models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
     """(key, folder, file or hub id, part) of what the server draws with beside the kit."""
     named = [
-        ("synthesis.small-decoder", config.synthesis.small_decoder, SMALL_DECODER),
+        ("synthesis.small-decoder", config.synthesis.small_decoder, TINY_DECODER),
         ("synthesis.lora", config.synthesis.lora, LORA),
     ]
     apart = [each for each in named if each[1] not in ("", "kit")]
@@ -129,7 +129,7 @@ def models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
 
 def sampling_parts(config: RunConfig) -> tuple[str, ...]:
     """The folders of the kit that the server draws with."""
-    small = (SMALL_DECODER,) if config.synthesis.small_decoder == "kit" else ()
+    small = (TINY_DECODER,) if config.synthesis.small_decoder == "kit" else ()
     lora = (LORA,) if config.synthesis.lora == "kit" else ()
     return (*DIFFUSION_PARTS, *small, *lora)
 

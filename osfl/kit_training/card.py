@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression
 
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.kit.kits import SMALL_DECODER
+from osfl.kit.kits import TINY_DECODER
 from osfl.methods import LORA
 from osfl.models import classifiers, diffusion, encoders
 from osfl.util.pixels import LEVELS, to_float
@@ -218,7 +218,7 @@ def _check_small_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) 
     """How far, in shades of 255, what the small decoder makes of test images' latents is from what
     D makes, and how far that is from the images.
     """
-    small = diffusion.load_small_decoder(source, kit, SMALL_DECODER)
+    small = diffusion.load_small_decoder(source, kit, TINY_DECODER)
     images = to_float(pixels[:: max(1, len(pixels) // 600)])
     with torch.no_grad():
         latents = kit.encode(images)[0]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
 from osfl.data.render import STYLES
-from osfl.kit.kits import SMALL_DECODER
+from osfl.kit.kits import TINY_DECODER
 from osfl.kit_training import Recipe, untrained
 from osfl.kit_training.diffusion_model import noise_prediction_loss
 from osfl.kit_training.stages import Corpus, Stage, run_stage
@@ -331,5 +331,5 @@ def train_small_decoder(
         ema_decay=0.995,
     )
     log = run_stage(stage, work, recipe.seed, device, progress)
-    small.half().save_pretrained(out / SMALL_DECODER)
+    small.half().save_pretrained(out / TINY_DECODER)
     return {"small_decoder": log}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from osfl.models.encoders import TextEncoder
-from osfl.util.prompts import fill
+from osfl.util.prompts import fill_prompt
 
 PROMPT = "a x style of a x"  # an x where S goes, and one where V goes
 
@@ -54,4 +54,4 @@ def _domain_place(text: TextEncoder) -> int:
 
 def concept_prompts(names: Sequence[str]) -> list[str]:
     """The prompts where the words begin; x stands where S goes."""
-    return [fill("a x style of a {class}", {"class": name}) for name in names]
+    return [fill_prompt("a x style of a {class}", {"class": name}) for name in names]

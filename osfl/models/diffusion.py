@@ -29,14 +29,14 @@ from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.headers import Shapes
 from osfl.kit.kits import (
     DIFFUSION_PARTS,
-    SMALL_DECODER,
+    TINY_DECODER,
     KitError,
     find_model,
     kit_shapes,
     variant_of,
 )
 from osfl.models.encoders import TextEncoder, load_text_encoder
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -206,7 +206,7 @@ def load_kit(
         raise
     # Whatever the library raises for settings that somebody wrote
     except Exception as error:
-        raise KitError(f"kit = {source!r} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"kit = {source!r} cannot be loaded: {sanitize(error)}") from error
     for module in (vae, unet):
         module.to(device).eval().requires_grad_(False)
     return Kit(vae, unet, text, scheduler, device, dtype)
@@ -240,7 +240,7 @@ def _network(
         )
     # Whatever the library raises for settings that somebody wrote
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, kind)
     # Of a file with numbers of several types diffusers leaves some as they are
     network.to(dtype)
@@ -256,7 +256,7 @@ def _network_class(kind: str) -> Any:
         "vae": AutoencoderKL,
         "unet": UNet2DConditionModel,
         "image_normalizer": StableUnCLIPImageNormalizer,
-        SMALL_DECODER: AutoencoderTiny,
+        TINY_DECODER: AutoencoderTiny,
     }[kind]
 
 
@@ -294,7 +294,7 @@ def check_schedule(source: str) -> DDIMScheduler:
     # Whatever the library raises for settings that somebody wrote
     except Exception as error:
         raise KitError(
-            f"kit = {source!r}: its scheduler/ cannot be read: {plain(error)}"
+            f"kit = {source!r}: its scheduler/ cannot be read: {sanitize(error)}"
         ) from error
     if not bool(torch.isfinite(scheduler.alphas_cumprod).all()):
         raise KitError(f"kit = {source!r}: its scheduler's alphas_cumprod is not finite")
@@ -319,12 +319,12 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
         KitError: it is not there, is damaged, or is of other latents or images than the kit's.
     """
     key = "synthesis.small-decoder"
-    source = find_model(source, SMALL_DECODER, key)
+    source = find_model(source, TINY_DECODER, key)
     if subfolder:
-        check_kit(source, (SMALL_DECODER,))
+        check_kit(source, (TINY_DECODER,))
     else:
         check_small_decoder(source)
-    small = _network(source, SMALL_DECODER, kit.dtype, key, subfolder)
+    small = _network(source, TINY_DECODER, kit.dtype, key, subfolder)
     small.to(kit.device).eval().requires_grad_(False)
     c, h, w = kit.latent_shape
     if small.config.latent_channels != c:
@@ -421,7 +421,7 @@ def misfits_of_lora(kit: Path, shapes: Shapes) -> list[str]:
         # What the library has left out is known by its old name alone
         problem = _lora_problem(new_names.get(id(tensor), name), has, layers)
         if problem and tensor.is_meta:
-            found.append(f"{plain(name, 200)!r} {problem}")
+            found.append(f"{sanitize(name, 200)!r} {problem}")
     if not found:
         _add_lora(dict(state), unet)
     return found
@@ -602,7 +602,7 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
         scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
     # Whatever the library raises for settings that somebody wrote
     except Exception as error:
-        raise KitError(f"kit = {kit!r} is no Stable unCLIP: {plain(error)}") from error
+        raise KitError(f"kit = {kit!r} is no Stable unCLIP: {sanitize(error)}") from error
     return EmbeddingNoise(normalizer.float().requires_grad_(False), scheduler)
 
 

@@ -33,8 +33,8 @@ from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.headers import Shapes
 from osfl.kit.kits import KitError, find_model, variant_of
 from osfl.util.costs import FlopMeter
-from osfl.util.pixels import cut_ends
-from osfl.util.text import plain
+from osfl.util.pixels import crop_long_side
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -117,12 +117,13 @@ def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
     # Whatever the library raises for files that somebody wrote
     except Exception as error:
         raise KitError(
-            f"{setting}: its tokenizer/ cannot be loaded: {plain(error)}. Fetch it again"
+            f"{setting}: its tokenizer/ cannot be loaded: {sanitize(error)}. Fetch it again"
         ) from None
     if last >= config.vocab_size:
         name = tokenizer.convert_ids_to_tokens(last)
         raise KitError(
-            f"{setting}: tokenizer/ has the special token {plain(name, 80)!r} with number {last}, "
+            f"{setting}: tokenizer/ has the special token {sanitize(name, 80)!r} with number "
+            f"{last}, "
             f"but text_encoder/config.json says vocab_size = {config.vocab_size}; set pad_token, "
             "bos_token and eos_token in tokenizer/tokenizer_config.json to tokens of its own"
         )
@@ -242,7 +243,9 @@ class Captioner:
         for chunk in pixels.split(16):
             step = partial(self._tokens, chunk)
             tokens = (
-                meter.run_then(step, lambda tokens: ("caption", *tokens.shape)) if meter else step()
+                meter.run_by_result(step, lambda tokens: ("caption", *tokens.shape))
+                if meter
+                else step()
             )
             texts += self.processor.batch_decode(tokens, skip_special_tokens=True)
         return [text.strip() for text in texts]
@@ -268,7 +271,7 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
     """
     side = _resized_to(processor)
     if processor.size.shortest_edge:
-        picture = cut_ends(picture)
+        picture = crop_long_side(picture)
     return processor(
         picture,
         do_center_crop=True,
@@ -308,7 +311,7 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
         )
     # Whatever the library raises for settings that somebody wrote
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, "image_encoder")
     check_finite(model, setting, "image_encoder")
     return ImageEncoder(model.to(device).eval().requires_grad_(False), processor)
@@ -360,7 +363,7 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
         processor = of_processor.from_pretrained(place, trust_remote_code=False)
     # Whatever the library raises for settings that somebody wrote
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, "captioner")
     check_finite(model, setting, "captioner")
     return Captioner(model.to(device).eval().requires_grad_(False), processor)

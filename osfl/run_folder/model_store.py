@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osfl.run_folder.job_files import JobFiles
-from osfl.util.files import DamageError, read_json
+from osfl.util.files import CorruptFileError, read_json
 
 if TYPE_CHECKING:
     # Takes seconds to import, and few readers need it
@@ -33,7 +33,7 @@ class ModelStore(JobFiles):
         try:
             record = read_json(file.with_suffix(".json"))
         # The model is trained again
-        except DamageError:
+        except CorruptFileError:
             return None
         if record.get("inputs") != inputs or not file.is_file():
             return None
@@ -86,7 +86,7 @@ class ModelStore(JobFiles):
         """Store the names of the clients whose sites withhold their test results."""
         self.write_json("withheld.json", {"clients": sorted(clients)})
 
-    def store_agreements(self, inputs: str, clients: Mapping[str, Any]) -> None:
+    def store_consistency_scores(self, inputs: str, clients: Mapping[str, Any]) -> None:
         """Store the label-consistency scores of every client's classes.
 
         Args:
@@ -94,12 +94,12 @@ class ModelStore(JobFiles):
         """
         self.write_json("agreement.json", {"inputs": inputs, "clients": clients})
 
-    def stored_agreements(self, inputs: str) -> dict[str, dict[str, float]]:
+    def stored_consistency_scores(self, inputs: str) -> dict[str, dict[str, float]]:
         """Read the scores by client and class name; {} if they are of other images."""
         try:
             content = self.read_json("agreement.json", {"inputs": str, "clients": dict}) or {}
         # The images are scored again
-        except DamageError:
+        except CorruptFileError:
             return {}
         if content.get("inputs") != inputs:
             return {}
@@ -120,11 +120,11 @@ class ModelStore(JobFiles):
         try:
             content = self.read_json("influence/done.json", {"inputs": str, "hits": dict}) or {}
         # The models are trained again
-        except DamageError:
+        except CorruptFileError:
             return {}
         is_valid = all(isinstance(hits, list) for hits in content.get("hits", {}).values())
         return dict(content["hits"]) if is_valid and content.get("inputs") == inputs else {}
 
-    def store_influences(self, clients: Mapping[str, Any]) -> None:
+    def store_contributions(self, clients: Mapping[str, Any]) -> None:
         """Store each client's contribution to the global model."""
         self.write_json("influence/clients.json", clients)

@@ -13,7 +13,7 @@ import torch
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Payload
 from server_app.context import ServerJob
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
@@ -23,7 +23,7 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> Models:
     """Sample R images per client and class from prompts, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler, plan=plan)
+    return synthesize_and_train(job, payloads, sampler, plan=plan)
 
 
 def plan(job: ServerJob, payloads: Mapping[str, Payload]) -> list[ImageJob]:

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from osfl.config import SynthesisConfig
 from osfl.kit.check import lora_file
-from osfl.kit.kits import SMALL_DECODER, kit_digest
+from osfl.kit.kits import TINY_DECODER, kit_digest
 from osfl.models.diffusion import (
     Attention,
     Kit,
@@ -34,18 +34,24 @@ from osfl.models.diffusion import (
     load_small_decoder,
 )
 from osfl.util.costs import FlopMeter, Stopwatch
-from osfl.util.devices import saves_memory
-from osfl.util.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
+from osfl.util.devices import uses_checkpointing
+from osfl.util.files import (
+    OWNER_ONLY,
+    CorruptFileError,
+    make_private_folder,
+    read_json,
+    write_atomically,
+)
 from server_app.synthesis.caching import cache_features
 
 # Settings that a measurement may choose: of the networks, and all that a run records
-NETWORKS = ("dtype", "attention", "memory_format", "compile")
-CHOSEN = (*NETWORKS, "batch_size", "units_at_once")
+NETWORK_SETTINGS = ("dtype", "attention", "memory_format", "compile")
+AUTO_SETTINGS = (*NETWORK_SETTINGS, "batch_size", "units_at_once")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REPEATS = 5  # timed passes, after two warm-up passes
-LOOK_SECONDS = 15.0  # spent on measuring a machine's speed for an estimate
+MEASURE_SECONDS = 15.0  # spent on measuring a machine's speed for an estimate
 # The search ends at a batch whose time per image exceeds the best one's by this factor
-NO_GAIN = 1.1
+MAX_SLOWDOWN = 1.1
 
 
 def load_engine(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
@@ -61,7 +67,7 @@ def load_engine(source: str, device: torch.device, settings: SynthesisConfig) ->
     return _load(source, device, _with_networks(source, device, settings))
 
 
-def settled(source: str, device: torch.device, settings: SynthesisConfig) -> SynthesisConfig:
+def resolve_auto(source: str, device: torch.device, settings: SynthesisConfig) -> SynthesisConfig:
     """Return the settings that a run records, with every `auto` and automatic batch size fixed.
 
     Choices are measured and stored as in `load_engine`. A run keeps its choice, because results of
@@ -73,7 +79,7 @@ def settled(source: str, device: torch.device, settings: SynthesisConfig) -> Syn
     settings = _with_networks(source, device, settings)
     if settings.batch_size and settings.units_at_once:
         return replace(settings, batch_size=min(settings.batch_size, settings.unit_size))
-    configured = {name: getattr(settings, name) for name in CHOSEN}
+    configured = {name: getattr(settings, name) for name in AUTO_SETTINGS}
     key = f"{_key(source, device, settings)} workers {settings.workers} {configured}"
 
     def measure() -> dict[str, Any]:
@@ -103,7 +109,7 @@ def _measure_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
                 best = seconds
                 choice = {"batch_size": batch, "units_at_once": units}
             best_of_units = min(best_of_units, seconds)
-            if seconds > NO_GAIN * best_of_units:
+            if seconds > MAX_SLOWDOWN * best_of_units:
                 break
     return {"seconds an image": timings, "choice": choice}
 
@@ -163,7 +169,7 @@ def _with_networks(source: str, device: torch.device, settings: SynthesisConfig)
             torch.cuda.empty_cache()
             return math.inf
 
-    configured = {name: getattr(settings, name) for name in NETWORKS}
+    configured = {name: getattr(settings, name) for name in NETWORK_SETTINGS}
     key = f"{_key(source, device, settings)} {configured}"
     return replace(settings, **_calibrated(seconds, options, key))
 
@@ -210,12 +216,12 @@ def _calibrated(
 def _calibration(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return this machine's stored measurement of a key, or measure and store it."""
     file = Path(os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / "calibration.json"
-    private_folder(file.parent)
+    make_private_folder(file.parent)
     # Concurrent processes wait while one measures
     with FileLock(file.with_suffix(".lock"), mode=OWNER_ONLY):
         calibrations: dict[str, dict[str, Any]] = {}
         # A corrupt file is replaced
-        with suppress(DamageError):
+        with suppress(CorruptFileError):
             calibrations = read_json(file)
         if key not in calibrations:
             calibrations[key] = measure()
@@ -236,14 +242,14 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
         load_lora(lora_file(settings.lora, source), kit, fused=settings.base_steps == 0)
     if settings.small_decoder:
         arguments = (
-            (source, kit, SMALL_DECODER)
+            (source, kit, TINY_DECODER)
             if settings.small_decoder == "kit"
             else (settings.small_decoder, kit)
         )
         kit = replace(kit, small_decoder=load_small_decoder(*arguments))
     if settings.attention != "default":
         kit.unet.set_attn_processor(Attention(settings.attention))
-    if saves_memory(settings.checkpointing, device):
+    if uses_checkpointing(settings.checkpointing, device):
         kit.checkpointed()
     if settings.cache_interval > 1:
         cache_features(kit, settings.cache_interval)
@@ -295,7 +301,7 @@ def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
     flops = meter.total / rows
     watch = Stopwatch()
     best = _seconds(kit, rows, repeats=1) / rows
-    while rows < most and watch.seconds < LOOK_SECONDS:
+    while rows < most and watch.seconds < MEASURE_SECONDS:
         rows = min(2 * rows, most)
         best = min(best, _seconds(kit, rows, repeats=1) / rows)
     return best, flops

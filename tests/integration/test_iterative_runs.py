@@ -96,7 +96,7 @@ def test_feddf_distils_the_mean_from_the_clients_models(
         )
         student.fc.bias.data += 1
 
-    monkeypatch.setattr(feddf, "distil", distil)
+    monkeypatch.setattr(feddf, "distill", distil)
     start(quick(method="feddf", kit=str(tiny_kit), rounds__count=2), tamper=tamper)
     assert [(count, number) for _, _, count, number in calls] == [(8, 1), (8, 2)]
     for (student, teachers, *_), sent in zip(calls, (replies[:2], replies[2:]), strict=True):
@@ -366,7 +366,7 @@ def test_a_reply_that_is_wrong_is_refused(tiny_kit: Path, wrong: dict, message: 
     members = SimpleNamespace(
         architectures={"client-0": architecture, "client-1": architecture}, declared={}
     )
-    grid = rounds_run.RoundsGrid(
+    grid = rounds_run.CheckedGrid(
         LoopGrid(app, {}, []),
         members,  # type: ignore[arg-type]
         config,
@@ -385,7 +385,7 @@ def test_costs_add_up_from_nothing(tiny_kit: Path) -> None:
     config = parse_run_config(quick(method="fedavg", kit=str(tiny_kit)))
     like = new_classifier(config.classifier, 10, str(tiny_kit), 0).state_dict()
     architecture = config.classifier.architecture
-    grid = rounds_run.RoundsGrid(
+    grid = rounds_run.CheckedGrid(
         LoopGrid(app, {}, []),
         SimpleNamespace(architectures={"client-0": architecture}, declared={}),  # type: ignore[arg-type]
         config,

@@ -44,9 +44,9 @@ from osfl.util.prompts import DIGITS
 from osfl.util.seeds import seed_of
 from server_app.app import run_job
 from server_app.federation.exchange import Exchange, RoundError
-from server_app.kit import kit_of_clients
+from server_app.kit import client_kit_digests
 from server_app.synthesis.samplers import NotFiniteError
-from server_app.training import mean_teacher, own_teacher
+from server_app.training import mean_teacher, specific_teacher
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.system_tools import FILLER, fill_disk, mount_disk
@@ -557,7 +557,7 @@ def test_outputs_that_are_not_finite_are_their_clients_fault() -> None:
     ):
         mean_teacher({"b": broken}, {"b": [0]}, pixels, cpu, plain=True)
     with pytest.raises(wire.PayloadError, match="payload of b"):
-        own_teacher({"b": broken}, ("a", "b"), pixels, cpu)
+        specific_teacher({"b": broken}, ("a", "b"), pixels, cpu)
 
 
 def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,7 +575,7 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
     exchange = Exchange(grid, 10.0)
     exchange.push(5, "train", RecordDict())
     look = lambda: exchange.pull(as_it_is, lambda *it: replies.append(it), failed)  # noqa: E731
-    assert (look(), exchange.waiting()) == (1, [5])
+    assert (look(), exchange.pending_nodes()) == (1, [5])
     online.append(NodeInfo(node_id=5, last_activated_at="now"))
     look()
     assert (look(), replies) == (0, [(5, "content")])
@@ -783,7 +783,7 @@ def test_only_weights_that_both_have_and_need_are_compared(tiny_kit: Path, tmp_p
         )  # type: ignore[arg-type]
 
     server = {
-        method: kit_of_clients(parse_run_config(quick(method=method, kit=str(tiny_kit))))
+        method: client_kit_digests(parse_run_config(quick(method=method, kit=str(tiny_kit))))
         for method in ("oscar", "feddeo")
     }
     assert any(name.startswith("unet/") for name in server["feddeo"])
@@ -794,7 +794,7 @@ def test_only_weights_that_both_have_and_need_are_compared(tiny_kit: Path, tmp_p
 
 
 def test_a_kit_that_no_client_needs_may_be_missing() -> None:
-    assert kit_of_clients(parse_run_config(quick(method="fedavg", kit="nowhere"))) == {}
+    assert client_kit_digests(parse_run_config(quick(method="fedavg", kit="nowhere"))) == {}
 
 
 def test_an_old_installation_may_not_join(
@@ -1032,9 +1032,9 @@ def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
     exchange = Exchange(None, 10.0, _last_reply=0.0)  # type: ignore[arg-type]
     for now[0] in (0.0, 20.0, 60.0, 200.0, 5000.0):
-        pauses.append(exchange.pause())
+        pauses.append(exchange.poll_interval())
     exchange._forget(7)
-    pauses.append(exchange.pause())
+    pauses.append(exchange.poll_interval())
     assert pauses == [1, 1, 3, 10, 10, 1]
 
 
@@ -1066,7 +1066,7 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         time.sleep(0.02)
         exchange.pull(as_it_is, lambda node, content: seen.append(content["n"]["n"]), failed)
     assert seen == [0]
-    assert (len(replies), exchange.waiting()) == (2, [])
+    assert (len(replies), exchange.pending_nodes()) == (2, [])
 
 
 def test_a_question_that_could_not_be_asked_again_is_asked_later(
@@ -1087,7 +1087,7 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(
     for _ in range(4):
         time.sleep(0.02)
         exchange.pull(as_it_is, lambda *it: replies.append(it), failed)
-    assert (replies, exchange.waiting()) == ([(5, "content")], [])
+    assert (replies, exchange.pending_nodes()) == ([(5, "content")], [])
 
 
 def test_the_last_acknowledgement_is_sent_though_nothing_else_is_owed(

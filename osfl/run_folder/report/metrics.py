@@ -14,14 +14,14 @@ import numpy as np
 
 from osfl.config import approximations, split_names
 from osfl.methods import METHODS
-from osfl.run_folder.job_files import MADE_ANEW
+from osfl.run_folder.job_files import HINT_RECREATE
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.model_store import ADAPTED
 from osfl.run_folder.report.page import render, scores
-from osfl.util.files import DamageError, read_json, write_atomically
+from osfl.util.files import CorruptFileError, read_json, write_atomically
 
 # Follows a model's name, for the results of the clients' adapted models
-AND_ADAPTED = ", adapted"
+ADAPTED_SUFFIX = ", adapted"
 # A model's confusion matrices by client
 Matrices = Mapping[str, list[list[int]]]
 # Keys of `metrics.json` that its readers require, with their types
@@ -125,15 +125,15 @@ def gather(
 
 def _tests(run: RunFolder) -> dict[str, Matrices]:
     """Read the tests by model; a global model comes before its adapted ones."""
-    return {file.stem.replace(ADAPTED, AND_ADAPTED): _json(file) for file in run.test_files()}
+    return {file.stem.replace(ADAPTED, ADAPTED_SUFFIX): _json(file) for file in run.test_files()}
 
 
 def _adapted(tests: Mapping[str, Matrices]) -> dict[str, int]:
     """Count for each global model the clients that reported a test of their adapted model."""
     return {
-        name.removesuffix(AND_ADAPTED): len(by_client)
+        name.removesuffix(ADAPTED_SUFFIX): len(by_client)
         for name, by_client in tests.items()
-        if name.endswith(AND_ADAPTED)
+        if name.endswith(ADAPTED_SUFFIX)
     }
 
 
@@ -158,7 +158,7 @@ def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
             name: {**by_client, "average": averages[name]} for name, by_client in accuracy.items()
         },
         "shown": shown_model,
-        "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
+        "over_images": {name: accuracy_over_images(by_client) for name, by_client in tests.items()},
         "scores": {name: _scores(by_client) for name, by_client in tests.items()},
         "average": averages[shown_model] if shown_model else _mean(averages),
     }
@@ -201,7 +201,7 @@ def _not_tested(tests: Mapping[str, Matrices], clients: Iterable[str]) -> list[s
     """
     # Clients need not report on their adapted models
     testers = [
-        set(by_client) for name, by_client in tests.items() if not name.endswith(AND_ADAPTED)
+        set(by_client) for name, by_client in tests.items() if not name.endswith(ADAPTED_SUFFIX)
     ]
     complete = set.intersection(*testers) if testers else set()
     return sorted(set(clients) - complete)
@@ -302,9 +302,9 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         DamageError: it is missing or corrupt.
     """
     file = RunFolder(folder).metrics_file
-    metrics = read_json(file, cure=MADE_ANEW)
+    metrics = read_json(file, cure=HINT_RECREATE)
     if not _are_metrics(metrics):
-        raise DamageError(f"{file} is corrupt; {MADE_ANEW}")
+        raise CorruptFileError(f"{file} is corrupt; {HINT_RECREATE}")
     return metrics
 
 
@@ -351,7 +351,7 @@ def _accuracy(matrix: list[list[int]] | np.ndarray) -> float:
     return float(100 * np.trace(cells) / max(cells.sum(), 1))
 
 
-def over_images(matrices: Matrices) -> float:
+def accuracy_over_images(matrices: Matrices) -> float:
     """Compute the top-1 accuracy in percent over all clients' test images, as in OSCAR's tables."""
     return _accuracy(_pooled(matrices)) if matrices else float("nan")
 

@@ -21,7 +21,7 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.kit.check import check_kit
-from osfl.kit.kits import SMALL_DECODER, find_kit
+from osfl.kit.kits import TINY_DECODER, find_kit
 from osfl.kit.used_parts import kit_parts
 from osfl.kit_training import card
 from osfl.models import classifiers, encoders
@@ -213,7 +213,7 @@ def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, see
     Images that no stage has seen, nearer to D's of the same latents than to D's of any others.
     """
     kit = load_kit(shipped_kit)
-    small = load_small_decoder(str(shipped_kit), kit, SMALL_DECODER)
+    small = load_small_decoder(str(shipped_kit), kit, TINY_DECODER)
     flops = []
     with torch.no_grad():
         latents = kit.encode(to_float(seen[0]))[0]
@@ -348,9 +348,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         for name in (*stages[:2], "classifier-shufflenet_v2_x1_0", *stages[3:])
     )
     assert "| infograph | " in page
-    assert (
-        load_small_decoder(str(quiet), load_kit(quiet), SMALL_DECODER).config.latent_channels == 4
-    )
+    assert load_small_decoder(str(quiet), load_kit(quiet), TINY_DECODER).config.latent_channels == 4
 
     # On a finished kit only what it lacks is trained
     base = tmp_path / "base"

@@ -16,8 +16,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from typer.testing import CliRunner
 
 from client_app import keys
-from client_app.app import app, cache_key, own_settings
-from client_app.keys import sealing_key
+from client_app.app import app, cache_key, client_settings
+from client_app.keys import select_sealing_key
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.payload import wire
@@ -162,23 +162,23 @@ def question(public: object) -> RecordDict:
 def test_a_site_seals_to_the_key_that_it_knows() -> None:
     public = bytes(range(32))
     site = NodeConfig(seal_to=fingerprint(public))
-    assert sealing_key(RecordDict(pack_public_key(public)), site) == public
-    assert sealing_key(RecordDict(pack_public_key(public)), NodeConfig()) == public
-    assert sealing_key(RecordDict(pack_public_key(None)), NodeConfig()) is None
+    assert select_sealing_key(RecordDict(pack_public_key(public)), site) == public
+    assert select_sealing_key(RecordDict(pack_public_key(public)), NodeConfig()) == public
+    assert select_sealing_key(RecordDict(pack_public_key(None)), NodeConfig()) is None
     capitals = NodeConfig(seal_to=fingerprint(public).upper())
-    assert sealing_key(question(public), capitals) == public
+    assert select_sealing_key(question(public), capitals) == public
     with pytest.raises(ConfigError, match=r"seal-to = .* sends no unencrypted payload, but the"):
-        sealing_key(RecordDict(), site)
+        select_sealing_key(RecordDict(), site)
     with pytest.raises(ConfigError, match=r"seal-to = .* has the fingerprint [0-9a-f]{64}"):
-        sealing_key(question(bytes(32)), site)
+        select_sealing_key(question(bytes(32)), site)
 
 
 def test_a_run_with_a_key_gets_no_open_payload(home: Path, tiny_kit: Path) -> None:
     """Whoever carries the messages has taken the key's record out."""
     public = bytes(range(32))
-    assert sealing_key(question(public), NodeConfig(), "/server.key") == public
+    assert select_sealing_key(question(public), NodeConfig(), "/server.key") == public
     with pytest.raises(ConfigError, match="sealing-key = '/server.key': the message lacks the"):
-        sealing_key(RecordDict(), NodeConfig(), "/server.key")
+        select_sealing_key(RecordDict(), NodeConfig(), "/server.key")
     config = quick(method="feddeo", kit=str(tiny_kit), sealing_key="/server.key")
     record = {"job": ConfigRecord({"job": "job"}), "kit": ConfigRecord({})}
     for kind in ("query.join", "train"):
@@ -201,8 +201,8 @@ def test_models_that_go_to_and_fro_are_not_sealed(method: str) -> None:
         parse_run_config(quick(method=method, sealing_key="/k"))
     site = NodeConfig(partition_id=0, num_partitions=2, seal_to="0" * 64)
     with pytest.raises(ConfigError, match="seal-to = '0+': this site sends no unencrypted payload"):
-        own_settings(parse_run_config(quick(method=method)), site)
-    own_settings(parse_run_config(quick(method="feddeo")), site)
+        client_settings(parse_run_config(quick(method=method)), site)
+    client_settings(parse_run_config(quick(method="feddeo")), site)
 
 
 def test_settings_that_cannot_be_are_named() -> None:
@@ -214,7 +214,7 @@ def test_settings_that_cannot_be_are_named() -> None:
     for text in ("abc", "0" * 63, "0" * 65, "g" * 64, ":".join(["00"] * 32)):
         site = NodeConfig(partition_id=0, num_partitions=2, seal_to=text)
         with pytest.raises(ConfigError, match="seal-to = .* must be the 64 hex digits"):
-            own_settings(parse_run_config(quick(method="feddeo")), site)
+            client_settings(parse_run_config(quick(method="feddeo")), site)
 
 
 def test_to_whom_it_is_sealed_makes_no_payload_anew() -> None:
@@ -230,8 +230,8 @@ def test_to_whom_it_is_sealed_makes_no_payload_anew() -> None:
 def test_a_node_that_cannot_seal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="requires the package pyhpke"):
-        sealing_key(question(bytes(32)), NodeConfig())
-    assert sealing_key(RecordDict(), NodeConfig()) is None
+        select_sealing_key(question(bytes(32)), NodeConfig())
+    assert select_sealing_key(RecordDict(), NodeConfig()) is None
 
 
 # ---- A round ----

@@ -168,7 +168,7 @@ def has_unknown_fields(message: Message) -> bool:
 
 def scanned(data: bytes, expected: wire.Expected) -> str:
     """The field that the scan refuses; empty: none."""
-    most = wire._most_fields(expected)
+    most = wire._max_fields(expected)
     try:
         scan(data, pb.Payload.DESCRIPTOR, most, wire._longest_text(expected))
     except ScanError as error:

@@ -26,7 +26,7 @@ from osfl.payload.kinds import (
     Votes,
 )
 from osfl.payload.messages import COST_KEYS, pack_payload
-from osfl.run_folder.layout import MOST_ENDS, RunFolder
+from osfl.run_folder.layout import MAX_DECODING_CRASHES, RunFolder
 from osfl.run_folder.status import split_details
 from server_app.defenses.outliers import DEVIATIONS, FACTOR, FLOOR, Outlier, find_outliers
 from server_app.federation import collect as collecting
@@ -77,7 +77,9 @@ def test_a_payload_that_ended_the_server_is_not_read_again(
     assert not list(payloads.glob("*.decoding"))
     end_while_reading(payloads.parent, "client-1")
     assert asked(start(config)) == [1]
-    assert f"ended {MOST_ENDS} times while it decoded this client's payloads" in caplog.text
+    assert (
+        f"ended {MAX_DECODING_CRASHES} times while it decoded this client's payloads" in caplog.text
+    )
     assert not (payloads / "client-1.pb").exists()
     assert (payloads / "client-1.pb.refused").exists()
     assert metrics(home)["server"]["synthetic_images"] == 10  # the run went on
