@@ -17,7 +17,7 @@ from client_app.learning import local_training as client_rounds
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.classifiers import new_classifier
 from osfl.payload.messages import pack_bytes, pack_state, unpack_state
-from osfl.run_folder import layout
+from osfl.run_folder import round_store
 from server_app.app import run_job
 from server_app.baselines import feddf
 from server_app.baselines import run as rounds_run
@@ -211,7 +211,7 @@ def test_feddyn_remembers_each_clients_gradient(
     replies: list[dict[str, torch.Tensor]] = []
     kept: list[dict[str, dict[str, torch.Tensor]]] = []
     context = SimpleNamespace(run_config=config, node_config=nodes(2)[0], node_id=100)
-    monkeypatch.setattr(layout.secrets, "token_hex", lambda size: "0" * 2 * size)
+    monkeypatch.setattr(round_store.secrets, "token_hex", lambda size: "0" * 2 * size)
     own, node, _ = client_app._settings(context)  # type: ignore[arg-type]
     folder = home / "cache" / "job" / f"client-0-{client_app.cache_key(own, node, '', '0' * 32)}"
     folder.mkdir(parents=True)
@@ -430,7 +430,7 @@ def test_who_sent_a_wrong_reply_is_left_out_by_name(
         return reply
 
     with pytest.raises(
-        RoundError, match="(?s)1 of 2 clients sent a model.*client-1: .*(NaN|cannot be true)"
+        RoundError, match="(?s)1 of 2 clients sent a usable model.*client-1: .*(NaN|cannot be true)"
     ) as caught:
         start(quick(method="fedavg", kit=str(tiny_kit), rounds__count=1), tamper=tamper)
     assert "client-0:" not in str(caught.value)
@@ -518,7 +518,7 @@ def test_a_client_that_fails_in_a_round_is_named(home: Path, tiny_kit: Path) -> 
         rounds__local_epochs=20,
     )
     with pytest.raises(
-        RoundError, match=r"(?s)0 of 2 clients sent a model.*\n  client-0: .*diverged"
+        RoundError, match=r"(?s)0 of 2 clients sent a usable model.*\n  client-0: .*diverged"
     ):
         start(config)
 
