@@ -17,7 +17,7 @@ from client_app.learning import local_training as client_rounds
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.classifiers import new_classifier
 from osfl.payload.messages import pack_bytes, pack_state, unpack_state
-from osfl.run_folder import round_store
+from osfl.run_folder import layout, round_store
 from server_app.app import run_job
 from server_app.baselines import feddf
 from server_app.baselines import run as rounds_run
