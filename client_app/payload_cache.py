@@ -39,7 +39,7 @@ def load(folder: Path) -> CachedPayload | None:
     """Return the payload in a folder, or None if there is none.
 
     Raises:
-        DamageError: the payload or its record is corrupt.
+        CorruptFileError: the payload or its record is corrupt.
     """
     if not has_payload(folder):
         return None

@@ -213,7 +213,7 @@ def resolve_synthesis(config: RunConfig, folder: RunFolder, status: Status) -> R
 
     Raises:
         KitError: the kit cannot be loaded.
-        DamageError: `synthesis.json` is corrupt.
+        CorruptFileError: `synthesis.json` is corrupt.
     """
     # The import takes seconds, and only methods that sample need it
     from server_app.synthesis import engine

@@ -40,7 +40,7 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     Raises:
         ClassifierError: there are too few images, or the training diverged.
         ConfigError: the model is not of this client's architecture.
-        DamageError: FedDyn's state is corrupt.
+        CorruptFileError: FedDyn's state is corrupt.
     """
     settings = job.config.classifier
     request = content.config_records["config"]
@@ -164,7 +164,7 @@ def _load_verified(file: Path) -> dict[str, torch.Tensor]:
     """Load a state and verify it against the SHA-256 in the file's metadata.
 
     Raises:
-        DamageError: the checksum differs, or the file cannot be read.
+        CorruptFileError: the checksum differs, or the file cannot be read.
     """
     try:
         with safe_open(file, "pt") as reader:

@@ -88,7 +88,7 @@ class Ledger:
 
         Raises:
             ConfigError: the sum would exceed the limit.
-            DamageError: the ledger is corrupt.
+            CorruptFileError: the ledger is corrupt.
         """
         with self._locked():
             draws = self._with(job_id, key, epsilon, delta, limit)
@@ -137,7 +137,7 @@ class Ledger:
         """Return all draws; those of an older version's ledger if there is no new one.
 
         Raises:
-            DamageError: the ledger is corrupt.
+            CorruptFileError: the ledger is corrupt.
         """
         hint = "restore the site's ledger from a backup: without it the sum is unknown"
         # A dangling link is an unmounted volume, not a missing ledger

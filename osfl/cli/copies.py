@@ -31,7 +31,7 @@ def show_copies(run: Path, node_config: str, out: Path | None) -> None:
         out: a JSON file for what was found.
 
     Raises:
-        ConfigError, DataError, KitError, DamageError: no such run, or what it needs is missing.
+        ConfigError, DataError, KitError, CorruptFileError: no such run, or what it needs is missing.
     """
     folder = RunFolder(run)
     settings = folder.stored_config()

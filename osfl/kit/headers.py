@@ -25,7 +25,7 @@ def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, 
         is_network: whether the file has a network's weights, which must not be quantized.
 
     Raises:
-        DamageError: the file cannot be read, is something else, its header is longer than
+        CorruptFileError: the file cannot be read, is something else, its header is longer than
             `MOST_HEADER_BYTES`, it speaks of more or fewer bytes than the file has, or its weights
             are quantized.
     """
@@ -56,7 +56,7 @@ def check_header(file: Path) -> None:
     """Check that a file begins as safetensors do, before a library reads its header.
 
     Raises:
-        DamageError: it is something else, or its header is too long.
+        CorruptFileError: it is something else, or its header is too long.
         OSError: it cannot be read.
     """
     with open(file, "rb") as opened:

@@ -93,7 +93,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """Read the rows of a manifest or of a work unit, one per image.
 
     Raises:
-        DamageError: the file is missing or corrupt.
+        CorruptFileError: the file is missing or corrupt.
         PermissionError: this user may not read it.
     """
     if not os.path.isfile(file):

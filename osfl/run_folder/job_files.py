@@ -43,7 +43,7 @@ class JobFiles:
             cure: hint at the end of the error message.
 
         Raises:
-            DamageError: the file is corrupt.
+            CorruptFileError: the file is corrupt.
         """
         if not os.path.lexists(self.path / name):
             return None
@@ -64,7 +64,7 @@ class JobFiles:
         """Read the tensors of `write_weights`.
 
         Raises:
-            DamageError: the file is missing, or its SHA-256 differs.
+            CorruptFileError: the file is missing, or its SHA-256 differs.
         """
         file = self.path / name
         try:

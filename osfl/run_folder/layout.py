@@ -108,7 +108,7 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         """Read the resolved run-config, flat; None before the run has started.
 
         Raises:
-            DamageError: it is corrupt.
+            CorruptFileError: it is corrupt.
         """
         config: dict[str, Any] | None = self.read_json("config.json", {})
         return config
@@ -117,7 +117,7 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         """Read the SHA-256 of the kit's files by step of the job; {} before the first step.
 
         Raises:
-            DamageError: `kit.json` is corrupt.
+            CorruptFileError: `kit.json` is corrupt.
         """
         return self.read_json("kit.json") or {}
 
@@ -136,7 +136,7 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
             kinds: the types of the keys that the settings must have.
 
         Raises:
-            DamageError: `synthesis.json` is corrupt.
+            CorruptFileError: `synthesis.json` is corrupt.
         """
         return self.read_json("synthesis.json", kinds, HINT_SYNTHESIZE)
 
@@ -205,7 +205,7 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
         ConfigError: the job id belongs to a run with another configuration or of an older version,
             or a server is at work on it; the disk is too small for the run; the folder has results
             but no config.json; another user could have prepared the folder (`ensure_own_folder`).
-        DamageError: config.json is corrupt.
+        CorruptFileError: config.json is corrupt.
     """
     root = runs_root(config)
     folder = RunFolder(root / job_id)
@@ -241,7 +241,7 @@ def check_same_run(folder: RunFolder, config: dict[str, Any]) -> None:
     Raises:
         ConfigError: it belongs to a run with other settings or of an older version, or its
             config.json is missing.
-        DamageError: config.json is corrupt.
+        CorruptFileError: config.json is corrupt.
     """
     if not folder.path.is_dir():
         return

@@ -64,7 +64,7 @@ class RoundStore(JobFiles):
         id alone.
 
         Raises:
-            DamageError: `identity.json` or the record of the last round is corrupt.
+            CorruptFileError: `identity.json` or the record of the last round is corrupt.
         """
         name = "rounds/identity.json"
         record = self.read_json(name, {"identity": str}, HINT_RESTART_ROUNDS)
@@ -81,7 +81,7 @@ class RoundStore(JobFiles):
         It has the number (`round`), and `seconds`, `costs` and `times` of all rounds so far.
 
         Raises:
-            DamageError: it is corrupt.
+            CorruptFileError: it is corrupt.
         """
         return self.read_json("rounds/done.json", _ROUND, HINT_RESTART_ROUNDS)
 
@@ -92,7 +92,7 @@ class RoundStore(JobFiles):
             record: the record of `last_round`.
 
         Raises:
-            DamageError: the model is missing or corrupt.
+            CorruptFileError: the model is missing or corrupt.
         """
         name = f"rounds/{record['round']:06d}{_MODEL}"
         return self.read_weights(name, record["sha256"].get("model"), HINT_RESTART_ROUNDS)

@@ -44,7 +44,7 @@ def write_shards(
     Raises:
         ConfigError: the run has no manifest yet, an image is missing or corrupt, or `out` contains
             other shards.
-        DamageError: the manifest or `shards.json` is corrupt.
+        CorruptFileError: the manifest or `shards.json` is corrupt.
     """
     manifest = RunFolder(run).manifest_file
     if not os.path.lexists(manifest):

@@ -45,7 +45,7 @@ def has_finished(folder: Path) -> bool:
     """Return whether a run's status is that it has finished.
 
     Raises:
-        DamageError: `status.json` is missing or corrupt.
+        CorruptFileError: `status.json` is missing or corrupt.
     """
     return read_json(folder / "status.json").get("phase") == "finished"
 

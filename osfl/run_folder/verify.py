@@ -114,7 +114,7 @@ def check_checksum(folder: Path, name: str) -> None:
     """Check a record of a run against `SHA256SUMS`, if it is listed there.
 
     Raises:
-        DamageError: the record is missing or corrupt.
+        CorruptFileError: the record is missing or corrupt.
     """
     digest = _read_sums(folder).get(name)
     if digest and (problem := _problem(folder, name, digest)):

@@ -77,7 +77,7 @@ def read_record(path: Path, hint: str = "") -> dict[str, Any]:
         hint: the end of the error message, such as "restore it from a backup".
 
     Raises:
-        DamageError: the file is missing or corrupt.
+        CorruptFileError: the file is missing or corrupt.
         PermissionError: this user may not read it.
     """
     record = read_json(path, cure=hint)
@@ -169,7 +169,7 @@ def read_json(
         most_bytes: upper bound on the file's size.
 
     Raises:
-        DamageError: the path is missing or not a file, or the file is not JSON, too large, nested
+        CorruptFileError: the path is missing or not a file, or the file is not JSON, too large, nested
             too deeply, or its value has another type.
         PermissionError: this user may not read it.
     """

@@ -175,7 +175,7 @@ def _resume(
         (finished rounds, their seconds, model, costs); of a new run (0, 0, `initial`, {}).
 
     Raises:
-        DamageError: the stored files are corrupt.
+        CorruptFileError: the stored files are corrupt.
     """
     last = job.folder.last_round()
     if last is None:

@@ -316,7 +316,7 @@ def test_the_teachers_weight_reaches_the_global_model(
     made = SimpleNamespace(
         pixels=random_pixels(8, 16), labels=torch.tensor(labels), clients=tuple(owners)
     )
-    monkeypatch.setattr(pipeline, "render", lambda *args: made)
+    monkeypatch.setattr(pipeline, "synthesize", lambda *args: made)
     job: Any = SimpleNamespace(
         config=config,
         classes=CLASSES,

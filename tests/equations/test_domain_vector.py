@@ -36,7 +36,7 @@ EACH = parse_run_config(quick()).domain_vector
 @pytest.fixture
 def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
     made = analytic_kit()
-    monkeypatch.setattr(client_half, "load_kit_to_learn", lambda job: made)
+    monkeypatch.setattr(client_half, "load_kit_for_training", lambda job: made)
     return made
 
 

@@ -73,7 +73,7 @@ def run_to_the_images(
     job.held = lambda payloads: HELD
     monkeypatch.setattr(
         pipeline,
-        "render",
+        "synthesize",
         lambda job, plan, make, *_: SimpleNamespace(pixels=make(CPU)(plan), labels=None),
     )
     monkeypatch.setattr(pipeline, "train_global", lambda *args: None)
@@ -410,7 +410,7 @@ def test_each_strategy_has_its_own_teacher(
     parted = []
     monkeypatch.setattr(
         pipeline,
-        "render",
+        "synthesize",
         lambda job, plan, make, divisible, *_: (parted.append(divisible), made)[1],
     )
     monkeypatch.setattr(
@@ -462,7 +462,7 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
         return start
 
     latents = espresso_half.noisy_latents
-    monkeypatch.setattr(espresso_half, "learn_conditions", learn)
+    monkeypatch.setattr(espresso_half, "train_conditions", learn)
     monkeypatch.setattr(
         espresso_half,
         "noisy_latents",

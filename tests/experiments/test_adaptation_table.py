@@ -76,7 +76,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     monkeypatch.setattr(adaptation, "real", real)
     monkeypatch.setattr(styles, "logits_of", logits)
-    monkeypatch.setattr(adaptation, "adapt", adapt)
+    monkeypatch.setattr(adaptation, "personalize", adapt)
     return tmp_path
 
 
@@ -101,7 +101,7 @@ def test_a_global_model_is_trained_once_and_not_again_for_other_steps(
             ran.append(job.config)
             return {"FT": SimpleNamespace(model=Told(len(ran)))}
 
-    monkeypatch.setattr(adaptation, "server_half", lambda method: Half())
+    monkeypatch.setattr(adaptation, "server_module", lambda method: Half())
     monkeypatch.setattr(adaptation, "sent", lambda settings: {})
     monkeypatch.setattr(adaptation, "new_classifier", lambda *_: Told(7))
     assert adaptation.model_of("ceiling", 0).said == 1

@@ -144,7 +144,7 @@ def test_the_same_payloads_are_not_drawn_again(
     """Votes of an epsilon that changes no winner are those without a guarantee."""
     monkeypatch.setattr(votes, "permute_and_flip", lambda counts, eps: counts.index(max(counts)))
     first = epsilons.measured(MECHANISMS["votes"], 2, 0.0)
-    monkeypatch.setattr(epsilons, "server_half", None)
+    monkeypatch.setattr(epsilons, "server_module", None)
     assert epsilons.measured(MECHANISMS["votes"], 2, 8.0) == first
 
 

@@ -73,7 +73,7 @@ def test_a_fold_with_other_names_is_measured_anew(
     def begun(method: str) -> None:
         raise LookupError("it is not there, and would begin")
 
-    monkeypatch.setattr(left_out, "server_half", begun)
+    monkeypatch.setattr(left_out, "server_module", begun)
     (home / f"{left_out.folder_name(told)}-without-2.json").write_text("12.5")
     assert left_out.tested(2, settings) == 12.5
     others = tuple(reversed(left_out.DOMAINS))

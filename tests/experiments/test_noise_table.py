@@ -44,7 +44,7 @@ def test_the_share_is_of_the_gain_over_the_prompt(
         asked.append((config.domain_vector.tokens, config.epsilon, config.clip_norm))
         return torch.tensor([[next(draws), 0.0]])
 
-    monkeypatch.setattr(noise, "noised_mean", noised)
+    monkeypatch.setattr(noise, "noisy_mean", noised)
     found = noise.kept(style, Point("each", 2, 4.0, 0.5))
     assert found == pytest.approx([100 * 0.84 / 0.96, 100 * -0.44 / 0.96, 100], abs=1e-3)
     assert asked == [("each", 4.0, 0.5)] * 3

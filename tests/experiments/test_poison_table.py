@@ -142,7 +142,7 @@ def test_a_method_without_images_has_models_of_payloads(
         solved.append(sums)
         return {"FedCGS": SimpleNamespace(model=None)}
 
-    monkeypatch.setattr(poison, "server_half", lambda method: SimpleNamespace(run=run))
+    monkeypatch.setattr(poison, "server_module", lambda method: SimpleNamespace(run=run))
     monkeypatch.setattr(
         poison, "scores_of", lambda job, model: {"accuracy": 10.0 * len(solved), "fooled": 1.0}
     )
@@ -221,7 +221,7 @@ def test_a_backdoors_target_is_learned_from_other_classes_with_the_patch(
     images = Images(pixels, labels)
     monkeypatch.setattr(poison, "client_job", lambda *_: Job(lambda fit: images))
     half = SimpleNamespace(make_payload=make_payload)
-    monkeypatch.setattr(poison, "client_half", lambda method: half)
+    monkeypatch.setattr(poison, "client_module", lambda method: half)
     for _ in range(2):
         made = poison.learned(SYSTEM, poison.BACKDOOR, "client-1", 0)
         assert made.classes == CLASSES
@@ -303,7 +303,7 @@ def test_classifiers_draw_as_in_their_run(monkeypatch: pytest.MonkeyPatch) -> No
     def taken(job: Any, payloads: Any, sampler: Any, **more: Any) -> None:
         seen.update(more, sampler=sampler)
 
-    monkeypatch.setattr(fedlmg, "synthesise_and_train", taken)
+    monkeypatch.setattr(fedlmg, "synthesize_and_train", taken)
     config = main_table.config_of(poison.settings_of(poison.CLASSIFIERS, 0))
     server_module("fedcado").run(SimpleNamespace(config=config), {})
     made = sampler_of(config)
@@ -352,7 +352,7 @@ def test_a_cell_counts_who_was_doubted(
         return {"accuracy": float(len(images.labels)) - 0.5 * lying, "fooled": 1.0}
 
     monkeypatch.setattr(poison, "drawn", drawn)
-    monkeypatch.setattr(poison, "without_doubted", left)
+    monkeypatch.setattr(poison, "drop_flagged", left)
     monkeypatch.setattr(poison, "scored", scored)
     for _ in range(2):
         found = poison.cell(SYSTEM, "noise", 2, 0)
@@ -395,7 +395,7 @@ def test_who_stands_out_is_counted(
     alike = dict.fromkeys(CLIENTS, own["client-1"])
     monkeypatch.setattr(poison, "sent", lambda settings: alike)
     monkeypatch.setattr(poison, "drawn", drawn)
-    monkeypatch.setattr(poison, "without_doubted", lambda job, payloads, images: (payloads, images))
+    monkeypatch.setattr(poison, "drop_flagged", lambda job, payloads, images: (payloads, images))
     monkeypatch.setattr(poison, "scored", lambda *_: scores)
     line = poison.line(SYSTEM, "a thousand times as large", 2, (0,))
     assert line["liars that stand out"] == "2 of 2"
@@ -414,7 +414,7 @@ def test_models_of_the_same_images_are_trained_once(
         trained.append(len(images.labels))
         return {"FT": SimpleNamespace(model="a model")}
 
-    monkeypatch.setattr(poison, "train_one", train_one)
+    monkeypatch.setattr(poison, "train_global_model", train_one)
     monkeypatch.setattr(poison, "accuracy", lambda config, model, number: 10.0 * number)
     monkeypatch.setattr(poison, "share_fooled", lambda model, images: 4.0)
     monkeypatch.setattr(poison, "real", lambda split: [split] * 6)
@@ -571,7 +571,7 @@ def test_what_the_honest_table_says(own: dict[str, Descriptions]) -> None:
     for seed, found in ((0, first), (1, second)):
         settings = {
             **main_table.settings_of(SYSTEM, seed),
-            "synthesis.images-per-class": poison.LOOKED_AT,
+            "synthesis.images-per-class": poison.NUM_PROBE_IMAGES,
         }
         name = f"honest-{poison.judge()}-{poison.folder_name(settings)}.json"
         (poison.WORK / name).write_text(json.dumps(found))

@@ -117,7 +117,7 @@ def test_balance_compares_as_many_images_and_steps(
 
     monkeypatch.setattr(balance, "WORK", home)
     monkeypatch.setattr(balance, "sent", lambda settings: taken)
-    monkeypatch.setattr(balance, "server_half", lambda method: Half)
+    monkeypatch.setattr(balance, "server_module", lambda method: Half)
     monkeypatch.setattr(balance, "accuracy", score)
     assert [balance.cell(row, 0) for row in balance.ROWS] == [(25.0, 210), (25.0, 360), (25.0, 357)]
     assert trained == [(210, 90), (360, 52), (357, 52)]

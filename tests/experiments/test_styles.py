@@ -161,7 +161,7 @@ def test_what_is_drawn_is_the_main_tables_row_but_for_what_is_changed(
     sent = {client: Domain(DIGITS, name) for client, name in zip(CLIENTS, DOMAINS, strict=True)}
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     monkeypatch.setattr(styles, "sent", lambda settings: sent)
-    monkeypatch.setattr(server, "render", render)
+    monkeypatch.setattr(server, "synthesize", render)
     styles.drawn("prompts-domain", ("client-3",), 2, {"prompts-domain.guidance": 4.5})
     styles.drawn("prompts-domain", CLIENTS, 3, {})
     (changed, one, plan), (plain, every, whole) = seen

@@ -49,8 +49,8 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, 
     monkeypatch.setattr(main_table, "WORK", tmp_path)
     monkeypatch.setattr(switches, "TABLES", tmp_path)
     monkeypatch.setattr(switches, "sent", lambda settings: dict.fromkeys(CLIENTS, payload))
-    monkeypatch.setattr(server, "render", render)
-    monkeypatch.setattr(switches, "train_one", train)
+    monkeypatch.setattr(server, "synthesize", render)
+    monkeypatch.setattr(switches, "train_global_model", train)
     monkeypatch.setattr(switches, "score", lambda config, model: [float(model)] * 6)
     return seen
 

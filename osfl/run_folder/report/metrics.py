@@ -299,7 +299,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     """Read `metrics.json` of a finished run.
 
     Raises:
-        DamageError: it is missing or corrupt.
+        CorruptFileError: it is missing or corrupt.
     """
     file = RunFolder(folder).metrics_file
     metrics = read_json(file, cure=HINT_RECREATE)

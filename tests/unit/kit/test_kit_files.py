@@ -500,7 +500,7 @@ def test_a_run_goes_on_with_a_repaired_kit_and_asks_nobody_again(
         return [kind for _, kind in grid.sent]
 
     with monkeypatch.context() as broken:
-        broken.setattr(pipeline, "render", lambda *_, **__: 1 / 0)
+        broken.setattr(pipeline, "synthesize", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             start()
     weights = {name: value + 0.01 for name, value in load_file(kit / UNET).items()}

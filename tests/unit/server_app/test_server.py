@@ -204,7 +204,7 @@ def test_a_client_stands_only_for_the_classes_it_holds(monkeypatch: pytest.Monke
         config = parse_run_config(quick(seed=5, method=name))
         job = ServerJob(config, SimpleNamespace(), SimpleNamespace(), ("a",))  # type: ignore[arg-type]
         monkeypatch.setattr(
-            pipeline, "render", lambda job, plan, *rest: plans.append(plan) or 1 / 0
+            pipeline, "synthesize", lambda job, plan, *rest: plans.append(plan) or 1 / 0
         )
         with pytest.raises(ZeroDivisionError):
             method.run(job, {"a": payload})  # type: ignore[attr-defined]

@@ -239,7 +239,7 @@ def test_the_coins_say_who_is_in_the_payload(monkeypatch: pytest.MonkeyPatch, la
         seen["asked"] = job.load(8)
         return {"it": torch.tensor([1.0, 2, 3, 4])}
 
-    monkeypatch.setattr(game, "client_half", lambda _: SimpleNamespace(make_payload=make_payload))
+    monkeypatch.setattr(game, "client_module", lambda _: SimpleNamespace(make_payload=make_payload))
 
     def all_known(job: Any, payload: str, pairs: int) -> dict[str, torch.Tensor]:
         assert (payload, pairs) == ("received payload", 2)
@@ -900,7 +900,7 @@ def test_a_broken_guarantee_fails_the_audit(
         return {"winners": Scores(torch.ones(40).double(), torch.zeros(40).double())}
 
     monkeypatch.chdir(home)
-    monkeypatch.setattr(command, "play", all_right)
+    monkeypatch.setattr(command, "run_trial", all_right)
     result = audited(tiny_kit, "--out", "found.json", method="votes", epsilon=epsilon)
     assert result.exit_code == code, result.output
     assert ("the guarantee is broken: client-0, client-1, all" in result.output) == bool(code)

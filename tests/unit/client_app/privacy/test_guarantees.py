@@ -428,7 +428,7 @@ def test_fedpfts_private_gaussian_has_the_cut_features_moments(
     data = digits_like(3, 3, 3, 8)
     settings = {"fedpft__covariance": covariance, "fedpft__components": 3, "clip_norm": clip}
     job = kit_job_of(tiny_kit, data, method="fedpft", **settings, epsilon=1.0)
-    monkeypatch.setattr(fedpft, "deviation_of_mean", lambda *_: 0.0)
+    monkeypatch.setattr(fedpft, "noise_deviation", lambda *_: 0.0)
     # This network's features are small
     monkeypatch.setattr(fedpft, "width_and_features", wide_features)
     payload = fedpft.make_payload(job)
@@ -514,7 +514,7 @@ def test_a_variance_is_within_what_cut_features_can_have(
     config = parse_run_config(
         quick(method="fedpft", fedpft__covariance=covariance, epsilon=1.0, clip_norm=1.5)
     )
-    monkeypatch.setattr(fedpft, "deviation_of_mean", lambda *_: 0.0)
+    monkeypatch.setattr(fedpft, "noise_deviation", lambda *_: 0.0)
     for value, wanted in ((-1e6, 0.0), (1e6, most)):
         monkeypatch.setattr(
             fedpft,

@@ -90,7 +90,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         numbers.append(rows)
         return Reads()
 
-    monkeypatch.setattr(contribution, "trained", trained)
+    monkeypatch.setattr(contribution, "train_model", trained)
     monkeypatch.setattr("osfl.models.classifiers.normalise", lambda images, model: images)
     return numbers
 
@@ -134,17 +134,17 @@ def test_what_was_tested_is_kept_at_once(
 ) -> None:
     """The server ends in the third training; two are there, and the third alone is done again."""
     images = numbered(OWNERS, LABELS)
-    plain = contribution.trained
+    plain = contribution.train_model
 
     def ending(*given: Any, **more: Any) -> nn.Module:
         if len(learned) == 2:
             raise KeyboardInterrupt
         return plain(*given, **more)
 
-    monkeypatch.setattr(contribution, "trained", ending)
+    monkeypatch.setattr(contribution, "train_model", ending)
     with pytest.raises(KeyboardInterrupt):
         leave_one_out_hits(job, CLIENTS, images, TESTED)
-    monkeypatch.setattr(contribution, "trained", plain)
+    monkeypatch.setattr(contribution, "train_model", plain)
     leave_one_out_hits(job, CLIENTS, images, TESTED)
     assert len(learned) == 3
 
@@ -309,7 +309,7 @@ def test_a_training_that_fails_costs_the_table_alone(
     def diverged(*given: Any, **more: Any) -> nn.Module:
         raise ClassifierError("the loss is not finite")
 
-    monkeypatch.setattr(contribution, "trained", diverged)
+    monkeypatch.setattr(contribution, "train_model", diverged)
     report_contributions(job, payloads_of(THREE), numbered("aaabbbccc", "0" * 9))
     (warning,) = job.status.state["warnings"]
     assert warning == "influence: a training without a client failed: the loss is not finite"

@@ -441,8 +441,8 @@ def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     def believed(job: Any, payloads: Any, images: SyntheticSet) -> Any:
         return {"b": payloads["b"]}, replace(images, labels=images.labels[:2])
 
-    monkeypatch.setattr(pipeline, "render", lambda *_: numbered(*IMAGES))
-    monkeypatch.setattr(pipeline, "without_doubted", believed)
+    monkeypatch.setattr(pipeline, "synthesize", lambda *_: numbered(*IMAGES))
+    monkeypatch.setattr(pipeline, "drop_flagged", believed)
     classifier = Classifier(CLASSES, "resnet18", {})
     pipeline.synthesize_and_train(
         job_of(),

@@ -93,7 +93,7 @@ def test_the_global_model_learns_what_was_asked(
 ) -> None:
     opinions = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3], [0.4, 0.6]])
     trained: list[tuple] = []
-    monkeypatch.setattr(pipeline, "second_opinions", lambda job, images: opinions)
+    monkeypatch.setattr(pipeline, "cross_fitted_predictions", lambda job, images: opinions)
     monkeypatch.setattr(pipeline, "train_global", lambda job, *given: trained.append(given))
     pipeline.train_global_model(job_of(check), {}, numbered(4))
     ((name, pixels, labels, teacher, weight),) = trained

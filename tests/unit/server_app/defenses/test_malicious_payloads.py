@@ -111,7 +111,7 @@ def test_memory_that_does_not_suffice_is_that_clients_failure(
             raise MemoryError
         probe(payload, client, config)
 
-    monkeypatch.setattr(collecting, "probe", no_memory)
+    monkeypatch.setattr(collecting, "check_plausible", no_memory)
     assert asked(start(config)) == [1]
     status = json.loads((home / "runs" / "job" / "status.json").read_text())
     assert status["phase"] == "finished"
