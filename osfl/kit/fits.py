@@ -17,8 +17,8 @@ from itertools import takewhile
 from typing import Any
 
 from osfl.kit.digests import cache_folder
+from osfl.kit.folder import KitError, KitFolder, file_in, inner_settings
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import KitError, KitFolder, file_in, inner_settings
 from osfl.methods import LORA, SMALL_DECODER
 from osfl.util.files import read_json, write_atomically
 from osfl.util.text import plain

@@ -29,9 +29,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 from tqdm.auto import tqdm
 
-from osfl.kit.check import check_settings
+from osfl.kit.compatibility import check_settings
 from osfl.kit.digests import sha256_of
-from osfl.kit.kits import MOST_SETTINGS_BYTES, SETTINGS, KitError, KitFolder, Progress
+from osfl.kit.folder import MOST_SETTINGS_BYTES, SETTINGS, KitError, KitFolder
 from osfl.util.text import plain
 
 HUB_SECONDS = 10.0  # for the hub's answer
@@ -42,6 +42,8 @@ SMALL = (
     "*.safetensors.index.json",
     "*.safetensors.index.fp16.json",
 )
+
+Progress = Callable[[int, int], None]  # bytes fetched, of how many
 
 _SHA256 = re.compile(r"^[0-9a-f]{64}$")
 

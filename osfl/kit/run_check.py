@@ -19,8 +19,9 @@ from osfl.kit.check import (
 )
 from osfl.kit.digests import sha256_of
 from osfl.kit.fits import remembered
+from osfl.kit.folder import KitFolder
 from osfl.kit.initial_weights import initial_weights, weights_to_fetch
-from osfl.kit.kits import KitFolder, find_kit, initialisation_part, is_hub_id
+from osfl.kit.kits import find_kit, initialisation_part, is_hub_id
 from osfl.kit.used_parts import RunModel, run_models
 from osfl.methods import LORA, SMALL_DECODER
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from osfl.config import ClassifierConfig, RunConfig, split_names
 from osfl.kit.digests import unread_bytes
-from osfl.kit.kits import KitError, file_digests, find_kit, initialisation_part, loaded_files
+from osfl.kit.folder import KitError
+from osfl.kit.kits import file_digests, find_kit, initialisation_part, loaded_files
 from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, SMALL_DECODER
 
 

@@ -10,8 +10,7 @@ from sklearn.linear_model import LogisticRegression
 
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.kit.kits import SMALL_DECODER
-from osfl.methods import LORA
+from osfl.methods import LORA, SMALL_DECODER
 from osfl.models import classifiers, diffusion, encoders
 from osfl.util.pixels import LEVELS, to_float
 

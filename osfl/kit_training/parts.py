@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
 from osfl.data.render import STYLES
-from osfl.kit.kits import SMALL_DECODER
 from osfl.kit_training import Recipe, untrained
 from osfl.kit_training.diffusion_model import noise_prediction_loss
 from osfl.kit_training.stages import Corpus, Stage, run_stage
+from osfl.methods import SMALL_DECODER
 from osfl.models import classifiers, diffusion, encoders
 from osfl.util.pixels import to_float
 from osfl.util.seeds import seed_of

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig, ConfigError
 from osfl.kit.backbones import build_backbone, is_backbone
+from osfl.kit.folder import KitError
 from osfl.kit.headers import check_header
 from osfl.kit.initial_weights import initial_weights
-from osfl.kit.kits import KitError
 from osfl.util.files import PUBLIC, DamageError, placeholder, write_atomically
 from osfl.util.pixels import Pixels, to_float
 from osfl.util.seeds import seed_of

@@ -26,15 +26,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from osfl.kit.check import check_kit, check_small_decoder, check_steps
 from osfl.kit.fits import Misfit, check_finite, check_loaded
+from osfl.kit.folder import KitError
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import (
-    DIFFUSION_PARTS,
-    SMALL_DECODER,
-    KitError,
-    find_model,
-    kit_shapes,
-    variant_of,
-)
+from osfl.kit.kits import find_model, kit_shapes, variant_of
+from osfl.methods import DIFFUSION_PARTS, SMALL_DECODER
 from osfl.models.encoders import TextEncoder, load_text_encoder
 from osfl.util.text import plain
 

@@ -28,10 +28,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from osfl.kit.check import CAPTIONERS, IMAGE_ENCODERS, check_captioner, check_image_encoder
+from osfl.kit.check import check_captioner, check_image_encoder
 from osfl.kit.fits import Misfit, check_finite, check_loaded
+from osfl.kit.folder import KitError
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import KitError, find_model, variant_of
+from osfl.kit.kits import find_model, variant_of
+from osfl.kit.part_check import CAPTIONERS, IMAGE_ENCODERS
 from osfl.util.costs import FlopMeter
 from osfl.util.pixels import cut_ends
 from osfl.util.text import plain

@@ -19,9 +19,9 @@ from osfl.config import NOT_IDENTITY, flatten
 from osfl.data.load import to_pixels
 from osfl.kit.check import lora_file
 from osfl.kit.digests import sha256_of
-from osfl.kit.kits import SMALL_DECODER, find_model, kit_digest, part_digest
+from osfl.kit.kits import find_model, kit_digest, part_digest
 from osfl.kit.used_parts import sampling_parts
-from osfl.methods import METHODS
+from osfl.methods import METHODS, SMALL_DECODER
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
 from osfl.util.files import DamageError, open_private, private_folder, write_atomically

@@ -1,0 +1,159 @@
+"""A folder in the format of a kit, and which of its files are loaded."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osfl.methods import LORA, SMALL_DECODER
+from osfl.util.files import parse_json, read_bounded
+from osfl.util.text import plain
+
+# How the file of a part's weights begins: diffusers' name, or transformers'.
+WEIGHTS: Mapping[str, str] = {
+    "vae": "diffusion_pytorch_model",
+    "unet": "diffusion_pytorch_model",
+    "image_normalizer": "diffusion_pytorch_model",
+    SMALL_DECODER: "diffusion_pytorch_model",
+    "text_encoder": "model",
+    "image_encoder": "model",
+    "captioner": "model",
+    "backbone": "model",
+    LORA: "pytorch_lora_weights",
+}
+# Of the weights: those of half precision are taken where there are no others.
+VARIANTS = ("", ".fp16")
+_SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+MOST_SETTINGS_BYTES = 2**23  # the tokenizer of CLIP has 2.2 MB
+# What else the loaders read of a part.
+SETTINGS: tuple[str, ...] = (
+    "config.json",
+    "generation_config.json",
+    "scheduler_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+
+
+class KitError(ValueError):
+    """A kit that cannot be used; the message says what to do."""
+
+
+def file_in(part: str, name: str) -> str:
+    """The path of a part's file in its kit; "" is the kit's folder itself."""
+    return f"{part}/{name}" if part else name
+
+
+def inner_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, those of inner settings too."""
+    for key, value in settings.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from inner_settings(value)
+
+
+def _is_shard(name: object) -> bool:
+    """Whether an index names a plain file of its own folder."""
+    return isinstance(name, str) and bool(_SHARD.fullmatch(name))
+
+
+@dataclass(frozen=True)
+class KitFolder:
+    """A kit's files: those in a folder, and those that the hub has."""
+
+    setting: str  # as the user named it, for messages: kit = '/a/folder'
+    path: Path
+    on_hub: frozenset[str] = frozenset()
+
+    def has(self, file: str) -> bool:
+        """Whether there is such a file, here or on the hub."""
+        return (self.path / file).is_file() or file in self.on_hub
+
+    def names(self, part: str) -> list[str]:
+        """The names of a part's files."""
+        here = [file.name for file in (self.path / part).glob("*") if file.is_file()]
+        there = [Path(name) for name in self.on_hub]
+        return sorted({*here, *(file.name for file in there if file.parent == Path(part))})
+
+    def settings(self, file: str) -> dict[str, Any]:
+        """A file of settings.
+
+        Raises:
+            KitError: it is missing, no JSON object, too large or nested too deep.
+        """
+        try:
+            content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
+        except (OSError, ValueError) as error:
+            raise KitError(f"{self.setting}: {file} cannot be loaded: {plain(error)}") from None
+        if not isinstance(content, dict):
+            raise KitError(f"{self.setting}: {file} cannot be loaded: it is no JSON object")
+        return content
+
+    def weights(self, part: str, kind: str = "") -> list[str]:
+        """The file of weights that a part's loader takes, or the index of several and they.
+
+        [] where there is neither.
+
+        Args:
+            part: a folder of the kit; "" for the folder itself.
+            kind: which part it stands for, where the folder's name does not say so.
+
+        Raises:
+            KitError: the index is damaged.
+        """
+        stem = WEIGHTS.get(kind or part)
+        if stem is None:
+            return []
+        for variant in VARIANTS:
+            single = file_in(part, f"{stem}{variant}.safetensors")
+            index = file_in(part, f"{stem}.safetensors.index{variant}.json")
+            # Where there are both, diffusers takes the index, transformers the single file.
+            order = (index, single) if stem.startswith("diffusion") else (single, index)
+            chosen = next((file for file in order if self.has(file)), "")
+            if chosen == index:
+                return [index, *self._shards(part, index)]
+            if chosen:
+                return [chosen]
+        return []
+
+    def _shards(self, part: str, index: str) -> list[str]:
+        """The files that an index names."""
+        content = self.settings(index)
+        shards = content.get("weight_map")
+        if not isinstance(shards, dict) or "metadata" not in content:
+            raise KitError(
+                f"{self.setting}: {index} cannot be loaded: it has no weight_map or metadata"
+            )
+        if strange := [name for name in shards.values() if not _is_shard(name)]:
+            raise KitError(
+                f"{self.setting}: {index} names {plain(repr(strange[0]), 100)}; it must name "
+                "safetensors beside it, by letters, digits, '.', '_' and '-'"
+            )
+        return [file_in(part, shard) for shard in sorted(set(shards.values()))]
+
+    def variant(self, part: str, kind: str = "") -> str | None:
+        """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing."""
+        weights = self.weights(part, kind)
+        return "fp16" if weights and ".fp16." in Path(weights[0]).name else None
+
+    def place_of(self, kind: str) -> str:
+        """The folder of a part in a kit; "" where the model is that part alone."""
+        return kind if self.has(file_in(kind, "config.json")) else ""
+
+    def loaded(self, part: str, kind: str = "") -> list[str]:
+        """Every file of a part that is loaded.
+
+        Not the variants, formats and examples that lie beside them.
+        """
+        if self.has(part):
+            return [part]
+        settings = [file_in(part, name) for name in SETTINGS]
+        return sorted(file for file in (*settings, *self.weights(part, kind)) if self.has(file))
