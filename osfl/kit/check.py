@@ -1,6 +1,6 @@
-"""Whether a kit can be used, before anybody works with it.
+"""Check that a kit can be used, before any work begins.
 
-By names, settings and the headers of the weights. No weight is loaded.
+The checks read file names, settings and the headers of the weights; they load no weights.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,18 +26,18 @@ from osfl.methods import LORA, SMALL_DECODER
 def check_kit(
     kit: str, parts: Iterable[str], key: str = "kit", image_condition: bool | None = None
 ) -> None:
-    """Whether some of a kit's parts can be loaded, and fit each other.
+    """Check that some of a kit's parts can be loaded, and fit each other.
 
     Args:
         kit: a folder.
         parts: folders and files of it.
         key: of the configuration, for messages.
-        image_condition: whether its UNet must take an image's embedding, as Stable unCLIP's does,
-            or must not; None: either.
+        image_condition: whether its UNet must take an image embedding, as Stable unCLIP's does, or
+            must not; None: either.
 
     Raises:
-        KitError: the kit is not there, is of another kind, or a file is missing,
-            damaged, or of another size.
+        KitError: the kit is missing or unsupported, or a file is missing, corrupt or of the wrong
+            size.
     """
     parts = tuple(parts)
     if not parts:
@@ -54,7 +54,7 @@ def check_steps(settings: Mapping[str, Any], steps: int) -> None:
     """Check that a noise schedule has timesteps for this number of steps.
 
     Args:
-        settings: of its scheduler, as `check_kit` has checked them.
+        settings: of its scheduler, already checked by `check_kit`.
 
     Raises:
         KitError: it has fewer, or its `steps_offset` moves the first one beyond them.
@@ -72,8 +72,7 @@ def check_steps(settings: Mapping[str, Any], steps: int) -> None:
 
 
 def check_captioner(source: str) -> None:
-    """Whether a folder or hub id that `captioner` names is a BLIP or BLIP-2 that can be
-    loaded.
+    """Check that the folder or hub id in `captioner` is a BLIP or BLIP-2 that can be loaded.
 
     Raises:
         KitError: as `check_kit`.
@@ -85,7 +84,7 @@ def check_captioner(source: str) -> None:
 
 
 def check_image_encoder(source: str) -> None:
-    """Whether a folder or hub id that `image-encoder` names is a CLIP or DINOv2 that can be loaded.
+    """Check that the folder or hub id in `image-encoder` is a CLIP or DINOv2 that can be loaded.
 
     Raises:
         KitError: as `check_kit`.
@@ -100,8 +99,7 @@ def check_image_encoder(source: str) -> None:
 
 
 def check_small_decoder(source: str) -> None:
-    """Whether a folder or hub id that `synthesis.small-decoder` names is in TAESD's format, and can
-    be loaded.
+    """Check that the folder or hub id in `synthesis.small-decoder` is a TAESD that can be loaded.
 
     Raises:
         KitError: as `check_kit`.
@@ -113,10 +111,10 @@ def check_small_decoder(source: str) -> None:
 
 
 def check_lora(source: str, kit: str) -> None:
-    """Check that what `synthesis.lora` names are weights for a kit's UNet, and peft is installed.
+    """Check that the weights in `synthesis.lora` fit a kit's UNet, and that peft is installed.
 
     Args:
-        kit: the folder of the kit that draws, which `kit` stands for.
+        kit: the folder of the sampling kit, which the word `kit` stands for.
 
     Raises:
         KitError: as `check_kit`.
@@ -127,18 +125,18 @@ def check_lora(source: str, kit: str) -> None:
 
 
 def lora_file(source: str, kit: str) -> Path:
-    """The file of few-step weights: a file itself, or that of a folder, a hub's model or the kit.
+    """Return the file of a distilled LoRA: a file itself, or that of a folder, hub id or the kit.
 
     Args:
-        kit: the folder of the kit that draws, which `kit` stands for.
+        kit: the folder of the sampling kit, which the word `kit` stands for.
 
     Raises:
-        KitError: it is not there, or no safetensors.
+        KitError: it is missing, or not safetensors.
     """
     key = f"synthesis.lora = {source!r}"
     if Path(source).is_file():
         if not source.endswith(".safetensors"):
-            raise KitError(f"{key}: must be a file of safetensors; a pickle could run code")
+            raise KitError(f"{key}: must be a safetensors file; a pickle could run code")
         return Path(source)
     if source == "kit":
         folder = open_kit(kit)
@@ -150,10 +148,10 @@ def lora_file(source: str, kit: str) -> Path:
 
 
 def open_kit(name: str, key: str = "kit") -> KitFolder:
-    """A model's folder.
+    """Return a model's folder.
 
     Raises:
-        KitError: no such folder.
+        KitError: there is no such folder.
     """
     setting = f"{key} = {name!r}"
     if not Path(name).is_dir():

@@ -1,10 +1,10 @@
-"""Checks of a kit's parts together, by their settings alone."""
+"""Check that a kit's parts fit each other, by their settings alone."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from osfl.kit.folder import KitError, KitFolder
-from osfl.kit.part_check import TAKEN, bad_setting, check_code, check_part, text_settings
+from osfl.kit.part_check import SUPPORTED, bad_setting, check_code, check_part, text_settings
 from osfl.methods import DIFFUSION_PARTS, LORA, SMALL_DECODER
 from osfl.util.text import plain
 
@@ -21,27 +21,27 @@ OTHER_PIPELINES = {
     "Flux": "FLUX",
     "LatentConsistency": f"{FEW_STEPS} (LCM)",
 }
-# Schedulers of models that were distilled, or that read the UNet's output in another way
+# Schedulers of distilled models, and of models whose UNet's output means something else
 DISTILLED = ("LCMScheduler", "TCDScheduler")
 OTHER_PREDICTIONS = {"FlowMatch": "flow", "EDM": "EDM's mix of image and noise"}
-LARGEST_SAMPLE = 4096  # latent pixels on a side; 128 are an image of 1024
-# The way out where a part is missing.
+LARGEST_SAMPLE = 4096  # latent pixels on a side; 128 give an image of 1024
+# Hint for each part that a kit may lack
 INSTEAD = {
-    "captioner": "name one with captioner=",
-    "image_encoder": "name one with image-encoder= (FedDISC needs its kit's own)",
-    "feature_extractor": "name one with image-encoder= (FedDISC needs its kit's own)",
-    SMALL_DECODER: "name one with synthesis.small-decoder=",
-    LORA: "name some with synthesis.lora=",
+    "captioner": "set captioner to a model",
+    "image_encoder": "set image-encoder to a model (FedDISC requires its kit's own)",
+    "feature_extractor": "set image-encoder to a model (FedDISC requires its kit's own)",
+    SMALL_DECODER: "set synthesis.small-decoder to a model",
+    LORA: "set synthesis.lora to weights",
 }
 
 
 def check_settings(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -> None:
-    """As `check_kit`, by the settings and the names of the files: the weights may not be there yet.
+    """Run the part of `check_kit` that needs only settings and file names, without the weights.
 
     Args:
         folder: the model's.
         parts: folders and files of it; "" is the folder itself.
-        kind: which part the folder itself is.
+        kind: the part that the folder itself is.
 
     Raises:
         KitError: as `check_kit`.
@@ -51,15 +51,19 @@ def check_settings(folder: KitFolder, parts: tuple[str, ...], kind: str = "") ->
 
 
 def check_each_part(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -> None:
-    """Whether every part is there, and of the kind that OSFL takes."""
+    """Check that every part exists and is of a supported kind.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
     if "unet" in parts:
         _check_pipeline(folder)
     if missing := [part for part in parts if part and not (folder.has(part) or folder.names(part))]:
-        outs = dict.fromkeys(INSTEAD.get(part, "use a whole kit") for part in missing)
-        needed = "it" if len(missing) == 1 else "them"
+        hints = dict.fromkeys(INSTEAD.get(part, "use a complete kit") for part in missing)
+        pronoun = "it" if len(missing) == 1 else "them"
         raise KitError(
-            f"{folder.setting} lacks {', '.join(missing)}; this run needs {needed}: "
-            f"{'; or '.join(outs)}"
+            f"{folder.setting} lacks {', '.join(missing)}; this run needs {pronoun}: "
+            f"{'; or '.join(hints)}"
         )
     for part in parts:
         check_part(folder, part, kind or part)
@@ -68,55 +72,61 @@ def check_each_part(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -
 def check_compatibility(
     folder: KitFolder, parts: tuple[str, ...], image_condition: bool | None
 ) -> None:
-    """Whether the parts fit each other."""
+    """Check that the parts fit each other.
+
+    Args:
+        image_condition: as of `check_kit`.
+
+    Raises:
+        KitError: as `check_kit`.
+    """
     if set(DIFFUSION_PARTS) <= set(parts):
-        _check_together(folder, SMALL_DECODER in parts, image_condition)
-    noised = "image_normalizer" in parts
-    if noised or (image_condition and folder.has("image_normalizer/config.json")):
-        _check_embedding(folder)
+        _check_diffusion_model(folder, SMALL_DECODER in parts, image_condition)
+    has_normalizer = "image_normalizer" in parts
+    if has_normalizer or (image_condition and folder.has("image_normalizer/config.json")):
+        _check_embedding_width(folder)
 
 
 def _check_pipeline(folder: KitFolder) -> None:
-    """Whether it is a kit of our kind, by its `model_index.json`, where it has one."""
+    """Check that the kit is a supported pipeline, by its `model_index.json` if it has one."""
     if not folder.has("model_index.json"):
-        alone = not folder.has("unet/config.json")
-        if alone and folder.has("config.json"):
-            what = folder.settings("config.json").get("model_type", "model without a type")
-            raise KitError(f"{folder.setting} is a {what}, no diffusion model; {TAKEN}")
-        if alone and any(name.endswith((".safetensors", ".ckpt")) for name in folder.names("")):
-            raise KitError(
-                f"{folder.setting} is a checkpoint in one file. Make a kit of it: diffusers' "
-                "StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
-            )
+        _check_single_model(folder)
         return
     index = folder.settings("model_index.json")
     check_code(folder, "model_index.json", index)
-    found = str(index.get("_class_name", ""))
-    if found not in PIPELINES:
-        known = (name for start, name in OTHER_PIPELINES.items() if found.startswith(start))
-        what = next(known, "another model")
-        raise KitError(f"{folder.setting} is {what} ({plain(found, 100) or 'unnamed'}); {TAKEN}")
-
-
-def _check_together(folder: KitFolder, small_decoder: bool, image_condition: bool | None) -> None:
-    """Whether the parts of the diffusion model fit each other."""
-    unet, vae, text, scheduler = (
-        folder.settings(f"{part}/{file}")
-        for part, file in (
-            ("unet", "config.json"),
-            ("vae", "config.json"),
-            ("text_encoder", "config.json"),
-            ("scheduler", "scheduler_config.json"),
-        )
-    )
-    _check_many_steps(folder, unet, scheduler)
-    predicted = scheduler.get("prediction_type", "epsilon")
-    name = str(scheduler.get("_class_name"))
-    predicted = next((what for key, what in OTHER_PREDICTIONS.items() if key in name), predicted)
-    if predicted not in ("epsilon", "v_prediction"):
+    name = str(index.get("_class_name", ""))
+    if name not in PIPELINES:
+        models = (model for start, model in OTHER_PIPELINES.items() if name.startswith(start))
+        model = next(models, "another model")
         raise KitError(
-            f"{folder.setting} predicts {predicted!r}; it must be epsilon or v_prediction. {TAKEN}"
+            f"{folder.setting} is {model} ({plain(name, 100) or 'unnamed'}); {SUPPORTED}"
         )
+
+
+def _check_single_model(folder: KitFolder) -> None:
+    """Refuse a folder without `model_index.json` that is not a kit at all."""
+    if folder.has("unet/config.json"):
+        return
+    if folder.has("config.json"):
+        kind = folder.settings("config.json").get("model_type", "model without a type")
+        raise KitError(f"{folder.setting} is a {kind}, not a diffusion model; {SUPPORTED}")
+    if any(name.endswith((".safetensors", ".ckpt")) for name in folder.names("")):
+        raise KitError(
+            f"{folder.setting} is a checkpoint in one file. Convert it to a kit: diffusers' "
+            "StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
+        )
+
+
+def _check_diffusion_model(
+    folder: KitFolder, small_decoder: bool, image_condition: bool | None
+) -> None:
+    """Check that the parts of the diffusion model fit each other."""
+    unet = folder.settings("unet/config.json")
+    vae = folder.settings("vae/config.json")
+    text = folder.settings("text_encoder/config.json")
+    scheduler = folder.settings("scheduler/scheduler_config.json")
+    _check_not_distilled(folder, unet, scheduler)
+    _check_prediction_type(folder, scheduler)
     width = text_settings(folder, "text_encoder", text).get("hidden_size", 512)
     if width != unet.get("cross_attention_dim", 1280):
         raise KitError(
@@ -124,79 +134,102 @@ def _check_together(folder: KitFolder, small_decoder: bool, image_condition: boo
             f"{unet.get('cross_attention_dim')}"
         )
     channels = vae.get("latent_channels", 4)
-    taken = unet.get("in_channels", 4)
-    if channels != taken:
-        more = " (is it a model for inpainting or editing?)" if taken > channels else ""
+    in_channels = unet.get("in_channels", 4)
+    if channels != in_channels:
+        hint = " (is it a model for inpainting or editing?)" if in_channels > channels else ""
         raise KitError(
-            f"{folder.setting}: latents have {channels} channels, but the UNet takes {taken}{more}"
+            f"{folder.setting}: latents have {channels} channels, but the UNet takes "
+            f"{in_channels}{hint}"
         )
     size = unet.get("sample_size")
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_SAMPLE:
-        wanted = f"a whole number from 1 to {LARGEST_SAMPLE}"
-        raise bad_setting(folder, "unet/config.json", unet, "sample_size", wanted)
+        requirement = f"a whole number from 1 to {LARGEST_SAMPLE}"
+        raise bad_setting(folder, "unet/config.json", unet, "sample_size", requirement)
     if small_decoder:
-        small = folder.settings(f"{SMALL_DECODER}/config.json").get("latent_channels", 4)
-        if small != channels:
+        decoder = folder.settings(f"{SMALL_DECODER}/config.json")
+        decoder_channels = decoder.get("latent_channels", 4)
+        if decoder_channels != channels:
             raise KitError(
-                f"{folder.setting}: its small_decoder takes {small} channels; the latents have "
-                f"{channels}"
+                f"{folder.setting}: its small_decoder takes {decoder_channels} channels; the "
+                f"latents have {channels}"
             )
     _check_image_condition(folder, unet, image_condition)
 
 
-def _check_many_steps(
-    folder: KitFolder, unet: Mapping[str, Any], scheduler: Mapping[str, Any]
-) -> None:
-    """Whether it was distilled into few steps, which has its settings alone to show it."""
-    known = ""
-    if unet.get("time_cond_proj_dim"):
-        known = "LCM: its UNet takes the guidance's scale"
-    if scheduler.get("_class_name") in DISTILLED:
-        known = f"its scheduler is a {scheduler['_class_name']}"
-    euler = str(scheduler.get("_class_name")).startswith("Euler")
-    if euler and scheduler.get("timestep_spacing") == "trailing":
-        known = "as SD-Turbo: its scheduler's steps are spaced from the end"
-    if known:
+def _check_prediction_type(folder: KitFolder, scheduler: Mapping[str, Any]) -> None:
+    prediction = scheduler.get("prediction_type", "epsilon")
+    name = str(scheduler.get("_class_name"))
+    others = (other for key, other in OTHER_PREDICTIONS.items() if key in name)
+    prediction = next(others, prediction)
+    if prediction not in ("epsilon", "v_prediction"):
         raise KitError(
-            f"{folder.setting} is {FEW_STEPS} ({known}), made to be drawn in 1 to 4 steps without "
-            "guidance. Take the model that it was made of"
+            f"{folder.setting} predicts {prediction!r}; it must be epsilon or v_prediction. "
+            f"{SUPPORTED}"
         )
 
 
-def _check_image_condition(folder: KitFolder, unet: Mapping[str, Any], wanted: bool | None) -> None:
+def _check_not_distilled(
+    folder: KitFolder, unet: Mapping[str, Any], scheduler: Mapping[str, Any]
+) -> None:
+    """Refuse a model that was distilled for few-step sampling; only its settings show it."""
+    evidence = ""
+    if unet.get("time_cond_proj_dim"):
+        evidence = "LCM: its UNet takes the guidance scale"
+    if scheduler.get("_class_name") in DISTILLED:
+        evidence = f"its scheduler is a {scheduler['_class_name']}"
+    euler = str(scheduler.get("_class_name")).startswith("Euler")
+    if euler and scheduler.get("timestep_spacing") == "trailing":
+        evidence = "like SD-Turbo: its scheduler's steps are spaced from the end"
+    if evidence:
+        raise KitError(
+            f"{folder.setting} is {FEW_STEPS} ({evidence}), made for 1 to 4 steps without "
+            "guidance. Use the model that it was distilled from"
+        )
+
+
+def _check_image_condition(
+    folder: KitFolder, unet: Mapping[str, Any], required: bool | None
+) -> None:
     kind = unet.get("class_embed_type")
     width = unet.get("projection_class_embeddings_input_dim")
     if unet.get("addition_embed_type") or kind not in (None, "projection"):
-        what = unet.get("addition_embed_type") or kind
-        raise KitError(f"{folder.setting}: its UNet wants a further condition ({what!r}). {TAKEN}")
-    if wanted is False and kind:
+        condition = unet.get("addition_embed_type") or kind
         raise KitError(
-            f"{folder.setting} is a Stable unCLIP, which draws from an image's embedding: for "
-            "FedDISC "
-            f"alone. {TAKEN}"
+            f"{folder.setting}: its UNet requires another condition ({condition!r}). {SUPPORTED}"
         )
-    if wanted and not (kind and width):
+    if required is False and kind:
         raise KitError(
-            f"{folder.setting} is no Stable unCLIP, which FedDISC needs: its UNet takes no image's "
-            "embedding. "
-            "Take stabilityai/stable-diffusion-2-1-unclip, say (feddisc.kit=)"
+            f"{folder.setting} is a Stable unCLIP, which is conditioned on an image embedding; "
+            f"only FedDISC uses one. {SUPPORTED}"
+        )
+    if required and not (kind and width):
+        raise KitError(
+            f"{folder.setting} is not a Stable unCLIP, which FedDISC requires: its UNet takes no "
+            "image embedding. Set feddisc.kit to stabilityai/stable-diffusion-2-1-unclip, for "
+            "example"
         )
 
 
-def _check_embedding(folder: KitFolder) -> None:
-    """Whether Stable unCLIP's noise, image encoder and UNet speak of embeddings of one width."""
+def _check_embedding_width(folder: KitFolder) -> None:
+    """Check that Stable unCLIP's normalizer, image encoder and UNet agree on the embedding width.
+
+    Raises:
+        KitError: two of them differ.
+    """
     width = folder.settings("image_normalizer/config.json").get("embedding_dim", 768)
     if folder.has("image_encoder/config.json"):
         encoder = folder.settings("image_encoder/config.json").get("projection_dim", 512)
         if encoder != width:
             raise KitError(
                 f"{folder.setting}: the image encoder's embeddings have {encoder} numbers, but "
-                f"image_normalizer's {width}"
+                f"image_normalizer's have {width}"
             )
     if folder.has("unet/config.json"):
-        taken = folder.settings("unet/config.json").get("projection_class_embeddings_input_dim")
-        if taken not in (None, 2 * width):
+        input_width = folder.settings("unet/config.json").get(
+            "projection_class_embeddings_input_dim"
+        )
+        if input_width not in (None, 2 * width):
             raise KitError(
-                f"{folder.setting}: the UNet takes an image condition of {taken} numbers, but "
-                f"image_normalizer makes {2 * width}"
+                f"{folder.setting}: the UNet takes an image condition of {input_width} numbers, "
+                f"but image_normalizer makes {2 * width}"
             )

@@ -1,4 +1,4 @@
-"""A folder in the format of a kit, and which of its files are loaded."""
+"""A folder in the format of a kit, and the files in it that are loaded."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from osfl.methods import LORA, SMALL_DECODER
 from osfl.util.files import parse_json, read_bounded
 from osfl.util.text import plain
 
-# How the file of a part's weights begins: diffusers' name, or transformers'.
+# Stem of a part's weights file, as diffusers or transformers names it
 WEIGHTS: Mapping[str, str] = {
     "vae": "diffusion_pytorch_model",
     "unet": "diffusion_pytorch_model",
@@ -22,11 +22,11 @@ WEIGHTS: Mapping[str, str] = {
     "backbone": "model",
     LORA: "pytorch_lora_weights",
 }
-# Of the weights: those of half precision are taken where there are no others.
+# Half-precision weights are used only if there are no others
 VARIANTS = ("", ".fp16")
 _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
-MOST_SETTINGS_BYTES = 2**23  # the tokenizer of CLIP has 2.2 MB
-# What else the loaders read of a part.
+MOST_SETTINGS_BYTES = 2**23  # CLIP's tokenizer has 2.2 MB
+# Files of a part that the loaders read besides the weights
 SETTINGS: tuple[str, ...] = (
     "config.json",
     "generation_config.json",
@@ -44,16 +44,16 @@ SETTINGS: tuple[str, ...] = (
 
 
 class KitError(ValueError):
-    """A kit that cannot be used; the message says what to do."""
+    """A kit that cannot be used. The message says what to do."""
 
 
 def file_in(part: str, name: str) -> str:
-    """The path of a part's file in its kit; "" is the kit's folder itself."""
+    """Return the path of a part's file in its kit; "" is the kit's folder itself."""
     return f"{part}/{name}" if part else name
 
 
 def inner_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every key with its value, those of inner settings too."""
+    """Yield every key with its value, those of nested objects too."""
     for key, value in settings.items():
         yield key, value
         if isinstance(value, dict):
@@ -61,53 +61,53 @@ def inner_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_shard(name: object) -> bool:
-    """Whether an index names a plain file of its own folder."""
+    """Check that an index names a plain file of its own folder."""
     return isinstance(name, str) and bool(_SHARD.fullmatch(name))
 
 
 @dataclass(frozen=True)
 class KitFolder:
-    """A kit's files: those in a folder, and those that the hub has."""
+    """A kit's files: those in a folder, and those that are still on the hub."""
 
-    setting: str  # as the user named it, for messages: kit = '/a/folder'
+    setting: str  # as the user wrote it, for messages: kit = '/a/folder'
     path: Path
     on_hub: frozenset[str] = frozenset()
 
     def has(self, file: str) -> bool:
-        """Whether there is such a file, here or on the hub."""
+        """Return whether the file exists, here or on the hub."""
         return (self.path / file).is_file() or file in self.on_hub
 
     def names(self, part: str) -> list[str]:
-        """The names of a part's files."""
-        here = [file.name for file in (self.path / part).glob("*") if file.is_file()]
-        there = [Path(name) for name in self.on_hub]
-        return sorted({*here, *(file.name for file in there if file.parent == Path(part))})
+        """Return the names of a part's files, here or on the hub."""
+        local = [file.name for file in (self.path / part).glob("*") if file.is_file()]
+        remote = [Path(name) for name in self.on_hub]
+        return sorted({*local, *(file.name for file in remote if file.parent == Path(part))})
 
     def settings(self, file: str) -> dict[str, Any]:
-        """A file of settings.
+        """Read a JSON file of settings.
 
         Raises:
-            KitError: it is missing, no JSON object, too large or nested too deep.
+            KitError: it is missing, not a JSON object, too large or nested too deep.
         """
         try:
             content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
         except (OSError, ValueError) as error:
             raise KitError(f"{self.setting}: {file} cannot be loaded: {plain(error)}") from None
         if not isinstance(content, dict):
-            raise KitError(f"{self.setting}: {file} cannot be loaded: it is no JSON object")
+            raise KitError(f"{self.setting}: {file} cannot be loaded: it is not a JSON object")
         return content
 
     def weights(self, part: str, kind: str = "") -> list[str]:
-        """The file of weights that a part's loader takes, or the index of several and they.
+        """Return the weights file that a part's loader reads, or the index and its shards.
 
-        [] where there is neither.
+        [] if there is neither.
 
         Args:
             part: a folder of the kit; "" for the folder itself.
-            kind: which part it stands for, where the folder's name does not say so.
+            kind: the part's kind, if the folder's name does not say it.
 
         Raises:
-            KitError: the index is damaged.
+            KitError: the index is corrupt.
         """
         stem = WEIGHTS.get(kind or part)
         if stem is None:
@@ -115,7 +115,7 @@ class KitFolder:
         for variant in VARIANTS:
             single = file_in(part, f"{stem}{variant}.safetensors")
             index = file_in(part, f"{stem}.safetensors.index{variant}.json")
-            # Where there are both, diffusers takes the index, transformers the single file.
+            # If both exist, diffusers reads the index, transformers the single file
             order = (index, single) if stem.startswith("diffusion") else (single, index)
             chosen = next((file for file in order if self.has(file)), "")
             if chosen == index:
@@ -125,33 +125,33 @@ class KitFolder:
         return []
 
     def _shards(self, part: str, index: str) -> list[str]:
-        """The files that an index names."""
+        """Return the files that an index names."""
         content = self.settings(index)
         shards = content.get("weight_map")
         if not isinstance(shards, dict) or "metadata" not in content:
             raise KitError(
-                f"{self.setting}: {index} cannot be loaded: it has no weight_map or metadata"
+                f"{self.setting}: {index} cannot be loaded: it lacks weight_map or metadata"
             )
-        if strange := [name for name in shards.values() if not _is_shard(name)]:
+        if invalid := [name for name in shards.values() if not _is_shard(name)]:
             raise KitError(
-                f"{self.setting}: {index} names {plain(repr(strange[0]), 100)}; it must name "
-                "safetensors beside it, by letters, digits, '.', '_' and '-'"
+                f"{self.setting}: {index} names {plain(repr(invalid[0]), 100)}; it must name "
+                "safetensors files beside it, with letters, digits, '.', '_' and '-' only"
             )
         return [file_in(part, shard) for shard in sorted(set(shards.values()))]
 
     def variant(self, part: str, kind: str = "") -> str | None:
-        """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing."""
+        """Return `from_pretrained`'s `variant` for a part's weights: "fp16" or None."""
         weights = self.weights(part, kind)
         return "fp16" if weights and ".fp16." in Path(weights[0]).name else None
 
     def place_of(self, kind: str) -> str:
-        """The folder of a part in a kit; "" where the model is that part alone."""
+        """Return the folder of a part in a kit; "" if the model is that part alone."""
         return kind if self.has(file_in(kind, "config.json")) else ""
 
     def loaded(self, part: str, kind: str = "") -> list[str]:
-        """Every file of a part that is loaded.
+        """Return every file of a part that is loaded.
 
-        Not the variants, formats and examples that lie beside them.
+        Variants, other formats and examples beside them are left out.
         """
         if self.has(part):
             return [part]

@@ -1,6 +1,6 @@
-"""Where a kit is, and which of its files are loaded.
+"""Find kits (model bundles), list the files that are loaded, and hash them.
 
-Imports no model library: a client that needs only a file of it stays small.
+Imports no model library, so that a client that needs a single file of a kit stays small.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
 def initialisation_part(architecture: str, kit: str) -> str:
-    """The file of a kit folder that an architecture's initial weights come from.
+    """Return the file of a kit that holds an architecture's initial weights.
 
-    A ResNet-34 grows out of the ResNet-18 where the kit has no weights of its own for it.
+    A kit without a ResNet-34 uses its ResNet-18, from which the ResNet-34 is grown.
     """
     file = f"classifiers/{architecture}.safetensors"
     if architecture == "resnet34" and not (Path(kit) / file).is_file():
@@ -31,7 +31,7 @@ def initialisation_part(architecture: str, kit: str) -> str:
     return file
 
 
-Progress = Callable[[int, int], None]  # bytes fetched, of how many
+Progress = Callable[[int, int], None]  # bytes fetched, total bytes
 
 
 def _silent(fetched: int, total: int) -> None:
@@ -39,21 +39,19 @@ def _silent(fetched: int, total: int) -> None:
 
 
 def find_kit(name: str, parts: Iterable[str] = (), progress: Progress = _silent) -> str:
-    """The folder of a kit.
-
-    Of one of the hub, which is fetched unless it is there.
+    """Return the folder of a kit. A hub's kit is fetched unless it is cached.
 
     Args:
         name: a shipped kit (`digits`), a path, or a hub id (`owner/name@revision`).
-        parts: what a hub's kit is needed for beyond its settings: folders and files of it.
+        parts: folders and files of a hub's kit that are needed besides its settings.
         progress: called while a hub's weights are fetched.
 
     Raises:
         FileNotFoundError: no kit of this name is shipped.
-        KitError: the hub is not reached, has no such kit, or one of another kind.
+        KitError: the hub cannot be reached, has no such kit, or the kit is unsupported.
     """
     if is_hub_id(name):
-        # A client that needs no kit stays small
+        # The import stays here so that a client without a kit stays small
         from osfl.kit.hub import fetch_kit
 
         return str(fetch_kit(name, parts, progress))
@@ -72,11 +70,11 @@ def find_kit(name: str, parts: Iterable[str] = (), progress: Progress = _silent)
 
 
 def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -> str:
-    """The folder of a model that is one part alone, such as a captioner, or of a kit with it.
+    """Return the folder of a single-part model, such as a captioner, or of a kit that has the part.
 
     Args:
-        source: a path, or a hub id, which is fetched unless it is there.
-        kind: the part; "": the settings alone are fetched.
+        source: a path, or a hub id, which is fetched unless it is cached.
+        kind: the part; with "", only the settings are fetched.
         key: of the configuration, for messages.
 
     Raises:
@@ -90,51 +88,50 @@ def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it is `owner/name` or `owner/name@revision`, and no folder here."""
+    """Return whether a name is `owner/name` or `owner/name@revision`, and not a local path."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def kit_roots() -> list[Path]:
-    """The installed package's kits.
+    """Return the folders that hold shipped kits.
 
-    Not beside this file, which may be the copy in a Flower bundle, where kits are left out.
+    The installed package comes first: this file may be the copy in a Flower bundle, which has no
+    kits beside it.
     """
     roots = []
-    # Installed with `pip install -e`: the checkout, before the copy made at installation
+    # After `pip install -e`, the checkout comes before the copy that the installation made
     with suppress(PackageNotFoundError):
         origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):
             roots.append(Path(unquote(urlparse(origin["url"]).path)) / "kits")
-    if (
-        spec := importlib.util.find_spec("osfl_kits")
-    ) and spec.submodule_search_locations:  # installed from a wheel
+    # Installed from a wheel
+    spec = importlib.util.find_spec("osfl_kits")
+    if spec and spec.submodule_search_locations:
         roots.append(Path(next(iter(spec.submodule_search_locations))))
     roots.append(Path(__file__).resolve().parents[2] / "kits")
     return [root for root in roots if root.is_dir()]
 
 
 def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
-    """The files of some of a kit folder's parts that are loaded, by their paths in it."""
+    """Return the files that are loaded of some parts of a kit folder, by their paths in it."""
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
-    return {file: folder.path / file for part in parts for file in _what_is_there(folder, part)}
+    return {file: folder.path / file for part in parts for file in _readable_files(folder, part)}
 
 
-def _what_is_there(folder: KitFolder, part: str) -> list[str]:
-    """Of a damaged part, nothing: `check_kit` says what is wrong with it."""
+def _readable_files(folder: KitFolder, part: str) -> list[str]:
+    """List a part's loaded files; a corrupt part has none, and `check_kit` reports it."""
     with suppress(KitError):
         return folder.loaded(part)
     return []
 
 
 def download_bytes(kit: str, parts: Iterable[str]) -> int:
-    """Bytes of the files that are loaded of some of a kit folder's parts."""
+    """Return the bytes of the files that are loaded of some parts of a kit folder."""
     return sum(file.stat().st_size for file in loaded_files(kit, parts).values())
 
 
 def model_bytes(folder: str, kind: str) -> int:
-    """Bytes of the files that are loaded of a model that is one part alone, or of that part of a
-    kit.
-    """
+    """Return the bytes of the files that are loaded of a single-part model, or of a kit's part."""
     model = KitFolder(folder, Path(folder))
     files = model.loaded(model.place_of(kind), kind)
     return sum((model.path / file).stat().st_size for file in files)
@@ -143,43 +140,44 @@ def model_bytes(folder: str, kind: str) -> int:
 def file_digests(
     kit: str, parts: Iterable[str], progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, str]:
-    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit.
+    """Return the SHA-256 of every file that is loaded of some parts, by its path in the kit.
 
     Args:
-        progress: called with the number of bytes that were read since it was last called.
+        progress: called with the bytes read since the last call.
     """
     return {name: sha256_of(file, progress) for name, file in loaded_files(kit, parts).items()}
 
 
 def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
-    """As `file_digests`, of the weights alone."""
+    """Return the same as `file_digests`, for weights only."""
     files = loaded_files(kit, parts).items()
     return {name: sha256_of(file) for name, file in files if file.suffix == ".safetensors"}
 
 
 def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
-    """SHA-256 over the names and bytes of the files that are loaded of some parts."""
-    return _together(file_digests(str(kit), parts))
+    """Return one SHA-256 over the names and bytes of the files that are loaded of some parts."""
+    return _combined_digest(file_digests(str(kit), parts))
 
 
 def part_digest(source: str, kind: str) -> str:
-    """As `kit_digest`, of a folder that is one part alone, such as a small decoder."""
+    """Return one SHA-256 as `kit_digest`, for a single-part model such as a tiny autoencoder."""
     folder = KitFolder(source, Path(source))
-    return _together({file: sha256_of(folder.path / file) for file in folder.loaded("", kind)})
+    digests = {file: sha256_of(folder.path / file) for file in folder.loaded("", kind)}
+    return _combined_digest(digests)
 
 
-def _together(of_files: Mapping[str, str]) -> str:
-    digest = hashlib.sha256()
-    for name, one in sorted(of_files.items()):
-        digest.update(name.encode() + b"\0" + bytes.fromhex(one))
-    return digest.hexdigest()
+def _combined_digest(file_digests: Mapping[str, str]) -> str:
+    combined = hashlib.sha256()
+    for name, digest in sorted(file_digests.items()):
+        combined.update(name.encode() + b"\0" + bytes.fromhex(digest))
+    return combined.hexdigest()
 
 
 def image_size(kit: str) -> int:
-    """Pixels on a side of the kit's images.
+    """Return the side of the kit's images in pixels.
 
     Raises:
-        KitError: the kit is not there, or its settings do not say so.
+        KitError: the kit is missing, or its settings lack the size.
     """
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
     side = folder.settings("unet/config.json").get("sample_size")
@@ -193,29 +191,29 @@ def image_size(kit: str) -> int:
 
 
 def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit.
+    """Return (text condition (L, d), latent (c, h, w), image-condition width or 0) of a kit.
 
-    By its settings alone, as the libraries read them.
+    Only the settings are read, with the libraries' defaults.
 
     Raises:
-        KitError: they are missing, or lack a size.
+        KitError: the settings are missing, or a size is not a whole number.
     """
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
     unet = folder.settings("unet/config.json")
     text = folder.settings("text_encoder/config.json")
-    # A whole CLIP's
+    # A full CLIP nests its text encoder's settings
     text = text["text_config"] if isinstance(text.get("text_config"), dict) else text
-    places = text.get("max_position_embeddings", 77)
+    positions = text.get("max_position_embeddings", 77)
     file = "tokenizer/tokenizer_config.json"
     tokenizer = folder.settings(file) if folder.has(file) else {}
-    # Without a length, a tokenizer makes any number of tokens
-    tokens = tokenizer.get("model_max_length") or places
+    # A tokenizer without a maximum length makes any number of tokens
+    tokens = tokenizer.get("model_max_length") or positions
     width = text.get("hidden_size", 512)
     channels = unet.get("in_channels", 4)
     size = unet.get("sample_size")
     image = unet.get("projection_class_embeddings_input_dim") or 0
     try:
-        condition = int(min(tokens, places)), int(width)
+        condition = int(min(tokens, positions)), int(width)
         return condition, (int(channels), int(size), int(size)), int(image)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise KitError(
@@ -225,9 +223,9 @@ def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
 
 
 def variant_of(kit: str, part: str, kind: str = "") -> str | None:
-    """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing.
+    """Return `from_pretrained`'s `variant` for a part's weights: "fp16" or None.
 
     Raises:
-        KitError: its index is damaged.
+        KitError: the part's index is corrupt.
     """
     return KitFolder(f"kit = {kit!r}", Path(kit)).variant(part, kind)

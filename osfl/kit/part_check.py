@@ -1,4 +1,4 @@
-"""Checks of one part of a kit, by names, settings and the headers of the weights."""
+"""Check one part of a kit, by its file names, its settings and the headers of its weights."""
 
 import math
 from collections.abc import Mapping
@@ -14,13 +14,25 @@ from osfl.util.text import plain
 
 CAPTIONERS = ("blip", "blip-2")  # by their model_type
 IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
-TAKEN = (
-    "OSFL takes kits of Stable Diffusion 1.x and 2.x, such as "
-    "stable-diffusion-v1-5/stable-diffusion-v1-5, and for FedDISC Stable unCLIP"
+# Supported values of a part's _class_name (diffusers) or model_type (transformers)
+_DIFFUSERS_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "unet": ("UNet2DConditionModel",),
+    "vae": ("AutoencoderKL",),
+    SMALL_DECODER: ("AutoencoderTiny",),
+    "image_normalizer": ("StableUnCLIPImageNormalizer",),
+}
+_TRANSFORMERS_TYPES: Mapping[str, tuple[str, ...]] = {
+    "text_encoder": ("clip_text_model", "clip"),
+    "captioner": CAPTIONERS,
+    "image_encoder": IMAGE_ENCODERS,
+}
+SUPPORTED = (
+    "OSFL supports kits of Stable Diffusion 1.x and 2.x, such as "
+    "stable-diffusion-v1-5/stable-diffusion-v1-5, and Stable unCLIP for FedDISC"
 )
-# Parts that a library loads by their settings.
+# Parts that a library loads by their settings
 MODELS = (*DIFFUSERS_MODELS, *TRANSFORMERS_MODELS)
-# Of each group, one file must be there.
+# A part needs at least one file of each group
 NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "tokenizer": (("tokenizer.json", "vocab.json"),),
     "scheduler": (("scheduler_config.json",),),
@@ -31,12 +43,12 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("tokenizer.json", "vocab.txt", "vocab.json"),
     ),
 }
-SCHEDULER_TIMESTEPS = 1000  # where the settings do not say how many
+SCHEDULER_TIMESTEPS = 1000  # the default
 SCHEDULERS = ("scheduler", "image_noising_scheduler")
-# Special tokens of a tokenizer: those that every text has, and those that it may lack
-MARKS_OF_TEXT = ("bos_token", "eos_token")
-OTHER_MARKS = ("pad_token", "unk_token")
-# Settings of a noise schedule: their words, the default first, and the ranges of their numbers
+# Special tokens that a tokenizer must have, and those that may be null
+REQUIRED_TOKENS = ("bos_token", "eos_token")
+OPTIONAL_TOKENS = ("pad_token", "unk_token")
+# Choices of a noise schedule, the default first, and the ranges of its numbers
 SCHEDULE_WORDS: Mapping[str, tuple[Any, ...]] = {
     "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
     "timestep_spacing": ("leading", "linspace", "trailing"),
@@ -52,8 +64,15 @@ SCHEDULE_NUMBERS: Mapping[str, tuple[float, float]] = {
 CODE_KEYS = ("auto_map", "custom_pipelines")
 
 
+# ---- Settings ----
+
+
 def check_part(folder: KitFolder, part: str, kind: str) -> None:
-    """Whether a part has the files that its loader reads, and is of a kind that it takes."""
+    """Check that a part has the files that its loader reads, and is of a supported kind.
+
+    Raises:
+        KitError: a file is missing or corrupt, or the kind is not supported.
+    """
     if part.endswith(".safetensors"):
         return
     if kind != "backbone":
@@ -68,37 +87,34 @@ def check_part(folder: KitFolder, part: str, kind: str) -> None:
         require_one_of(folder, part, group)
     if kind not in WEIGHTS:
         return
-    if kind == LORA:
-        if not folder.weights(part, kind):
-            raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
-        return
-    require_one_of(folder, part, ("config.json",))
-    config = folder.settings(file_in(part, "config.json"))
-    _check_model(folder, part, kind, config)
-    if kind == "vae":
-        _check_latents(folder, part, config)
+    if kind != LORA:
+        require_one_of(folder, part, ("config.json",))
+        config = folder.settings(file_in(part, "config.json"))
+        _check_model_type(folder, part, kind, config)
+        if kind == "vae":
+            _check_latents(folder, part, config)
     if not folder.weights(part, kind):
-        raise KitError(_no_weights(folder, part, WEIGHTS[kind]))
+        raise KitError(_missing_weights_message(folder, part, WEIGHTS[kind]))
 
 
 def _check_settings_files(folder: KitFolder, part: str) -> None:
-    """Check the files beside the weights, before a library reads them or runs what they name.
+    """Check the files beside the weights before a library reads them or runs code they name.
 
     Raises:
-        KitError: one cannot be read, or asks for code of the model's own.
+        KitError: a file cannot be read, or requests code of the model's own.
     """
     for file in (file_in(part, name) for name in SETTINGS):
         if not (folder.path / file).is_file():
             continue
         if not file.endswith(".json"):
-            _check_text(folder, file)
+            _check_text_file(folder, file)
             continue
         settings = folder.settings(file)
         if file.endswith("config.json"):
             check_code(folder, file, settings)
 
 
-def _check_text(folder: KitFolder, file: str) -> None:
+def _check_text_file(folder: KitFolder, file: str) -> None:
     with open(folder.path / file, "rb") as opened:
         problem = placeholder(opened.read(200))
     if problem:
@@ -106,12 +122,16 @@ def _check_text(folder: KitFolder, file: str) -> None:
 
 
 def check_code(folder: KitFolder, file: str, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that name Python code of the model's own."""
+    """Refuse settings that name Python code of the model's own.
+
+    Raises:
+        KitError: they do.
+    """
     for key, value in inner_settings(settings):
         if key in CODE_KEYS and value:
             raise KitError(
                 f"{folder.setting}: {file} has {key}, which names Python code of the model's own. "
-                "OSFL runs none; take a model that the installed libraries know"
+                "OSFL never runs it; use a model that the installed libraries support"
             )
 
 
@@ -119,30 +139,29 @@ def _check_scheduler(folder: KitFolder, file: str) -> None:
     """Check the settings of a noise schedule that are used; a missing one has its default.
 
     Raises:
-        KitError: one of them has another type or is out of range.
+        KitError: one of them has the wrong type or is out of range.
     """
+    # `check_part` reports a missing file
     if not folder.has(file):
-        return  # said where it is needed
+        return
     settings = folder.settings(file)
     if not isinstance(settings.get("_class_name", ""), str):
-        raise bad_setting(folder, file, settings, "_class_name", "a text")
+        raise bad_setting(folder, file, settings, "_class_name", "a string")
     for key, allowed in SCHEDULE_WORDS.items():
         if settings.get(key, allowed[0]) not in allowed:
-            raise bad_setting(
-                folder, file, settings, key, f"one of {', '.join(map(repr, allowed))}"
-            )
+            choices = ", ".join(map(repr, allowed))
+            raise bad_setting(folder, file, settings, key, f"one of {choices}")
     for key, (low, high) in SCHEDULE_NUMBERS.items():
         value = settings.get(key, low)
-        whole = isinstance(low, int)
-        if not isinstance(value, int if whole else (int, float)) or not low <= value <= high:
-            kind = "a whole number" if whole else "a number"
+        is_integer = isinstance(low, int)
+        if not isinstance(value, int if is_integer else (int, float)) or not low <= value <= high:
+            kind = "a whole number" if is_integer else "a number"
             raise bad_setting(folder, file, settings, key, f"{kind} from {low} to {high}")
     betas = settings.get("trained_betas")
-    if betas is not None and not _are_betas(
-        betas, settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
-    ):
-        wanted = "null, or a number from 0 to 1 for each of num_train_timesteps"
-        raise bad_setting(folder, file, settings, "trained_betas", wanted)
+    timesteps = settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
+    if betas is not None and not _are_betas(betas, timesteps):
+        requirement = "null, or num_train_timesteps numbers from 0 to 1"
+        raise bad_setting(folder, file, settings, "trained_betas", requirement)
 
 
 def _are_betas(values: object, count: int) -> bool:
@@ -152,10 +171,10 @@ def _are_betas(values: object, count: int) -> bool:
 
 
 def _check_tokenizer(folder: KitFolder, part: str) -> None:
-    """Check what a tokenizer's settings say of its length and its special tokens.
+    """Check a tokenizer's maximum length and special tokens.
 
     Raises:
-        KitError: one of them has another type, or tokenizer.json lacks the tokenizer.
+        KitError: one of them has the wrong type, or tokenizer.json lacks the tokenizer.
     """
     file = file_in(part, "tokenizer.json")
     if folder.has(file) and not isinstance(folder.settings(file).get("model"), dict):
@@ -166,28 +185,27 @@ def _check_tokenizer(folder: KitFolder, part: str) -> None:
     settings = folder.settings(file)
     length = settings.get("model_max_length")
     if length is not None and not (_is_number(length) and length >= 1):
-        raise bad_setting(
-            folder, file, settings, "model_max_length", "null, or a number of at least 1"
-        )
-    for key in MARKS_OF_TEXT:
+        requirement = "null, or a number of at least 1"
+        raise bad_setting(folder, file, settings, "model_max_length", requirement)
+    for key in REQUIRED_TOKENS:
         if not isinstance(settings.get(key, ""), (str, dict)):
-            raise bad_setting(folder, file, settings, key, "a text")
-    for key in OTHER_MARKS:
+            raise bad_setting(folder, file, settings, key, "a string")
+    for key in OPTIONAL_TOKENS:
         if not isinstance(settings.get(key, ""), (str, dict, type(None))):
-            raise bad_setting(folder, file, settings, key, "a text, or null")
+            raise bad_setting(folder, file, settings, key, "a string or null")
     _check_special_tokens(folder, part, settings)
 
 
 def _check_special_tokens(folder: KitFolder, part: str, settings: Mapping[str, Any]) -> None:
     """Check that a tokenizer's special tokens are in its vocabulary.
 
-    A library adds one that is not, with a number beyond the text encoder's embeddings.
+    The library would add a missing one, with an id beyond the text encoder's embeddings.
 
     Raises:
         KitError: a token is missing.
     """
     vocabulary = _vocabulary(folder, part)
-    for key in (*MARKS_OF_TEXT, *OTHER_MARKS):
+    for key in (*REQUIRED_TOKENS, *OPTIONAL_TOKENS):
         token = settings.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         if vocabulary and isinstance(text, str) and text not in vocabulary:
@@ -199,7 +217,7 @@ def _check_special_tokens(folder: KitFolder, part: str, settings: Mapping[str, A
 
 
 def _vocabulary(folder: KitFolder, part: str) -> set[str]:
-    """Return a tokenizer's tokens; none where its files do not list them."""
+    """Return a tokenizer's tokens; the empty set if its files do not list them."""
     file = file_in(part, "tokenizer.json")
     if not folder.has(file):
         file = file_in(part, "vocab.json")
@@ -216,10 +234,11 @@ def _is_number(value: object) -> bool:
 
 
 def _check_latents(folder: KitFolder, part: str, config: Mapping[str, Any]) -> None:
-    """Check how an autoencoder's latents are scaled.
+    """Check how an autoencoder scales its latents.
 
     Raises:
-        KitError: they have no scale, or are moved as well, which Stable Diffusion's are not.
+        KitError: the scale is not positive, or the latents are also shifted, which Stable
+            Diffusion's are not.
     """
     file = file_in(part, "config.json")
     scale = config.get("scaling_factor", 1.0)
@@ -227,86 +246,74 @@ def _check_latents(folder: KitFolder, part: str, config: Mapping[str, Any]) -> N
         raise bad_setting(folder, file, config, "scaling_factor", "a number above 0")
     for key in ("shift_factor", "latents_mean", "latents_std"):
         if config.get(key) not in (None, 0):
-            raise bad_setting(folder, file, config, key, f"null. {TAKEN}")
+            raise bad_setting(folder, file, config, key, f"null. {SUPPORTED}")
+
+
+def _check_model_type(folder: KitFolder, part: str, kind: str, config: Mapping[str, Any]) -> None:
+    """Check that a part's settings describe a model that its loader supports."""
+    # timm refuses an unknown model when it builds it
+    if kind == "backbone":
+        return
+    file = file_in(part, "config.json")
+    if config.get("quantization_config"):
+        requirement = "absent: use weights of 16 or 32 bits"
+        raise bad_setting(folder, file, config, "quantization_config", requirement)
+    if kind in _DIFFUSERS_CLASSES:
+        model_type = config.get("_class_name")
+        allowed = _DIFFUSERS_CLASSES[kind]
+    else:
+        model_type = config.get("model_type")
+        allowed = _TRANSFORMERS_TYPES[kind]
+    if model_type not in allowed:
+        raise KitError(
+            f"{folder.setting}: {file} describes a {model_type!r}; "
+            f"{kind.replace('_', ' ')} must be one of {', '.join(allowed)}"
+        )
+
+
+def text_settings(folder: KitFolder, part: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a text encoder, which a full CLIP nests as `text_config`.
+
+    Raises:
+        KitError: `text_config` is not an object.
+    """
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        file = file_in(part, "config.json")
+        raise bad_setting(folder, file, config, "text_config", "an object of settings")
+    return text
 
 
 def bad_setting(
-    folder: KitFolder, file: str, settings: Mapping[str, Any], key: str, wanted: str
+    folder: KitFolder, file: str, settings: Mapping[str, Any], key: str, requirement: str
 ) -> KitError:
-    """Return the error for a setting with a bad value."""
+    """Return the error for a setting with an invalid value."""
     value = plain(repr(settings.get(key)), 100)
-    return KitError(f"{folder.setting}: {file} says {key} = {value}; it must be {wanted}")
+    return KitError(f"{folder.setting}: {file} says {key} = {value}; it must be {requirement}")
 
 
 def require_one_of(folder: KitFolder, part: str, group: tuple[str, ...]) -> None:
-    """Check that a part has at least one file of a group."""
+    """Check that a part has at least one file of a group.
+
+    Raises:
+        KitError: it has none.
+    """
     if not any(folder.has(file_in(part, name)) for name in group):
-        raise KitError(
-            f"{folder.setting} lacks {' or '.join(file_in(part, name) for name in group)}"
-        )
+        names = " or ".join(file_in(part, name) for name in group)
+        raise KitError(f"{folder.setting} lacks {names}")
 
 
-def _no_weights(folder: KitFolder, part: str, stem: str) -> str:
-    wanted = file_in(part, f"{stem}.safetensors")
-    names = folder.names(part)
-    message = f"{folder.setting} lacks {wanted}"
-    variants = [n for n in names if n.startswith(f"{stem}.") and n.endswith(".safetensors")]
-    pickles = [n for n in names if n.endswith((".bin", ".ckpt", ".pt", ".pth"))]
-    if variants:
-        return (
-            f"{message}; there is the variant {variants[0]} alone. Copy it to that name (weights "
-            "of 16 bits are made 32 when they are loaded), or fetch the whole ones"
-        )
-    if pickles:
-        return (
-            f"{message}; there is {pickles[0]} alone, a pickle, which could run code. Take a "
-            "repository with safetensors, or save it anew: from_pretrained, then save_pretrained"
-        )
-    return f"{message}; fetch it"
-
-
-def _check_model(folder: KitFolder, part: str, kind: str, config: Mapping[str, Any]) -> None:
-    """Whether it is the kind of model that the part's loader makes."""
-    classes: dict[str, tuple[str, ...]] = {
-        "unet": ("UNet2DConditionModel",),
-        "vae": ("AutoencoderKL",),
-        SMALL_DECODER: ("AutoencoderTiny",),
-        "image_normalizer": ("StableUnCLIPImageNormalizer",),
-    }
-    types: dict[str, tuple[str, ...]] = {
-        "text_encoder": ("clip_text_model", "clip"),
-        "captioner": CAPTIONERS,
-        "image_encoder": IMAGE_ENCODERS,
-    }
-    # timm says what it is, when it builds it
-    if kind == "backbone":
-        return
-    if config.get("quantization_config"):
-        raise bad_setting(
-            folder,
-            file_in(part, "config.json"),
-            config,
-            "quantization_config",
-            "absent: take weights of 16 or 32 bits",
-        )
-    key = "_class_name" if kind in classes else "model_type"
-    allowed = classes[kind] if kind in classes else types[kind]
-    if (found := config.get(key)) not in allowed:
-        what = kind.replace("_", " ")
-        raise KitError(
-            f"{folder.setting}: {file_in(part, 'config.json')} is of a {found!r}; "
-            f"{what} must be one of {', '.join(allowed)}"
-        )
+# ---- Weights ----
 
 
 def check_weights(folder: KitFolder, part: str, kind: str) -> Shapes:
-    """Return the shapes of a part's tensors, of its models' kinds; they have its settings' sizes.
+    """Return the shapes of a part's tensors after checking the main ones against its settings.
 
     Raises:
-        KitError: a file of weights cannot be read, or has other sizes.
+        KitError: a weights file cannot be read, or has other sizes.
     """
     if part.endswith(".safetensors"):
-        return _shapes(folder, part)
+        return _tensor_shapes(folder, part)
     if kind not in WEIGHTS:
         return {}
     if kind == LORA:
@@ -314,20 +321,44 @@ def check_weights(folder: KitFolder, part: str, kind: str) -> Shapes:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
-            shapes |= _shapes(folder, file, is_network=True)
+            shapes |= _tensor_shapes(folder, file, is_network=True)
     _check_sizes(folder, part, kind, folder.settings(file_in(part, "config.json")), shapes)
     return shapes
 
 
-def _shapes(folder: KitFolder, file: str, is_network: bool = False) -> Shapes:
-    """The shape of every tensor in a file of weights, by its header.
+def check_tensors(folder: KitFolder, part: str, kind: str, shapes: Shapes) -> None:
+    """Check that a model's weights have every tensor that its settings require.
+
+    Raises:
+        KitError: a tensor is missing or has another shape.
+    """
+    if kind in MODELS:
+        sharded = folder.weights(part, kind)[0].endswith(".json")
+        check_fit(folder, part, kind, shapes, sharded)
+    if kind == LORA:
+        check_lora_fit(folder.setting, folder.weights(part, kind)[0], folder, shapes)
+
+
+def lora_shapes(folder: KitFolder, file: str) -> Shapes:
+    """Return the shapes of a LoRA file's tensors.
+
+    Raises:
+        KitError: the file cannot be read, or holds no LoRA.
+    """
+    shapes = _tensor_shapes(folder, file)
+    if not any("lora" in name for name in shapes):
+        raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
+    return shapes
+
+
+def _tensor_shapes(folder: KitFolder, file: str, is_network: bool = False) -> Shapes:
+    """Return the shape of every tensor in a weights file, by its header.
 
     Args:
         is_network: as of `tensor_shapes`.
 
     Raises:
-        KitError: the file is missing or damaged, or its header speaks of more or fewer bytes than
-            it has.
+        KitError: the file is missing or corrupt, or its size differs from what its header states.
     """
     if not folder.has(file):
         raise KitError(f"{folder.setting} lacks {file}, which its index names; fetch it")
@@ -339,21 +370,33 @@ def _shapes(folder: KitFolder, file: str, is_network: bool = False) -> Shapes:
         ) from None
 
 
-def lora_shapes(folder: KitFolder, file: str) -> Shapes:
-    """Return the shapes of a LoRA file's tensors."""
-    shapes = _shapes(folder, file)
-    if not any("lora" in name for name in shapes):
-        raise KitError(f"{folder.setting}: {file} has no tensors of a LoRA")
-    return shapes
+def _missing_weights_message(folder: KitFolder, part: str, stem: str) -> str:
+    names = folder.names(part)
+    message = f"{folder.setting} lacks {file_in(part, f'{stem}.safetensors')}"
+    variants = [n for n in names if n.startswith(f"{stem}.") and n.endswith(".safetensors")]
+    pickles = [n for n in names if n.endswith((".bin", ".ckpt", ".pt", ".pth"))]
+    if variants:
+        return (
+            f"{message}; the only weights there are the variant {variants[0]}. Copy it to that "
+            "name (weights of 16 bits become 32 when they are loaded), or fetch the full-precision "
+            "ones"
+        )
+    if pickles:
+        return (
+            f"{message}; the only weights there are {pickles[0]}, a pickle, which could run code. "
+            "Use a repository with safetensors, or convert it: from_pretrained, then "
+            "save_pretrained"
+        )
+    return f"{message}; fetch it"
 
 
 def _check_sizes(
     folder: KitFolder, part: str, kind: str, config: Mapping[str, Any], shapes: Shapes
 ) -> None:
-    """Whether some tensors, which others of their file hang on, have the settings' sizes."""
+    """Check the sizes of the tensors on which the others depend against the settings."""
     text = text_settings(folder, part, config) if kind == "text_encoder" else config
     # (end of the tensor's name, axis, the setting's name, its value)
-    wanted = {
+    expected = {
         "unet": (
             ("conv_in.weight", 1, "in_channels", config.get("in_channels")),
             ("attn2.to_k.weight", 1, "cross_attention_dim", config.get("cross_attention_dim")),
@@ -368,36 +411,16 @@ def _check_sizes(
         ),
         "image_normalizer": (("mean", 1, "embedding_dim", config.get("embedding_dim")),),
     }.get(kind, ())
-    at = partial(file_in, part)
+    path = partial(file_in, part)
     if not shapes:
-        raise KitError(f"{folder.setting}: {at(WEIGHTS[kind])}.safetensors has no tensors")
-    for end, axis, name, value in wanted:
-        tensor = next((tensor for tensor in shapes if tensor.endswith(end)), None)
+        raise KitError(f"{folder.setting}: {path(WEIGHTS[kind])}.safetensors has no tensors")
+    for suffix, axis, name, value in expected:
+        tensor = next((tensor for tensor in shapes if tensor.endswith(suffix)), None)
         if tensor is None:
-            raise KitError(f"{folder.setting}: the weights in {part}/ have no {end}")
+            raise KitError(f"{folder.setting}: the weights in {part}/ have no {suffix}")
         size = shapes[tensor][axis : axis + 1]
         if value is not None and size != (value,):
             raise KitError(
                 f"{folder.setting}: {tensor} in {part}/ has the shape {list(shapes[tensor])}, "
-                f"but {at('config.json')} says {name} = {value}"
+                f"but {path('config.json')} says {name} = {value}"
             )
-
-
-def text_settings(folder: KitFolder, part: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a text encoder, which a whole CLIP has as `text_config`."""
-    text = config.get("text_config", config)
-    if not isinstance(text, dict):
-        raise KitError(
-            f"{folder.setting}: {file_in(part, 'config.json')} says text_config = "
-            f"{plain(repr(text), 100)}; it must be an object of settings"
-        )
-    return text
-
-
-def check_tensors(folder: KitFolder, part: str, kind: str, shapes: Shapes) -> None:
-    """Check that the weights of a model have all its tensors."""
-    if kind in MODELS:
-        sharded = folder.weights(part, kind)[0].endswith(".json")
-        check_fit(folder, part, kind, shapes, sharded)
-    if kind == LORA:
-        check_lora_fit(folder.setting, folder.weights(part, kind)[0], folder, shapes)

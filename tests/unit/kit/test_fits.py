@@ -294,7 +294,11 @@ def test_more_steps_than_a_schedule_has_are_refused(tmp_path: Path, offset: int,
     ("part", "settings", "message"),
     [
         ("text_encoder", {"text_config": 5}, "text_config = 5; it must be an object"),
-        ("text_encoder", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1e.09; at most 1000"),
+        (
+            "text_encoder",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers = 1e.09; it must be at most 1000",
+        ),
         ("text_encoder", {"num_attention_heads": "four"}, "describes no model"),
         ("vae", {"down_block_types": 5}, "describes no model"),
         ("captioner", {"text_config": 5}, "describes no model"),
