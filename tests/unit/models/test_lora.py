@@ -120,7 +120,7 @@ def test_no_layer_is_left_out(tiny_kit: Path, tmp_path: Path) -> None:
     state["unet.down_blocks.7.resnets.0.conv1.lora_A.weight"] = torch.zeros(RANK, 4, 3, 3)
     state["unet.down_blocks.7.resnets.0.conv1.lora_B.weight"] = torch.zeros(4, RANK, 1, 1)
     save_file(state, file)
-    with pytest.raises(KitError, match="is for 3 layers of a UNet, of which the kit's takes 2"):
+    with pytest.raises(KitError, match="is for 3 layers of a UNet; the kit's UNet has 2 of them"):
         load_lora(file, load_kit(tiny_kit), fused=True)
 
 
