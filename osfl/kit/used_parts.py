@@ -56,12 +56,12 @@ class RunModel:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the model is named outside the kit."""
+        """True if the model is named outside the kit."""
         return not self.is_kit and self.classifier is None
 
     @property
     def is_of_kit(self) -> bool:
-        """Whether the model is a kit, or initial weights inside one."""
+        """True if the model is a kit, or initial weights inside one."""
         return self.is_kit or (self.classifier is not None and self.classifier.init == "kit")
 
 

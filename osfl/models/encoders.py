@@ -47,7 +47,7 @@ MAX_TOKENS = 30  # of a caption
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """tau: a frozen CLIP text encoder with its tokenizer."""
+    """The frozen CLIP text encoder tau with its tokenizer."""
 
     model: CLIPTextModel
     tokenizer: CLIPTokenizer

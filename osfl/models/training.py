@@ -75,42 +75,12 @@ def fit(
     pixels = pixels.to(pixel_device).contiguous()
     labels = labels.to(device)
     teacher = None if teacher is None else teacher.to(device)
-    parameters = trained_part(model, config.trained)
-    optimizer = torch.optim.SGD(
-        parameters, config.lr, config.momentum, weight_decay=config.weight_decay, fused=True
-    )
-    order = torch.Generator().manual_seed(seed_of(seed, "order"))
-    is_full = epochs is None
-    batches = minibatches(
-        torch.arange(len(labels)),
-        config.epochs if epochs is None else epochs,
-        config.steps if is_full else 0,
-        config.batch_size,
-        order,
-        least=2,
-    )
-    scheduler = new_schedule(optimizer, config, len(batches)) if is_full else None
-    average = new_average(model, config) if is_full else None
+    batches = _split_batches(len(labels), config, epochs, seed)
+    trainer = _Trainer(model, config, device, teacher, distillation_weight, penalty)
+    if epochs is None:
+        trainer.schedule(len(batches))
     augment = new_augmentation(config.augmentation, pixels[torch.tensor([0])].shape[-1])
     mix = new_mixing(config.mixing, model, pixels)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=_in_bfloat16(config, device))
-
-    def step(rows: torch.Tensor, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with autocast:
-            logits = model(images).float()
-        loss = F.cross_entropy(logits, targets, label_smoothing=config.label_smoothing)
-        # FedLMG eq. 12, 13
-        if teacher is not None:
-            loss = loss + distillation_weight * F.kl_div(
-                F.log_softmax(logits, 1), teacher[rows], reduction="batchmean"
-            )
-        optimizer.zero_grad()
-        loss.backward()
-        if penalty is not None:
-            penalty(model)
-        optimizer.step()
-        return loss.detach()
-
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(seed, "dropout"))
         progress(0, len(batches))
@@ -123,21 +93,96 @@ def fit(
             targets = labels[rows]
             if mix is not None:
                 images, targets = mix(images, targets)
-            loss = meter.run(("fit", len(rows)), partial(step, rows, images, targets))
+            loss = meter.run(("fit", len(rows)), partial(trainer.step, rows, images, targets))
             if not torch.isfinite(loss):
                 raise ClassifierError(
                     f"training diverged at step {number} (loss {loss.item()}); lower lr = "
                     f"{config.lr:g}"
                 )
-            if scheduler is not None:
-                scheduler.step()
-            if average is not None:
-                average.update_parameters(model)
+            trainer.advance()
             progress(number, len(batches))
     model.requires_grad_(True)
-    if average is not None:
-        model.load_state_dict(average.module.state_dict())
+    trainer.load_average()
     return model.eval()
+
+
+class _Trainer:
+    """The optimizer of a training, with its learning-rate schedule and weight averaging."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ClassifierConfig,
+        device: torch.device,
+        teacher: torch.Tensor | None,
+        distillation_weight: float,
+        penalty: Callable[[nn.Module], None] | None,
+    ):
+        self.model = model
+        self.config = config
+        self.teacher = teacher
+        self.distillation_weight = distillation_weight
+        self.penalty = penalty
+        self.autocast = torch.autocast(
+            device.type, torch.bfloat16, enabled=_in_bfloat16(config, device)
+        )
+        self.optimizer = torch.optim.SGD(
+            trained_part(model, config.trained),
+            config.lr,
+            config.momentum,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.scheduler: LRScheduler | None = None
+        self.average: AveragedModel | None = None
+
+    def schedule(self, steps: int) -> None:
+        """Prepare a full training, which has a learning-rate schedule and averages its weights."""
+        self.scheduler = new_schedule(self.optimizer, self.config, steps)
+        self.average = new_average(self.model, self.config)
+
+    def step(self, rows: torch.Tensor, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Take one step and return its loss."""
+        with self.autocast:
+            logits = self.model(images).float()
+        loss = F.cross_entropy(logits, targets, label_smoothing=self.config.label_smoothing)
+        # FedLMG eq. 12, 13
+        if self.teacher is not None:
+            loss = loss + self.distillation_weight * F.kl_div(
+                F.log_softmax(logits, 1), self.teacher[rows], reduction="batchmean"
+            )
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.penalty is not None:
+            self.penalty(self.model)
+        self.optimizer.step()
+        return loss.detach()
+
+    def advance(self) -> None:
+        """Update the learning rate and the average after a step."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+
+    def load_average(self) -> None:
+        """Replace the model's weights by their average, if there is one."""
+        if self.average is not None:
+            self.model.load_state_dict(self.average.module.state_dict())
+
+
+def _split_batches(
+    count: int, config: ClassifierConfig, epochs: int | None, seed: int
+) -> list[torch.Tensor]:
+    """Return the rows of every minibatch, in the order of the training."""
+    return minibatches(
+        torch.arange(count),
+        config.epochs if epochs is None else epochs,
+        config.steps if epochs is None else 0,
+        config.batch_size,
+        torch.Generator().manual_seed(seed_of(seed, "order")),
+        least=2,
+    )
 
 
 def _prefetch(
