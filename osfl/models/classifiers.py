@@ -343,7 +343,7 @@ def deepen(shallow: nn.Module, deep: nn.Module) -> None:
 
 
 def check_initialisation(config: ClassifierConfig, file: Path, key: str) -> None:
-    """Check that a file has a classifier's tensors, except the head, without loading weights.
+    """Check on the meta device that a file has a classifier's tensors, except the head.
 
     Raises:
         ClassifierError: as `build_classifier` and `load_initialisation`.

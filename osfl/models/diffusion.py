@@ -75,7 +75,7 @@ class Kit:
 
     @property
     def alphas_cumprod(self) -> torch.Tensor:
-        """Return a_t for t = 0 .. T-1, float32 [T]."""
+        """The noise schedule a_t for t = 0 .. T-1, float32 [T]."""
         return self.scheduler.alphas_cumprod.to(self.device)
 
     @property
@@ -92,7 +92,7 @@ class Kit:
     def eps(
         self, z: torch.Tensor, t: torch.Tensor, c: torch.Tensor, image: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the predicted noise eps(z, t, c), as z.
+        """Return the predicted noise eps(z, t, c) in the shape of z.
 
         The output of a UNet that predicts v (Salimans & Ho, arXiv 2202.00512; Stable Diffusion 2.1)
         is converted: eps = sqrt(a_t) v + sqrt(1 - a_t) z.
@@ -133,7 +133,7 @@ class Kit:
         return posterior.mean * scale, posterior.logvar + 2 * torch.log(torch.tensor(scale))
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """Return D(z): images [B, 3, H, W], about in [-1, 1] (not clamped). Differentiable."""
+        """Return D(z): images [B, 3, H, W], roughly in [-1, 1] (not clamped). Differentiable."""
         scaled = (z / self.vae.config.scaling_factor).to(self.dtype)
         return self.vae.decode(scaled).sample.to(z.dtype)
 
