@@ -30,12 +30,12 @@ from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, LONG, ROWS, config_of
 from benchmarks.server import job_in
 from benchmarks.styles import share_seen
-from client_app.learning.personalization import adapt
+from client_app.learning.personalization import personalize
 from osfl.config import RunConfig
 from osfl.kit.kits import find_kit
-from osfl.methods import server_half
+from osfl.methods import server_module
 from osfl.models.classifiers import new_classifier
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from osfl.util.prompts import DIGITS
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "adaptation"
@@ -95,7 +95,7 @@ def model_of(start: str, seed: int) -> nn.Module:
     file = WORK / f"{name}.pt"
     if not file.is_file():
         job = job_in(config, f"adaptation-{name}")
-        (made,) = server_half(config.method).run(job, sent(settings)).values()
+        (made,) = server_module(config.method).run(job, sent(settings)).values()
         whole = io.BytesIO()
         torch.save(made.model.state_dict(), whole)
         write_atomically(file, whole.getvalue())
@@ -122,7 +122,7 @@ def measured(model: nn.Module, config: RunConfig, split: str) -> Cell:
     made: Cell = {"before": [], "after": []}
     for client, owned, tested in zip(CLIENTS, real("train"), real(split), strict=True):
         made["before"].append(share_seen(model, tested))
-        own = adapt(copy.deepcopy(model), owned, config, client, CPU)
+        own = personalize(copy.deepcopy(model), owned, config, client, CPU)
         made["after"].append(share_seen(own, tested))
     return made
 
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--tuning", action="store_true")
     given = parser.parse_args()
     rows = some_of(given.rows, STARTS, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     if given.tuning:
         about = (
             "Top-1 accuracy (%) on the digits' validation split, average of the domains, before "

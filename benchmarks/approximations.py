@@ -26,11 +26,11 @@ from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
-from osfl.methods import server_half
+from osfl.methods import server_module
 from osfl.models.classifiers import confusion
 from osfl.payload.kinds import Payload
 from osfl.payload.wire import decode
-from osfl.run_folder.layout import RunFolder, open_run_folder, read_picture
+from osfl.run_folder.layout import RunFolder, open_run_folder, read_image
 from osfl.run_folder.status import Status
 from server_app.context import ServerJob
 from server_app.expected import expected_payload
@@ -126,7 +126,7 @@ def config_of(method: str, mode: str, seed: int, **more: Scalar) -> RunConfig:
 def trained(config: RunConfig, folder: RunFolder, taken: Mapping[str, Payload]) -> torch.nn.Module:
     """The server's half."""
     return (
-        server_half(config.method)
+        server_module(config.method)
         .run(ServerJob(config, folder, Status(folder.path), tuple(taken)), taken)["FT"]
         .model
     )
@@ -196,7 +196,7 @@ def difference(one: Path, other: Path) -> float:
     found = []
     for line in (one / "manifest.jsonl").read_text().splitlines():
         file = json.loads(line)["file"]
-        pictures = [read_picture(folder / file) for folder in (one, other)]
+        pictures = [read_image(folder / file) for folder in (one, other)]
         found.append((pictures[0].float() - pictures[1].float()).abs().mean().item())  # type: ignore[union-attr]
     return mean(found)
 

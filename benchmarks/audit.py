@@ -18,7 +18,7 @@ from osfl.cli import display
 from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
 from osfl.cli.launch import default_config
 from osfl.config import parse_run_config
-from osfl.util.files import private_folder
+from osfl.util.files import make_private_folder
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "audit"
 # Of `osfl audit`'s columns, without who and what
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="payloads of each client")
     given = parser.parse_args()
     rows = some_of(given.rows, ROWS, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     lines = []
     for row in rows:
         display.console.print(row)

@@ -24,10 +24,10 @@ from benchmarks.left_out import against
 from benchmarks.main_table import COMMON, config_of
 from benchmarks.server import job_in
 from osfl.config import RunConfig
-from osfl.methods import server_half
-from osfl.util.files import private_folder, write_atomically
+from osfl.methods import server_module
+from osfl.util.files import make_private_folder, write_atomically
 from server_app.context import ServerJob
-from server_app.pipeline import plan_held
+from server_app.pipeline import plan_held_classes
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "balance"
 STEPS = 627
@@ -59,18 +59,18 @@ def cell(row: str, seed: int) -> tuple[float, int]:
         taken = sent(settings)
         config = replace(config_of(settings), runs_dir=str(WORK))
         balanced = replace(config, class_balance=True)
-        many = len(plan_held(job_of(balanced), taken))
+        many = len(plan_held_classes(job_of(balanced), taken))
         pairs = sum(len(payload.classes) for payload in taken.values())
         if row == "class-balance":
             config = balanced
         elif row == "plain, as many images":
             each = round(many / pairs)
             config = replace(config, synthesis=replace(config.synthesis, images_per_class=each))
-        images = len(plan_held(job_of(config), taken))
+        images = len(plan_held_classes(job_of(config), taken))
         epochs = round(STEPS / -(-images // config.global_model.batch_size))
         config = replace(config, global_model=replace(config.global_model, epochs=epochs))
         job = job_of(config)
-        (model,) = server_half(config.method).run(job, taken).values()
+        (model,) = server_module(config.method).run(job, taken).values()
         scores = [accuracy(config, model.model, number) for number in range(len(CLIENTS))]
         write_atomically(result, json.dumps([mean(scores), images]).encode())
         print(row, seed, mean(scores), images, flush=True)
@@ -83,7 +83,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()
-    private_folder(WORK)
+    make_private_folder(WORK)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     # Seed by seed, so that what is there is paired
     found = {(row, seed): cell(row, seed) for seed in seeds for row in ROWS}

@@ -19,7 +19,7 @@ from osfl.kit.kits import find_kit
 from osfl.methods import METHODS
 from osfl.payload.kinds import Payload
 from osfl.payload.wire import decode, encode
-from osfl.util.files import private_folder
+from osfl.util.files import make_private_folder
 from server_app.expected import expected_payload
 
 PAYLOADS = Path(__file__).resolve().parent.parent / "runs" / "payloads"
@@ -60,7 +60,7 @@ def sent(settings: Settings) -> dict[str, Payload]:
     for number, client in enumerate(names(config.num_clients)):
         file = folder / client / "payload.pb"
         if not file.is_file():
-            private_folder(file.parent)
+            make_private_folder(file.parent)
             node = NodeConfig(partition_id=number, num_partitions=config.num_clients)
             kit = find_kit(config.sampling_kit)
             train(RecordDict(), config, node, client, folder.name, kit, file.parent)

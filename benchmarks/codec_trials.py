@@ -25,9 +25,9 @@ from benchmarks.main_table import CODED, config_of, settings_of
 from osfl.config import RunConfig
 from osfl.kit.kits import find_kit
 from osfl.models.encoders import load_text_encoder
-from osfl.payload.codecs import BLOCK, packed, unpacked
+from osfl.payload.codecs import BLOCK, pack, unpack
 from osfl.payload.kinds import Descriptions, DomainVector, Encodings
-from osfl.util.prompts import DIGITS, fill
+from osfl.util.prompts import DIGITS, fill_prompt
 
 SYSTEMS = (*CODED, "OSCAR-pooled")
 # Of residual vector quantisation: a byte each
@@ -54,7 +54,7 @@ def encodings(kit: str, texts: tuple[str, ...], pooled: bool) -> np.ndarray:
 def captions_of(config: RunConfig) -> tuple[str, ...]:
     """Public ones: every class in every style of which `votes` may vote, and the prompts."""
     styles = itertools.product(config.votes.words, DIGITS)
-    named = [fill(config.votes.prompt, {"domain": a, "class": b}) for a, b in styles]
+    named = [fill_prompt(config.votes.prompt, {"domain": a, "class": b}) for a, b in styles]
     return (*named, *config.prompts(DIGITS))
 
 
@@ -66,8 +66,8 @@ def decibels(exact: np.ndarray, coded: np.ndarray) -> float:
 def in_four_bits(numbers: np.ndarray) -> tuple[int, np.ndarray]:
     """By int4, as it is: bytes, and what arrives."""
     flat = numbers.astype("<f4").reshape(-1)
-    data = bytes(packed(flat, "int4"))
-    return len(data), unpacked(data, flat.size, "int4").reshape(numbers.shape)
+    data = bytes(pack(flat, "int4"))
+    return len(data), unpack(data, flat.size, "int4").reshape(numbers.shape)
 
 
 def rotated(numbers: np.ndarray) -> tuple[int, np.ndarray]:

@@ -28,7 +28,7 @@ from benchmarks.teachers import on_own
 from osfl.models.classifiers import rebuild
 from osfl.payload.kinds import Classifier, Payload
 from osfl.payload.wire import encode
-from osfl.util.files import private_folder
+from osfl.util.files import make_private_folder
 
 CODECS = ("raw", "int8", "int4")
 PACKED = ("raw", "float16", "int8", "int4")
@@ -156,7 +156,7 @@ def main() -> None:
     given = parser.parse_args()
     known = (*CODED, *UNTRAINED) if given.without_training else CODED
     systems = some_of(given.systems, known, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     if given.without_training:
         cut = "" if tuple(seeds) == SEEDS else f"-seeds-{'-'.join(map(str, seeds))}"

@@ -127,7 +127,7 @@ def tested(model: torch.nn.Module) -> float:
 def first_images(images: SyntheticSet, most: int, wanted: int) -> SyntheticSet:
     """The first `wanted` of each client's and class's `most` images."""
     kept = torch.arange(len(images.labels)) % most < wanted
-    return images.only(kept.nonzero().flatten().tolist())
+    return images.select(kept.nonzero().flatten().tolist())
 
 
 def measured(row: str, point: Point, taken: Mapping[str, Payload]) -> Record:

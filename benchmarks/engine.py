@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from benchmarks import TABLES, command_line, write_table
 from client_app.context import ClientJob
-from client_app.learning.conditions import learn_conditions, posteriors
+from client_app.learning.conditions import posteriors, train_conditions
 from osfl.cli.launch import KEEP_MEMORY, default_config
 from osfl.config import NodeConfig, RunConfig, SynthesisConfig, parse_run_config
 from osfl.data.load import load_images
@@ -49,7 +49,7 @@ from osfl.util.pixels import to_float
 from server_app.context import ServerJob
 from server_app.methods import prompts_only
 from server_app.synthesis import images
-from server_app.synthesis.engine import DTYPES, load_engine, settled
+from server_app.synthesis.engine import DTYPES, load_engine, resolve_auto
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, Unit, cut_units, initial_noise, plan_images
 from server_app.synthesis.samplers import ddim
@@ -106,7 +106,7 @@ def sampling() -> Rows:
     rows: Rows = []
     for mode, given in modes.items():
         settings = replace(config_with().synthesis, **given)
-        settings = settled(find_kit("kits/digits"), CPU, settings)
+        settings = resolve_auto(find_kit("kits/digits"), CPU, settings)
         ours = our_sampling(plan, settings)
         difference = latents_differ(plan, settings)
         best = f"{settings.units_at_once} x {settings.batch_size}"
@@ -239,7 +239,7 @@ def descriptions() -> Rows:
 
     def together(at_once: int = 16) -> torch.Tensor:
         mean, logvar = posteriors(kit, data, job)
-        return learn_conditions(
+        return train_conditions(
             kit,
             start,
             mean,
@@ -426,7 +426,7 @@ def draw(folder: Path, count: int) -> None:
 
         return counted
 
-    images.render(job, plan_of(job), make)
+    images.synthesize(job, plan_of(job), make)
 
 
 def kills() -> Rows:

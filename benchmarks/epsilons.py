@@ -35,7 +35,7 @@ from benchmarks.left_out import SYSTEMS
 from benchmarks.main_table import COMMON
 from benchmarks.server import job_in
 from client_app.context import ClientJob
-from client_app.learning.conditions import load_kit_to_learn, posteriors
+from client_app.learning.conditions import load_kit_for_training, posteriors
 from client_app.methods import domain_vector, feddeo, oscar, votes
 from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.cli.compare import as_arguments
@@ -45,12 +45,12 @@ from osfl.data.digits import split_sources
 from osfl.data.load import Fit, Images, to_pixels
 from osfl.data.render import DOMAIN_SLICES, render
 from osfl.kit.kits import find_kit
-from osfl.methods import client_half, server_half
+from osfl.methods import client_module, server_module
 from osfl.models.diffusion import load_kit
 from osfl.models.encoders import load_captioner, load_text_encoder
 from osfl.payload.kinds import Descriptions, DomainVector, Encodings, Payload, Votes
 from osfl.payload.wire import decode, encode
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from osfl.util.prompts import DIGITS
 from server_app.expected import expected_payload
 
@@ -99,23 +99,23 @@ def ballots(job: ClientJob, images: Images) -> torch.Tensor:
     """The candidate that each image votes for [N]."""
     kit = load_kit(job.kit, job.device)
     latents, _ = posteriors(kit, images, job)
-    return votes.errors(kit, latents, images.labels, job).argmin(dim=1)
+    return votes.candidate_errors(kit, latents, images.labels, job).argmin(dim=1)
 
 
 def vectors(job: ClientJob, images: Images) -> torch.Tensor:
     """domain-vector's of each image [N, L, d]."""
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     latents, logvar = posteriors(kit, images, job)
-    return domain_vector.vector_of_each(kit, images, latents, logvar, job)
+    return domain_vector.vector_per_image(kit, images, latents, logvar, job)
 
 
 def descriptions(job: ClientJob, images: Images) -> torch.Tensor:
     """FedDEO's of each image [N, L, d]: class by class, as its clients do."""
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     latents, logvar = posteriors(kit, images, job)
     rows_of = [(images.labels == label).nonzero().flatten() for label in images.held()]
     starts = kit.text(job.config.prompts(job.classes))
-    learned = feddeo.descriptions_of_each(kit, starts, images, rows_of, latents, logvar, job)
+    learned = feddeo.descriptions_per_image(kit, starts, images, rows_of, latents, logvar, job)
     found = torch.cat(list(learned))
     return found[torch.cat(rows_of).argsort()]
 
@@ -128,7 +128,7 @@ def encodings(job: ClientJob, images: Images) -> torch.Tensor:
     for rows in torch.arange(len(images)).split(oscar.BATCH):
         captions += captioner(pixels[rows], job.meter)
     text = load_text_encoder(job.kit, job.device, torch.float32)
-    return torch.cat(list(oscar.encodings(text, captions, job.meter)))
+    return torch.cat(list(oscar.encode_captions(text, captions, job.meter)))
 
 
 # ---- What is sent of it ----
@@ -146,14 +146,14 @@ def prompts(job: ClientJob) -> torch.Tensor:
 
 def winners(job: ClientJob, images: Images, found: torch.Tensor) -> Payload:
     """Each class's elected candidate."""
-    own = [votes.elected(found[images.labels == label], job) for label in images.held()]
+    own = [votes.select_winner(found[images.labels == label], job) for label in images.held()]
     return Votes(held(job, images), torch.tensor(own, dtype=torch.uint8))
 
 
 def noised_vector(job: ClientJob, images: Images, found: torch.Tensor) -> Payload:
     """The noised mean of all images' vectors."""
     return DomainVector(
-        held(job, images), domain_vector.noised_mean(found, prompts(job), job.config)
+        held(job, images), domain_vector.noisy_mean(found, prompts(job), job.config)
     )
 
 
@@ -221,7 +221,7 @@ def folder_of(mechanism: Mechanism) -> Path:
     """Where its files are; with other settings, in another one."""
     settings = settings_of(mechanism)
     folder = WORK / f"{settings['method']}-{digest_of(settings)}"
-    private_folder(folder)
+    make_private_folder(folder)
     return folder
 
 
@@ -289,7 +289,7 @@ def payload(mechanism: Mechanism, number: int, count: int, epsilon: float) -> by
 def new_payload(mechanism: Mechanism, job: ClientJob) -> Payload:
     """With the job's epsilon, or as it is without a guarantee."""
     if mechanism.together is None or not (job.config.epsilon or mechanism.always):
-        made: Payload = client_half(job.config.method).make_payload(job)
+        made: Payload = client_module(job.config.method).make_payload(job)
         return made
     images = job.load(load_kit(job.kit, job.device).image_size)
     return mechanism.together(job, images, said(mechanism, job, images))
@@ -314,7 +314,7 @@ def taught(mechanism: Mechanism, blobs: Mapping[str, bytes]) -> list[float]:
         config = config_of(mechanism, 0.0)
         expected = expected_payload(config, JOB)
         sent = {client: decode(blob, expected(client)) for client, blob in blobs.items()}
-        models = server_half(config.method).run(job_in(config, run), sent).values()
+        models = server_module(config.method).run(job_in(config, run), sent).values()
         found = []
         for number in range(len(CLIENTS)):
             found.append(mean(accuracy(config, made.model, number) for made in models))
@@ -383,7 +383,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", help=f"some of {listed(MECHANISMS)}; none: all")
     given = parser.parse_args()
     rows = some_of(given.rows, MECHANISMS, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     about = (
         "Top-1 accuracy (%) on the digits' test images, mean of the six domains; one seed, and one "
         "draw of the noise. Six clients with so many images of each class. No guarantee: the "

@@ -22,7 +22,7 @@ from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
 from osfl.kit.kits import find_kit
-from osfl.methods import client_half, server_half
+from osfl.methods import client_module, server_module
 from osfl.payload.kinds import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
@@ -68,7 +68,7 @@ def payloads_of(config: RunConfig) -> dict[str, Payload]:
             find_kit(config.kit),
             torch.device("cpu"),
         )
-        made[job.client] = client_half(config.method).make_payload(job)
+        made[job.client] = client_module(config.method).make_payload(job)
     return made
 
 
@@ -82,7 +82,7 @@ def rows() -> Iterator[dict[str, str]]:
                     config = config_of(method, {**sent, **used, "runs-dir": runs})
                     folder = open_run_folder(config, "solved", 0)
                     job = ServerJob(config, folder, Status(folder.path), tuple(payloads))
-                    (made,) = server_half(method).run(job, payloads).values()
+                    (made,) = server_module(method).run(job, payloads).values()
                 domains = score(config, made.model)
                 settings = ", ".join(f"{key}={value}" for key, value in {**sent, **used}.items())
                 print(method, settings, f"{sum(domains) / CLIENTS:.1f}", flush=True)

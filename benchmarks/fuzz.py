@@ -29,7 +29,7 @@ import torch
 from benchmarks import TABLES, write_table
 from osfl.methods import METHODS
 from osfl.payload import wire
-from osfl.payload.fields import tensors_of
+from osfl.payload.fields import field_tensors
 from osfl.payload.kinds import Captions, Classifier, Domain, Payload, kind_of
 from osfl.payload.v1 import payload_pb2 as pb
 from osfl.util.costs import release_memory
@@ -75,7 +75,7 @@ def some_run(rng: random.Random) -> Run:
         "v": 1,
         "K + 1": 6,
     }
-    tensors = tensors_of(kind_of(kind), sizes)
+    tensors = field_tensors(kind_of(kind), sizes)
     images = rng.choice((5, 300))
     states = {}
     if kind == "Concepts":
@@ -201,7 +201,7 @@ def submessage(expected: wire.Expected, rng: random.Random) -> int:
 
 def room(expected: wire.Expected, rng: random.Random) -> int:
     """How long a message may become: to what the run allows, or a few hundred bytes."""
-    most = wire._most_bytes(expected)
+    most = wire._max_payload_bytes(expected)
     return rng.choice((200, 10_000, 1_000_000, most, most))
 
 

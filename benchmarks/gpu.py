@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import TABLES, command_line, write_table
 from benchmarks.engine import CPU, config_with, textual_inversion_step
 from client_app.context import ClientJob
-from client_app.learning.conditions import learn_conditions
+from client_app.learning.conditions import train_conditions
 from osfl.kit_training.untrained import new_scheduler
 from osfl.models.classifiers import build_classifier
 from osfl.models.diffusion import Kit
@@ -283,7 +283,7 @@ def descriptions(kit: Kit, at_once: int) -> Iterator[dict[str, Any]]:
 
     def together() -> None:
         mean, logvar = kit.encode(pictures)
-        learn_conditions(
+        train_conditions(
             kit, start, mean.float(), logvar.float(), rows_of, names, config.feddeo, job
         )
 

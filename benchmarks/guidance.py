@@ -33,12 +33,12 @@ from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
-from osfl.methods import METHODS, server_half
+from osfl.methods import METHODS, server_module
 from osfl.models.classifiers import confusion
 from osfl.payload.kinds import Payload
 from osfl.payload.wire import decode
 from osfl.run_folder.layout import open_run_folder
-from osfl.run_folder.report.metrics import over_images
+from osfl.run_folder.report.metrics import accuracy_over_images
 from osfl.run_folder.status import Status
 from osfl.util.costs import Stopwatch
 from server_app.context import ServerJob
@@ -156,7 +156,7 @@ def cell(
         watch = Stopwatch()
         clients = tuple(taken) or tuple(f"client-{number}" for number in range(CLIENTS))
         job = ServerJob(config, folder, Status(folder.path), clients)
-        model = server_half(row.method).run(job, taken)["FT"].model
+        model = server_module(row.method).run(job, taken)["FT"].model
         domains = score(config, model)
         folder.write_json(
             "result.json",
@@ -173,7 +173,7 @@ def score(config: RunConfig, model: torch.nn.Module) -> list[float]:
         images = load_images(config.data, node, "validation", 0)
         classes = len(class_names(config.data))
         matrix = confusion(model, images.pixels, images.labels, classes, torch.device("cpu"))
-        found.append(over_images({"": matrix}))
+        found.append(accuracy_over_images({"": matrix}))
     return found
 
 

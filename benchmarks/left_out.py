@@ -22,7 +22,7 @@ from osfl.cli.compare import as_arguments
 from osfl.cli.launch import default_config
 from osfl.cli.paired import paired_difference
 from osfl.config import RunConfig, Scalar, parse_run_config
-from osfl.methods import server_half
+from osfl.methods import server_module
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.context import ServerJob
@@ -128,7 +128,7 @@ def tested(number: int, settings: Settings) -> float:
         others = {client: payload for client, payload in taken.items() if client != CLIENTS[number]}
         training = tuple(client for client in CLIENTS if client != CLIENTS[number])
         job = ServerJob(config, folder, Status(folder.path), training)
-        (model,) = server_half(config.method).run(job, others).values()
+        (model,) = server_module(config.method).run(job, others).values()
         result.write_text(json.dumps(accuracy(config, model.model, number)))
     return float(json.loads(result.read_text()))
 

@@ -38,9 +38,9 @@ from benchmarks.server import job_in
 from osfl.cli.compare import as_arguments, machine
 from osfl.cli.launch import default_config
 from osfl.config import RunConfig, Scalar, parse_run_config
-from osfl.methods import server_half
+from osfl.methods import server_module
 from osfl.util.costs import Stopwatch
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "main-table"
 SEEDS = (0, 1, 2, 3, 4)
@@ -182,7 +182,7 @@ def cell(row: str, seed: int, partition: str) -> Cell:
         taken = sent(settings)
         config = config_of(settings)
         job = job_in(config, folder_name(settings))
-        (model,) = server_half(config.method).run(job, taken).values()
+        (model,) = server_module(config.method).run(job, taken).values()
         accuracies = [accuracy(config, model.model, number) for number in range(len(CLIENTS))]
         found = {"row": row, "seed": seed, "accuracy": accuracies, "seconds": watch.seconds}
         about = {"machine": f"{machine()}, torch {version('torch')}"}
@@ -265,7 +265,7 @@ def main() -> None:
     given = parser.parse_args()
     every = rows_of(given.partition)
     rows = some_of(given.rows, every, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     with_references = dict.fromkeys((*references_of(given.partition), *rows))
     cells(list(with_references), seeds, given.partition, given.at_once)

@@ -25,13 +25,13 @@ from benchmarks.clients import CLIENTS, DOMAINS
 from benchmarks.main_table import config_of, settings_of
 from client_app.audit.attacks import denoising_errors
 from client_app.context import ClientJob
-from client_app.learning.conditions import load_kit_to_learn, posteriors
-from client_app.methods.domain_vector import noised_mean, vector_of_each
+from client_app.learning.conditions import load_kit_for_training, posteriors
+from client_app.methods.domain_vector import noisy_mean, vector_per_image
 from osfl.config import NodeConfig, RunConfig
 from osfl.data.load import Images, load_images
 from osfl.kit.kits import find_kit
 from osfl.models.diffusion import Kit
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from osfl.util.prompts import DIGITS
 from osfl.util.seeds import generator_of
 
@@ -94,7 +94,7 @@ def style_of(number: int) -> Style:
     job = ClientJob(
         config, CLIENTS[number], DIGITS, lambda fit: images, find_kit(config.sampling_kit), CPU
     )
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     found = load_images(config.data, node, "validation", config.seed, kit.image_size)
     order = torch.randperm(len(found), generator=generator_of(config.seed, "noise", number))
     images = Images(found.pixels[order], found.labels[order])
@@ -110,7 +110,7 @@ def learned(style: Style, count: int) -> torch.Tensor:
         settings = replace(style.job.config.domain_vector, epochs=-(-SEEN // count))
         job = replace(style.job, config=replace(style.job.config, domain_vector=settings))
         whole = io.BytesIO()
-        torch.save(vector_of_each(style.kit, own, latents, logvar, job), whole)
+        torch.save(vector_per_image(style.kit, own, latents, logvar, job), whole)
         write_atomically(file, whole.getvalue())
     return torch.load(file, weights_only=True)
 
@@ -139,7 +139,7 @@ def kept(style: Style, point: Point) -> list[float]:
     prompt, best = ends(style, point.tokens, point.count)
     gain = prompt - best
     prompts = style.prompts.cpu()
-    noised = [noised_mean(vectors, prompts, config) for _ in range(DRAWS)]
+    noised = [noisy_mean(vectors, prompts, config) for _ in range(DRAWS)]
     return [100 * (prompt - error_under(style, vector)) / gain for vector in noised]
 
 
@@ -203,7 +203,7 @@ def plot(found: dict[Point, list[list[float]]], file: Path) -> None:
 def main() -> None:
     """Make the table and the plot, and keep them."""
     command_line(__doc__).parse_args()
-    private_folder(WORK)
+    make_private_folder(WORK)
     found = measured(POINTS)
     about = (
         "How much of what a clean mean of learned vectors gains in denoising error over the "

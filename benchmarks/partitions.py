@@ -38,7 +38,7 @@ from benchmarks.server import drawn_by, job_in
 from osfl.data.parts import class_names
 from osfl.models.classifiers import logits_of
 from osfl.payload.kinds import Votes
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 from server_app.training import train_global
@@ -71,7 +71,7 @@ def votes_of(groups: int, group: int) -> torch.Tensor:
         job, images = drawn()
         members = set(CLIENTS[group::groups])
         rows = [row for row, client in enumerate(images.clients) if client in members]
-        own = images.only(rows)
+        own = images.select(rows)
         name = f"group-{group}-of-{groups}"
         model = train_global(job, name, own.pixels, own.labels).model
         said = [
@@ -141,7 +141,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     numbers = some_of(given.groups or GROUPS[-1:], GROUPS, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     about = (
         f"Top-1 accuracy (%) on the test images of all six domains. {NUMBER} clients with ten "
         "images each, drawn at random, parted into groups with a model each, which vote; one "

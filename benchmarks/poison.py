@@ -45,21 +45,26 @@ from osfl.data.load import Fit, Images, count_images, load_images
 from osfl.data.parts import class_names
 from osfl.kit.kits import find_kit
 from osfl.kit.used_parts import final_model
-from osfl.methods import METHODS, client_half, server_half
+from osfl.methods import METHODS, client_module, server_module
 from osfl.models.classifiers import head_of, headless, logits_of, new_classifier, rebuild
 from osfl.payload.kinds import Classifier, FeatureMixtures, FeatureStatistics, Payload
 from osfl.payload.messages import pack_state, unpack_state
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from osfl.util.seeds import generator_of
 from server_app.baselines.models import initial_state
 from server_app.context import ServerJob
 from server_app.defenses import label_consistency
-from server_app.defenses.contribution import Influence, measured
+from server_app.defenses.contribution import ClientContribution, estimate_contributions
 from server_app.defenses.image_counts import ALL, Cap, check_counts, find_caps, stated_counts
-from server_app.defenses.label_consistency import LOOKED_AT, agreements, judged, without_doubted
+from server_app.defenses.label_consistency import (
+    NUM_PROBE_IMAGES,
+    drop_flagged,
+    flag_clients,
+    score_label_consistency,
+)
 from server_app.defenses.outliers import find_outliers
-from server_app.expected import probe
-from server_app.pipeline import train_one
+from server_app.expected import check_plausible
+from server_app.pipeline import train_global_model
 from server_app.synthesis.images import SyntheticSet
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "poison"
@@ -74,7 +79,7 @@ CROWD_SIZE = 30
 OF_CROWD: Settings = {
     "num-clients": CROWD_SIZE,
     "data.partition": "iid",
-    "synthesis.images-per-class": LOOKED_AT,
+    "synthesis.images-per-class": NUM_PROBE_IMAGES,
 }
 # Of the honest table: a system of benchmarks.main_table, and how the images are parted
 DESCRIPTIONS = OF_SIX[0]
@@ -260,7 +265,7 @@ def attacked(system: str, attack: str, seed: int) -> dict[str, Payload]:
     config = config_of(settings_of(system, seed))
     taken = coded(config, "job", changed)
     for client, payload in taken.items():
-        probe(payload, client, config)
+        check_plausible(payload, client, config)
     return taken
 
 
@@ -302,13 +307,13 @@ def learned(system: str, attack: str, client: str, seed: int) -> Payload:
     folder = WORK / name
     file = folder / "payload.pt"
     if not file.is_file():
-        private_folder(folder)
+        make_private_folder(folder)
         job = client_job(config, node, client, find_kit(config.sampling_kit), folder)
 
         def load(fit: Fit) -> Images:
             return LEARNED[attack](job.load(fit), generator_of(seed, attack, client))
 
-        made = client_half(config.method).make_payload(replace(job, load=load))
+        made = client_module(config.method).make_payload(replace(job, load=load))
         values = {item.name: getattr(made, item.name) for item in fields(made)}
         torch.save(values, file)
     kind = type(sent(settings_of(system, seed))[client])
@@ -327,7 +332,7 @@ def drawn(system: str, attack: str, seed: int) -> SyntheticSet:
 def of(images: SyntheticSet, clients: Sequence[str]) -> SyntheticSet:
     """Some clients' images."""
     rows = [row for row, client in enumerate(images.clients) if client in clients]
-    return images.only(rows)
+    return images.select(rows)
 
 
 def together(parts: Sequence[SyntheticSet]) -> SyntheticSet:
@@ -364,7 +369,7 @@ def scored(system: str, images: SyntheticSet, seed: int) -> dict[str, float]:
     result = WORK / f"{name}-{folder_name(settings)}.json"
     if not result.is_file():
         job = job_of(settings, name)
-        (model,) = train_one(job, {}, images).values()
+        (model,) = train_global_model(job, {}, images).values()
         write_atomically(result, json.dumps(scores_of(job, model.model)).encode())
     read: dict[str, float] = json.loads(result.read_text())
     return read
@@ -425,7 +430,7 @@ def played(system: str, attack: str, count: int, seed: int, job: ServerJob) -> C
             "without": solved(job, {client: honest[client] for client in others}),
         }
     images = federation(system, attack, liars, seed)
-    kept, left = without_doubted(job, payloads, images)
+    kept, left = drop_flagged(job, payloads, images)
     gone = pairs_of(of(images, tuple(kept))) - pairs_of(left)
     return {
         "quiet": scored(system, drawn(system, HONEST, seed), seed),
@@ -454,7 +459,7 @@ def standing_out(system: str, attack: str, count: int, seed: int) -> int:
 
 def solved(job: ServerJob, payloads: dict[str, Payload]) -> dict[str, float]:
     """Of a method that draws no image: as `scored`."""
-    (model,) = server_half(job.config.method).run(job, payloads).values()
+    (model,) = server_module(job.config.method).run(job, payloads).values()
     return scores_of(job, model.model)
 
 
@@ -502,21 +507,21 @@ def name_of(system: str, attack: str, count: int) -> str:
 def honest_line(row: str, seeds: Sequence[int]) -> dict[str, str]:
     """The agreements where nobody lies."""
     found = [honest_agreements(row, seed) for seed in seeds]
-    verdicts = [judged(one) for one in found]
+    verdicts = [flag_clients(one) for one in found]
     shares = []
     of_classes: list[float] = []
     for by_client in found:
         for by_label in by_client.values():
             shares.append(mean(by_label.values()))
             of_classes += by_label.values()
-    doubts = [doubt for verdict in verdicts for doubt in verdict.doubts]
+    doubts = [doubt for verdict in verdicts for doubt in verdict.flags]
     return {
         "": row,
         "clients": str(len(shares)),
         "mean agreement": f"{mean(shares):.2f}",
         "least of a client": f"{min(shares):.2f}",
         "clients doubted": str(sum(one.label is None for one in doubts)),
-        "not judged": str(sum(len(verdict.unjudged) for verdict in verdicts)),
+        "not judged": str(sum(len(verdict.unscored) for verdict in verdicts)),
         "least of a class": f"{min(of_classes):.2f}",
         "classes doubted": f"{sum(one.label is not None for one in doubts)} of {len(of_classes)}",
     }
@@ -527,13 +532,13 @@ def honest_agreements(row: str, seed: int) -> dict[str, dict[int, float]]:
     system, partition = HONEST_ROWS[row]
     settings = {
         **main_table.settings_of(system, seed, partition),
-        "synthesis.images-per-class": LOOKED_AT,
+        "synthesis.images-per-class": NUM_PROBE_IMAGES,
     }
     result = WORK / f"honest-{judge()}-{folder_name(settings)}.json"
     if not result.is_file():
         payloads = sent(settings)
         job = job_of(settings, "honest")
-        found = agreements(job, payloads, drawn_by(job, payloads))
+        found = score_label_consistency(job, payloads, drawn_by(job, payloads))
         write_atomically(result, json.dumps(found).encode())
     read = json.loads(result.read_text())
     return {
@@ -542,13 +547,13 @@ def honest_agreements(row: str, seed: int) -> dict[str, dict[int, float]]:
     }
 
 
-def influences_of(system: str, attack: str, seed: int) -> dict[str, Influence]:
+def influences_of(system: str, attack: str, seed: int) -> dict[str, ClientContribution]:
     """What each of six clients gives, the first of whom lies, if anybody does."""
     settings = settings_of(system, seed)
     liars = () if attack == HONEST else clients_of(system)[:1]
     images = federation(system, attack, liars, seed)
     job = job_of(settings, f"influence-{attack.replace(' ', '-').replace(chr(39), '')}")
-    return measured(job, clients_of(system), images)
+    return estimate_contributions(job, clients_of(system), images)
 
 
 def influence_line(system: str, attack: str, seeds: Sequence[int]) -> dict[str, str]:
@@ -661,7 +666,7 @@ def one_round(settings: Settings, client: str) -> Trained:
     number = CLIENTS.index(client)
     node = NodeConfig(partition_id=number, num_partitions=len(CLIENTS))
     if not file.is_file():
-        private_folder(folder)
+        make_private_folder(folder)
         start = initial_state(job_of(settings, "round"), final_model(config))
         told = {"architecture": config.classifier.architecture, "server-round": 1}
         asked = RecordDict({"model": pack_state(start), "config": ConfigRecord(told)})
@@ -686,7 +691,7 @@ def is_taken(job: ServerJob, client: str, one: Contribution) -> bool:
     try:
         check_counts(counts_of(one), job.config.max_images)
         if not isinstance(one, Trained):
-            probe(one, client, job.config)
+            check_plausible(one, client, job.config)
     except ValueError:
         return False
     return True
@@ -704,7 +709,7 @@ def merged(job: ServerJob, taken: Mapping[str, Contribution]) -> float:
     if trained:
         return averaged(job, trained)
     payloads = {client: one for client, one in taken.items() if not isinstance(one, Trained)}
-    (made,) = server_half(job.config.method).run(job, payloads).values()
+    (made,) = server_module(job.config.method).run(job, payloads).values()
     head = head_of(made.model)
     right = []
     for features, labels in test_features(job.config.method, job.config.seed):
@@ -830,7 +835,7 @@ def main() -> None:
     given = parser.parse_args()
     every = tuple(HONEST_ROWS) if given.honest else OF_SIX if given.influence else SYSTEMS
     systems = some_of(given.systems, COUNTED if given.counts else every, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     if given.counts:
         write_counts(systems)
         return

@@ -30,10 +30,10 @@ from benchmarks.server import drawn_by, job_in
 from osfl.models.classifiers import logits_of, normalise
 from osfl.models.diffusion import Kit, x0hat
 from osfl.payload.kinds import DomainVector
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from server_app.context import ServerJob
-from server_app.methods.fedlmg import guided
-from server_app.pipeline import plan_held
+from server_app.methods.fedlmg import guided_prediction
+from server_app.pipeline import plan_held_classes
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.images import SyntheticSet
@@ -82,11 +82,11 @@ def unsure(
         # Its value, with the gradient that FedLMG's x0 has
         x0 = x0 + a_t.sqrt() * (z - z.detach())
         x = kit.decode(x0).clamp(-1, 1)
-        # `guided` goes down a loss
+        # `guided_prediction` goes down a loss
         return e, -entropy(model(normalise(x, model)))
 
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, scale)))
+    return to_images(kit, denoise(kit, z, steps, guided_prediction(kit, loss_at, scale)))
 
 
 @cache
@@ -107,7 +107,7 @@ def second_half(job: ServerJob, model: torch.nn.Module, scale: float) -> Synthet
     taken = vectors()
     kit = load_engine(job.kit, job.device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
-    jobs = [image for image in plan_held(job, taken) if image.index >= EACH // 2]
+    jobs = [image for image in plan_held_classes(job, taken) if image.index >= EACH // 2]
     model = deepcopy(model).to(job.device).requires_grad_(False)
     drawn = []
     for first in range(0, len(jobs), BATCH):
@@ -155,7 +155,7 @@ def learned() -> torch.nn.Module:
 def last_images(images: SyntheticSet) -> SyntheticSet:
     """The fifteen last of every client's and class's thirty."""
     kept = torch.arange(len(images.labels)) % EACH >= EACH // 2
-    return images.only(kept.nonzero().flatten().tolist())
+    return images.select(kept.nonzero().flatten().tolist())
 
 
 def main() -> None:
@@ -166,7 +166,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     scales = some_of(given.scales, SCALES, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     about = (
         "domain-vector, seed 0: the second half of every class's thirty images drawn where a model "
         "of the first is unsure. Scale: of the entropy's gradient; 0: by guidance alone. Entropy "

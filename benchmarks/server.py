@@ -5,14 +5,14 @@ from functools import partial
 
 from benchmarks.clients import CLIENTS
 from osfl.config import RunConfig
-from osfl.methods import server_half
+from osfl.methods import server_module
 from osfl.payload.kinds import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.context import ServerJob
 from server_app.methods import fedcado, fedlmg
-from server_app.pipeline import plan_held
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.pipeline import plan_held_classes
+from server_app.synthesis.images import SyntheticSet, synthesize
 from server_app.synthesis.workers import Sample
 
 
@@ -26,12 +26,12 @@ def sampler_of(config: RunConfig) -> Callable[..., Sample]:
     """What draws a method's images; FedCADO's has FedLMG's frame."""
     if config.method == "fedcado":
         return partial(fedlmg.sampler, settings=config.fedcado, sample=fedcado.sample)
-    found: Callable[..., Sample] = server_half(config.method).sampler
+    found: Callable[..., Sample] = server_module(config.method).sampler
     return found
 
 
 def drawn_by(job: ServerJob, payloads: Mapping[str, Payload]) -> SyntheticSet:
     """A plan's images, each under what its client sent; those that are there are read."""
     sampler = sampler_of(job.config)
-    planned = plan_held(job, payloads)
-    return render(job, planned, lambda device: sampler(job, device, payloads))
+    planned = plan_held_classes(job, payloads)
+    return synthesize(job, planned, lambda device: sampler(job, device, payloads))

@@ -40,9 +40,9 @@ from benchmarks.server import drawn_by, job_in
 from benchmarks.switches import of_clients, reconstructed
 from osfl.data.load import Images
 from osfl.models.classifiers import headless, logits_of, normalise
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from osfl.util.pixels import to_float
-from server_app.pipeline import train_one
+from server_app.pipeline import train_global_model
 from server_app.synthesis.images import SyntheticSet
 
 SEED = 0
@@ -77,7 +77,7 @@ def classifier() -> nn.Module:
     settings = settings_of("ceiling", SEED)
     config = config_of(settings)
     job = job_in(config, f"styles-classifier-{folder_name(settings)}")
-    (model,) = train_one(job, {}, of_clients()).values()
+    (model,) = train_global_model(job, {}, of_clients()).values()
     return model.model
 
 
@@ -190,7 +190,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("style", nargs="?", choices=DOMAINS, help="none: the table, and paintings")
     given = parser.parse_args()
-    private_folder(WORK)
+    make_private_folder(WORK)
     style = given.style or "painting"
     picture = to_pil_image(picture_of(CLIENTS[DOMAINS.index(style)]))
     file = io.BytesIO()

@@ -28,9 +28,9 @@ from benchmarks.main_table import config_of, settings_of
 from benchmarks.server import drawn_by, job_in
 from osfl.config import RunConfig
 from osfl.kit.kits import find_kit
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from osfl.util.pixels import to_float, to_uint8
-from server_app.pipeline import train_one
+from server_app.pipeline import train_global_model
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import SyntheticSet
 
@@ -114,7 +114,7 @@ def cell(source: str, row: str, seed: int) -> float:
         images = of_clients() if source == "ceiling" else drawn(settings)
         if row == RECONSTRUCTED:
             images = reconstructed(images, config)
-        (model,) = train_one(job_in(config, f"switches-{name}"), {}, images).values()
+        (model,) = train_global_model(job_in(config, f"switches-{name}"), {}, images).values()
         found = mean(score(config, model.model))
         write_atomically(result, json.dumps(found).encode())
         print(source, row, seed, f"{found:.1f}", flush=True)
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     given = parser.parse_args()
     rows = some_of(given.rows, ROWS, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     seeds = [int(seed) for seed in given.seeds.split(",")]
     about = (
         "Top-1 accuracy (%) on the digits' validation split, mean of the seeds "

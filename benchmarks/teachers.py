@@ -33,11 +33,11 @@ from osfl.config import NodeConfig
 from osfl.data.load import load_images
 from osfl.models.classifiers import logits_of
 from osfl.payload.kinds import Classifier
-from osfl.util.files import private_folder, write_atomically
+from osfl.util.files import make_private_folder, write_atomically
 from server_app.methods import fedlmg
-from server_app.pipeline import plan_held
-from server_app.synthesis.images import render
-from server_app.training import mean_teacher, own_teacher, train_global
+from server_app.pipeline import plan_held_classes
+from server_app.synthesis.images import synthesize
+from server_app.training import mean_teacher, specific_teacher, train_global
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "teachers"
 SEEDS = (0, 1, 2)
@@ -97,17 +97,19 @@ def measured(settings: Settings) -> Cell:
     payloads = cast(dict[str, Classifier], sent(settings))
     job = job_in(config, f"teachers-{folder_name(settings)}")
     draw = partial(fedlmg.sampler, settings=config.fedlmg, sample=fedlmg.sample)
-    images = render(job, plan_held(job, payloads), lambda device: draw(job, device, payloads))
+    images = synthesize(
+        job, plan_held_classes(job, payloads), lambda device: draw(job, device, payloads)
+    )
     networks = {client: one.model for client, one in fedlmg.teachers_of(job, payloads).items()}
     softened = {client: Softened(one) for client, one in networks.items()}
     held = job.held(payloads)
-    own = own_teacher(networks, images.clients, images.pixels, job.device)
+    own = specific_teacher(networks, images.clients, images.pixels, job.device)
     targets = {
         "FT": None,
         "MD": mean_teacher(networks, held, images.pixels, job.device, plain=False),
         "SD": own,
         "MD softened": mean_teacher(softened, held, images.pixels, job.device, plain=False),
-        "SD softened": own_teacher(softened, images.clients, images.pixels, job.device),
+        "SD softened": specific_teacher(softened, images.clients, images.pixels, job.device),
     }
     found = {
         "entropy": torch.special.entr(own).sum(dim=1).mean().item(),
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", help=f"some of {listed(ROWS)}; none: all")
     given = parser.parse_args()
     rows = some_of(given.rows, ROWS, parser)
-    private_folder(WORK)
+    make_private_folder(WORK)
     about = (
         "FedLMG: top-1 accuracy (%) on the digits' validation split of a global model without a "
         "teacher (FT), and what the mean of the teachers (MD) or the image's own client's (SD) "

@@ -20,7 +20,7 @@ from benchmarks import TABLES, command_line, write_table
 from benchmarks.clients import CLIENTS, DOMAINS
 from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors
-from client_app.methods.votes import errors
+from client_app.methods.votes import candidate_errors
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import load_images
@@ -40,7 +40,7 @@ def ballots(number: int) -> torch.Tensor:
     images = load_images(config.data, node, "train", config.seed, kit.image_size)
     job = ClientJob(config, CLIENTS[number], DIGITS, lambda fit: images, config.kit, CPU)
     mean_latents, _ = posteriors(kit, images, job)
-    votes = errors(kit, mean_latents, images.labels, job).argmin(dim=1)
+    votes = candidate_errors(kit, mean_latents, images.labels, job).argmin(dim=1)
     counts = torch.zeros(len(DIGITS), len(config.votes.words), dtype=torch.int64)
     for label, vote in zip(images.labels.tolist(), votes.tolist(), strict=True):
         counts[label, vote] += 1

@@ -21,8 +21,13 @@ from flwr.clientapp import ClientApp
 import osfl
 from client_app import payload_cache
 from client_app.declared import declared_images
-from client_app.errors import PublicConfigError, plain_errors, private_errors, public_words
-from client_app.keys import sealing_key
+from client_app.errors import (
+    PublicConfigError,
+    encode_private_errors,
+    public_messages,
+    sanitize_errors,
+)
+from client_app.keys import select_sealing_key
 from client_app.paths import check_architecture, check_paths
 from client_app.privacy.ledger import Ledger, ledger_folder
 from osfl.config import (
@@ -32,11 +37,11 @@ from osfl.config import (
     NodeConfig,
     RunConfig,
     flatten,
+    guarantee_problem,
     is_identifier,
     parse_node_config,
     parse_run_config,
     split_names,
-    without_guarantee,
 )
 from osfl.data.overlap import check_apart
 from osfl.data.parts import check_images, client_name
@@ -46,12 +51,12 @@ from osfl.kit.kits import find_kit, kit_digest, weights_digests
 from osfl.kit.run_check import check_initial_weights, check_models_apart
 from osfl.kit.used_parts import begins_at_clients, kit_parts
 from osfl.methods import METHODS
-from osfl.util.files import OWNER_ONLY, own_folder, private_folder
+from osfl.util.files import OWNER_ONLY, ensure_own_folder, make_private_folder
 
 KEY_LENGTH = 12
 
 # The first mod is the outermost
-app = ClientApp(mods=[plain_errors, private_errors])
+app = ClientApp(mods=[sanitize_errors, encode_private_errors])
 
 
 @app.query("join")
@@ -59,8 +64,8 @@ def join(message: Message, context: Context) -> Message:
     """Return who this node is, or raise before any work is done if it cannot take part."""
     config, node, client = _settings(context)
     if METHODS[config.method].client or METHODS[config.method].rounds:
-        with public_words():
-            sealing_key(message.content, node, config.sealing_key)
+        with public_messages():
+            select_sealing_key(message.content, node, config.sealing_key)
     kit = check_node(config, node)
     _same_kit(message, config, kit)
     _check_budget(config, node, client, kit)
@@ -81,14 +86,14 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
     Runs before any work is done.
 
     Args:
-        config: with the node's own classifier (`own_settings`).
+        config: with the node's own classifier (`client_settings`).
 
     Raises:
         ConfigError, DataError, KitError, FileNotFoundError: the images, a part of the kit, the
             initial weights or the device are missing.
     """
     check_images(config.data, node, config.seed)
-    if node.demands_guarantee and node.tells_tests:
+    if node.requires_guarantee and node.sends_test_results:
         check_apart(config.data, node)
     if config.guaranteed_delta and find_spec("dp_accounting") is None:
         raise PublicConfigError(
@@ -115,7 +120,7 @@ def _check_budget(config: RunConfig, node: NodeConfig, client: str, kit: str) ->
         PublicConfigError: the budget is exhausted. The message depends on earlier jobs, not on
             images.
     """
-    sends = METHODS[config.method].client and client not in config.testers
+    sends = METHODS[config.method].client and client not in config.left_out_clients
     if not (node.epsilon_total and sends):
         return
     key = cache_key(config, node, kit)
@@ -123,7 +128,7 @@ def _check_budget(config: RunConfig, node: NodeConfig, client: str, kit: str) ->
     if config.job_id and payload_cache.has_payload(_cache(node, config.job_id) / f"{client}-{key}"):
         return
     ledger = Ledger(ledger_folder(node), client, older=_cache(node, ""))
-    with public_words():
+    with public_messages():
         ledger.check(config.job_id, key, config.epsilon, node.epsilon_total)
 
 
@@ -139,7 +144,7 @@ def _check_models_dir(folder: str) -> None:
     if not path.is_absolute():
         raise ConfigError(f"{key}: must be an absolute path")
     try:
-        private_folder(path)
+        make_private_folder(path)
     except OSError as error:
         raise ConfigError(f"{key}: {error}; set it to a folder that can be created") from None
     if not os.access(path, os.W_OK | os.X_OK):
@@ -159,8 +164,8 @@ def train(message: Message, context: Context) -> Message:
     kit = _kit(config, node)
     key = cache_key(config, node, kit, _rounds_identity(message))
     folder = _cache(node, job_id) / f"{client}-{key}"
-    own_folder(folder.parent)
-    own_folder(folder)
+    ensure_own_folder(folder.parent)
+    ensure_own_folder(folder)
     # A server that lost the connection sends a second request. It waits, then finds the payload
     with FileLock(folder / "lock", mode=OWNER_ONLY):
         reply = handlers.train(message.content, config, node, client, job_id, kit, folder)
@@ -192,7 +197,7 @@ def _forgettable(
     # Unpacks `osfl.payload.messages.pack_acknowledgement` here, because that module imports torch
     stored = str(message.content.config_records["job"].get("sha256", ""))
     folders = job.glob(f"{client}-{'?' * KEY_LENGTH}")
-    return [folder for folder in folders if payload_cache.may_forget(folder, stored)]
+    return [folder for folder in folders if payload_cache.may_delete(folder, stored)]
 
 
 @app.evaluate()
@@ -207,15 +212,15 @@ def evaluate(message: Message, context: Context) -> Message:
 
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
     """Return the checked run-config, node-config and client id."""
-    with public_words():
+    with public_messages():
         config = parse_run_config(context.run_config)
         node = parse_node_config(context.node_config)
     # Before any file that the run-config names is read
     check_paths(config, node)
-    return own_settings(config, node, context.node_id)
+    return client_settings(config, node, context.node_id)
 
 
-def own_settings(
+def client_settings(
     config: RunConfig, node: NodeConfig, node_id: int = 0
 ) -> tuple[RunConfig, NodeConfig, str]:
     """Return the run-config for this client, the node-config and the client id.
@@ -226,7 +231,7 @@ def own_settings(
         ConfigError: the client id is not a valid file name, or as `_own_config`.
         DataError: there is no folder, domain or data set for the node.
     """
-    with public_words():
+    with public_messages():
         client_config = _own_config(config, node)
     client = node.client_id or client_name(config.data, node, config.seed) or f"node-{node_id}"
     if not is_identifier(client):
@@ -252,7 +257,7 @@ def _own_config(config: RunConfig, node: NodeConfig) -> RunConfig:
             f"node-config seal-to = {node.seal_to!r}: must be the 64 hex digits that `osfl certs "
             "sealing` prints"
         )
-    if node.seal_to and METHODS[config.method].open_models:
+    if node.seal_to and METHODS[config.method].shares_models:
         raise ConfigError(
             f"node-config seal-to = {node.seal_to!r}: this site sends no unencrypted payload, but "
             f"method {config.method!r} exchanges unencrypted models"
@@ -277,7 +282,7 @@ def _check_guarantee(config: RunConfig, node: NodeConfig, epsilon: float) -> Non
     sends = bool(method.payload or method.rounds)
     key = "epsilon" if node.epsilon else "epsilon-total"
     demand = f"node-config {key} = {node.epsilon or node.epsilon_total:g}: this site sends no"
-    if node.demands_guarantee and sends and not method.private:
+    if node.requires_guarantee and sends and not method.privacy:
         raise ConfigError(
             f"{demand} payload without a DP guarantee, and method {config.method!r} provides none"
         )
@@ -291,7 +296,7 @@ def _check_guarantee(config: RunConfig, node: NodeConfig, epsilon: float) -> Non
             f"node-config epsilon-total = {node.epsilon_total:g}: requires a client-id, under "
             "which the spent epsilon is booked"
         )
-    if epsilon and (problem := without_guarantee(config)):
+    if epsilon and (problem := guarantee_problem(config)):
         raise ConfigError(
             f"node-config epsilon = {epsilon:g}: this site sends no payload without a DP "
             f"guarantee. The run has {problem}"

@@ -14,14 +14,14 @@ from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from osfl.config import ConfigError
-from osfl.payload.error_codes import coded
-from osfl.util.text import plain_lines, plain_record
+from osfl.payload.error_codes import error_code
+from osfl.util.text import sanitize_lines, sanitize_record
 
 # Characters of an error message that is sent to the server
-MOST_ERROR = 4000
+MAX_ERROR_LENGTH = 4000
 # Flower logs a client's exceptions here
 log = logging.getLogger("flwr")
-log.addFilter(plain_record)
+log.addFilter(sanitize_record)
 
 
 class ClientError(RuntimeError):
@@ -33,7 +33,7 @@ class PublicConfigError(ConfigError):
 
 
 @contextmanager
-def public_words() -> Iterator[None]:
+def public_messages() -> Iterator[None]:
     """Mark errors raised in this context as depending on settings alone. Read no data in it.
 
     Raises:
@@ -47,7 +47,7 @@ def public_words() -> Iterator[None]:
         raise PublicConfigError(str(error)) from None
 
 
-def plain_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def sanitize_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Sanitize exceptions, whose messages Flower sends to the server unchanged. A Flower mod.
 
     Raises:
@@ -62,7 +62,9 @@ def plain_errors(message: Message, context: Context, call_next: ClientAppCallabl
     raise sanitized
 
 
-def private_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def encode_private_errors(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
     """Replace an exception's message by a code if there is a DP guarantee. A Flower mod.
 
     Raises:
@@ -76,7 +78,7 @@ def private_errors(message: Message, context: Context, call_next: ClientAppCalla
             raise
         log.error("%s failed:", message.metadata.message_type, exc_info=error)
         is_public = isinstance(error, PublicConfigError)
-        reply = PublicConfigError(str(error)) if is_public else ClientError(coded(error))
+        reply = PublicConfigError(str(error)) if is_public else ClientError(error_code(error))
     # Outside the except block, so that the original is not attached as context
     raise reply
 
@@ -88,7 +90,7 @@ def _has_guarantee(context: Context) -> bool:
 
 
 def _sanitized(error: Exception) -> Exception:
-    text = plain_lines(error, MOST_ERROR)
+    text = sanitize_lines(error, MAX_ERROR_LENGTH)
     try:
         if str(error) == text:
             return error

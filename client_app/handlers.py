@@ -15,8 +15,8 @@ from flwr.app import MetricRecord, RecordDict
 from client_app import payload_cache
 from client_app.context import ClientJob
 from client_app.errors import PublicConfigError
-from client_app.image_cache import files_key, load_once
-from client_app.keys import sealing_key
+from client_app.image_cache import files_key, load_cached
+from client_app.keys import select_sealing_key
 from client_app.privacy.ledger import BookedDraw, Ledger, ledger_folder
 from osfl.config import ConfigError, NodeConfig, RunConfig
 from osfl.data.load import (
@@ -29,13 +29,13 @@ from osfl.data.load import (
 )
 from osfl.data.overlap import check_apart
 from osfl.data.parts import class_names, folder_notes, left_out_words
-from osfl.methods import METHODS, client_half
+from osfl.methods import METHODS, client_module
 from osfl.payload import wire
 from osfl.payload.encryption import seal
-from osfl.payload.messages import WITHHELD, SentModel, pack_payload, sent_costs, unpack_model
+from osfl.payload.messages import WITHHELD, SentModel, pack_payload, select_costs, unpack_model
 from osfl.util.costs import Stopwatch, peak_memory_mb, release_memory
-from osfl.util.devices import pick_device, saves_memory
-from osfl.util.files import DamageError, open_private, write_atomically
+from osfl.util.devices import pick_device, uses_checkpointing
+from osfl.util.files import CorruptFileError, open_private, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def train(
         log.warning("%s: %s", client, warning)
     for warning in folder_notes(config.data, {client: node}):
         log.warning("%s", warning)
-    seal_to = sealing_key(content, node, config.sealing_key)
+    seal_to = select_sealing_key(content, node, config.sealing_key)
     if METHODS[config.method].rounds:
         from client_app.learning.local_training import train_round
 
@@ -79,7 +79,7 @@ def train(
     if seal_to is not None:
         # The cached copy stays unencrypted: it never leaves this machine
         blob = seal(blob, seal_to, job_id, client)
-    return pack_payload(blob, sent_costs(costs))
+    return pack_payload(blob, select_costs(costs))
 
 
 def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: str) -> RecordDict:
@@ -97,14 +97,14 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: s
     watch = Stopwatch()
     from osfl.models import classifiers
 
-    guaranteed = bool(config.epsilon or node.demands_guarantee)
+    guaranteed = bool(config.epsilon or node.requires_guarantee)
     sent = unpack_model(content)
     names = class_names(config.data)
     model = classifiers.rebuild(sent.state, sent.architecture, len(names), sent.small_stem)
-    if not node.tells_tests or (sent.adapts and guaranteed):
+    if not node.sends_test_results or (sent.adapts and guaranteed):
         _test_for_site(model, sent, config, node, client)
         return _withheld()
-    if node.demands_guarantee:
+    if node.requires_guarantee:
         check_apart(config.data, node)
     matrix = _test(model, sent, config, node, client)
     # With a DP guarantee the reply omits the running time, too
@@ -147,7 +147,7 @@ def _test(
         _adapt(model, config, node, client, device)
     images = load_images(config.data, node, "test", config.seed)
     matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), device)
-    if sent.adapts or not node.tells_tests:
+    if sent.adapts or not node.sends_test_results:
         correct = sum(row[label] for label, row in enumerate(matrix))
         model_name = "personalized" if sent.adapts else sent.name
         log.info(
@@ -164,12 +164,14 @@ def _adapt(
     model: "nn.Module", config: RunConfig, node: NodeConfig, client: str, device: "torch.device"
 ) -> None:
     """Personalize a model in place."""
-    from client_app.learning.personalization import adapt
+    from client_app.learning.personalization import personalize
     from osfl.models.classifiers import ClassifierError
 
     log.info("%s: personalizing the global model, %d steps", client, config.adaptation.steps)
     try:
-        adapt(model, load_images(config.data, node, "train", config.seed), config, client, device)
+        personalize(
+            model, load_images(config.data, node, "train", config.seed), config, client, device
+        )
     except ClassifierError as error:
         raise ClassifierError(f"adaptation: {error}") from None
 
@@ -215,7 +217,7 @@ def _payload(
             *(client, config.epsilon, config.guaranteed_delta, *spent),
         )
     job = client_job(config, node, client, kit, folder)
-    payload = client_half(config.method).make_payload(job)
+    payload = client_module(config.method).make_payload(job)
     blob = wire.encode(payload, config.method, job_id, client, config.payload_codec)
     costs = {
         "seconds": watch.seconds,
@@ -239,7 +241,7 @@ def _booked_draw(
     config: RunConfig, node: NodeConfig, client: str, job_id: str, folder: Path
 ) -> BookedDraw | None:
     """Return the ledger entry of this payload, or None if it has no DP guarantee."""
-    if not (config.epsilon and METHODS[config.method].private):
+    if not (config.epsilon and METHODS[config.method].privacy):
         return None
     ledger = Ledger(ledger_folder(node), client, older=folder.parent.parent)
     return BookedDraw(ledger, job_id, folder.name.removeprefix(f"{client}-"))
@@ -255,7 +257,7 @@ def _cached_payload(
     """
     try:
         return payload_cache.load(folder)
-    except DamageError as error:
+    except CorruptFileError as error:
         log.error("cached payload: %s", error)
         if draw is None or draw.is_pending():
             log.warning("the corrupt payload was not sent; making it again")
@@ -279,14 +281,14 @@ def client_job(
         if not isinstance(fit, int) or not METHODS[config.method].rounds:
             return decode(fit)
         key = files_key(config.data, node, "train", fit)
-        return load_once(folder, key, partial(decode, fit))
+        return load_cached(folder, key, partial(decode, fit))
 
     def domain() -> str:
         return node.domain or domain_name(config.data, node, config.seed)
 
     names = class_names(config.data)
     device = pick_device(node.device)
-    low_memory = saves_memory(node.checkpointing or config.checkpointing, device)
+    low_memory = uses_checkpointing(node.checkpointing or config.checkpointing, device)
     return ClientJob(
         config,
         client,

@@ -20,7 +20,7 @@ from osfl.data.parts import has_rows, list_folder
 from osfl.util.files import read_record, write_atomically, write_record
 
 
-def load_once(folder: Path, key: str, load: Callable[[], Images]) -> Images:
+def load_cached(folder: Path, key: str, load: Callable[[], Images]) -> Images:
     """Return the images cached under `key` with their pixels memory-mapped, else decode and cache
     them.
 

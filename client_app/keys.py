@@ -6,10 +6,10 @@ from flwr.app import RecordDict
 
 from osfl.config import ConfigError, NodeConfig
 from osfl.payload.encryption import fingerprint, unpack_public_key
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 
-def sealing_key(content: RecordDict, node: NodeConfig, run_key: str = "") -> bytes | None:
+def select_sealing_key(content: RecordDict, node: NodeConfig, run_key: str = "") -> bytes | None:
     """Return the server's public key (32 bytes) from its request, or None to send unencrypted.
 
     Args:
@@ -28,7 +28,7 @@ def sealing_key(content: RecordDict, node: NodeConfig, run_key: str = "") -> byt
         )
     if public is None and run_key:
         raise ConfigError(
-            f"sealing-key = {plain(run_key, 200)!r}: the message lacks the server's "
+            f"sealing-key = {sanitize(run_key, 200)!r}: the message lacks the server's "
             "public key, so the payload would be sent unencrypted. The message must contain the "
             'key; or set sealing-key = ""'
         )

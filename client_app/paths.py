@@ -13,7 +13,7 @@ from osfl.data.named import is_named, repository_of
 from osfl.kit.kits import is_hub_id, kit_roots
 from osfl.kit.used_parts import kit_parts, models_apart
 from osfl.methods import METHODS
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 _INITS = ("kit", "imagenet", "pretrained", "none")
 _HUB_PREFIX = "hf-hub:"
@@ -102,7 +102,7 @@ def _check(key: str, place: str, folders: list[Path]) -> None:
         return
     if not _is_allowed(place, folders, key != "data.root"):
         raise ConfigError(
-            f"{key} = {plain(place, 200)!r}: must be below a folder that this client's site "
+            f"{key} = {sanitize(place, 200)!r}: must be below a folder that this client's site "
             "allows. Set it to a shipped kit or a hub id, or ask the site to add the folder to its "
             "node-config allowed-dirs"
         )

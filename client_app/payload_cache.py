@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from osfl.util.files import DamageError, read_record, write_atomically, write_record
-from osfl.util.text import plain
+from osfl.util.files import CorruptFileError, read_record, write_atomically, write_record
+from osfl.util.text import sanitize
 
 _PAYLOAD = "payload.pb"
 _RECORD = "payload.json"
@@ -48,13 +48,13 @@ def load(folder: Path) -> CachedPayload | None:
     try:
         blob = file.read_bytes()
     except FileNotFoundError:
-        raise DamageError(f"{plain(file, 1000)} is missing") from None
+        raise CorruptFileError(f"{sanitize(file, 1000)} is missing") from None
     if _digest(blob) != record["sha256"]:
-        raise DamageError(f"{plain(file, 1000)} is corrupt (its SHA-256 differs)")
+        raise CorruptFileError(f"{sanitize(file, 1000)} is corrupt (its SHA-256 differs)")
     return CachedPayload(blob, record["costs"])
 
 
-def may_forget(folder: Path, sha256: str) -> bool:
+def may_delete(folder: Path, sha256: str) -> bool:
     """Return whether a folder holds the payload that the server has stored, without a DP guarantee.
 
     A payload with a guarantee stays: a second noisy draw would spend epsilon again.

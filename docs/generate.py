@@ -12,7 +12,16 @@ from typing import Any, get_type_hints
 
 from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar
-from osfl.config.markers import AUTO, Approximate, ByData, Doc, NotIdentity, OneOf, Range, marks_of
+from osfl.config.markers import (
+    AUTO,
+    Approximate,
+    ByData,
+    Doc,
+    NotIdentity,
+    OneOf,
+    Range,
+    markers_of,
+)
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -49,7 +58,7 @@ def page() -> str:
         section = getattr(annotated, "__origin__", annotated)
         if is_dataclass(section):
             key = name.replace("_", "-")
-            about = [mark.meaning for mark in marks_of(annotated, Doc)]
+            about = [mark.meaning for mark in markers_of(annotated, Doc)]
             about.append(inspect.cleandoc(section.__doc__ or ""))
             whole += [f"## `[{key}]`", "", " ".join(about), ""]
             whole += [*_table(section, f"{key}.", defaults, marked=True), ""]
@@ -67,8 +76,8 @@ def _table(section: type, prefix: str, defaults: dict[str, Scalar], marked: bool
         if is_dataclass(getattr(annotated, "__origin__", annotated)):
             continue
         key = prefix + name.replace("_", "-")
-        meaning = " ".join([mark.meaning for mark in marks_of(annotated, Doc)] + _auto(annotated))
-        auto = f", {_code(AUTO)}" if marks_of(annotated, ByData) else ""
+        meaning = " ".join([mark.meaning for mark in markers_of(annotated, Doc)] + _auto(annotated))
+        auto = f", {_code(AUTO)}" if markers_of(annotated, ByData) else ""
         cells = [f"`{key}`", _code(defaults[key]), _allowed(annotated) + auto, meaning]
         yield _row([*cells, _marks(annotated)] if marked else cells)
 
@@ -78,7 +87,7 @@ def _auto(annotated: Any) -> list[str]:
     return [
         f"{_code(AUTO)}: {_code(mark.digits)} with the digits, {_code(mark.others)} with all other "
         "data."
-        for mark in marks_of(annotated, ByData)
+        for mark in markers_of(annotated, ByData)
     ]
 
 
@@ -89,9 +98,9 @@ def _row(cells: list[str]) -> str:
 def _allowed(annotated: Any) -> str:
     """The values that a key takes, in words."""
     kind = getattr(annotated, "__origin__", annotated)
-    for rule in marks_of(annotated, OneOf):
+    for rule in markers_of(annotated, OneOf):
         return ", ".join(_code(choice) for choice in rule.choices)
-    for rule in marks_of(annotated, Range):
+    for rule in markers_of(annotated, Range):
         style = ",.0f" if kind is int else ",.12g"
         return f"{rule.low:{style}} to {rule.high:{style}}"
     return {bool: "`true`, `false`", str: "a text", int: "a whole number"}[kind]
@@ -99,8 +108,8 @@ def _allowed(annotated: Any) -> str:
 
 def _marks(annotated: Any) -> str:
     """What a key is to a run."""
-    marks = ["may change"] if marks_of(annotated, NotIdentity) else []
-    for mark in marks_of(annotated, Approximate):
+    marks = ["may change"] if markers_of(annotated, NotIdentity) else []
+    for mark in markers_of(annotated, Approximate):
         marks.append(f"approximate, but for {_code(mark.exact)}")
     return "; ".join(marks)
 

@@ -14,7 +14,7 @@ TEXT_PARTS = ("text_encoder", "tokenizer")
 IMAGE_ENCODER_PARTS = ("image_encoder", "feature_extractor")
 # Optional folders, which few kits have: a tiny autoencoder's decoder, and distilled LoRA weights
 # for few-step sampling
-SMALL_DECODER = "small_decoder"
+TINY_DECODER = "small_decoder"
 LORA = "lora"
 
 
@@ -45,10 +45,10 @@ class Method:
     client_parts: tuple[str, ...] = ()
     rounds: bool = False
     samples: bool = True
-    private: Literal["", "pure", "approximate"] = ""
+    privacy: Literal["", "pure", "approximate"] = ""
 
     @property
-    def open_models(self) -> bool:
+    def shares_models(self) -> bool:
         """Return whether others receive clients' models as they are: in rounds, or to test them."""
         return self.rounds or self.server == "local"
 
@@ -58,17 +58,17 @@ class Method:
         return self.payload in ("FeatureStatistics", "FeatureMixtures")
 
 
-NOTHING = "nothing"
-FROM_CLASSIFIER = (
+SENDS_NOTHING = "nothing"
+CLASSIFIER_REVEALS = (
     "what the images of a class have in common, their BatchNorm statistics, and for many images "
     "whether they are in the training set"
 )
-CLASSIFIER = "its classifier, trained on its own images"
+SENDS_CLASSIFIER = "its classifier, trained on its own images"
 CAPTION_PARTS = ("captioner", *TEXT_PARTS)
-MODEL_EVERY_ROUND = "its model, in every round"
+SENDS_MODEL_EVERY_ROUND = "its model, in every round"
 
 METHODS: dict[str, Method] = {
-    "prompts-only": Method(client=None, server="prompts_only", payload=None, sends=NOTHING),
+    "prompts-only": Method(client=None, server="prompts_only", payload=None, sends=SENDS_NOTHING),
     "prompts-domain": Method(
         client="domain",
         server="prompts_domain",
@@ -84,23 +84,23 @@ METHODS: dict[str, Method] = {
         reveals="what the images of a class look like, as far as the diffusion model can draw it; "
         "with few images, also whether a given image is among them",
         client_parts=DIFFUSION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "fedlmg": Method(
         client="classifier",
         server="fedlmg",
         payload="Classifier",
-        sends=CLASSIFIER,
-        reveals=FROM_CLASSIFIER,
-        private="approximate",
+        sends=SENDS_CLASSIFIER,
+        reveals=CLASSIFIER_REVEALS,
+        privacy="approximate",
     ),
     "fedcado": Method(
         client="classifier",
         server="fedcado",
         payload="Classifier",
-        sends=CLASSIFIER,
-        reveals=FROM_CLASSIFIER,
-        private="approximate",
+        sends=SENDS_CLASSIFIER,
+        reveals=CLASSIFIER_REVEALS,
+        privacy="approximate",
     ),
     "oscar": Method(
         client="oscar",
@@ -110,7 +110,7 @@ METHODS: dict[str, Method] = {
         reveals="what the captions of a class have in common; for a class with one image, its "
         "caption",
         client_parts=CAPTION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "oscar-pooled": Method(
         client="oscar",
@@ -120,7 +120,7 @@ METHODS: dict[str, Method] = {
         reveals="what the captions of a class have in common; for a class with one image, its "
         "caption",
         client_parts=CAPTION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "espresso": Method(
         client="espresso",
@@ -147,7 +147,7 @@ METHODS: dict[str, Method] = {
         reveals="what small groups of images show, and for many images whether they are among "
         "them; for a class with one image, its noisy embedding",
         client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
-        private="approximate",
+        privacy="approximate",
     ),
     "fedbip": Method(
         client="fedbip",
@@ -164,7 +164,7 @@ METHODS: dict[str, Method] = {
         sends="a learned vector of its domain",
         reveals="what a client's images have in common",
         client_parts=DIFFUSION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "votes": Method(
         client="votes",
@@ -173,7 +173,7 @@ METHODS: dict[str, Method] = {
         sends="for every class, which of the run's candidate domains its images resemble most",
         reveals="which of these domain names fits a class best",
         client_parts=DIFFUSION_PARTS,
-        private="pure",
+        privacy="pure",
     ),
     "fedcgs": Method(
         client="fedcgs",
@@ -192,14 +192,14 @@ METHODS: dict[str, Method] = {
         reveals="what groups of images show; with few images, for many of them also whether they "
         "are in the training set",
         samples=False,
-        private="approximate",
+        privacy="approximate",
     ),
     "fedavg": Method(
         client=None,
         server="fedavg",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -207,8 +207,8 @@ METHODS: dict[str, Method] = {
         client=None,
         server="fedprox",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -216,8 +216,8 @@ METHODS: dict[str, Method] = {
         client=None,
         server="feddyn",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -225,8 +225,8 @@ METHODS: dict[str, Method] = {
         client=None,
         server="feddf",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -234,10 +234,10 @@ METHODS: dict[str, Method] = {
         client="classifier",
         server="local",
         payload="Classifier",
-        sends=CLASSIFIER,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_CLASSIFIER,
+        reveals=CLASSIFIER_REVEALS,
         samples=False,
-        private="approximate",
+        privacy="approximate",
     ),
     "ceiling": Method(
         client=None,
@@ -249,12 +249,12 @@ METHODS: dict[str, Method] = {
 }
 
 
-def client_half(method: str) -> ModuleType:
+def client_module(method: str) -> ModuleType:
     """Import the client module of a method that has one."""
     return importlib.import_module(f"client_app.methods.{METHODS[method].client}")
 
 
-def server_half(method: str) -> ModuleType:
+def server_module(method: str) -> ModuleType:
     """Import the server module of a method."""
     folder = "baselines" if METHODS[method].rounds else "methods"
     return importlib.import_module(f"server_app.{folder}.{METHODS[method].server}")

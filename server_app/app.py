@@ -13,7 +13,7 @@ from osfl.data.parts import class_names
 from osfl.kit.kits import KitError, find_kit, image_size
 from osfl.kit.run_check import check_initial_weights, check_noise_schedule
 from osfl.kit.used_parts import initial_models
-from osfl.methods import METHODS, server_half
+from osfl.methods import METHODS, server_module
 from osfl.models.classifiers import blank_classifier
 from osfl.payload.encryption import fingerprint, load_key, public_bytes
 from osfl.payload.kinds import Payload
@@ -22,7 +22,7 @@ from osfl.run_folder.events import log_results
 from osfl.run_folder.layout import RunFolder, open_run_folder
 from osfl.run_folder.report.metrics import write_report
 from osfl.run_folder.status import Status
-from osfl.run_folder.verify import seal as seal_folder
+from osfl.run_folder.verify import write_checksums as seal_folder
 from osfl.util.devices import pick_device
 from osfl.util.log import log
 from server_app.baselines.run import run_rounds
@@ -30,16 +30,16 @@ from server_app.context import GlobalModel, ServerJob
 from server_app.defenses.image_counts import find_caps, stated_counts
 from server_app.defenses.outliers import find_outliers
 from server_app.expected import expected_payload, expected_tensors
-from server_app.federation.collect import collect, leave_out
+from server_app.federation.collect import collect, drop_payload
 from server_app.federation.evaluate import evaluate_on_clients
 from server_app.federation.join import Members, join
 from server_app.kit import (
-    bind_to_kit,
+    bind_job_to_kit,
     check_sampling_kit,
     check_subject,
+    client_download_bytes,
+    client_kit_digests,
     fetch_kits,
-    kit_bytes,
-    kit_of_clients,
 )
 from server_app.synthesis.workers import check_workers
 
@@ -60,15 +60,15 @@ def run_job(grid: Grid, config: RunConfig, job_id: str) -> None:
         ConfigError, RoundError, and the errors of the kit, the data and the method; `status.json`
         then has the phase `failed` and the reason.
     """
-    folder = open_run_folder(config, job_id, needed_bytes(config))
-    with folder.alone():
+    folder = open_run_folder(config, job_id, estimate_disk_bytes(config))
+    with folder.lock():
         status = Status(folder.path)
         try:
             _run(grid, config, job_id, folder, status)
         except BaseException as error:
             # If the disk is full, the original error is the one to raise
             with suppress(OSError):
-                status.failed(error)
+                status.fail(error)
             raise
 
 
@@ -80,7 +80,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder, status: 
     fetch_kits(config, status)
     check_subject(config)
     check_sampling_kit(config)
-    bind_to_kit(config, folder, status)
+    bind_job_to_kit(config, folder, status)
     stored = folder.stored_clients() if method.client else []
     _check_seals(folder, stored, config, key)
     members = join(
@@ -89,7 +89,7 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder, status: 
         status,
         stored,
         meanwhile=lambda: check_server(config),
-        kit=kit_of_clients(config),
+        kit=client_kit_digests(config),
         sealing=None if key is None else public_bytes(key),
     )
     payloads: dict[str, Payload] = {}
@@ -99,9 +99,9 @@ def _run(grid: Grid, config: RunConfig, job_id: str, folder: RunFolder, status: 
     if not method.rounds:
         members.end()
     if method.samples:
-        config = settled_config(config, folder, status)
+        config = resolve_synthesis(config, folder, status)
     models, payloads = _train_models(grid, config, job_id, members, folder, status, payloads)
-    test_nodes = members.testers or members.nodes
+    test_nodes = members.left_out_clients or members.nodes
     evaluate_on_clients(grid, config, test_nodes, models, folder, status)
     _report(config, folder, list(test_nodes), payloads)
     seal_folder(folder.path)
@@ -129,17 +129,17 @@ def _train_models(
     method = METHODS[config.method]
     while True:
         # Replaces the warnings of the previous attempt, which may name dropped clients
-        status.warn(warnings_of(payloads, config.max_weight_ratio))
+        status.warn(payload_warnings(payloads, config.max_weight_ratio))
         clients = tuple(payloads) if method.client else tuple(members.nodes)
         job = ServerJob(config, folder, status, clients, members.architectures)
-        half = server_half(config.method)
+        half = server_module(config.method)
         try:
             if method.rounds:
                 models = run_rounds(job, grid, members, half.strategy(job), job_id)
             else:
                 models = half.run(job, payloads)
         except PayloadError as error:
-            payloads = leave_out(error, payloads, config, folder, status)
+            payloads = drop_payload(error, payloads, config, folder, status)
         else:
             return models, payloads
 
@@ -152,7 +152,8 @@ def _report(
 ) -> None:
     """Write the report, and log each client's accuracy for those who only see the log."""
     downloads = {
-        client: kit_bytes(config, payloads.get(client)) for client in (*test_clients, *payloads)
+        client: client_download_bytes(config, payloads.get(client))
+        for client in (*test_clients, *payloads)
     }
     metrics = write_report(folder.path, class_names(config.data), downloads)
     log_results(metrics, str(folder.report_file))
@@ -164,7 +165,7 @@ def _report(
         )
 
 
-def warnings_of(payloads: Mapping[str, Payload], ratio: float) -> list[str]:
+def payload_warnings(payloads: Mapping[str, Payload], ratio: float) -> list[str]:
     """Return warnings about outlier payloads and clients whose weight is capped.
 
     Args:
@@ -191,21 +192,21 @@ def _check_seals(
         ConfigError: payloads are stored sealed to a key that is not this run's.
     """
     run_key = "" if key is None else fingerprint(public_bytes(key))
-    wrong_keys = sorted({folder.sealed_to(client) for client in stored} - {"", run_key})
+    wrong_keys = sorted({folder.sealing_fingerprint(client) for client in stored} - {"", run_key})
     if wrong_keys:
         raise ConfigError(
             f"sealing-key = {config.sealing_key!r}: payloads in {folder.path} are sealed to the "
             f"key with the fingerprint {wrong_keys[0]}. Set sealing-key to that key, or move the "
             "payloads away: the clients are then asked again"
         )
-    unsealed = [client for client in stored if not folder.sealed_to(client)]
+    unsealed = [client for client in stored if not folder.sealing_fingerprint(client)]
     if config.sealed_store and unsealed:
         log.warning(
             "sealed-store: payloads stored earlier remain unsealed: %s", ", ".join(unsealed)
         )
 
 
-def settled_config(config: RunConfig, folder: RunFolder, status: Status) -> RunConfig:
+def resolve_synthesis(config: RunConfig, folder: RunFolder, status: Status) -> RunConfig:
     """Return the configuration with every automatic sampling setting fixed.
 
     A new run measures and stores its choices; a resumed run keeps the stored ones.
@@ -217,16 +218,16 @@ def settled_config(config: RunConfig, folder: RunFolder, status: Status) -> RunC
     # The import takes seconds, and only methods that sample need it
     from server_app.synthesis import engine
 
-    kinds = dict.fromkeys(engine.NETWORKS, str) | {"batch_size": int, "units_at_once": int}
+    kinds = dict.fromkeys(engine.NETWORK_SETTINGS, str) | {"batch_size": int, "units_at_once": int}
     choice = folder.sampling_choice(kinds)
     if choice is None:
         status.phase("choosing how to sample")
         kit = find_kit(config.sampling_kit)
         device = pick_device(config.device)
-        settings = engine.settled(kit, device, config.synthesis)
-        choice = {name: getattr(settings, name) for name in engine.CHOSEN}
+        settings = engine.resolve_auto(kit, device, config.synthesis)
+        choice = {name: getattr(settings, name) for name in engine.AUTO_SETTINGS}
         folder.store_sampling_choice(choice)
-    values = {name: choice[name] for name in engine.CHOSEN}
+    values = {name: choice[name] for name in engine.AUTO_SETTINGS}
     return replace(config, synthesis=replace(config.synthesis, **values))
 
 
@@ -253,10 +254,10 @@ def check_server(config: RunConfig) -> None:
     expected_tensors(config)
 
 
-def needed_bytes(config: RunConfig) -> int:
+def estimate_disk_bytes(config: RunConfig) -> int:
     """Estimate an upper bound of a run's disk use: uncompressed images, payloads and models."""
     classes = len(class_names(config.data))
-    domains = config.num_clients + len(config.domains_by_name)
+    domains = config.num_clients + len(config.public_domain_names)
     images = domains * classes * config.synthesis.images_per_class
     # One ResNet-18 per client and three global models
     weights = 50_000_000 * (config.num_clients + 3)

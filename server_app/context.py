@@ -55,7 +55,7 @@ class ServerJob:
         return find_kit(self.config.sampling_kit)
 
     @cached_property
-    def initialisation(self) -> str:
+    def init_kit(self) -> str:
         """Folder of the kit that initializes the global model; "" if none is needed."""
         return find_kit(self.config.kit) if self.config.global_model.init == "kit" else ""
 
@@ -71,7 +71,7 @@ class ServerJob:
         return pick_device(self.config.device)
 
 
-def by_class(
+def rows_by_class(
     job: ServerJob, payloads: Mapping[str, P], rows: Callable[[P], Iterable[Row]]
 ) -> dict[tuple[str, int], Row]:
     """Index the payloads' per-class rows by (client, label).

@@ -11,7 +11,7 @@ from osfl.kit.kits import find_kit, kit_shapes
 from osfl.methods import METHODS
 from osfl.models.classifiers import blank_classifier, headless, logits_of, rebuild
 from osfl.payload import wire
-from osfl.payload.fields import fields_of, tensors_of
+from osfl.payload.fields import field_tensors, fields_of
 from osfl.payload.kinds import Classifier, FeatureStatistics, Payload, Votes, kind_of
 from osfl.util.seeds import generator_of
 from server_app.defenses.image_counts import check_counts, stated_counts
@@ -56,7 +56,7 @@ def expected_tensors(config: RunConfig) -> wire.Tensors:
     payload = METHODS[config.method].payload
     if payload is None or not any(field.shapes for field in fields_of(kind_of(payload)).values()):
         return {}
-    return tensors_of(kind_of(payload), run_dimensions(config))
+    return field_tensors(kind_of(payload), run_dimensions(config))
 
 
 def run_dimensions(config: RunConfig) -> dict[str, int]:
@@ -103,7 +103,7 @@ def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]
     return kit_shapes(kit)
 
 
-def check_stated(
+def check_stated_counts(
     payload: Payload, client: str, config: RunConfig, declared: Mapping[str, int] | None = None
 ) -> None:
     """Check the image counts that a payload states by `image_counts.check_counts`.
@@ -117,7 +117,7 @@ def check_stated(
         raise wire.PayloadError(client, "counts", str(error)) from None
 
 
-def probe(payload: Payload, client: str, config: RunConfig) -> None:
+def check_plausible(payload: Payload, client: str, config: RunConfig) -> None:
     """Check that a payload's values are plausible together, not only one by one.
 
     A classifier's logits are finite, feature statistics can come from images, votes name existing
@@ -126,7 +126,7 @@ def probe(payload: Payload, client: str, config: RunConfig) -> None:
     Raises:
         wire.PayloadError: one of these does not hold.
     """
-    check_stated(payload, client, config)
+    check_stated_counts(payload, client, config)
     if isinstance(payload, Votes):
         candidates = len(config.votes.words)
         if (highest := int(payload.winners.max())) >= candidates:

@@ -9,7 +9,7 @@ from osfl.models.classifiers import new_classifier, replace_head
 from osfl.util.costs import Stopwatch
 from server_app.context import GlobalModel, ServerJob
 
-NEVER = -1e6  # bias of a class that no client holds, so that it is never predicted
+NEVER_PREDICTED = -1e6  # bias of a class that no client holds, so that it is never predicted
 
 
 def store_with_head(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig
-from osfl.config.problems import DIGITS_KITS, kit_of_digits
+from osfl.config.problems import DIGITS_KITS, digits_kit_problem
 from osfl.kit.check import check_kit
 from osfl.kit.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
 from osfl.kit.run_check import check_models_apart
@@ -21,7 +21,7 @@ from osfl.methods import METHODS
 from osfl.payload.kinds import Classifier, Payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
-from osfl.util.files import DamageError, read_json
+from osfl.util.files import CorruptFileError, read_json
 
 MB = 10**6
 FETCHING = "fetching the kit (MB)"
@@ -59,7 +59,7 @@ def check_subject(config: RunConfig) -> None:
     for kit, _ in used_parts(config).values():
         if not is_hub_id(kit) and _is_of_digits(Path(find_kit(kit))):
             key = "feddisc.kit" if kit == config.feddisc.kit else "kit"
-            raise KitError(kit_of_digits(key, kit, config.data.name))
+            raise KitError(digits_kit_problem(key, kit, config.data.name))
 
 
 def _is_of_digits(folder: Path) -> bool:
@@ -67,7 +67,7 @@ def _is_of_digits(folder: Path) -> bool:
     with suppress(FileNotFoundError):
         if folder.resolve() in [Path(find_kit(name)).resolve() for name in DIGITS_KITS]:
             return True
-    with suppress(DamageError):
+    with suppress(CorruptFileError):
         recipe = read_json(folder / "training.json").get("recipe")
         return isinstance(recipe, dict) and "denoiser_steps" in recipe
     return False
@@ -86,7 +86,7 @@ def check_sampling_kit(config: RunConfig) -> None:
     check_models_apart(config, "server")
 
 
-def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
+def bind_job_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
     """Bind every step of the job that has begun to the kit files it began with.
 
     A step without results may begin with another kit, such as a repaired one. `kit.json` holds each
@@ -109,7 +109,7 @@ def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
     digests = used_digests(config, progress)
     stored = folder.kit_digests()
     for step in digests:
-        if folder.has_begun(step) and digests[step] != stored.get(step, digests[step]):
+        if folder.has_started(step) and digests[step] != stored.get(step, digests[step]):
             file = _first_difference(digests[step], stored[step])
             raise ConfigError(
                 f"job-id = {folder.path.name!r}: its {step} were made with another {file} than the "
@@ -123,7 +123,7 @@ def _first_difference(digests: Mapping[str, str], stored: Mapping[str, str]) -> 
     return next(name for name in names if digests.get(name) != stored.get(name))
 
 
-def kit_of_clients(config: RunConfig) -> dict[str, str]:
+def client_kit_digests(config: RunConfig) -> dict[str, str]:
     """Return digests of the kit weights that clients need; {} if the server has no kit."""
     # check_server raises this error if the method needs the kit
     with suppress(FileNotFoundError, KitError):
@@ -132,7 +132,7 @@ def kit_of_clients(config: RunConfig) -> dict[str, str]:
     return {}
 
 
-def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
+def client_download_bytes(config: RunConfig, payload: Payload | None) -> int | None:
     """Return the bytes of the kit that a client must download before it can begin.
 
     None if a part is configured separately from the kit, so its size is unknown.

@@ -14,10 +14,10 @@ import torch
 from osfl.payload.kinds import Payload
 from server_app import public_domains
 from server_app.context import GlobalModel, ServerJob
-from server_app.defenses.contribution import report_influences
-from server_app.defenses.label_consistency import without_doubted
-from server_app.defenses.label_filter import second_opinions, without_doubtful
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.defenses.contribution import report_contributions
+from server_app.defenses.label_consistency import drop_flagged
+from server_app.defenses.label_filter import cross_fitted_predictions, drop_noisy_labels
+from server_app.synthesis.images import SyntheticSet, synthesize
 from server_app.synthesis.plan import ImageJob, balanced_counts, plan_counts, plan_images
 from server_app.synthesis.workers import MakeSampler, Sample
 from server_app.training import train_global
@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Payload)
 Models = dict[str, GlobalModel]  # by training strategy
 
 
-def plan_held(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
+def plan_held_classes(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
     """Plan R images per client and held class; with `class-balance`, equally many per class."""
     per_class = job.config.synthesis.images_per_class
     labels_of = job.held(payloads)
@@ -36,16 +36,16 @@ def plan_held(job: ServerJob, payloads: Mapping[str, Any]) -> list[ImageJob]:
     return plan_images(job.config.method, job.config.seed, labels_of, per_class)
 
 
-def train_one(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet) -> Models:
+def train_global_model(job: ServerJob, payloads: Mapping[str, Any], images: SyntheticSet) -> Models:
     """Train one global model (FT) on the images.
 
     With `label-check`, a cross-fitted classifier filters noisy labels or is the teacher.
     """
     teacher = None
     if job.config.label_check != "none":
-        opinions = second_opinions(job, images)
+        opinions = cross_fitted_predictions(job, images)
         if job.config.label_check == "filter":
-            images = without_doubtful(job, images, opinions)
+            images = drop_noisy_labels(job, images, opinions)
         else:
             teacher = opinions
     return {"FT": train_global(job, "FT", images.pixels, images.labels, teacher, 1.0)}
@@ -57,13 +57,13 @@ def _in_float32(job: ServerJob) -> ServerJob:
     return replace(job, config=replace(job.config, synthesis=synthesis))
 
 
-def synthesise_and_train(
+def synthesize_and_train(
     job: ServerJob,
     payloads: Mapping[str, P],
     sampler: Callable[[ServerJob, torch.device, Mapping[str, P]], Sample],
     *,
-    plan: Callable[[ServerJob, Mapping[str, P]], list[ImageJob]] = plan_held,
-    train: Callable[[ServerJob, Mapping[str, P], SyntheticSet], Models] = train_one,
+    plan: Callable[[ServerJob, Mapping[str, P]], list[ImageJob]] = plan_held_classes,
+    train: Callable[[ServerJob, Mapping[str, P], SyntheticSet], Models] = train_global_model,
     divisible: bool = True,
 ) -> Models:
     """Plan the images, synthesize the missing ones, and train on all of them.
@@ -89,14 +89,14 @@ def synthesise_and_train(
         def make_sampler(device: torch.device) -> Sample:
             return sampler(_in_float32(job) if in_float32 else job, device, payloads)
 
-        return public_domains.with_public(job, make_sampler)
+        return public_domains.add_public_domains(job, make_sampler)
 
     jobs = plan(job, payloads) + public_domains.plan(job)
     public_ingredients = public_domains.ingredients(job)
-    images = render(
+    images = synthesize(
         job, jobs, sampler_factory(False), divisible, public_ingredients, sampler_factory(True)
     )
-    trusted, images = without_doubted(job, payloads, images)
+    trusted, images = drop_flagged(job, payloads, images)
     models = train(job, trusted, images)
-    report_influences(job, trusted, images)
+    report_contributions(job, trusted, images)
     return models

@@ -41,7 +41,7 @@ def train_global(
         model.load_state_dict(state)
     else:
         watch = Stopwatch()
-        model = trained(
+        model = train_model(
             job, pixels, labels, teacher, distillation_weight, progress=job.status.advance
         )
         record = {"seconds": watch.seconds, "images": len(labels), "inputs": inputs}
@@ -49,7 +49,7 @@ def train_global(
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
 
 
-def trained(
+def train_model(
     job: ServerJob,
     pixels: Pixels,
     labels: torch.Tensor,
@@ -78,7 +78,7 @@ def _initial_model(job: ServerJob) -> nn.Module:
     return classifiers.new_classifier(
         job.config.global_model,
         len(job.classes),
-        job.initialisation,
+        job.init_kit,
         job.config.seed,
         "global-model.init",
     )
@@ -134,7 +134,7 @@ def _softmax(
     return p
 
 
-def own_teacher(
+def specific_teacher(
     teachers: Mapping[str, nn.Module],
     clients: tuple[str, ...],
     pixels: torch.Tensor,

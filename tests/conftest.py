@@ -139,6 +139,24 @@ def shipped_kit() -> Path:
 
 
 @pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[Any]]]:
+    """(c0, conditions) of every call of `compose`, which predicts no noise."""
+    import torch
+
+    from server_app.methods import espresso, fedbip, feddeo, feddisc, fedlmg, prompts_only
+
+    seen: list[tuple[Any, list[Any]]] = []
+
+    def record(kit, z, t, c0, conditions):  # type: ignore[no-untyped-def]
+        seen.append((c0, list(conditions)))
+        return torch.zeros_like(z)
+
+    for module in (prompts_only, feddeo, fedlmg, feddisc, fedbip, espresso):
+        monkeypatch.setattr(module, "compose", record)
+    return seen
+
+
+@pytest.fixture
 def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Run the `osfl` command as a user does, from a folder of its own.
 

@@ -94,14 +94,14 @@ def run(given: argparse.Namespace, deadline: float) -> None:
     snapshot(ROOT, WORK / "project")
     project = replace(OSFL, root=WORK / "project")
     mutants = [m for file in project.files for m in find_mutants(project.root, file)]
-    if given.only:
-        chosen = [mutant for mutant in mutants if given.only in mutant.name]
+    if given.select:
+        chosen = [mutant for mutant in mutants if given.select in mutant.name]
     else:
         chosen = sample(mutants, given.sample, given.seed)
-    reasons = {} if given.only else equivalents(EQUIVALENT)
+    reasons = {} if given.select else equivalents(EQUIVALENT)
     unexplained = [mutant for mutant in chosen if mutant.name not in reasons]
     verdicts = try_all(project, unexplained, WORK, deadline, given.patience, given.jobs)
-    if not given.only:
+    if not given.select:
         write_report(mutants, chosen, verdicts, reasons, given.seed)
 
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from client_app.audit.linear import MEANS_OF, features_and_labels, rows_of
+from client_app.audit.linear import CONTRIBUTIONS, features_and_labels, payload_rows
 from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors
 from client_app.methods import votes
@@ -43,7 +43,7 @@ DRAWS = 10
 # Images in a batch
 BATCH = 16
 # The target that scores decoded latents
-PICTURES = "pictures"
+RECONSTRUCTIONS = "pictures"
 
 Attack = Callable[[ClientJob, Payload], dict[str, torch.Tensor]]
 
@@ -57,7 +57,7 @@ def attack(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
         KeyError: the payload lacks the class of an image.
     """
     # With epsilon these payloads are noisy means, on which the linear attack is the strongest
-    is_noisy_mean = job.config.epsilon and type(payload) in MEANS_OF
+    is_noisy_mean = job.config.epsilon and type(payload) in CONTRIBUTIONS
     if is_noisy_mean or type(payload) not in ATTACKS:
         return {}
     return ATTACKS[type(payload)](job, payload)
@@ -114,7 +114,7 @@ def _descriptions(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     vectors = cast(Descriptions, payload).vectors
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        descriptions = vectors[rows_of(job, payload, labels)].to(kit.device)
+        descriptions = vectors[payload_rows(job, payload, labels)].to(kit.device)
         return [descriptions + prompts if job.config.feddeo.tokens == "all" else descriptions]
 
     return {"descriptions": _gain(job, conditions)}
@@ -126,7 +126,7 @@ def _domain_vector(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
         shifted = prompts + sent.domain.to(kit.device)
         if sent.offsets is not None:
-            shifted = shifted + sent.offsets[rows_of(job, payload, labels), 0].to(kit.device)
+            shifted = shifted + sent.offsets[payload_rows(job, payload, labels), 0].to(kit.device)
         return [shifted]
 
     return {"vector": _gain(job, conditions)}
@@ -136,7 +136,7 @@ def _mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(Mixtures, payload)
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        rows = rows_of(job, payload, labels)
+        rows = payload_rows(job, payload, labels)
         first = sent.conditions[rows, 0]
         candidates = []
         for cluster in range(sent.weights.shape[1]):
@@ -156,7 +156,7 @@ def _mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
         # The components model sqrt(a) x_0
         means = cast(torch.Tensor, sent.component_means)[is_present] / a_first.sqrt()
         owners = is_present.nonzero()[:, 0]
-        scores[PICTURES] = _reconstruction_psnr(kit, images, means, owners, job, sent)
+        scores[RECONSTRUCTIONS] = _reconstruction_psnr(kit, images, means, owners, job, sent)
     return scores
 
 
@@ -165,7 +165,7 @@ def _latent_likelihood(
 ) -> torch.Tensor:
     latents, _ = posteriors(kit, images, job)
     x = a_first.sqrt() * latents.float().cpu()
-    rows = rows_of(job, sent, images.labels)
+    rows = payload_rows(job, sent, images.labels)
     weights = cast(torch.Tensor, sent.component_weights)[rows]
     means = cast(torch.Tensor, sent.component_means)[rows].flatten(2)
     variances = cast(torch.Tensor, sent.component_variances)[rows].flatten(2)
@@ -193,7 +193,7 @@ def _concepts(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(Concepts, payload)
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
-        rows = rows_of(job, payload, labels)
+        rows = payload_rows(job, payload, labels)
         prompt = concept_prompt(kit.text)
         return [prompt.filled(sent.domain.to(kit.device), sent.vectors[rows].to(kit.device))]
 
@@ -206,7 +206,7 @@ def _concepts(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     return {
         "words": _gain(job, conditions),
         "latents": -distances.amin(dim=1),
-        PICTURES: _reconstruction_psnr(kit, images, sent.means, owners, job, sent),
+        RECONSTRUCTIONS: _reconstruction_psnr(kit, images, sent.means, owners, job, sent),
     }
 
 
@@ -232,7 +232,7 @@ def _reconstruction_psnr(
         decoded.append(pictures.clamp(-1, 1).float().cpu())
     reconstructions = torch.cat(decoded).flatten(1)
     psnr = []
-    for x, row in zip(images.batches(1), rows_of(job, payload, images.labels), strict=True):
+    for x, row in zip(images.batches(1), payload_rows(job, payload, images.labels), strict=True):
         errors = (reconstructions[owners == row] - x.flatten(1)).square().mean(dim=1)
         # For values in [-1, 1]: 10 log10(2^2 / MSE)
         psnr.append(10 * (4 / errors.amin().clamp_min(1e-12)).log10())
@@ -249,7 +249,7 @@ def _embeddings(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     levels = torch.full((len(embedded),), job.config.feddisc.noise_level)
     # The expected noisy embedding of an image
     expected = load_embedding_noise(job.kit)(embedded, levels, torch.zeros_like(embedded))
-    centers = cast(Embeddings, payload).vectors[rows_of(job, payload, images.labels), :-1]
+    centers = cast(Embeddings, payload).vectors[payload_rows(job, payload, images.labels), :-1]
     distances = (expected.unsqueeze(1) - centers).square().sum(dim=2)
     return {"centres": -distances.amin(dim=1)}
 
@@ -278,7 +278,7 @@ def leverage(features: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
 def _feature_mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(FeatureMixtures, payload)
     features, labels = features_and_labels(job)
-    rows = rows_of(job, payload, labels)
+    rows = payload_rows(job, payload, labels)
     return {
         "mixture": mixture_log_likelihood(
             features, sent.weights[rows], sent.means[rows], sent.variances[rows]
@@ -308,7 +308,7 @@ def _captions(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     for rows in torch.arange(len(images)).split(BATCH):
         captions += captioner(images.pixels[rows], job.meter)
     texts = cast(Captions, payload).texts
-    class_texts = [texts[row] for row in rows_of(job, payload, images.labels).tolist()]
+    class_texts = [texts[row] for row in payload_rows(job, payload, images.labels).tolist()]
     is_sent = [caption in sent for caption, sent in zip(captions, class_texts, strict=True)]
     return {"captions": torch.tensor(is_sent).double()}
 
@@ -317,8 +317,8 @@ def _votes(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     kit = load_kit(job.kit, job.device)
     images = job.load(kit.image_size)
     latents, _ = posteriors(kit, images, job)
-    choices = votes.errors(kit, latents, images.labels, job).argmin(dim=1)
-    winners = cast(Votes, payload).winners[rows_of(job, payload, images.labels)]
+    choices = votes.candidate_errors(kit, latents, images.labels, job).argmin(dim=1)
+    winners = cast(Votes, payload).winners[payload_rows(job, payload, images.labels)]
     return {"winners": (choices == winners).double()}
 
 

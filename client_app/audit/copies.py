@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 # Permutations that randomly exchange training and test images
-SWAPS = 500
+NUM_PERMUTATIONS = 500
 
 
 @dataclass(frozen=True)
-class Nearness:
+class Memorization:
     """Memorization test of one client's synthetic images.
 
     Attributes:
@@ -38,16 +38,16 @@ class Nearness:
 
 
 @dataclass(frozen=True)
-class Embedded:
+class Embeddings:
     """An encoder's embeddings [N, e] of images, and their labels [N]."""
 
     embeddings: torch.Tensor
     labels: torch.Tensor
 
 
-def nearness(
-    drawn: Embedded, train: Embedded, test: Embedded, generator: torch.Generator
-) -> Nearness:
+def measure_memorization(
+    drawn: Embeddings, train: Embeddings, test: Embeddings, generator: torch.Generator
+) -> Memorization:
     """Compare synthetic images' distances to training images and to equally many test images.
 
     A permutation test, class by class. Under the null hypothesis the images are as close to both,
@@ -64,7 +64,7 @@ def nearness(
     count = sum(len(distances.train) for distances in classes)
     nearer = sum(_count_nearer(distances.train, distances.test) for distances in classes) / count
     shares = []
-    for _ in range(SWAPS):
+    for _ in range(NUM_PERMUTATIONS):
         total = 0.0
         for distances in classes:
             swap = torch.rand(distances.train.shape[1], generator=generator) < 0.5
@@ -75,7 +75,7 @@ def nearness(
     low, high = torch.tensor(shares).quantile(torch.tensor([0.025, 0.975])).tolist()
     closest = min(distances.closest for distances in classes)
     median_gap = torch.cat([distances.gaps for distances in classes]).median()
-    return Nearness(count, nearer, (low, high), closest / max(float(median_gap), 1e-12))
+    return Memorization(count, nearer, (low, high), closest / max(float(median_gap), 1e-12))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Distances:
 
 
 def _distances(
-    drawn: Embedded, train: Embedded, test: Embedded, generator: torch.Generator
+    drawn: Embeddings, train: Embeddings, test: Embeddings, generator: torch.Generator
 ) -> Iterator[_Distances]:
     for label in drawn.labels.unique():
         synthetic, members, others = (

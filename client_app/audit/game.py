@@ -15,9 +15,9 @@ from client_app.audit.attacks import attack
 from client_app.audit.linear import linear_attack
 from client_app.context import ClientJob
 from osfl.data.load import Fit, Images
-from osfl.methods import client_half
+from osfl.methods import client_module
 from osfl.payload.kinds import Payload
-from osfl.util.pixels import LazyPixels, Pixels, concatenated
+from osfl.util.pixels import LazyPixels, Pixels, concatenate
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Pairs:
             the payload.
     """
 
-    ours: torch.Tensor
+    members: torch.Tensor
     others: torch.Tensor
-    swapped: torch.Tensor
+    canary_bits: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def draw_pairs(train: torch.Tensor, test: torch.Tensor, generator: torch.Generat
     return Pairs(paired, torch.cat(others), canary_bits)
 
 
-def play(
+def run_trial(
     job: ClientJob,
     test: Callable[[Fit], Images],
     pairs: Pairs,
@@ -84,32 +84,32 @@ def play(
     Returns:
         scores by attack target.
     """
-    swap = pairs.swapped
+    swap = pairs.canary_bits
 
     def load_members(fit: Fit) -> Images:
         train = job.load(fit)
         rows = torch.arange(len(train))
-        rows[pairs.ours[swap]] = len(train) + pairs.others[swap]
+        rows[pairs.members[swap]] = len(train) + pairs.others[swap]
         return _select(_concatenated(train, test(fit)), rows)
 
     def load_pairs(fit: Fit) -> Images:
         train = job.load(fit)
-        rows = torch.cat([pairs.ours, len(train) + pairs.others])
+        rows = torch.cat([pairs.members, len(train) + pairs.others])
         return _select(_concatenated(train, test(fit)), rows)
 
     def load_pairs_and_rest(fit: Fit) -> Images:
         train = job.load(fit)
         is_unpaired = torch.ones(len(train), dtype=torch.bool)
-        is_unpaired[pairs.ours] = False
+        is_unpaired[pairs.members] = False
         unpaired = is_unpaired.nonzero().flatten()
-        rows = torch.cat([pairs.ours, len(train) + pairs.others, unpaired])
+        rows = torch.cat([pairs.members, len(train) + pairs.others, unpaired])
         return _select(_concatenated(train, test(fit)), rows)
 
-    make_payload = client_half(job.config.method).make_payload
+    make_payload = client_module(job.config.method).make_payload
     payload = received(make_payload(replace(job, load=load_members)))
     scores_by_target = attack(replace(job, load=load_pairs), payload)
     scores_by_target |= linear_attack(
-        replace(job, load=load_pairs_and_rest), payload, len(pairs.ours)
+        replace(job, load=load_pairs_and_rest), payload, len(pairs.members)
     )
     results = {}
     for target, scores in scores_by_target.items():
@@ -119,7 +119,7 @@ def play(
 
 
 def _concatenated(train: Images, test: Images) -> Images:
-    pixels = concatenated([train.pixels, test.pixels])
+    pixels = concatenate([train.pixels, test.pixels])
     return Images(pixels, torch.cat([train.labels, test.labels]))
 
 

@@ -23,10 +23,10 @@ from typing import cast
 import torch
 
 from client_app.context import ClientJob
-from client_app.learning.conditions import image_names, learn_condition_of_each, posteriors
+from client_app.learning.conditions import image_digests, learn_condition_per_image, posteriors
 from client_app.learning.features import width_and_features
 from client_app.methods import domain_vector, oscar
-from client_app.privacy.mechanisms import clipped, common_to_tokens, spread
+from client_app.privacy.mechanisms import clip_rows, mean_distance, mean_over_tokens
 from osfl.models.classifiers import ClassifierError, head_of, new_classifier, rebuild
 from osfl.models.diffusion import load_embedding_noise, load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder, load_text_encoder
@@ -79,13 +79,13 @@ def linear_attack(job: ClientJob, payload: Payload, pairs: int) -> dict[str, tor
     if isinstance(payload, Classifier):
         scores = _update(job, payload)
         return {} if scores is None else {UPDATE: scores[: 2 * pairs]}
-    if type(payload) not in MEANS_OF:
+    if type(payload) not in CONTRIBUTIONS:
         return {}
-    means = MEANS_OF[type(payload)](job, payload)
-    return {} if means is None else {MEANS: scores_of(means, pairs)}
+    means = CONTRIBUTIONS[type(payload)](job, payload)
+    return {} if means is None else {MEANS: canary_scores(means, pairs)}
 
 
-def scores_of(means: Means, pairs: int) -> torch.Tensor:
+def canary_scores(means: Means, pairs: int) -> torch.Tensor:
     """Return estimates of the canary bits s: s for the training images, -s for the test images.
 
     Args:
@@ -102,12 +102,12 @@ def scores_of(means: Means, pairs: int) -> torch.Tensor:
         others = rows.sum(dim=0) - (x + y).sum(dim=0)
         count = len(rows) - len(ours)
         residual = 2 * count * means.sent[group].double() - (x + y).sum(dim=0) - 2 * others
-        scores[ours] = estimated_coins(x - y, residual)
+        scores[ours] = estimate_canary_bits(x - y, residual)
     scores[pairs:] = -scores[:pairs]
     return scores
 
 
-def estimated_coins(differences: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def estimate_canary_bits(differences: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """Return the ridge estimate of the bits s in `residual` = s @ `differences` + noise.
 
     For noise of variance v and fair bits, (D D^T + v I)^-1 D residual is the best linear estimate.
@@ -144,7 +144,7 @@ def ridge(rows: torch.Tensor, sums: torch.Tensor, unit: bool = True) -> torch.Te
     return u @ (s * projected / variances[cost.argmin()]).T
 
 
-def rows_of(job: ClientJob, payload: Payload, labels: torch.Tensor) -> torch.Tensor:
+def payload_rows(job: ClientJob, payload: Payload, labels: torch.Tensor) -> torch.Tensor:
     """Return the payload row of each image's class, [N]."""
     row_of = {job.classes.index(name): row for row, name in enumerate(payload.classes)}
     return torch.tensor([row_of[label] for label in labels.tolist()])
@@ -152,7 +152,7 @@ def rows_of(job: ClientJob, payload: Payload, labels: torch.Tensor) -> torch.Ten
 
 def _limited(rows: torch.Tensor, limit: float, job: ClientJob) -> torch.Tensor:
     """Return rows [N, D], clipped if the run has an epsilon."""
-    return (clipped(rows, limit) if job.config.epsilon else rows).flatten(1)
+    return (clip_rows(rows, limit) if job.config.epsilon else rows).flatten(1)
 
 
 def _descriptions(job: ClientJob, payload: Payload) -> Means | None:
@@ -165,16 +165,16 @@ def _descriptions(job: ClientJob, payload: Payload) -> Means | None:
     all_prompts = kit.text(job.config.prompts(job.classes))
     start = all_prompts[images.labels]
     settings = job.config.feddeo
-    names = image_names(images)
-    learned = learn_condition_of_each(kit, start, mean, logvar, names, settings, job)
+    names = image_digests(images)
+    learned = learn_condition_per_image(kit, start, mean, logvar, names, settings, job)
     rows = (learned - start).cpu().double()
     sent = cast(Descriptions, payload).vectors.double()
-    limit = job.config.clip_norm * spread(all_prompts)
+    limit = job.config.clip_norm * mean_distance(all_prompts)
     if settings.tokens == "all":
-        rows, limit = common_to_tokens(rows, limit)
+        rows, limit = mean_over_tokens(rows, limit)
     else:
         sent = sent - _prompts_of(payload, all_prompts.cpu().double(), job)
-    groups = rows_of(job, payload, images.labels)
+    groups = payload_rows(job, payload, images.labels)
     return Means(sent.flatten(1), _limited(rows, limit, job), groups)
 
 
@@ -184,10 +184,10 @@ def _domain_vector(job: ClientJob, payload: Payload) -> Means | None:
     kit = load_kit(job.kit, job.device)
     images = job.load(kit.image_size)
     mean, logvar = posteriors(kit, images, job)
-    rows = domain_vector.vector_of_each(kit, images, mean, logvar, job).double()
-    limit = job.config.clip_norm * spread(kit.text(job.config.prompts(job.classes)).cpu())
+    rows = domain_vector.vector_per_image(kit, images, mean, logvar, job).double()
+    limit = job.config.clip_norm * mean_distance(kit.text(job.config.prompts(job.classes)).cpu())
     if job.config.domain_vector.tokens == "all":
-        rows, limit = common_to_tokens(rows, limit)
+        rows, limit = mean_over_tokens(rows, limit)
     sent = cast(DomainVector, payload).domain.double().flatten().unsqueeze(0)
     return Means(sent, _limited(rows, limit, job), torch.zeros_like(images.labels))
 
@@ -203,8 +203,8 @@ def _encodings(job: ClientJob, payload: Payload) -> Means:
     prompts = encode(job.config.prompts(job.classes)).cpu().double()
     rows = _encoded(encode, captions, job) - prompts[images.labels]
     sent = cast(Encodings, payload).vectors.double() - _prompts_of(payload, prompts, job)
-    limit = job.config.clip_norm * spread(prompts)
-    groups = rows_of(job, payload, images.labels)
+    limit = job.config.clip_norm * mean_distance(prompts)
+    groups = payload_rows(job, payload, images.labels)
     return Means(sent.flatten(1), _limited(rows, limit, job), groups)
 
 
@@ -213,7 +213,7 @@ def _encoded(
 ) -> torch.Tensor:
     """Encode captions, one row each; equal captions give exactly equal rows."""
     distinct = list(dict.fromkeys(captions))
-    encodings = torch.cat(list(oscar.encodings(encode, distinct, job.meter)))
+    encodings = torch.cat(list(oscar.encode_captions(encode, distinct, job.meter)))
     return encodings[[distinct.index(caption) for caption in captions]]
 
 
@@ -238,7 +238,7 @@ def _embeddings(job: ClientJob, payload: Payload) -> Means:
     # The embedding is followed by its level, which is the same for all
     sent = cast(Embeddings, payload).vectors[:, -1, :width]
     rows, means = (add_noise.normalizer.scale(part) for part in (expected, sent))
-    return Means(means, rows, rows_of(job, payload, images.labels))
+    return Means(means, rows, payload_rows(job, payload, images.labels))
 
 
 def features_and_labels(job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,7 +252,7 @@ def _feature_statistics(job: ClientJob, payload: Payload) -> Means:
     sent = cast(FeatureStatistics, payload)
     features, labels = features_and_labels(job)
     means = sent.sums.double() / sent.counts.unsqueeze(1)
-    return Means(means, features, rows_of(job, payload, labels))
+    return Means(means, features, payload_rows(job, payload, labels))
 
 
 def _feature_mixtures(job: ClientJob, payload: Payload) -> Means:
@@ -261,7 +261,7 @@ def _feature_mixtures(job: ClientJob, payload: Payload) -> Means:
     # The mean of a mixture fitted by EM is the mean of its images
     means = (sent.weights.double().unsqueeze(2) * sent.means.double()).sum(dim=1)
     limit = job.config.clip_norm * features.shape[1] ** 0.5
-    return Means(means, _limited(features, limit, job), rows_of(job, payload, labels))
+    return Means(means, _limited(features, limit, job), payload_rows(job, payload, labels))
 
 
 def _update(job: ClientJob, payload: Classifier) -> torch.Tensor | None:
@@ -289,7 +289,7 @@ def _update(job: ClientJob, payload: Classifier) -> torch.Tensor | None:
     return ridge(descents, update.reshape(1, -1), unit=False)[:, 0]
 
 
-MEANS_OF: dict[type, Callable[[ClientJob, Payload], Means | None]] = {
+CONTRIBUTIONS: dict[type, Callable[[ClientJob, Payload], Means | None]] = {
     Descriptions: _descriptions,
     DomainVector: _domain_vector,
     Encodings: _encodings,

@@ -9,20 +9,20 @@ from scipy import stats
 from client_app.audit.game import Scores
 
 # False-positive rate at which the true-positive rate is measured
-LOW = 0.001
+FALSE_POSITIVE_RATE = 0.001
 # Joint confidence of an audit's measured epsilons
-SURE = 0.99
+CONFIDENCE = 0.99
 RESAMPLES = 500
 
 
-def right_guesses(scores: Scores, generator: torch.Generator) -> torch.Tensor:
+def correct_guesses(scores: Scores, generator: torch.Generator) -> torch.Tensor:
     """Return whether each pair's member has the higher score, [P] bool; ties are random."""
     tie_break = torch.rand(len(scores.members), generator=generator) < 0.5
     is_tie = scores.members == scores.others
     return torch.where(is_tie, tie_break, scores.members > scores.others)
 
 
-def interval(count: int, total: int) -> tuple[float, float]:
+def share_interval(count: int, total: int) -> tuple[float, float]:
     """Return the 95 % Clopper-Pearson interval of a share."""
     bounds = stats.binomtest(count, total).proportion_ci(0.95)
     return float(bounds.low), float(bounds.high)
@@ -61,7 +61,9 @@ def area_under_curve(members: np.ndarray, others: np.ndarray, axis: int = -1) ->
     return (member_ranks - count * (count + 1) / 2) / (count * others.shape[axis])
 
 
-def true_positives(scores: Scores, false_positives: float = LOW) -> tuple[int, int] | None:
+def true_positives(
+    scores: Scores, false_positives: float = FALSE_POSITIVE_RATE
+) -> tuple[int, int] | None:
     """Return the number of true positives at a false-positive rate, and of all members.
 
     Return None if there are too few non-members for that rate.
@@ -74,7 +76,7 @@ def true_positives(scores: Scores, false_positives: float = LOW) -> tuple[int, i
     return int((scores.members > threshold).sum()), len(scores.members)
 
 
-def measured_epsilon(
+def empirical_epsilon(
     scores: Scores, delta: float, generator: torch.Generator, looks: int = 1
 ) -> float:
     """Return the lower bound of epsilon that the guesses imply at 99 % confidence, 0 if none.
@@ -85,14 +87,16 @@ def measured_epsilon(
     Args:
         looks: number of figures for which the 99 % shall hold jointly.
     """
-    right = right_guesses(scores, generator)
+    right = correct_guesses(scores, generator)
     surest = (scores.members - scores.others).abs().argsort(descending=True, stable=True)
     fifth = right[surest[: max(1, len(right) // 5)]]
-    sure = 1 - (1 - SURE) / 2 / looks
-    return max(least_epsilon(int(g.sum()), len(g), len(right), delta, sure) for g in (right, fifth))
+    sure = 1 - (1 - CONFIDENCE) / 2 / looks
+    return max(
+        epsilon_lower_bound(int(g.sum()), len(g), len(right), delta, sure) for g in (right, fifth)
+    )
 
 
-def least_epsilon(right: int, guesses: int, coins: int, delta: float, sure: float) -> float:
+def epsilon_lower_bound(right: int, guesses: int, coins: int, delta: float, sure: float) -> float:
     """Return the largest epsilon that `right` correct guesses exclude.
 
     Steinke, Nasr & Jagielski, theorem 5.2 and appendix D.

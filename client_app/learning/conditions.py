@@ -20,7 +20,7 @@ from osfl.util.minibatches import minibatches
 from osfl.util.seeds import generator_of
 
 
-def load_kit_to_learn(job: ClientJob) -> Kit:
+def load_kit_for_training(job: ClientJob) -> Kit:
     """Load the client's kit for training, with gradient checkpointing if its node asks for it."""
     kit = load_kit(job.kit, job.device)
     return kit.checkpointed() if job.saves_memory else kit
@@ -35,7 +35,7 @@ def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, 
     return mean, logvar
 
 
-def learn_conditions(
+def train_conditions(
     kit: Kit,
     start: torch.Tensor,
     mean: torch.Tensor,
@@ -103,7 +103,7 @@ def _check_finite(tensors: Sequence[torch.Tensor], method: str, lr: float) -> No
         )
 
 
-def learn_condition_of_each(
+def learn_condition_per_image(
     kit: Kit,
     start: torch.Tensor,
     mean: torch.Tensor,
@@ -121,23 +121,23 @@ def learn_condition_of_each(
     Args:
         start: initial conditions, [N, L, d].
         mean, logvar: posterior of every image's latents, [N, c, h, w].
-        names: of the images, by their pixels (`image_names`).
+        names: of the images, by their pixels (`image_digests`).
     """
     count = len(start)
     per_image = replace(settings, steps=0, batch_size=1)
     rows_of = list(torch.arange(count).split(1))
-    return learn_conditions(
+    return train_conditions(
         kit, start, mean, logvar, rows_of, names, per_image, job, may_diverge=True
     )
 
 
-def steps_of_each(count: int, settings: ConditionTraining) -> int:
+def per_image_steps(count: int, settings: ConditionTraining) -> int:
     """Return the number of training steps of `count` images that each learn a condition."""
     groups = -(-count // settings.at_once)
     return groups * settings.epochs
 
 
-def image_names(images: Images) -> list[str]:
+def image_digests(images: Images) -> list[str]:
     """Return the SHA-256 of every image's pixels."""
     names = []
     for pixels in images.pixels.split(64):
@@ -260,7 +260,7 @@ def _update(
     optimizer.step()
 
 
-def learn_from_all(
+def train_shared_vectors(
     kit: Kit,
     learned: list[torch.Tensor],
     condition_of: Callable[[torch.Tensor], torch.Tensor],

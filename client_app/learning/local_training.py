@@ -20,7 +20,7 @@ from osfl.models import classifiers
 from osfl.models.training import fit
 from osfl.payload.messages import pack_state, unpack_state
 from osfl.util.costs import Stopwatch, peak_memory_mb
-from osfl.util.files import DamageError, write_atomically
+from osfl.util.files import CorruptFileError, write_atomically
 from osfl.util.seeds import seed_of
 
 # Adds the penalty's gradient to the gradients of the parameters
@@ -54,11 +54,11 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     penalty: Penalty | None = None
     correction: dict[str, torch.Tensor] = {}
     if "proximal-mu" in request:
-        penalty = proximal(start, float(cast(float, request["proximal-mu"])))
+        penalty = fedprox_penalty(start, float(cast(float, request["proximal-mu"])))
     elif "dyn-alpha" in request:
         _delete_stale_corrections(folder, number)
         correction = _load_correction(folder, start)
-        penalty = dynamic(start, correction, float(cast(float, request["dyn-alpha"])))
+        penalty = feddyn_penalty(start, correction, float(cast(float, request["dyn-alpha"])))
     fit(
         model,
         images.pixels,
@@ -95,7 +95,7 @@ def _check_architecture(request: ConfigRecord, architecture: str) -> None:
         )
 
 
-def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
+def fedprox_penalty(start: dict[str, torch.Tensor], mu: float) -> Penalty:
     """Return FedProx's penalty (Li et al., arXiv 1812.06127, eq. 2).
 
     mu/2 ||theta - theta_global||^2
@@ -112,7 +112,7 @@ def proximal(start: dict[str, torch.Tensor], mu: float) -> Penalty:
     return add_gradient
 
 
-def dynamic(
+def feddyn_penalty(
     start: dict[str, torch.Tensor], gradient: dict[str, torch.Tensor], alpha: float
 ) -> Penalty:
     """Return FedDyn's penalty (Acar et al., arXiv 2111.04263, algorithm 1).
@@ -123,7 +123,7 @@ def dynamic(
         start: theta_global.
         gradient: grad L_k(theta_k).
     """
-    add_quadratic = proximal(start, alpha)
+    add_quadratic = fedprox_penalty(start, alpha)
 
     def add_gradient(model: nn.Module) -> None:
         add_quadratic(model)
@@ -173,7 +173,7 @@ def _load_verified(file: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError):
         expected = None
     if expected is None or expected != _digest(state):
-        raise DamageError(
+        raise CorruptFileError(
             f"{file.name}: FedDyn's state between rounds is corrupt and cannot be recomputed; "
             "start the run again under another job-id"
         )

@@ -16,7 +16,7 @@ from osfl.models.training import fit
 from osfl.util.seeds import seed_of
 
 
-def adapt(
+def personalize(
     model: nn.Module,
     images: Images,
     config: RunConfig,

@@ -29,13 +29,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from client_app.context import ClientJob
 from client_app.learning.conditions import (
-    image_names,
-    learn_condition_of_each,
-    learn_from_all,
-    load_kit_to_learn,
+    image_digests,
+    learn_condition_per_image,
+    load_kit_for_training,
     posteriors,
+    train_shared_vectors,
 )
-from client_app.privacy.mechanisms import common_to_tokens, private_mean, spread
+from client_app.privacy.mechanisms import mean_distance, mean_over_tokens, private_mean
 from osfl.config import ConditionTraining, RunConfig
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit
@@ -44,7 +44,7 @@ from osfl.util.minibatches import minibatches
 from osfl.util.seeds import generator_of
 
 # Images that learn in parallel, with epsilon
-AT_ONCE = 16
+PARALLEL_IMAGES = 16
 
 
 def make_payload(job: ClientJob) -> DomainVector:
@@ -55,15 +55,15 @@ def make_payload(job: ClientJob) -> DomainVector:
         ValueError: the vectors diverged.
     """
     settings = job.config.domain_vector
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     images = job.load(kit.image_size)
     class_labels = images.held()
     names = [job.classes[label] for label in class_labels]
     mean, logvar = posteriors(kit, images, job)
     if job.config.epsilon:
-        vectors = vector_of_each(kit, images, mean, logvar, job)
+        vectors = vector_per_image(kit, images, mean, logvar, job)
         all_prompts = kit.text(job.config.prompts(job.classes)).cpu()
-        return DomainVector(tuple(names), noised_mean(vectors, all_prompts, job.config))
+        return DomainVector(tuple(names), noisy_mean(vectors, all_prompts, job.config))
     owner = torch.tensor([class_labels.index(label) for label in images.labels.tolist()])
     prompts = kit.text(job.config.prompts(names))
     shared = settings.tokens == "all"
@@ -80,7 +80,7 @@ def make_payload(job: ClientJob) -> DomainVector:
         # d_y = tau(prompt of y) + v + w_y
         return prompts[owner[rows]] + domain + classes[owner[rows]]
 
-    domain, classes = learn_from_all(
+    domain, classes = train_shared_vectors(
         kit,
         [domain, classes],
         condition,
@@ -96,28 +96,28 @@ def make_payload(job: ClientJob) -> DomainVector:
     return DomainVector(tuple(names), domain, offsets)
 
 
-def vector_of_each(
+def vector_per_image(
     kit: Kit, images: Images, mean: torch.Tensor, logvar: torch.Tensor, job: ClientJob
 ) -> torch.Tensor:
     """Return the vectors that the images learn separately, [N, L, d], on the CPU."""
     settings = job.config.domain_vector
     training = ConditionTraining(
-        settings.epochs, settings.steps, settings.batch_size, AT_ONCE, settings.lr
+        settings.epochs, settings.steps, settings.batch_size, PARALLEL_IMAGES, settings.lr
     )
     start = kit.text(job.config.prompts(job.classes))[images.labels]
-    names = image_names(images)
-    conditions = learn_condition_of_each(kit, start, mean, logvar, names, training, job)
+    names = image_digests(images)
+    conditions = learn_condition_per_image(kit, start, mean, logvar, names, training, job)
     return (conditions - start).cpu()
 
 
-def noised_mean(vectors: torch.Tensor, prompts: torch.Tensor, config: RunConfig) -> torch.Tensor:
+def noisy_mean(vectors: torch.Tensor, prompts: torch.Tensor, config: RunConfig) -> torch.Tensor:
     """Return the noisy mean [L, d] or [1, d] of vectors [N, L, d], as the run configures it.
 
     Args:
         prompts: encodings of all classes' prompts [C, L, d], the unit of `clip-norm`.
     """
-    limit = config.clip_norm * spread(prompts)
+    limit = config.clip_norm * mean_distance(prompts)
     if config.domain_vector.tokens == "all":
-        vectors, limit = common_to_tokens(vectors, limit)
+        vectors, limit = mean_over_tokens(vectors, limit)
     center = torch.zeros_like(vectors[0])
     return private_mean(vectors, center, limit, config.epsilon, config.delta)

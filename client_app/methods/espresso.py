@@ -35,7 +35,7 @@ import torch
 from sklearn.cluster import AgglomerativeClustering
 
 from client_app.context import ClientJob
-from client_app.learning.conditions import learn_conditions, load_kit_to_learn, posteriors
+from client_app.learning.conditions import load_kit_for_training, posteriors, train_conditions
 from client_app.learning.mixtures import fit_mixture, padded_mixture
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit, forward_noise
@@ -52,7 +52,7 @@ def make_payload(job: ClientJob) -> Mixtures:
         ValueError: a condition diverged.
     """
     settings = job.config.espresso
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     encoder = load_image_encoder(job.config.image_encoder or job.kit, job.device)
     images = job.load(kit.image_size)
     features = _features(encoder, job)
@@ -101,13 +101,13 @@ def _cluster_conditions(
     cluster_names = []
     for index, label in enumerate(class_labels):
         rows = (images.labels == label).nonzero().flatten()
-        for number, members in enumerate(cluster(features[rows], settings.clusters)):
+        for number, members in enumerate(cluster_features(features[rows], settings.clusters)):
             rows_of.append(rows[members])
             owners.append((index, number))
             cluster_names.append(f"{names[index]}/{number}")
     prompts = kit.text(job.config.prompts(names))
     start = prompts[[index for index, _ in owners]]
-    learned = learn_conditions(kit, start, mean, logvar, rows_of, cluster_names, settings, job)
+    learned = train_conditions(kit, start, mean, logvar, rows_of, cluster_names, settings, job)
     learned = learned.float().cpu()
     conditions = torch.zeros(len(class_labels), settings.clusters, *learned.shape[1:])
     weights = torch.zeros(len(class_labels), settings.clusters)
@@ -127,11 +127,11 @@ def _mixture(
     seed = seed_of(job.config.seed, *stream)
     if settings.mixture_fit == "closed":
         return closed_mixture(mean, logvar, a_t, settings.components, generator, seed)
-    latents = noised_latents(mean, logvar, a_t, settings.noise_draws, generator)
+    latents = noisy_latents(mean, logvar, a_t, settings.noise_draws, generator)
     return fit_mixture(latents, settings.components, seed)
 
 
-def cluster(features: torch.Tensor, count: int) -> list[torch.Tensor]:
+def cluster_features(features: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Return the rows of each Ward cluster of features [N, e]: min(`count`, N) clusters."""
     count = min(count, len(features))
     if count == 1:
@@ -156,7 +156,7 @@ def mixed_latents(
     return share * x0 + (1 - share) * x0[torch.randperm(len(x0), generator=generator)]
 
 
-def noised_latents(
+def noisy_latents(
     mean: torch.Tensor,
     logvar: torch.Tensor,
     a_t: torch.Tensor,

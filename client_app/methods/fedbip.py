@@ -22,7 +22,7 @@ decodes to a close reconstruction of its image: this method reveals the most of 
 import torch
 
 from client_app.context import ClientJob
-from client_app.learning.conditions import learn_from_all, load_kit_to_learn, posteriors
+from client_app.learning.conditions import load_kit_for_training, posteriors, train_shared_vectors
 from osfl.models.concepts import concept_prompt, concept_starts
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Concepts
@@ -37,7 +37,7 @@ def make_payload(job: ClientJob) -> Concepts:
         KitError: the kit is missing or corrupt.
         ValueError: the words diverged.
     """
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     images = job.load(kit.image_size)
     class_labels = images.held()
     names = [job.classes[label] for label in class_labels]
@@ -77,7 +77,7 @@ def learn_words(
     """
     settings = job.config.fedbip
     prompt = concept_prompt(kit.text)
-    domain, vectors = concept_starts(kit.text, list(map(job.config.data.word, names)))
+    domain, vectors = concept_starts(kit.text, list(map(job.config.data.prompt_name, names)))
     domain = domain.clone().requires_grad_()
     vectors = vectors.clone().requires_grad_()
     optimizer = torch.optim.Adam([domain, vectors], lr=settings.lr)
@@ -90,7 +90,7 @@ def learn_words(
         return prompt.filled(domain, vectors[owner[rows]])
 
     learned = [domain, vectors]
-    domain, vectors = learn_from_all(
+    domain, vectors = train_shared_vectors(
         kit, learned, condition, mean, logvar, optimizer, schedule, generator, job
     )
     return domain, vectors

@@ -32,12 +32,12 @@ import torch
 
 from client_app.context import ClientJob, Progress
 from client_app.learning.conditions import (
-    image_names,
-    learn_condition_of_each,
-    learn_conditions,
-    load_kit_to_learn,
+    image_digests,
+    learn_condition_per_image,
+    load_kit_for_training,
+    per_image_steps,
     posteriors,
-    steps_of_each,
+    train_conditions,
 )
 from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.data.load import Images
@@ -52,7 +52,7 @@ def make_payload(job: ClientJob) -> Descriptions:
         KitError: the kit is missing or corrupt.
         ValueError: the descriptions diverged.
     """
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     images = job.load(kit.image_size)
     class_labels = images.held()
     names = [job.classes[label] for label in class_labels]
@@ -67,7 +67,7 @@ def make_payload(job: ClientJob) -> Descriptions:
         # d_y = tau(prompt of y) + u_y
         base = start
         start = torch.zeros_like(base[:, :1])
-    learned = learn_conditions(
+    learned = train_conditions(
         kit, start, mean, logvar, rows_of, names, job.config.feddeo, job, base=base
     )
     return Descriptions(tuple(names), learned.float().cpu())
@@ -84,14 +84,14 @@ def _noisy_means(
     """Return each class's noisy mean of its images' conditions, [L, d] or [1, d]."""
     prompts = kit.text(job.config.prompts(job.classes))
     shared = job.config.feddeo.tokens == "all"
-    conditions_by_class = descriptions_of_each(kit, prompts, images, rows_of, mean, logvar, job)
+    conditions_by_class = descriptions_per_image(kit, prompts, images, rows_of, mean, logvar, job)
     means = []
     for label, conditions in zip(images.held(), conditions_by_class, strict=True):
         means.append(private_mean_of_class(conditions, prompts.cpu(), label, job.config, shared))
     return means
 
 
-def descriptions_of_each(
+def descriptions_per_image(
     kit: Kit,
     prompts: torch.Tensor,
     images: Images,
@@ -107,18 +107,18 @@ def descriptions_of_each(
         rows_of: the images of each class that the client holds.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
     """
-    names = image_names(images)
+    names = image_digests(images)
     settings = job.config.feddeo
-    all_steps = sum(steps_of_each(len(rows), settings) for rows in rows_of)
+    all_steps = sum(per_image_steps(len(rows), settings) for rows in rows_of)
     offset = 0
     for label, rows in zip(images.held(), rows_of, strict=True):
         start = prompts[label].expand(len(rows), -1, -1)
         image_keys = [names[row] for row in rows.tolist()]
         class_job = replace(job, progress=partial(_report, job.progress, offset, all_steps))
-        conditions = learn_condition_of_each(
+        conditions = learn_condition_per_image(
             kit, start, mean[rows], logvar[rows], image_keys, settings, class_job
         )
-        offset += steps_of_each(len(rows), settings)
+        offset += per_image_steps(len(rows), settings)
         yield conditions.cpu()
 
 

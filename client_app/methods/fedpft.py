@@ -25,7 +25,7 @@ import torch
 from client_app.context import ClientJob
 from client_app.learning.features import width_and_features
 from client_app.learning.mixtures import padded_mixture
-from client_app.privacy.mechanisms import clipped, deviation_of_mean, private_mean
+from client_app.privacy.mechanisms import clip_rows, noise_deviation, private_mean
 from osfl.config import RunConfig
 from osfl.payload.kinds import FeatureMixtures
 from osfl.util.seeds import seed_of
@@ -77,7 +77,7 @@ def private_gaussian(
     settings = config.fedpft
     width = features.shape[1]
     limit = config.clip_norm * width**0.5
-    limited = clipped(features, limit)
+    limited = clip_rows(features, limit)
     squares = limited.square()
     if settings.covariance == "spherical":
         squares = squares.sum(dim=1, keepdim=True)
@@ -89,7 +89,7 @@ def private_gaussian(
     )
     mean = noisy[:width]
     # In expectation, squaring a noisy number adds the noise's variance
-    sigma = deviation_of_mean(joint_limit, len(features), config.epsilon, config.delta)
+    sigma = noise_deviation(joint_limit, len(features), config.epsilon, config.delta)
     squared_mean = mean.square() - sigma**2
     entries = 1
     if settings.covariance == "spherical":

@@ -14,7 +14,7 @@ Payload: about 50 bytes per image; anyone who sees the message can read the word
 from client_app.context import ClientJob
 from osfl.models.encoders import load_captioner
 from osfl.payload.kinds import Captions
-from osfl.payload.wire import sendable
+from osfl.payload.wire import sanitize_caption
 
 
 def make_payload(job: ClientJob) -> Captions:
@@ -28,7 +28,7 @@ def make_payload(job: ClientJob) -> Captions:
     captions: list[str] = []
     for pixels in job.batched(images.pixels.split(16), len(images), "captioning image"):
         captions += captioner(pixels, job.meter)
-    captions = [sendable(text) for text in captions]
+    captions = [sanitize_caption(text) for text in captions]
     class_labels = images.held()
     texts: dict[int, list[str]] = {label: [] for label in class_labels}
     for caption, label in zip(captions, images.labels.tolist(), strict=True):

@@ -53,7 +53,7 @@ def make_payload(job: ClientJob) -> Encodings:
     means = []
     for label, captions in captions_by_class.items():
         if job.config.epsilon:
-            encoded = torch.cat(list(encodings(encode, captions, job.meter)))
+            encoded = torch.cat(list(encode_captions(encode, captions, job.meter)))
             means.append(private_mean_of_class(encoded, prompts, label, job.config))
         else:
             means.append(mean_encoding(encode, captions, job.meter))
@@ -75,12 +75,12 @@ def mean_encoding(
     so that only the encoder's own rounding depends on the batch size.
     """
     total = torch.zeros(())
-    for batch in encodings(encode, captions, meter):
+    for batch in encode_captions(encode, captions, meter):
         total = total + batch.sum(dim=0)
     return (total / len(captions)).float()
 
 
-def encodings(
+def encode_captions(
     encode: Callable[[Sequence[str]], torch.Tensor], captions: Sequence[str], meter: FlopMeter
 ) -> Iterator[torch.Tensor]:
     """Encode captions batch by batch: yield [B, L, d] or [B, d] in float64 on the CPU."""

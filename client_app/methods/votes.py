@@ -30,7 +30,7 @@ from client_app.learning.conditions import posteriors
 from client_app.privacy.mechanisms import permute_and_flip
 from osfl.models.diffusion import Kit, forward_noise, load_kit
 from osfl.payload.kinds import Votes
-from osfl.util.prompts import fill
+from osfl.util.prompts import fill_prompt
 from osfl.util.seeds import generator_of
 
 
@@ -44,16 +44,16 @@ def make_payload(job: ClientJob) -> Votes:
     images = job.load(kit.image_size)
     class_labels = images.held()
     mean, _ = posteriors(kit, images, job)
-    votes = errors(kit, mean, images.labels, job).argmin(dim=1)
+    votes = candidate_errors(kit, mean, images.labels, job).argmin(dim=1)
     if job.config.votes.electorate == "client":
-        winners = [elected(votes, job)] * len(class_labels)
+        winners = [select_winner(votes, job)] * len(class_labels)
     else:
-        winners = [elected(votes[images.labels == label], job) for label in class_labels]
+        winners = [select_winner(votes[images.labels == label], job) for label in class_labels]
     names = tuple(job.classes[label] for label in class_labels)
     return Votes(names, torch.tensor(winners, dtype=torch.uint8))
 
 
-def elected(votes: torch.Tensor, job: ClientJob) -> int:
+def select_winner(votes: torch.Tensor, job: ClientJob) -> int:
     """Return the candidate with the most votes [n]; with an epsilon, a noisy argmax.
 
     Without an epsilon, the first candidate wins a tie.
@@ -65,7 +65,9 @@ def elected(votes: torch.Tensor, job: ClientJob) -> int:
 
 
 @torch.no_grad()
-def errors(kit: Kit, latents: torch.Tensor, labels: torch.Tensor, job: ClientJob) -> torch.Tensor:
+def candidate_errors(
+    kit: Kit, latents: torch.Tensor, labels: torch.Tensor, job: ClientJob
+) -> torch.Tensor:
     """Return denoising errors [N, m] of images under each candidate's prompt for their class.
 
     Noise and timesteps are the same for all images and candidates, so that an image's vote depends
@@ -76,7 +78,7 @@ def errors(kit: Kit, latents: torch.Tensor, labels: torch.Tensor, job: ClientJob
         labels: [N].
     """
     settings = job.config.votes
-    prompts = torch.stack([conditions(kit, word, job) for word in settings.words])
+    prompts = torch.stack([candidate_conditions(kit, word, job) for word in settings.words])
     generator = generator_of(job.config.seed, "votes")
     timesteps = len(kit.alphas_cumprod)
     sums = torch.zeros(len(latents), len(prompts))
@@ -102,8 +104,8 @@ def errors(kit: Kit, latents: torch.Tensor, labels: torch.Tensor, job: ClientJob
     return sums / settings.draws
 
 
-def conditions(kit: Kit, word: str, job: ClientJob) -> torch.Tensor:
+def candidate_conditions(kit: Kit, word: str, job: ClientJob) -> torch.Tensor:
     """Encode the prompts of a candidate for every class of the run: tau(prompt) [C, L, d]."""
-    spell = job.config.data.word
+    spell = job.config.data.prompt_name
     fields = [{"domain": word, "class": spell(name)} for name in job.classes]
-    return kit.text([fill(job.config.votes.prompt, values) for values in fields])
+    return kit.text([fill_prompt(job.config.votes.prompt, values) for values in fields])

@@ -24,7 +24,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from client_app.context import Progress
-from client_app.privacy.mechanisms import Bytes, noise_multiplier, standard_normal
+from client_app.privacy.mechanisms import RandomBytes, noise_multiplier, standard_normal
 from osfl.config import RunConfig
 from osfl.models.classifiers import ClassifierError, normalise
 from osfl.models.training import (
@@ -38,7 +38,7 @@ from osfl.util.costs import FlopMeter
 from osfl.util.pixels import Pixels, to_float
 
 # Images whose gradients are held in memory in parallel
-AT_ONCE = 8
+PARALLEL_IMAGES = 8
 # Maps images' rows to their gradients [B, ...], one tensor per trained parameter
 GradientsOf = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -51,7 +51,7 @@ def fit_private(
     device: torch.device,
     meter: FlopMeter,
     progress: Progress,
-    random_bytes: Bytes = secrets.token_bytes,
+    random_bytes: RandomBytes = secrets.token_bytes,
 ) -> nn.Module:
     """Train a classifier in place with an (epsilon, delta)-DP guarantee, on cross-entropy.
 
@@ -91,7 +91,7 @@ def fit_private(
     # The average cost of all steps: the true cost would reveal how many images each has sampled
     meter.total += round(rate * count * steps * _flops_per_image(gradients_of))
     for step in range(1, steps + 1):
-        rows = sampled(count, rate, random_bytes)
+        rows = poisson_sample(count, rate, random_bytes)
         sums = _summed_gradients(gradients_of, rows, parameters, limit)
         _set_noisy_gradients(parameters, sums, sigma, rate * count, random_bytes)
         optimizer.step()
@@ -125,7 +125,7 @@ def _set_noisy_gradients(
     sums: list[torch.Tensor],
     sigma: float,
     batch_size: float,
-    random_bytes: Bytes,
+    random_bytes: RandomBytes,
 ) -> None:
     for p, gradient in zip(parameters, sums, strict=True):
         noise = sigma * standard_normal(p.shape, random_bytes)
@@ -139,16 +139,16 @@ def _gradients_of(
     labels: torch.Tensor,
     smoothing: float,
     augment: Augmentation | None,
-    random_bytes: Bytes,
+    random_bytes: RandomBytes,
     rows: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Return the gradients [B, ...] of some rows' images, augmented one by one."""
     device = next(model.parameters()).device
     batch = pixels[rows]
     if augment is not None:
-        batch = torch.stack([by_itself(augment, image, random_bytes) for image in batch])
+        batch = torch.stack([augment_separately(augment, image, random_bytes) for image in batch])
     images = normalise(to_float(batch.to(device)), model)
-    return gradients(model, images, labels[rows].to(device), smoothing)
+    return per_image_gradients(model, images, labels[rows].to(device), smoothing)
 
 
 def _summed_gradients(
@@ -159,14 +159,16 @@ def _summed_gradients(
 ) -> list[torch.Tensor]:
     """Return the sum over rows of clipped gradients, zeros if there are no rows."""
     sums = [torch.zeros_like(p) for p in parameters]
-    for part in rows.split(AT_ONCE) if len(rows) else ():
+    for part in rows.split(PARALLEL_IMAGES) if len(rows) else ():
         # Algorithm 1: g <- g / max(1, |g| / C)
         clipped = clipped_sum(gradients_of(part), limit)
         sums = [a + b for a, b in zip(sums, clipped, strict=True)]
     return sums
 
 
-def by_itself(augment: Augmentation, image: torch.Tensor, random_bytes: Bytes) -> torch.Tensor:
+def augment_separately(
+    augment: Augmentation, image: torch.Tensor, random_bytes: RandomBytes
+) -> torch.Tensor:
     """Augment an image with its own random seed.
 
     With one stream for all images, sampling an image would shift the augmentations of those after
@@ -177,14 +179,16 @@ def by_itself(augment: Augmentation, image: torch.Tensor, random_bytes: Bytes) -
         return augment(image)
 
 
-def sampled(count: int, rate: float, random_bytes: Bytes = secrets.token_bytes) -> torch.Tensor:
+def poisson_sample(
+    count: int, rate: float, random_bytes: RandomBytes = secrets.token_bytes
+) -> torch.Tensor:
     """Sample rows of 0 to `count` - 1, each with probability `rate` (Poisson sampling)."""
     integers = np.frombuffer(random_bytes(8 * count), dtype=np.uint64) >> np.uint64(11)
     # Uniform on a grid in [0, 1), so that a rate of 1 samples all rows
     return torch.from_numpy(integers.astype(np.float64) / 2**53 < rate).nonzero().flatten()
 
 
-def gradients(
+def per_image_gradients(
     model: nn.Module, images: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> list[torch.Tensor]:
     """Return each trained parameter's gradient of every image's own loss: tensors [B, ...]."""

@@ -15,8 +15,14 @@ from pathlib import Path
 from filelock import FileLock
 
 from osfl.config import ConfigError, NodeConfig
-from osfl.util.files import OWNER_ONLY, DamageError, private_folder, read_record, write_record
-from osfl.util.text import plain
+from osfl.util.files import (
+    OWNER_ONLY,
+    CorruptFileError,
+    make_private_folder,
+    read_record,
+    write_record,
+)
+from osfl.util.text import sanitize
 
 log = logging.getLogger("flwr")
 
@@ -113,7 +119,7 @@ class Ledger:
             )
         return draws
 
-    def mark_kept(self, job_id: str, key: str) -> None:
+    def mark_finished(self, job_id: str, key: str) -> None:
         """Record that a draw's payload is finished, so that another draw spends epsilon again."""
         with self._locked():
             draws = self.draws()
@@ -140,8 +146,8 @@ class Ledger:
         try:
             return [Draw(**draw) for draw in read_record(self.file, hint)["draws"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise DamageError(
-                f"{plain(self.file, 1000)} is corrupt ({plain(error, 100)}); {hint}"
+            raise CorruptFileError(
+                f"{sanitize(self.file, 1000)} is corrupt ({sanitize(error, 100)}); {hint}"
             ) from None
 
     def _older_draws(self) -> list[Draw]:
@@ -164,8 +170,9 @@ class Ledger:
                 for line in lines
             ]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamageError(
-                f"{plain(older, 1000)} is corrupt ({plain(error, 100)}); restore it from a backup, "
+            raise CorruptFileError(
+                f"{sanitize(older, 1000)} is corrupt ({sanitize(error, 100)}); restore it from a "
+                "backup, "
                 "or remove it to start a new ledger"
             ) from None
 
@@ -173,7 +180,7 @@ class Ledger:
         write_record(self.file, {"draws": [asdict(draw) for draw in draws]})
 
     def _locked(self) -> FileLock:
-        private_folder(self.folder)
+        make_private_folder(self.folder)
         return FileLock(f"{self.file}.lock", mode=OWNER_ONLY)
 
 
@@ -191,7 +198,7 @@ class BookedDraw:
 
     def finish(self) -> None:
         """Mark the draw as finished, as `Ledger.mark_kept` does."""
-        self.ledger.mark_kept(self.job, self.key)
+        self.ledger.mark_finished(self.job, self.key)
 
     def is_pending(self) -> bool:
         """Return the same as `Ledger.is_pending`."""

@@ -16,9 +16,9 @@ from scipy.special import ndtri
 from osfl.config import RunConfig
 
 # Draws a uniform integer in [0, n)
-Below = Callable[[int], int]
+RandomBelow = Callable[[int], int]
 # Returns n random bytes
-Bytes = Callable[[int], bytes]
+RandomBytes = Callable[[int], bytes]
 
 
 def private_mean(
@@ -27,7 +27,7 @@ def private_mean(
     limit: float,
     epsilon: float,
     delta: float,
-    random_bytes: Bytes = secrets.token_bytes,
+    random_bytes: RandomBytes = secrets.token_bytes,
 ) -> torch.Tensor:
     """Return center + mean of the rows' clipped differences from it + Gaussian noise, in float32.
 
@@ -46,12 +46,12 @@ def private_mean(
     mean = torch.zeros_like(center, dtype=torch.float64)
     # In parts, so that the float64 copies stay small
     for part in rows.split(64):
-        mean += clipped(part.double() - center.double(), limit).sum(dim=0) / len(rows)
-    sigma = deviation_of_mean(limit, len(rows), epsilon, delta)
+        mean += clip_rows(part.double() - center.double(), limit).sum(dim=0) / len(rows)
+    sigma = noise_deviation(limit, len(rows), epsilon, delta)
     return (center.double() + mean + sigma * standard_normal(mean.shape, random_bytes)).float()
 
 
-def deviation_of_mean(limit: float, count: int, epsilon: float, delta: float) -> float:
+def noise_deviation(limit: float, count: int, epsilon: float, delta: float) -> float:
     """Return the standard deviation of the noise in each entry of `private_mean`."""
     # Takes seconds to import, and nothing else needs it
     from dp_accounting import get_sigma_gaussian
@@ -73,15 +73,15 @@ def private_mean_of_class(
         shared: whether to return only the tokens' common difference from the prompt: [1, d], of
             encodings [n, L, d].
     """
-    limit = config.clip_norm * spread(prompts)
+    limit = config.clip_norm * mean_distance(prompts)
     center = prompts[label]
     if shared:
-        rows, limit = common_to_tokens(rows - center, limit)
+        rows, limit = mean_over_tokens(rows - center, limit)
         center = torch.zeros_like(rows[0])
     return private_mean(rows, center, limit, config.epsilon, config.delta)
 
 
-def common_to_tokens(vectors: torch.Tensor, limit: float) -> tuple[torch.Tensor, float]:
+def mean_over_tokens(vectors: torch.Tensor, limit: float) -> tuple[torch.Tensor, float]:
     """Return each vector's mean over its tokens, [n, L, d] to [n, 1, d], and its clipping bound.
 
     Repeated for each of L tokens, a mean at that bound has the norm `limit` again.
@@ -89,7 +89,7 @@ def common_to_tokens(vectors: torch.Tensor, limit: float) -> tuple[torch.Tensor,
     return vectors.mean(dim=1, keepdim=True), limit / vectors.shape[1] ** 0.5
 
 
-def clipped(rows: torch.Tensor, limit: float) -> torch.Tensor:
+def clip_rows(rows: torch.Tensor, limit: float) -> torch.Tensor:
     """Clip rows [n, ...] to a norm of at most `limit` each; rows with NaN or infinity become 0."""
     finite = rows.flatten(1).isfinite().all(dim=1)
     values = torch.where(finite.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
@@ -97,7 +97,9 @@ def clipped(rows: torch.Tensor, limit: float) -> torch.Tensor:
     return values * (limit / norms).clamp(max=1).view(-1, *[1] * (rows.ndim - 1))
 
 
-def standard_normal(shape: torch.Size, random_bytes: Bytes = secrets.token_bytes) -> torch.Tensor:
+def standard_normal(
+    shape: torch.Size, random_bytes: RandomBytes = secrets.token_bytes
+) -> torch.Tensor:
     """Draw independent standard normals in float64, by the inverse distribution function."""
     count = shape.numel()
     integers = np.frombuffer(random_bytes(8 * count), dtype=np.uint64) >> np.uint64(12)
@@ -106,7 +108,7 @@ def standard_normal(shape: torch.Size, random_bytes: Bytes = secrets.token_bytes
     return torch.from_numpy(ndtri(uniform)).view(shape)
 
 
-def spread(encodings: torch.Tensor) -> float:
+def mean_distance(encodings: torch.Tensor) -> float:
     """Return the mean distance of encodings [C, ...] from their mean, a public unit of clipping.
 
     With a single encoding, return its norm.
@@ -140,7 +142,7 @@ def noise_multiplier(rate: float, steps: int, epsilon: float, delta: float) -> f
 
 
 def permute_and_flip(
-    counts: Sequence[int], epsilon: float, below: Below = secrets.randbelow
+    counts: Sequence[int], epsilon: float, below: RandomBelow = secrets.randbelow
 ) -> int:
     """Return the index of a large count by a noisy argmax (permute-and-flip).
 
@@ -162,11 +164,11 @@ def permute_and_flip(
     candidates = list(range(len(counts)))
     while True:
         candidate = candidates.pop(below(len(candidates)))
-        if happens_exp(Fraction(epsilon) * (largest - counts[candidate]) / 2, below):
+        if bernoulli_exp(Fraction(epsilon) * (largest - counts[candidate]) / 2, below):
             return candidate
 
 
-def happens_exp(gamma: Fraction, below: Below) -> bool:
+def bernoulli_exp(gamma: Fraction, below: RandomBelow) -> bool:
     """Return True with the probability exp(-gamma), gamma >= 0."""
     while gamma > 1:
         if not _happens_exp_below_1(Fraction(1), below):
@@ -175,7 +177,7 @@ def happens_exp(gamma: Fraction, below: Below) -> bool:
     return _happens_exp_below_1(gamma, below)
 
 
-def _happens_exp_below_1(gamma: Fraction, below: Below) -> bool:
+def _happens_exp_below_1(gamma: Fraction, below: RandomBelow) -> bool:
     """Return True with the probability exp(-gamma), gamma in [0, 1]."""
     # Trial k succeeds with probability gamma / k. The first failure is odd with exp(-gamma)
     k = 1
@@ -184,6 +186,6 @@ def _happens_exp_below_1(gamma: Fraction, below: Below) -> bool:
     return k % 2 == 1
 
 
-def _happens(probability: Fraction, below: Below) -> bool:
+def _happens(probability: Fraction, below: RandomBelow) -> bool:
     """Return True with the given probability in [0, 1]."""
     return below(probability.denominator) < probability.numerator

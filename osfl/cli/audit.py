@@ -12,10 +12,10 @@ import typer
 from flwr.common.config import parse_config_args
 from rich.progress import Progress, TaskID
 
-from client_app.app import cache_key, check_node, own_settings
+from client_app.app import cache_key, check_node, client_settings
 from client_app.audit import statistics
-from client_app.audit.attacks import PICTURES
-from client_app.audit.game import Scores, draw_pairs, play
+from client_app.audit.attacks import RECONSTRUCTIONS
+from client_app.audit.game import Scores, draw_pairs, run_trial
 from client_app.context import ClientJob
 from client_app.context import Progress as JobProgress
 from client_app.handlers import client_job
@@ -27,7 +27,7 @@ from osfl.data.load import Fit, Images, image_labels, load_images
 from osfl.methods import METHODS
 from osfl.payload import wire
 from osfl.payload.kinds import Payload
-from osfl.util.files import private_folder, read_json, write_atomically
+from osfl.util.files import make_private_folder, read_json, write_atomically
 from osfl.util.seeds import generator_of
 from server_app.expected import expected_payload
 
@@ -119,7 +119,7 @@ def show_audit(
     """
     config, _ = launch.resolve_config(settings)
     players = list(find_players(config, node_config))
-    private_folder(work)
+    make_private_folder(work)
     found = audited(config, players, repeats, work)
     _show(found)
     if out is not None:
@@ -161,7 +161,7 @@ def find_players(config: RunConfig, node_config: str) -> Iterator[Player]:
             f"method = {config.method!r}: its clients send no payload, so there is none to audit"
         )
     for node in find_nodes(config, node_config):
-        own, node, name = own_settings(config, node)
+        own, node, name = client_settings(config, node)
         yield Player(own, node, name, check_node(own, node))
 
 
@@ -222,13 +222,13 @@ def _play(player: Player, repeat: int, work: Path, progress: JobProgress) -> dic
     )
     generator = generator_of(config.seed, "audit", player.name, repeat)
     pairs = draw_pairs(labels, others, generator)
-    if len(pairs.ours) == 0:
+    if len(pairs.members) == 0:
         raise ConfigError(
             f"{player.name} has no test image of a class that it trains on; an audit holds test "
             "images against training images"
         )
     job = client_job(config, node, player.name, player.kit, work)
-    return play(replace(job, progress=progress), test, pairs, partial(_received, job))
+    return run_trial(replace(job, progress=progress), test, pairs, partial(_received, job))
 
 
 def _received(job: ClientJob, payload: Payload) -> Payload:
@@ -271,7 +271,7 @@ def _weakest(guarantees: Iterable[Guarantee]) -> Guarantee:
 def _finding(
     client: str, attacked: str, scores: list[Scores], guarantee: Guarantee, seed: int, looks: int
 ) -> Finding:
-    pictures = attacked == PICTURES
+    pictures = attacked == RECONSTRUCTIONS
     members = torch.cat([one.members for one in scores])
     together = Scores(members, torch.cat([one.others for one in scores]))
 
@@ -282,10 +282,10 @@ def _finding(
         client,
         attacked,
         len(members),
-        int(statistics.right_guesses(together, coins()).sum()),
+        int(statistics.correct_guesses(together, coins()).sum()),
         statistics.auc(together),
         statistics.true_positives(together),
-        statistics.measured_epsilon(together, guarantee.delta, coins(), looks),
+        statistics.empirical_epsilon(together, guarantee.delta, coins(), looks),
         guarantee.epsilon,
         (float(members.median()), float(together.others.median())) if pictures else None,
     )
@@ -336,7 +336,7 @@ def words_of(one: Finding) -> dict[str, str]:
 
 def share(count: int, total: int, digits: int = 0) -> str:
     """Return a share in percent, with its 95 % interval (Clopper & Pearson)."""
-    low, high = statistics.interval(count, total)
+    low, high = statistics.share_interval(count, total)
     return f"{count / total:.{digits}%} [{low:.{digits}%}, {high:.{digits}%}]"
 
 

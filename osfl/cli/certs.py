@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from osfl.config import ConfigError, is_identifier
 from osfl.payload.encryption import fingerprint, load_key, new_key, public_bytes
 from osfl.util.files import PUBLIC, write_atomically
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 # Names of every server certificate: the server's own processes dial these
 ALWAYS = (
@@ -247,7 +247,7 @@ def _certificates(file: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a certificate in PEM: {plain(error)}") from error
+        raise ConfigError(f"{file} is not a certificate in PEM: {sanitize(error)}") from error
 
 
 def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurvePrivateKey:
@@ -255,7 +255,7 @@ def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurveP
         key = serialization.load_pem_private_key(file.read_bytes(), None)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file}: {plain(error)}. Server certificates are made where the CA's key is"
+            f"{file}: {sanitize(error)}. Server certificates are made where the CA's key is"
         ) from error
     if (
         not isinstance(key, ec.EllipticCurvePrivateKey)

@@ -63,11 +63,11 @@ from osfl.cli.run import TRY_AGAIN
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.config.toml import read_toml
 from osfl.kit.used_parts import used_digests
-from osfl.run_folder.report.metrics import AND_ADAPTED, over_images, read_metrics
+from osfl.run_folder.report.metrics import ADAPTED_SUFFIX, accuracy_over_images, read_metrics
 from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.run_folder.status import has_finished
-from osfl.util.files import DamageError, private_folder, write_atomically
-from osfl.util.text import plain, quoted
+from osfl.util.files import CorruptFileError, make_private_folder, write_atomically
+from osfl.util.text import quote, sanitize
 
 PARTS = ("title", "source", "seeds", "reference", "common", "rows", "grid", "published", "lacks")
 SECTIONS = ("common", "rows", "grid", "published", "lacks")
@@ -170,7 +170,7 @@ def read_table(
     content = read_toml(file)
     if unknown := set(content) - set(PARTS):
         raise ConfigError(
-            f"{file}: {quoted(sorted(unknown)[0])} is unknown; a table file has {', '.join(PARTS)}"
+            f"{file}: {quote(sorted(unknown)[0])} is unknown; a table file has {', '.join(PARTS)}"
         )
     _check_kinds(file, content)
     if not content.get("rows"):
@@ -178,10 +178,10 @@ def read_table(
     common = content.get("common", {})
     axes = content.get("grid", {})
     if wrong := [key for key, values in axes.items() if not isinstance(values, list) or not values]:
-        raise ConfigError(f"{file}: [grid] {plain(wrong[0])}: must be a list of values")
+        raise ConfigError(f"{file}: [grid] {sanitize(wrong[0])}: must be a list of values")
     if wrong := [name for name in content["rows"] if "," in name]:
         raise ConfigError(
-            f"{file}: [rows.{quoted(wrong[0])}]: a row's name may have no comma, which "
+            f"{file}: [rows.{quote(wrong[0])}]: a row's name may have no comma, which "
             "separates those of --rows"
         )
     made: dict[str, dict[str, Scalar]] = {}
@@ -198,14 +198,14 @@ def read_table(
     reference = str(content.get("reference", ""))
     if reference and reference not in made:
         raise ConfigError(
-            f"{file}: reference = {quoted(reference)}: there is no such row; it has "
-            f"{plain(', '.join(made), 1000)}"
+            f"{file}: reference = {quote(reference)}: there is no such row; it has "
+            f"{sanitize(', '.join(made), 1000)}"
         )
     if asked := [name.strip() for name in rows.split(",") if name.strip()]:
         if missing := [name for name in asked if name not in made]:
             raise ConfigError(
-                f"--rows {quoted(missing[0])}: {file} has no such row; it has "
-                f"{plain(', '.join(made), 1000)}"
+                f"--rows {quote(missing[0])}: {file} has no such row; it has "
+                f"{sanitize(', '.join(made), 1000)}"
             )
         made = {name: made[name] for name in asked}
     try:
@@ -214,7 +214,7 @@ def read_table(
         )
     except (TypeError, ValueError):
         raise ConfigError(
-            f"seeds = {quoted(seeds or content.get('seeds'))}: must be whole numbers"
+            f"seeds = {quote(seeds or content.get('seeds'))}: must be whole numbers"
         ) from None
     return TableFile(
         file.stem,
@@ -241,13 +241,13 @@ def _check_kinds(file: Path, content: dict[str, Any]) -> None:
             sections |= {f"{part}.{name}": row for name, row in held.items()}
     for name, value in sections.items():
         if not isinstance(value, dict):
-            name = plain(name)
-            raise ConfigError(f"{file}: {name} = {quoted(value)}: must be a section, [{name}]")
+            name = sanitize(name)
+            raise ConfigError(f"{file}: {name} = {quote(value)}: must be a section, [{name}]")
     for name in TEXTS:
         if not isinstance(content.get(name, ""), str):
-            raise ConfigError(f"{file}: {name} = {quoted(content[name])}: must be a text")
+            raise ConfigError(f"{file}: {name} = {quote(content[name])}: must be a text")
     if not isinstance(content.get("seeds", []), list):
-        raise ConfigError(f"{file}: seeds = {quoted(content['seeds'])}: must be whole numbers, [0]")
+        raise ConfigError(f"{file}: seeds = {quote(content['seeds'])}: must be whole numbers, [0]")
 
 
 def _check_rows(
@@ -292,7 +292,7 @@ def _check_rows(
             settings["data.classes"] = "one,two"
             resolve_config(as_arguments(settings))
         except ConfigError as error:
-            raise ConfigError(f"{file}, row {quoted(name)}: {error}") from None
+            raise ConfigError(f"{file}, row {quote(name)}: {error}") from None
     return unseen
 
 
@@ -309,7 +309,7 @@ def _with_preset(file: Path, common: dict[str, Any], row: dict[str, Any]) -> dic
     try:
         known = read_toml(find_config(f"configs/data/{preset}.toml"))
     except ConfigError as error:
-        raise ConfigError(f"{file}: preset = {quoted(preset)}: {error}") from None
+        raise ConfigError(f"{file}: preset = {quote(preset)}: {error}") from None
     return {**flat_toml(known), **given}
 
 
@@ -325,11 +325,11 @@ def _published(file: Path, content: dict[str, Any]) -> dict[str, dict[str, float
         of_model = row.rpartition(" ")
         known = row in content["rows"] or (of_model[0] in content["rows"] and of_model[2] in MODELS)
         if not known:
-            raise ConfigError(f"{file}: [published.{quoted(row)}]: there is no such row")
+            raise ConfigError(f"{file}: [published.{quote(row)}]: there is no such row")
         for column, figure in figures.items():
             if isinstance(figure, bool) or not isinstance(figure, int | float):
                 raise ConfigError(
-                    f"{file}: [published.{quoted(row)}] {plain(column)} = {quoted(figure)}: must "
+                    f"{file}: [published.{quote(row)}] {sanitize(column)} = {quote(figure)}: must "
                     "be a number"
                 )
     return published
@@ -394,7 +394,7 @@ class Runner:
             outcome = self.run(cell)
         except Exception as error:  # this cell's; the others go on
             self.note(cell, "failed")
-            outcome = Outcome(cell, error=f"{type(error).__name__}: {plain(error, MOST_ERROR)}")
+            outcome = Outcome(cell, error=f"{type(error).__name__}: {sanitize(error, MOST_ERROR)}")
         if not (outcome.error and self._stopped.is_set()):
             self.outcomes[cell] = outcome
         return outcome
@@ -427,7 +427,7 @@ class Runner:
         if self._stopped.is_set():
             return Outcome(cell, error="stopped")
         last = " ".join(output[-MOST_OUTPUT:].split()[-80:]).rpartition("error ")[2]
-        error = plain(last, MOST_ERROR) or f"osfl run ended with {code}"
+        error = sanitize(last, MOST_ERROR) or f"osfl run ended with {code}"
         self.note(cell, "failed")
         return Outcome(cell, error=error)
 
@@ -461,7 +461,7 @@ class Runner:
         try:
             if has_finished(folder):
                 return Outcome(cell, read_metrics(folder))
-        except DamageError:  # or missing: `osfl run` makes it anew, or says what cannot be
+        except CorruptFileError:  # or missing: `osfl run` makes it anew, or says what cannot be
             pass
         return None
 
@@ -500,7 +500,7 @@ def records_of(outcome: Outcome) -> list[dict[str, Any]]:
         "client_memory_mb": most("peak_memory_mb"),
         "server_seconds_per_image": server["seconds_per_image"],
     }
-    several = sum(not model.endswith(AND_ADAPTED) for model in accuracy) > 1
+    several = sum(not model.endswith(ADAPTED_SUFFIX) for model in accuracy) > 1
     records = []
     for model, by_client in accuracy.items():
         of_clients = dict(by_client)
@@ -524,7 +524,7 @@ def _row_of(row: str, model: str, several: bool) -> str:
     """The name of a model's row, whether the run has several or one, and what it became of it."""
     if several:
         return f"{row} {model}"
-    return row + AND_ADAPTED if model.endswith(AND_ADAPTED) else row
+    return row + ADAPTED_SUFFIX if model.endswith(ADAPTED_SUFFIX) else row
 
 
 def _mean_of_models(
@@ -537,7 +537,7 @@ def _mean_of_models(
         means[client] = float(np.mean([row[client] for row in accuracy.values()]))
     shares = []
     for matrix in confusion.values():
-        shares.append(over_images({client: matrix[client] for client in means}))
+        shares.append(accuracy_over_images({client: matrix[client] for client in means}))
     average = float(np.mean(list(means.values())))
     return {"": {**means, "average": average}}, {"": float(np.mean(shares))}
 
@@ -636,7 +636,7 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         if both
         else "the average of the clients is also that over all test images"
     )
-    adapted = any(name.endswith(AND_ADAPTED) for name in groups)
+    adapted = any(name.endswith(ADAPTED_SUFFIX) for name in groups)
     own = "; adapted: what it made of it with its training images" if adapted else ""
     libraries = []
     for name in ("torch", "flwr", "diffusers"):
@@ -659,7 +659,7 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
             missing
         )
     parts = [
-        f"**{plain(table.title)}**",
+        f"**{sanitize(table.title)}**",
         "\n".join(lines),
         note,
         *([_against(table.reference, groups)] if table.reference in groups else []),
@@ -713,7 +713,7 @@ def _figure(record: dict[str, Any], column: str) -> float:
 
 def _words(text: object) -> str:
     """Words in Markdown as they are: no cell, code, link, picture or HTML begins in them."""
-    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", plain(text, MOST_ERROR))
+    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", sanitize(text, MOST_ERROR))
 
 
 def _costs(group: list[dict[str, Any]]) -> list[str]:
@@ -816,7 +816,7 @@ def write_table(
     """
     ordered = sorted(outcomes, key=lambda outcome: list(table.rows).index(outcome.cell.row))
     records = [record for outcome in ordered for record in records_of(outcome)]
-    private_folder(out)
+    make_private_folder(out)
     write_atomically(out / f"{table.name}.csv", as_csv(records).encode())
     write_atomically(
         out / f"{table.name}.md", as_markdown(table, records, command, at_once).encode()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from client_app.audit.copies import Embedded, Nearness, nearness
+from client_app.audit.copies import Embeddings, Memorization, measure_memorization
 from osfl.cli import display
 from osfl.cli.audit import find_nodes
 from osfl.cli.display import Table
@@ -15,7 +15,7 @@ from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names, client_name
 from osfl.models.encoders import ImageEncoder, load_image_encoder
-from osfl.run_folder.layout import RunFolder, read_picture, read_rows
+from osfl.run_folder.layout import RunFolder, read_image, read_rows
 from osfl.util.devices import pick_device
 from osfl.util.files import write_atomically
 from osfl.util.pixels import LazyPixels
@@ -70,7 +70,7 @@ def show_copies(run: Path, node_config: str, out: Path | None) -> None:
 
 def compared(
     config: RunConfig, node: NodeConfig, client: str, files: Sequence[Path], names: Sequence[str]
-) -> Nearness:
+) -> Memorization:
     """One client's synthetic images against its training and test images.
 
     Args:
@@ -89,7 +89,7 @@ def compared(
     classes = class_names(config.data)
 
     def read(number: int) -> torch.Tensor:
-        picture = read_picture(files[number])
+        picture = read_image(files[number])
         if picture is None:
             raise ConfigError(f"{files[number]} cannot be read; `osfl run` makes it anew")
         return encoder.fit(picture)
@@ -97,11 +97,11 @@ def compared(
     labels = torch.tensor([classes.index(name) for name in names])
     drawn = _embedded(Images(LazyPixels(read, len(files)), labels), encoder)
     try:
-        return nearness(drawn, train, test, generator_of(config.seed, "copies", client))
+        return measure_memorization(drawn, train, test, generator_of(config.seed, "copies", client))
     except ValueError as error:
         raise ConfigError(f"{client}: {error}") from error
 
 
-def _embedded(images: Images, encoder: ImageEncoder) -> Embedded:
+def _embedded(images: Images, encoder: ImageEncoder) -> Embeddings:
     rows = [encoder(pixels) for pixels in images.pixels.split(64)]
-    return Embedded(torch.cat(rows), images.labels)
+    return Embeddings(torch.cat(rows), images.labels)

@@ -17,7 +17,7 @@ from osfl.config import NodeConfig, RunConfig
 from osfl.data.load import open_images
 from osfl.data.partition import DataError
 from osfl.data.parts import check_clients, class_names, client_name
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 SIDE = 16  # of the grid of a picture's hash, which has 256 bits
 NEAR = 16  # bits in which the hashes of two pictures that look alike may differ
@@ -174,7 +174,7 @@ def _sizes(sizes: Counter[tuple[int, int]]) -> str:
 def _show_notes(notes: list[str], train: dict[str, Pictures], test: dict[str, Pictures]) -> None:
     """What a run takes otherwise than its user may think; nothing where there is nothing."""
     for note in notes:
-        display.console.print(plain(note, 1000), markup=False, soft_wrap=True)
+        display.console.print(sanitize(note, 1000), markup=False, soft_wrap=True)
     everything = [*train.values(), *test.values()]
     if frames := _of_all(everything, "many_frames"):
         _show_some("have several frames; a run reads the first alone", frames)
@@ -185,6 +185,6 @@ def _show_notes(notes: list[str], train: dict[str, Pictures], test: dict[str, Pi
 def _show_some(what: str, found: list[str]) -> None:
     display.console.print(f"{len(found):,} {what}")
     for line in found[:SHOWN]:
-        display.console.print(f"  {plain(line, 1000)}", markup=False, soft_wrap=True)
+        display.console.print(f"  {sanitize(line, 1000)}", markup=False, soft_wrap=True)
     if len(found) > SHOWN:
         display.console.print(f"  and {len(found) - SHOWN:,} more")

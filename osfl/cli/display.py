@@ -30,7 +30,7 @@ from osfl.data.partition import DataError
 from osfl.kit.kits import KitError
 from osfl.run_folder.report.page import human_bytes
 from osfl.run_folder.status import read_status, split_details
-from osfl.util.text import plain, plain_lines
+from osfl.util.text import sanitize, sanitize_lines
 
 ENDS = ("finished", "failed")  # phases in which a run does nothing more
 EVERY_LINE = 60.0  # seconds between two lines on how far a phase is
@@ -161,12 +161,12 @@ def client_rows(states: Mapping[str, str], cache: Path | None) -> Table:
 
 def words(text: object) -> str:
     """Words from outside, as rich's markup has them."""
-    return escape(plain(text))
+    return escape(sanitize(text))
 
 
 def print_error(error: Exception) -> None:
     """An error that names its cure."""
-    text = escape(plain_lines(error))
+    text = escape(sanitize_lines(error))
     console.print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
 
 

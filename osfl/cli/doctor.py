@@ -89,11 +89,11 @@ def check_machine(config: RunConfig, runs: Path) -> Iterator[Finding]:
         config: what shall be run.
         runs: where its folder will be.
     """
-    from server_app.app import needed_bytes
+    from server_app.app import estimate_disk_bytes
 
     yield check_device(config.device)
     yield from check_models(config)
-    yield check_disk(runs, needed_bytes(config))
+    yield check_disk(runs, estimate_disk_bytes(config))
     yield check_ports()
     yield check_clock(runs)
     yield check_memory(config, psutil.virtual_memory().available)

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from client_app.app import check_node, own_settings
-from client_app.privacy.mechanisms import deviation_of_mean
+from client_app.app import check_node, client_settings
+from client_app.privacy.mechanisms import noise_deviation
 from osfl.cli import display, launch
 from osfl.cli.preflight import check_data
 from osfl.cli.run import runs_folder
@@ -23,8 +23,8 @@ from osfl.config import (
     NodeConfig,
     RunConfig,
     Scalar,
-    by_data,
     flatten,
+    resolve_auto,
     split_names,
 )
 from osfl.config.markers import AUTO
@@ -36,11 +36,11 @@ from osfl.kit.used_parts import sampling_parts
 from osfl.methods import METHODS
 from osfl.models.classifiers import ClassifierError
 from osfl.payload import kinds, wire
-from osfl.payload.codecs import LARGEST
+from osfl.payload.codecs import MAX_LEVEL
 from osfl.payload.kinds import Captions, Domain, Payload
 from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.util.devices import pick_device
-from server_app.app import check_server, needed_bytes
+from server_app.app import check_server, estimate_disk_bytes
 from server_app.expected import expected_payload, run_dimensions
 
 CAPTION = "x" * 50  # FGL's captions have some 50 characters
@@ -122,7 +122,7 @@ def show_estimate(settings: Iterable[str], runs: Path | None, connection: str) -
     with display.named_errors():
         try:
             config, _ = launch.resolve_config(settings)
-            launch.check_disk(runs_folder(config, runs, connection), needed_bytes(config))
+            launch.check_disk(runs_folder(config, runs, connection), estimate_disk_bytes(config))
             notes = [] if connection else check_data(config)
             estimate = estimate_run(config, simulated=not connection)
         except (ClassifierError, DataError, KitError, launch.LaunchError) as error:
@@ -139,7 +139,7 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
     if estimate.changed:
         display.console.print(changed)
     sender = "a client" if simulated else "a client that has an image of every class"
-    sends = "sends at most" if config.payload_codec in LARGEST else "sends"
+    sends = "sends at most" if config.payload_codec in MAX_LEVEL else "sends"
     sizes = sorted(estimate.uploads.items())
     lines = [f"{client} {sends} {human_bytes(size)}" for client, size in sizes[:SHOWN_CLIENTS]]
     if not simulated or len(set(estimate.uploads.values())) == 1:
@@ -208,7 +208,9 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     if METHODS[config.method].samples:
         sampling = sampling_cost(config, images, judged_rows(config, clients.values()))
     noise = worst_noise(clients) if simulated else None
-    return Estimate(changed_keys(config), uploads, images, needed_bytes(config), sampling, noise)
+    return Estimate(
+        changed_keys(config), uploads, images, estimate_disk_bytes(config), sampling, noise
+    )
 
 
 def checked_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
@@ -222,7 +224,7 @@ def checked_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
     """
     check_server(config)
     everybody = simulated_clients(config) if simulated else unseen_clients(config)
-    clients = {name: one for name, one in everybody.items() if name not in config.testers}
+    clients = {name: one for name, one in everybody.items() if name not in config.left_out_clients}
     for name, client in clients.items():
         size = upload_bytes(name, client)
         if size > config.max_payload_mb * 1e6:
@@ -236,7 +238,7 @@ def checked_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
 def chosen_by_data(config: RunConfig) -> str:
     """The values of the keys whose default depends on the kind of the data, in words."""
     flat = flatten(config)
-    usual = by_data({**launch.default_config(), "data.name": config.data.name})
+    usual = resolve_auto({**launch.default_config(), "data.name": config.data.name})
     keys = [key for key, value in launch.default_config().items() if value == AUTO != usual[key]]
     told = [
         f"{key} = {json.dumps(flat[key])}" + (" (default)" if flat[key] == usual[key] else "")
@@ -247,7 +249,7 @@ def chosen_by_data(config: RunConfig) -> str:
 
 def changed_keys(config: RunConfig) -> dict[str, Scalar]:
     """The keys that are not at their defaults."""
-    usual = by_data({**launch.default_config(), "data.name": config.data.name})
+    usual = resolve_auto({**launch.default_config(), "data.name": config.data.name})
     return {key: value for key, value in flatten(config).items() if value != usual[key]}
 
 
@@ -260,7 +262,7 @@ def simulated_clients(config: RunConfig) -> dict[str, Client]:
     clients: dict[str, Client] = {}
     for number in range(config.num_clients):
         node = NodeConfig(partition_id=number, num_partitions=config.num_clients)
-        node_settings, _, name = own_settings(config, node)
+        node_settings, _, name = client_settings(config, node)
         check_node(node_settings, node)
         labels = tuple(image_labels(config.data, node, "train", config.seed))
         clients[name] = Client(node_settings, labels, domain_name(config.data, node, config.seed))
@@ -340,7 +342,7 @@ def worst_noise(clients: Mapping[str, Client]) -> Noise | None:
         if numbers == 0:
             continue
         # Of private_mean: its length for one image, in units of the limit
-        each = deviation_of_mean(1.0, 1, client.config.epsilon, client.config.delta)
+        each = noise_deviation(1.0, 1, client.config.epsilon, client.config.delta)
         needed = math.ceil(each * math.sqrt(numbers))
         labels = client.labels
         whole = client.config.method == "domain-vector"
@@ -381,7 +383,7 @@ def planned_images(config: RunConfig, clients: Iterable[Client]) -> int:
         # As many of every class as of the one that most clients hold
         holders = Counter(label for labels in drawn for label in labels)
         images = len(holders) * max(holders.values(), default=0)
-    public = len(config.domains_by_name) * len(class_names(config.data))
+    public = len(config.public_domain_names) * len(class_names(config.data))
     return (images + public) * config.synthesis.images_per_class
 
 
@@ -402,10 +404,10 @@ def judged_rows(config: RunConfig, clients: Iterable[Client]) -> int:
     if config.robust == "off":
         return 0
     # With diffusers, which takes seconds to import
-    from server_app.defenses.label_consistency import rows_judged
+    from server_app.defenses.label_consistency import unet_rows
 
     every = len(class_names(config.data))
-    of_a_class = rows_judged(config.synthesis.images_per_class, every)
+    of_a_class = unet_rows(config.synthesis.images_per_class, every)
     return of_a_class * sum(len(drawn_classes(client)) for client in clients)
 
 

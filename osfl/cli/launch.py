@@ -30,8 +30,8 @@ from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config, schema
 from osfl.config.toml import parse_toml, read_toml
 from osfl.data.named import chosen_classes, is_named
 from osfl.data.partition import DataError
-from osfl.util.ray_folder import MOST_BYTES, ray_folder
-from osfl.util.text import plain, plain_lines, quoted
+from osfl.util.ray_folder import MAX_PATH_BYTES, ray_variables
+from osfl.util.text import quote, sanitize, sanitize_lines
 
 # Flower installs an app's dependencies before every run (and fails offline), phones home and looks
 # for updates, unless told not to.
@@ -221,7 +221,7 @@ def find_config(name: str) -> Path:
         path.relative_to(packaged.parent).as_posix() for path in packaged.rglob("*.toml")
     )
     raise ConfigError(
-        f"{quoted(name)}: no such file, and not key=value. With osfl come: {', '.join(names)}"
+        f"{quote(name)}: no such file, and not key=value. With osfl come: {', '.join(names)}"
     )
 
 
@@ -256,7 +256,8 @@ def _scalar(key: str, value: Any) -> Scalar:
     if isinstance(value, int | float | str):
         return value
     raise ConfigError(
-        f"{plain(key)} = {plain(value)}: must be a text, a number, true or false, or a list of "
+        f"{sanitize(key)} = {sanitize(value)}: must be a text, a number, true or false, or a "
+        "list of "
         "these"
     )
 
@@ -316,7 +317,7 @@ def local_environment(scratch: Path) -> dict[str, str]:
         scratch: the run's temporary folder.
 
     Raises:
-        ConfigError: as `ray_folder`.
+        ConfigError: as `ray_variables`.
     """
     environment = flower_environment()
     # gRPC reads no_grpc_proxy before no_proxy, and lower-case names only
@@ -325,9 +326,9 @@ def local_environment(scratch: Path) -> dict[str, str]:
         if given or len(names) > 1:
             listed = ",".join(filter(None, (given, *LOOPBACK)))
             environment.update(dict.fromkeys(names, listed))
-    if len(os.fsencode(scratch)) <= MOST_BYTES:
+    if len(os.fsencode(scratch)) <= MAX_PATH_BYTES:
         environment["TMPDIR"] = str(scratch)
-    return environment | ray_folder(environment)
+    return environment | ray_variables(environment)
 
 
 @contextmanager
@@ -460,7 +461,7 @@ def submit(
         answer = json.loads(done.stdout[done.stdout.index(b"{") :])
         if answer["success"]:
             return int(answer["run-id"])
-        reason = plain_lines(answer.get("error-message", answer), MOST_SAID)
+        reason = sanitize_lines(answer.get("error-message", answer), MOST_SAID)
     except (ValueError, KeyError):
         reason = _tail(done.stdout + done.stderr)
     raise LaunchError(f"Flower did not start the run: {reason}")
@@ -481,9 +482,9 @@ def outcome(
         done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True)
         try:
             run = json.loads(done.stdout[done.stdout.index(b"{") :])["runs"][0]
-            status = plain(run["status"])
+            status = sanitize(run["status"])
             details = run.get("status-details") or run.get("details") or ""
-            details = plain_lines(details, MOST_SAID)
+            details = sanitize_lines(details, MOST_SAID)
         except (ValueError, KeyError, IndexError):
             status = "unknown"
             details = _error_in(done.stdout) or _tail(done.stdout + done.stderr)
@@ -503,7 +504,7 @@ def follow_log(
         assert streaming.stdout is not None
         try:
             while line := streaming.stdout.readline(MOST_LINE):
-                show(plain(_COLOUR.sub(b"", line).rstrip(b"\n"), MOST_LINE))
+                show(sanitize(_COLOUR.sub(b"", line).rstrip(b"\n"), MOST_LINE))
         finally:
             streaming.terminate()
 
@@ -512,11 +513,11 @@ def _error_in(output: bytes) -> str:
     """Return the last line of the error in what a command of Flower's printed as JSON, or ""."""
     try:
         words = json.loads(output[output.index(b"{") :])["error-message"]
-        return plain(words.strip().splitlines()[-1], MOST_SAID)
+        return sanitize(words.strip().splitlines()[-1], MOST_SAID)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return ""
 
 
 def _tail(output: bytes) -> str:
     """The end of what a program said."""
-    return plain_lines(output[-MOST_SAID:].strip(), MOST_SAID)
+    return sanitize_lines(output[-MOST_SAID:].strip(), MOST_SAID)

@@ -244,11 +244,11 @@ def audit(
 
 def _runs_beside(folder: Path) -> list[str]:
     """The names of the runs in the same folder as another."""
-    from osfl.run_folder.verify import is_run
+    from osfl.run_folder.verify import contains_run
 
     if not folder.parent.is_dir():
         return []
-    return sorted(each.name for each in folder.parent.iterdir() if is_run(each))
+    return sorted(each.name for each in folder.parent.iterdir() if contains_run(each))
 
 
 @nodes_app.callback(invoke_without_command=True)
@@ -311,17 +311,17 @@ def verify(
     """Read every payload, image, model and record of a run, and compare it with its SHA-256."""
     from osfl.cli import display
     from osfl.config import ConfigError
-    from osfl.run_folder.verify import is_run, verify_run
-    from osfl.util.text import plain
+    from osfl.run_folder.verify import contains_run, verify_run
+    from osfl.util.text import sanitize
 
     with display.named_errors():
-        if not is_run(folder):
+        if not contains_run(folder):
             raise ConfigError(f"{folder} is no run's folder")
         with display.counting_bar() as bar:
             findings = verify_run(folder, display.counter(bar, "reading images"))
-        wrong = [problem for finding in findings for problem in finding.wrong]
+        wrong = [problem for finding in findings for problem in finding.problems]
         for problem in wrong[:SHOWN]:
-            print(plain(problem, 1000))
+            print(sanitize(problem, 1000))
         if len(wrong) > SHOWN:
             print(f"and {len(wrong) - SHOWN} more")
         print(", ".join(f"{finding.counted} as written" for finding in findings))

@@ -32,7 +32,7 @@ def short_table() -> Table:
     for name, method in METHODS.items():
         needing = {"client": method.client_parts, "server": method.samples}
         where = ", ".join(side for side, needs in needing.items() if needs) or "neither"
-        table.add_row(name, method.sends, where, PRIVACY[method.private])
+        table.add_row(name, method.sends, where, PRIVACY[method.privacy])
     return table
 
 
@@ -50,7 +50,7 @@ def wide_table() -> Table:
             needed_parts(replace(defaults, method=name)),
             "yes" if method.samples else "",
             "many" if method.rounds else "one",
-            PRIVACY[method.private],
+            PRIVACY[method.privacy],
         )
     return table
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from osfl.cli import display
 from osfl.config import ConfigError
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 UNREGISTERED = "unregistered"
 
@@ -57,7 +57,7 @@ def revoke(connection: str, name: str) -> None:
         node = _find(_registered(superlink), name)
         superlink.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
     told = f"{node.name or 'node'} ({node.node_id}) is unregistered; its key is no longer accepted"
-    display.console.print(plain(told), markup=False, highlight=False, soft_wrap=True)
+    display.console.print(sanitize(told), markup=False, highlight=False, soft_wrap=True)
 
 
 def _find(nodes: list[NodeInfo], name: str) -> NodeInfo:
@@ -67,7 +67,7 @@ def _find(nodes: list[NodeInfo], name: str) -> NodeInfo:
     if found:
         ids = ", ".join(str(node.node_id) for node in found)
         raise ConfigError(f"{name!r}: several nodes have this name; give one's id: {ids}")
-    names = ", ".join(sorted(plain(node.name or node.node_id) for node in nodes))
+    names = ", ".join(sorted(sanitize(node.name or node.node_id) for node in nodes))
     raise ConfigError(f"{name!r}: no such node is registered; these are: {names or 'none'}")
 
 
@@ -86,4 +86,4 @@ def _superlink(connection: str) -> Iterator[ControlHttpClient]:
         finally:
             client.close()
     except click.ClickException as error:
-        raise ConfigError(f"--connection {connection}: {plain(error.message)}") from None
+        raise ConfigError(f"--connection {connection}: {sanitize(error.message)}") from None

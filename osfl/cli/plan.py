@@ -17,7 +17,7 @@ from osfl.kit.kits import KitError, find_kit
 from osfl.methods import METHODS
 from osfl.models.diffusion import check_schedule, timesteps, unet_flops
 from osfl.run_folder.report.page import human_bytes, human_flops
-from server_app.app import needed_bytes
+from server_app.app import estimate_disk_bytes
 
 TERA = 1e12
 
@@ -58,7 +58,7 @@ def _row(config: RunConfig, runs: int) -> Row:
     clients = unseen_clients(config)
     name, client = next(iter(clients.items()))
     images = runs * planned_images(config, clients.values())
-    disk = runs * needed_bytes(config)
+    disk = runs * estimate_disk_bytes(config)
     try:
         flops = _flops(config, images) if METHODS[config.method].samples else 0.0
         upload = upload_bytes(name, client)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig, Scalar
-from osfl.util.text import plain, plain_lines
+from osfl.util.text import sanitize, sanitize_lines
 
 # The exit status of a run that cannot work; a check that breaks down ends with another one
 REFUSED = 3
@@ -40,10 +40,10 @@ def check_run(overrides: Mapping[str, Scalar], runs: Path | None) -> list[str]:
         environment = {**os.environ, "TMPDIR": scratch}
         done = subprocess.run(command, input=request.encode(), capture_output=True, env=environment)
     if done.returncode == REFUSED:
-        raise ConfigError(plain_lines(done.stdout.strip()))
+        raise ConfigError(sanitize_lines(done.stdout.strip()))
     if done.returncode:
-        raise ConfigError(f"the check of this run failed:\n{plain_lines(done.stderr.strip())}")
-    return plain_lines(done.stdout.strip()).splitlines()
+        raise ConfigError(f"the check of this run failed:\n{sanitize_lines(done.stderr.strip())}")
+    return sanitize_lines(done.stdout.strip()).splitlines()
 
 
 def main() -> int:
@@ -86,10 +86,10 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
     from osfl.cli.estimate import checked_clients
     from osfl.kit.run_check import check_run_models
     from osfl.run_folder.layout import RunFolder
-    from server_app.app import needed_bytes
+    from server_app.app import estimate_disk_bytes
 
     if RunFolder(runs / config.job_id).stored_config() is None:
-        launch.check_disk(runs, needed_bytes(config))
+        launch.check_disk(runs, estimate_disk_bytes(config))
     notes = check_data(config)
     if not any(place.to_fetch for place in check_run_models(config)):
         checked_clients(config, simulated=True)
@@ -107,7 +107,7 @@ def check_data(config: RunConfig) -> list[str]:
 
     notes = check_clients(config.data, config.num_clients, config.seed)
     notes += check_headers(config.data, config.num_clients, config.seed)
-    return [plain(note, 1000) for note in notes]
+    return [sanitize(note, 1000) for note in notes]
 
 
 def check_architectures(config: RunConfig) -> None:

@@ -20,8 +20,8 @@ from osfl.run_folder.events import FollowedRun
 from osfl.run_folder.layout import RunFolder, check_same_run
 from osfl.run_folder.report.metrics import read_metrics
 from osfl.run_folder.status import read_status
-from osfl.util.files import check_own_folder, open_private, private_folder
-from osfl.util.text import plain
+from osfl.util.files import check_own_folder, make_private_folder, open_private
+from osfl.util.text import sanitize
 
 TRY_AGAIN = 75  # the exit code of what may succeed the next time: EX_TEMPFAIL of sysexits.h
 # In the traceback of Flower's backend where Ray did not start, as on a busy machine
@@ -77,7 +77,7 @@ def run(
             display.console.print("checking settings, data and models")
             for note in check_run(overrides, root):
                 display.console.print(note, markup=False)
-            private_folder(root)
+            make_private_folder(root)
             federation: dict[str, Scalar] = {
                 "num-supernodes": config.num_clients,
                 "client-resources-num-cpus": client_cpus,
@@ -159,7 +159,7 @@ def _simulate(
     folder = RunFolder(root / job_id)
     cache = root / ".client-cache"
     logs = root / f"{job_id}.log"
-    folder.forget_status()
+    folder.remove_status()
     try:
         with launch.local_superlink(root, cache) as environment:
             run_id = launch.submit(overrides, "osfl", environment, federation)
@@ -180,7 +180,7 @@ def _simulate(
             status, details = launch.outcome(run_id, "osfl", environment)
     finally:
         if folder.path.is_dir():
-            logs = folder.take_log(logs)
+            logs = folder.move_log(logs)
     state = read_status(folder.path)
     if not status.startswith("finished:completed") or state.get("phase") != "finished":
         raise _failure(state.get("error", ""), details or f"Flower says: {status}", logs)
@@ -209,7 +209,7 @@ def innermost_cause(log: str) -> str:
     while place and parts[place].startswith(TRACEBACK) and parts[place].count(TRACEBACK) == 1:
         place -= 1
     found = _EXCEPTION.findall(parts[place])
-    return plain(found[-1], launch.MOST_SAID) if found else ""
+    return sanitize(found[-1], launch.MOST_SAID) if found else ""
 
 
 def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:

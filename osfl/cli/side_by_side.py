@@ -15,8 +15,8 @@ from osfl.cli.run import end_as_interrupted
 from osfl.kit.kits import find_kit, is_hub_id
 from osfl.kit.used_parts import used_parts
 from osfl.run_folder.report.page import human_bytes
-from osfl.util.files import private_folder
-from osfl.util.text import plain
+from osfl.util.files import make_private_folder
+from osfl.util.text import sanitize
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _run_cells(
 ) -> tuple[list[tables.Outcome], bool]:
     """What every cell gave, and whether it was interrupted."""
     cells = content.cells()
-    private_folder(runs)
+    make_private_folder(runs)
     with display.counting_bar() as progress:
         bar = progress.add_task(display.words(content.name), total=len(cells))
 
@@ -157,6 +157,6 @@ def _show(records: list[dict], stem: Path) -> None:
 
 def _show_missing(outcome: tables.Outcome) -> None:
     row = display.words(outcome.cell.row)
-    reason = escape(plain(outcome.error, tables.MOST_ERROR))
+    reason = escape(sanitize(outcome.error, tables.MOST_ERROR))
     text = f"[bold red]missing[/] {row}, seed {outcome.cell.seed}: {reason}"
     display.console.print(text, soft_wrap=True)

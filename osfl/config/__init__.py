@@ -15,14 +15,14 @@ from osfl.config.parse import (
     NOT_IDENTITY,
     SITE_PATHS,
     approximations,
-    by_data,
     flatten,
     node_schema,
     parse_node_config,
     parse_run_config,
+    resolve_auto,
     schema,
 )
-from osfl.config.problems import without_guarantee
+from osfl.config.problems import guarantee_problem
 from osfl.config.sections import (
     ClassifierConfig,
     ConditionTraining,
@@ -77,13 +77,13 @@ __all__ = [
     "SynthesisConfig",
     "VotesConfig",
     "approximations",
-    "by_data",
     "flatten",
+    "guarantee_problem",
     "is_identifier",
     "node_schema",
     "parse_node_config",
     "parse_run_config",
+    "resolve_auto",
     "schema",
     "split_names",
-    "without_guarantee",
 ]

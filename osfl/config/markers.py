@@ -86,6 +86,6 @@ class Approximate:
     methods: tuple[str, ...] = ()
 
 
-def marks_of(annotated: Any, kind: type) -> list[Any]:
+def markers_of(annotated: Any, kind: type) -> list[Any]:
     """Return the markers of one kind on an annotated type."""
     return [mark for mark in getattr(annotated, "__metadata__", ()) if isinstance(mark, kind)]

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from osfl.util.text import plain, quoted
+from osfl.util.text import quote, sanitize
 
 # Prefixes of architectures from outside torchvision: timm's own models, and hub models for timm
 BACKBONES = ("timm:", "hf-hub:")
@@ -24,14 +24,15 @@ def problem_of_backbone(architecture: str, key: str) -> str:
     """
     if architecture.startswith(_TIMM) and set(architecture.removeprefix(_TIMM)) & set(":/\\"):
         return (
-            f"{key} = {plain(architecture, 200)!r}: must be timm:NAME, a name of timm's alone; for "
+            f"{key} = {sanitize(architecture, 200)!r}: must be timm:NAME, a name of timm's "
+            "alone; for "
             "a folder or a model of the hub set hf-hub:..."
         )
     return ""
 
 
 @lru_cache(maxsize=16)
-def named_words(text: str) -> dict[str, str]:
+def parse_words(text: str) -> dict[str, str]:
     """Parse `"mouse=computer mouse, a=b"` into a dictionary.
 
     Raises:
@@ -41,7 +42,7 @@ def named_words(text: str) -> dict[str, str]:
     for part in split_names(text):
         name, _, phrase = map(str.strip, part.partition("="))
         if not name or not phrase:
-            raise ValueError(f"{quoted(part)} must be name=words")
+            raise ValueError(f"{quote(part)} must be name=words")
         phrases[name] = phrase
     return phrases
 

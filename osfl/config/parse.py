@@ -17,21 +17,21 @@ from osfl.config.markers import (
     Range,
     Scalar,
     SitePath,
-    marks_of,
+    markers_of,
 )
 from osfl.config.problems import problems
 from osfl.config.sections import NodeConfig, RunConfig
 from osfl.methods import METHODS
-from osfl.util.text import quoted
+from osfl.util.text import quote
 
 # Characters of a setting's value, which may be a path
-MOST_TEXT = 4096
+MAX_TEXT = 4096
 # Characters of a list of names
-MOST_NAMES = 2**16
+MAX_NAMES = 2**16
 # Characters of an unknown key that are compared with the known keys
-MOST_KEY = 100
+MAX_KEY = 100
 # Problems that are listed for one configuration
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 
 
 def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
@@ -44,7 +44,7 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
             values contradict each other. The message lists all problems, one per line.
     """
     keys = schema()
-    values = by_data(values)
+    values = resolve_auto(values)
     missing = [f"{key}: missing" for key in keys if key not in values]
     _refuse("run-config", [*_unknown_keys(values, keys), *missing, *_invalid(values, keys)])
     config: RunConfig = _build(RunConfig, values, "")
@@ -52,12 +52,12 @@ def parse_run_config(values: Mapping[str, Scalar]) -> RunConfig:
     return config
 
 
-def by_data(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def resolve_auto(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Resolve the "auto" values of a flat run-config that depend on the data set."""
     digits = values.get("data.name") == "digits"
     resolved = dict(values)
     for key, kind in schema().items():
-        for mark in marks_of(kind, ByData) if values.get(key) == AUTO else ():
+        for mark in markers_of(kind, ByData) if values.get(key) == AUTO else ():
             resolved[key] = mark.digits if digits else mark.others
     return resolved
 
@@ -96,7 +96,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Scalar]:
 
 def approximations(config: Mapping[str, Scalar]) -> list[str]:
     """List the ways in which a flat run-config's sampling differs from the papers', as texts."""
-    marks = {key: mark for key, kind in schema().items() for mark in marks_of(kind, Approximate)}
+    marks = {key: mark for key, kind in schema().items() for mark in markers_of(kind, Approximate)}
     values = {key: config.get(key, mark.exact) for key, mark in marks.items()}
     texts = []
     for key, mark in marks.items():
@@ -120,7 +120,7 @@ def _affects(key: str, mark: Approximate, method: str) -> bool:
 
 def _refuse(name: str, errors: list[str]) -> None:
     if errors:
-        lines = errors[:MOST_PROBLEMS]
+        lines = errors[:MAX_PROBLEMS]
         if len(errors) > len(lines):
             lines.append(f"and {len(errors) - len(lines)} more")
         raise ConfigError(f"invalid {name}:\n  " + "\n  ".join(lines))
@@ -131,9 +131,9 @@ def _unknown_keys(values: Mapping[str, Scalar], keys: Mapping[str, Any]) -> Iter
     for number, key in enumerate(unknown):
         # A comparison takes a millisecond, so only the problems that are listed get one
         similar = (
-            difflib.get_close_matches(key[:MOST_KEY], keys, n=1) if number < MOST_PROBLEMS else []
+            difflib.get_close_matches(key[:MAX_KEY], keys, n=1) if number < MAX_PROBLEMS else []
         )
-        name = key if len(key) <= MOST_KEY and key.isprintable() else quoted(key, MOST_KEY)
+        name = key if len(key) <= MAX_KEY and key.isprintable() else quote(key, MAX_KEY)
         yield f"{name}: unknown key" + (f" (did you mean {similar[0]}?)" if similar else "")
 
 
@@ -167,16 +167,16 @@ def _check(key: str, value: Scalar, annotated: Any) -> str | None:
     kind = getattr(annotated, "__origin__", annotated)
     accepted: Any = (int | float) if kind is float else kind
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
-        return f"{key} = {quoted(value)}: must be {_type_name(accepted)}"
-    limit = MOST_NAMES if marks_of(annotated, ManyNames) else MOST_TEXT
+        return f"{key} = {quote(value)}: must be {_type_name(accepted)}"
+    limit = MAX_NAMES if markers_of(annotated, ManyNames) else MAX_TEXT
     if isinstance(value, str) and (problem := _text_problem(value, limit)):
-        return f"{key} = {quoted(value)}: {problem}"
-    for rule in marks_of(annotated, OneOf):
+        return f"{key} = {quote(value)}: {problem}"
+    for rule in markers_of(annotated, OneOf):
         if value not in rule.choices:
-            return f"{key} = {quoted(value)}: {_choices(str(value), rule)}"
-    for rule in marks_of(annotated, Range):
+            return f"{key} = {quote(value)}: {_choices(str(value), rule)}"
+    for rule in markers_of(annotated, Range):
         if not rule.low <= value <= rule.high:
-            return f"{key} = {quoted(value)}: must be between {rule.low:g} and {rule.high:g}"
+            return f"{key} = {quote(value)}: must be between {rule.low:g} and {rule.high:g}"
     return None
 
 
@@ -185,7 +185,7 @@ def _text_problem(text: str, limit: int) -> str:
     if len(text) > limit:
         return f"must have at most {limit:,} characters"
     # Names in a list are checked one by one elsewhere
-    if "\0" in text and limit == MOST_TEXT:
+    if "\0" in text and limit == MAX_TEXT:
         return "must not contain a null character"
     # Python represents arguments and paths that are not UTF-8 with surrogates
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -196,7 +196,7 @@ def _text_problem(text: str, limit: int) -> str:
 def _choices(value: str, rule: OneOf) -> str:
     """List the texts that a key allows, and the one that was probably meant."""
     choices = ", ".join(choice or "empty" for choice in rule.choices)
-    similar = difflib.get_close_matches(value[:MOST_KEY], rule.choices, n=1)
+    similar = difflib.get_close_matches(value[:MAX_KEY], rule.choices, n=1)
     return f"must be one of {choices}" + (f" (did you mean {similar[0]}?)" if similar else "")
 
 
@@ -206,9 +206,9 @@ def _type_name(kind: Any) -> str:
 
 
 # Keys that may differ between a run and its resumption, because they change no result
-NOT_IDENTITY = frozenset(key for key, kind in schema().items() if marks_of(kind, NotIdentity))
+NOT_IDENTITY = frozenset(key for key, kind in schema().items() if markers_of(kind, NotIdentity))
 NODE_NOT_IDENTITY = frozenset(
-    key for key, kind in node_schema().items() if marks_of(kind, NotIdentity)
+    key for key, kind in node_schema().items() if markers_of(kind, NotIdentity)
 )
 # Keys that can name a file or folder on the machine that uses them, and which side that is
-SITE_PATHS = {key: mark.on for key, kind in schema().items() for mark in marks_of(kind, SitePath)}
+SITE_PATHS = {key: mark.on for key, kind in schema().items() for mark in markers_of(kind, SitePath)}

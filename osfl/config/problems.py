@@ -8,22 +8,22 @@ from pathlib import Path
 from osfl.config.names import (
     BACKBONES,
     is_identifier,
-    named_words,
+    parse_words,
     problem_of_backbone,
     split_names,
 )
 from osfl.config.sections import ClassifierConfig, FedLMGConfig, RunConfig
 from osfl.methods import METHODS
-from osfl.util.prompts import in_words
-from osfl.util.text import name_problem, plain, quoted, safe_name
+from osfl.util.prompts import to_words
+from osfl.util.text import name_problem, quote, safe_name, sanitize
 
 DIGITS_KITS = ("digits", "digits-unclip")
 # Limit of AES-GCM in the library that seals
-MOST_SEALED = 2**31 - 1000
+MAX_SEALED_BYTES = 2**31 - 1000
 # With two clients that contradict each other, either may be malicious
-FEWEST_WITH_INFLUENCE = 3
+MIN_INFLUENCE_CLIENTS = 3
 # Each client costs a training
-MOST_WITH_INFLUENCE = 20
+MAX_INFLUENCE_CLIENTS = 20
 # The keys that partition a data set into clients, with their defaults
 CUTS = (("partition", "domain"), ("shards-per-client", 2), ("alpha", 0.5), ("subset", ""))
 # No part may begin with a dot, because hf:../images would be a local folder
@@ -46,7 +46,7 @@ def problems(run: RunConfig) -> Iterator[str]:
     yield from _rounds_problems(run)
 
 
-def without_guarantee(run: RunConfig) -> str:
+def guarantee_problem(run: RunConfig) -> str:
     """Return the setting that rules out a guarantee (epsilon), with a hint; "" if there is none."""
     if run.method == "domain-vector" and run.domain_vector.class_lr:
         return (
@@ -66,7 +66,7 @@ def without_guarantee(run: RunConfig) -> str:
 
 def _run_problems(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
-        yield f"job-id = {quoted(run.job_id)}: must be 1 to 64 letters, digits, '-' or '_'"
+        yield f"job-id = {quote(run.job_id)}: must be 1 to 64 letters, digits, '-' or '_'"
     yield from _privacy_problems(run)
     yield from _sealing_problems(run)
     if 0 < run.max_weight_ratio < 1:
@@ -88,34 +88,34 @@ def _run_problems(run: RunConfig) -> Iterator[str]:
     yield from _client_problems(run)
     if run.runs_dir and not _is_absolute(run.runs_dir):
         yield (
-            f"runs-dir = {quoted(run.runs_dir)}: must be an absolute path, because Flower starts "
+            f"runs-dir = {quote(run.runs_dir)}: must be an absolute path, because Flower starts "
             "the server in a folder of its own"
         )
     if run.kit.startswith("."):
-        yield f"kit = {quoted(run.kit)}: must be a shipped kit's name, an absolute path or a hub id"
+        yield f"kit = {quote(run.kit)}: must be a shipped kit's name, an absolute path or a hub id"
     draws_digits = run.sampling_kit in DIGITS_KITS
     if METHODS[run.method].samples and draws_digits and run.data.name != "digits":
         key = "feddisc.kit" if run.method == "feddisc" and run.feddisc.kit else "kit"
-        yield kit_of_digits(key, run.sampling_kit, run.data.name)
+        yield digits_kit_problem(key, run.sampling_kit, run.data.name)
 
 
 def _privacy_problems(run: RunConfig) -> Iterator[str]:
-    if run.epsilon and not METHODS[run.method].private:
-        private = ", ".join(name for name, method in METHODS.items() if method.private)
+    if run.epsilon and not METHODS[run.method].privacy:
+        private = ", ".join(name for name, method in METHODS.items() if method.privacy)
         yield (
             f"epsilon = {run.epsilon:g}: method {run.method!r} gives no guarantee; set epsilon to "
             f"0, or method to one that does: {private}"
         )
-    if run.epsilon and (problem := without_guarantee(run)):
+    if run.epsilon and (problem := guarantee_problem(run)):
         yield problem
 
 
 def _sealing_problems(run: RunConfig) -> Iterator[str]:
     if run.sealing_key and not _is_absolute(run.sealing_key):
         yield _not_absolute("sealing-key", run.sealing_key)
-    if run.sealing_key and METHODS[run.method].open_models:
+    if run.sealing_key and METHODS[run.method].shares_models:
         yield (
-            f"sealing-key = {quoted(run.sealing_key)}: method {run.method!r} exchanges models, "
+            f"sealing-key = {quote(run.sealing_key)}: method {run.method!r} exchanges models, "
             'which are not sealed; set sealing-key to ""'
         )
     if run.sealed_store and not run.sealing_key:
@@ -126,10 +126,10 @@ def _sealing_problems(run: RunConfig) -> Iterator[str]:
             "payloads go to Ray's object store, which may spill to a disk; set workers to 0, or "
             "sealed-store to false"
         )
-    if run.sealing_key and run.max_payload_mb * 1e6 > MOST_SEALED:
+    if run.sealing_key and run.max_payload_mb * 1e6 > MAX_SEALED_BYTES:
         yield (
             f"max-payload-mb = {run.max_payload_mb:g}: a sealed payload has at most "
-            f"{MOST_SEALED / 1e6:.0f} MB; set it to that, or set no sealing-key"
+            f"{MAX_SEALED_BYTES / 1e6:.0f} MB; set it to that, or set no sealing-key"
         )
 
 
@@ -192,10 +192,10 @@ def _influence_problems(run: RunConfig) -> Iterator[str]:
             "influence = true requires a method that synthesizes images from payloads; with "
             f"{run.method!r} set influence to false"
         )
-    elif not FEWEST_WITH_INFLUENCE <= run.training_clients <= MOST_WITH_INFLUENCE:
+    elif not MIN_INFLUENCE_CLIENTS <= run.training_clients <= MAX_INFLUENCE_CLIENTS:
         yield (
             "influence = true trains the model once more without each client, and requires "
-            f"{FEWEST_WITH_INFLUENCE} to {MOST_WITH_INFLUENCE} clients, but there are "
+            f"{MIN_INFLUENCE_CLIENTS} to {MAX_INFLUENCE_CLIENTS} clients, but there are "
             f"{run.training_clients}; set it to false"
         )
     elif run.synthesis.images_per_class < 3:
@@ -225,8 +225,8 @@ def _class_balance_problems(run: RunConfig) -> Iterator[str]:
 
 
 def _public_domain_problems(run: RunConfig) -> Iterator[str]:
-    names = run.domains_by_name
-    setting = f"public-domains = {plain(run.public_domains, 200)!r}"
+    names = run.public_domain_names
+    setting = f"public-domains = {sanitize(run.public_domains, 200)!r}"
     has_teachers = run.method in ("fedlmg", "fedcado")
     from_prompts = METHODS[run.method].samples and run.method != "feddisc"
     if names and (has_teachers or not from_prompts):
@@ -235,18 +235,20 @@ def _public_domain_problems(run: RunConfig) -> Iterator[str]:
             'from a prompt alone; set public-domains to ""'
         )
     # Each domain's images have their own folder
-    if len({safe_name(in_words(name)) for name in names}) < len(names):
+    if len({safe_name(to_words(name)) for name in names}) < len(names):
         yield f"{setting}: two of the names give the same folder; list each domain once"
     for name in names:
         if problem := name_problem(name):
-            yield f"{setting}: {plain(name, 80)!r} {problem}; a domain's name is part of a prompt"
+            yield (
+                f"{setting}: {sanitize(name, 80)!r} {problem}; a domain's name is part of a prompt"
+            )
 
 
 def _client_problems(run: RunConfig) -> Iterator[str]:
-    setting = f"left-out = {quoted(run.left_out)}"
-    if invalid := [name for name in run.testers if not is_identifier(name)]:
-        yield f"{setting}: {quoted(invalid[0])} is not a client's name"
-    if len(set(run.testers)) < len(run.testers) or run.training_clients < 1:
+    setting = f"left-out = {quote(run.left_out)}"
+    if invalid := [name for name in run.left_out_clients if not is_identifier(name)]:
+        yield f"{setting}: {quote(invalid[0])} is not a client's name"
+    if len(set(run.left_out_clients)) < len(run.left_out_clients) or run.training_clients < 1:
         yield (
             f"{setting}: must be different clients, and fewer than num-clients = {run.num_clients}"
         )
@@ -257,10 +259,10 @@ def _client_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
-def kit_of_digits(key: str, kit: str, data: str) -> str:
+def digits_kit_problem(key: str, kit: str, data: str) -> str:
     """Return the error for a kit of digits with other data, with hints on what to set."""
     return (
-        f"{key} = {quoted(kit)}: it draws digits, but data.name = {quoted(data)}. For a first run "
+        f"{key} = {quote(kit)}: it draws digits, but data.name = {quote(data)}. For a first run "
         "without a diffusion model set method=fedcgs classifier.init=imagenet, or "
         f"classifier.init=none without a network; to synthesize images set {key} to a diffusion "
         "model for your data (docs/your-data.md)"
@@ -274,7 +276,7 @@ def _data_problems(run: RunConfig) -> Iterator[str]:
     classes = split_names(run.data.classes)
     if run.data.name not in ("digits", "folder") and not _HUB_DATA.fullmatch(run.data.name):
         yield (
-            f"data.name = {quoted(run.data.name)}: must be digits, folder, or "
+            f"data.name = {quote(run.data.name)}: must be digits, folder, or "
             "hf:OWNER/NAME@REVISION, a data set of the Hugging Face hub"
         )
     if run.data.name == "digits" and run.data.partition == "dirichlet-domain":
@@ -289,7 +291,7 @@ def _data_problems(run: RunConfig) -> Iterator[str]:
         )
     if run.data.name == "digits" and classes:
         yield (
-            f"data.classes = {quoted(run.data.classes)}: must be empty with data.name = 'digits', "
+            f"data.classes = {quote(run.data.classes)}: must be empty with data.name = 'digits', "
             "which has its own"
         )
     yield from _class_name_problems(classes)
@@ -299,9 +301,9 @@ def _data_problems(run: RunConfig) -> Iterator[str]:
             'another split, or to "" for a share of the training split'
         )
     try:
-        named_words(run.data.words)
+        parse_words(run.data.words)
     except ValueError as error:
-        yield f"data.words = {quoted(run.data.words)}: {error}, comma-separated"
+        yield f"data.words = {quote(run.data.words)}: {error}, comma-separated"
     if run.data.root and not _is_absolute(run.data.root):
         yield _not_absolute("data.root", run.data.root)
 
@@ -314,7 +316,7 @@ def _folder_problems(run: RunConfig) -> Iterator[str]:
         value = getattr(run.data, key.replace("-", "_"))
         if value != usual:
             yield (
-                f"data.{key} = {quoted(value)}: has no effect with data.name = 'folder', whose "
+                f"data.{key} = {quote(value)}: has no effect with data.name = 'folder', whose "
                 f"folders are clients already; set it to {usual!r}, or data.name to a data set"
             )
 
@@ -325,15 +327,16 @@ def _class_name_problems(classes: tuple[str, ...]) -> Iterator[str]:
     for name, count in Counter(classes).items():
         if problem := name_problem(name):
             yield (
-                f"data.classes: {plain(name, 80)!r} {problem}; a class's name is that of its "
+                f"data.classes: {sanitize(name, 80)!r} {problem}; a class's name is that of its "
                 "folder, and part of a prompt: rename the folder, and set its new name here"
             )
         first = by_folded_name.setdefault(name.casefold(), name)
         if count > 1:
-            yield f"data.classes: {plain(name, 80)!r} is listed twice; list each class once"
+            yield f"data.classes: {sanitize(name, 80)!r} is listed twice; list each class once"
         if first != name:
             yield (
-                f"data.classes: {plain(first, 80)!r} and {plain(name, 80)!r} differ only in case, "
+                f"data.classes: {sanitize(first, 80)!r} and {sanitize(name, 80)!r} differ only "
+                "in case, "
                 "and are the same folder on some disks; rename one of them"
             )
 
@@ -352,17 +355,17 @@ def _classifier_problems(run: RunConfig) -> Iterator[str]:
     averages = METHODS[run.method].rounds and run.method != "feddf"
     if METHODS[run.method].features and len(architectures) > 1:
         yield (
-            f"classifier.architecture = {quoted(run.classifier.architecture)}: must name one "
+            f"classifier.architecture = {quote(run.classifier.architecture)}: must name one "
             f"model, because {run.method} uses the features of one architecture"
         )
     if averages and len(architectures) > 1:
         yield (
-            f"classifier.architecture = {quoted(run.classifier.architecture)}: must name one "
+            f"classifier.architecture = {quote(run.classifier.architecture)}: must name one "
             f"model, because {run.method} averages models of one architecture; feddf allows several"
         )
     if len(split_names(run.global_model.architecture)) != 1:
         yield (
-            f"global-model.architecture = {quoted(run.global_model.architecture)}: must name one "
+            f"global-model.architecture = {quote(run.global_model.architecture)}: must name one "
             "torchvision model"
         )
 
@@ -376,7 +379,7 @@ def _mixing_problems(run: RunConfig) -> Iterator[str]:
     if set(split_names(settings.strategies)) & {"md", "sd"}:
         yield (
             f"global-model.mixing = {mixing!r}: must be none with {run.method}.strategies = "
-            f"{quoted(settings.strategies)}, whose teachers score whole images; or set strategies "
+            f"{quote(settings.strategies)}, whose teachers score whole images; or set strategies "
             "to ft"
         )
 
@@ -397,7 +400,7 @@ def _digits_weight_problems(run: RunConfig) -> Iterator[str]:
         if init == "kit":
             yield (
                 f"{section}.init = 'kit': the weights in kits/{run.kit} are of digits, but "
-                f"data.name = {quoted(run.data.name)}. Set {section}.init=imagenet, or none "
+                f"data.name = {quote(run.data.name)}. Set {section}.init=imagenet, or none "
                 "without a network, or a file; or set kit to one for your images"
             )
 
@@ -407,7 +410,7 @@ def _init_problems(section: str, settings: ClassifierConfig) -> Iterator[str]:
         settings.init
     ):
         yield (
-            f"{section}.init = {quoted(settings.init)}: must be kit, imagenet, pretrained, none, "
+            f"{section}.init = {quote(settings.init)}: must be kit, imagenet, pretrained, none, "
             "or the absolute path of a file of weights, or of a folder with a file for every "
             "architecture"
         )
@@ -417,8 +420,8 @@ def _init_problems(section: str, settings: ClassifierConfig) -> Iterator[str]:
             yield problem
         if is_timm and settings.init in ("kit", "imagenet"):
             yield (
-                f"{section}.init = {quoted(settings.init)}: has no weights for "
-                f"{quoted(architecture)}; set it to pretrained for the model's own"
+                f"{section}.init = {quote(settings.init)}: has no weights for "
+                f"{quote(architecture)}; set it to pretrained for the model's own"
             )
         if not is_timm and settings.init == "pretrained":
             yield (
@@ -486,14 +489,13 @@ def _prompt_problems(run: RunConfig) -> Iterator[str]:
     class_prompt = run.synthesis.prompt
     domain_prompt = run.prompts_domain.prompt
     if "{class}" not in class_prompt:
-        yield f"synthesis.prompt = {quoted(class_prompt)}: must contain {{class}}"
+        yield f"synthesis.prompt = {quote(class_prompt)}: must contain {{class}}"
     if "{class}" not in domain_prompt or "{domain}" not in domain_prompt:
         yield (
-            f"prompts-domain.prompt = {quoted(domain_prompt)}: must contain {{class}} and "
-            "{domain}"
+            f"prompts-domain.prompt = {quote(domain_prompt)}: must contain {{class}} and {{domain}}"
         )
     if "{caption}" not in run.fgl.prompt:
-        yield f"fgl.prompt = {quoted(run.fgl.prompt)}: must contain {{caption}}"
+        yield f"fgl.prompt = {quote(run.fgl.prompt)}: must contain {{caption}}"
 
 
 # ---- Methods' own sections ----
@@ -501,17 +503,19 @@ def _prompt_problems(run: RunConfig) -> Iterator[str]:
 
 def _votes_problems(run: RunConfig) -> Iterator[str]:
     names = run.votes.words
-    setting = f"votes.candidates = {plain(run.votes.candidates, 200)!r}"
+    setting = f"votes.candidates = {sanitize(run.votes.candidates, 200)!r}"
     if not 2 <= len(names) <= 256:
         yield f"{setting}: {len(names)} names; must be 2 to 256, comma-separated"
     if len(set(names)) < len(names):
         yield f"{setting}: a name is listed twice; list each domain once"
     for name in names:
         if problem := name_problem(name):
-            yield f"{setting}: {plain(name, 80)!r} {problem}; a domain's name is part of a prompt"
+            yield (
+                f"{setting}: {sanitize(name, 80)!r} {problem}; a domain's name is part of a prompt"
+            )
     prompt = run.votes.prompt
     if "{class}" not in prompt or "{domain}" not in prompt:
-        yield f"votes.prompt = {quoted(prompt)}: must contain {{class}} and {{domain}}"
+        yield f"votes.prompt = {quote(prompt)}: must contain {{class}} and {{domain}}"
 
 
 def _feddeo_problems(run: RunConfig) -> Iterator[str]:
@@ -526,7 +530,7 @@ def _feddeo_problems(run: RunConfig) -> Iterator[str]:
 def _strategy_problems(section: str, settings: FedLMGConfig) -> Iterator[str]:
     strategies = split_names(settings.strategies)
     if not strategies or set(strategies) - {"ft", "md", "sd"}:
-        yield f"{section}.strategies = {quoted(settings.strategies)}: must name some of ft, md, sd"
+        yield f"{section}.strategies = {quote(settings.strategies)}: must name some of ft, md, sd"
 
 
 def _espresso_problems(run: RunConfig) -> Iterator[str]:
@@ -566,6 +570,6 @@ def _is_absolute(path: str) -> bool:
 
 def _not_absolute(key: str, path: str) -> str:
     return (
-        f"{key} = {quoted(path)}: must be an absolute path, because Flower starts server and "
+        f"{key} = {quote(path)}: must be an absolute path, because Flower starts server and "
         "clients in a folder of its own"
     )

@@ -19,9 +19,9 @@ from osfl.config.markers import (
     Range,
     SitePath,
 )
-from osfl.config.names import named_words, split_names
+from osfl.config.names import parse_words, split_names
 from osfl.methods import METHODS
-from osfl.util.prompts import fill
+from osfl.util.prompts import fill_prompt
 
 Scale = Annotated[float, Range(0, 100)]
 Weight = Annotated[float, Range(0, 1e4)]
@@ -145,9 +145,9 @@ class DataConfig:
         SitePath("client"),
     ]
 
-    def word(self, name: str) -> str:
+    def prompt_name(self, name: str) -> str:
         """Return the text that stands for a class or domain in prompts."""
-        return named_words(self.words).get(name, name)
+        return parse_words(self.words).get(name, name)
 
 
 @dataclass(frozen=True)
@@ -719,7 +719,7 @@ class FedPFTConfig:
 class RoundsConfig:
     """Iterative baselines: fedavg, fedprox, feddyn and feddf. Clients train as `[classifier]` says.
 
-    FedDF distills into a model of `global-model.architecture` at the end.
+    The result of FedDF is a model of `global-model.architecture`.
     """
 
     count: Annotated[int, Range(1, 100_000), Doc("Rounds.")]
@@ -1013,12 +1013,15 @@ class RunConfig:
 
     def prompts(self, names: Iterable[str]) -> list[str]:
         """Return the prompt of every class."""
-        return [fill(self.synthesis.prompt, {"class": self.data.word(name)}) for name in names]
+        return [
+            fill_prompt(self.synthesis.prompt, {"class": self.data.prompt_name(name)})
+            for name in names
+        ]
 
     @property
     def guaranteed_delta(self) -> float:
         """The guarantee's delta; 0 without a guarantee, or for one without a delta."""
-        approximate = METHODS[self.method].private == "approximate"
+        approximate = METHODS[self.method].privacy == "approximate"
         return self.delta if self.epsilon and approximate else 0.0
 
     @property
@@ -1032,19 +1035,19 @@ class RunConfig:
         return self.min_clients or self.training_clients
 
     @property
-    def testers(self) -> tuple[str, ...]:
+    def left_out_clients(self) -> tuple[str, ...]:
         """The left-out clients, which only test."""
         return split_names(self.left_out)
 
     @property
-    def domains_by_name(self) -> tuple[str, ...]:
+    def public_domain_names(self) -> tuple[str, ...]:
         """The domains that the server adds by their names."""
         return split_names(self.public_domains)
 
     @property
     def training_clients(self) -> int:
         """The number of clients whose images train the global model."""
-        return self.num_clients - len(self.testers)
+        return self.num_clients - len(self.left_out_clients)
 
 
 @dataclass(frozen=True)
@@ -1198,11 +1201,11 @@ class NodeConfig:
     ] = 0.0
 
     @property
-    def demands_guarantee(self) -> bool:
+    def requires_guarantee(self) -> bool:
         """Return whether this site only sends payloads with differential privacy."""
         return bool(self.epsilon or self.epsilon_total)
 
     @property
-    def tells_tests(self) -> bool:
+    def sends_test_results(self) -> bool:
         """Return whether this site sends the confusion matrix of a global model."""
-        return (self.test_results or ("off" if self.demands_guarantee else "exact")) == "exact"
+        return (self.test_results or ("off" if self.requires_guarantee else "exact")) == "exact"

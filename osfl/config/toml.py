@@ -11,11 +11,11 @@ from typing import Any
 import tomli
 
 from osfl.config.markers import ConfigError
-from osfl.util.text import plain, quoted
+from osfl.util.text import quote, sanitize
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 # The deepest value of a table file is rows.NAME.SECTION.KEY
-MOST_DEPTH = 16
+MAX_DEPTH = 16
 # TOML's integers have 64 bits
 _LOWEST = -(2**63)
 _HIGHEST = 2**63 - 1
@@ -30,15 +30,15 @@ def read_toml(file: Path, name: str = "") -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, is too large, or is not valid TOML in UTF-8.
     """
-    name = plain(name or file, 1000)
+    name = sanitize(name or file, 1000)
     try:
         with open(file, "rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
+            content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {plain(error.strerror)}") from None
-    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{name}: cannot be read: {sanitize(error.strerror)}") from None
+    if len(content) > MAX_BYTES:
         raise ConfigError(
-            f"{name}: has more than {MOST_BYTES // 2**20} MiB; a settings file must be smaller"
+            f"{name}: has more than {MAX_BYTES // 2**20} MiB; a settings file must be smaller"
         )
     try:
         text = content.removeprefix(codecs.BOM_UTF8).decode()
@@ -63,23 +63,23 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         table = tomli.loads(text)
     # A number of thousands of digits raises a ValueError that is not tomli's
     except ValueError as error:
-        raise ConfigError(f"{name}: not valid TOML: {plain(error)}") from None
+        raise ConfigError(f"{name}: not valid TOML: {sanitize(error)}") from None
     except RecursionError:
         raise ConfigError(f"{name}: not valid TOML: nested too deeply") from None
     for value, depth in _values(table):
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise ConfigError(
-                f"{name}: nested more than {MOST_DEPTH} levels deep; settings are keys in sections"
+                f"{name}: nested more than {MAX_DEPTH} levels deep; settings are keys in sections"
             )
         if isinstance(value, int) and not _LOWEST <= value <= _HIGHEST:
-            raise ConfigError(f"{name}: {quoted(value)}: a whole number must fit in 64 bits")
+            raise ConfigError(f"{name}: {quote(value)}: a whole number must fit in 64 bits")
     return table
 
 
 def _values(table: dict[str, Any]) -> Iterator[tuple[Any, int]]:
-    """Yield every value of a table with its depth, breadth first, to just below `MOST_DEPTH`."""
+    """Yield every value of a table with its depth, breadth first, to just below `MAX_DEPTH`."""
     level: list[Any] = [table]
-    for depth in range(MOST_DEPTH + 2):
+    for depth in range(MAX_DEPTH + 2):
         yield from ((value, depth) for value in level)
         inner: list[Any] = []
         for value in level:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from osfl.data.partition import DataError
-from osfl.util.text import identifier, plain
+from osfl.util.text import folder_name, sanitize
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,7 +44,7 @@ class Column:
         Raises:
             DataError: a number without a name among those that the data set stores.
         """
-        return [composed(identifier(word)) for word in self.words()]
+        return [composed(folder_name(word)) for word in self.words()]
 
     def words(self) -> list[str]:
         """Each value in words as the data set has it; "" where there is none.
@@ -127,7 +127,7 @@ def _plain_values(array: "pa.Array", place: str) -> tuple[np.ndarray, np.ndarray
         except pa.ArrowInvalid:
             raise _wrong_type(place, f"{kind} values that are no whole numbers") from None
         return numbers.to_numpy(zero_copy_only=False), is_missing
-    raise _wrong_type(place, f"values of type {plain(kind, 80)}")
+    raise _wrong_type(place, f"values of type {sanitize(kind, 80)}")
 
 
 def _wrong_type(place: str, what: str) -> DataError:
@@ -150,7 +150,8 @@ def check_pictures(feature: Any, column: str, source: str) -> None:
         kind = getattr(feature, "dtype", None) or type(feature).__name__
         raise DataError(
             f"data.image-column = {column!r}: in {source} the column holds values of type "
-            f"{plain(kind, 80)}; it must hold images, or their files' bytes. Set data.image-column "
+            f"{sanitize(kind, 80)}; it must hold images, or their files' bytes. Set "
+            "data.image-column "
             "to the column of the images"
         )
 
@@ -165,12 +166,13 @@ def check_distinct(place: str, words: Iterable[str]) -> None:
     """
     spelled: dict[str, str] = {}
     for word in sorted({composed(word).strip() for word in words}):
-        name = identifier(word)
+        name = folder_name(word)
         other = spelled.setdefault(name, word)
         if other != word:
             raise DataError(
-                f"{place}: {plain(repr(other), 80)} and {plain(repr(word), 80)} would be the same "
-                f"name, {plain(repr(name), 80)}; rename one of them in the data set"
+                f"{place}: {sanitize(repr(other), 80)} and {sanitize(repr(word), 80)} would be "
+                "the same "
+                f"name, {sanitize(repr(name), 80)}; rename one of them in the data set"
             )
 
 
@@ -235,11 +237,11 @@ def check_complete(
 
 def _check_stored(names: Sequence[str], classes: Sequence[str], source: str) -> None:
     """Check that a data set stores a name for each class of the run."""
-    known = {composed(identifier(name)) for name in names}
+    known = {composed(folder_name(name)) for name in names}
     if missing := [name for name in classes if composed(name) not in known]:
         raise DataError(
             f"data.classes: {source} has no class {missing[0]!r}; it has "
-            f"{plain(', '.join(map(identifier, names)), 500)}"
+            f"{sanitize(', '.join(map(folder_name, names)), 500)}"
         )
 
 

@@ -33,7 +33,7 @@ from osfl.data.pictures import (
     traits_of,
 )
 from osfl.util.pixels import LazyPixels, Pixels, to_float
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from datasets import Dataset  # seconds to import, and only the embedded digits need it
@@ -147,7 +147,7 @@ def _named(name: str) -> Iterator[None]:
     # Damaged files make Pillow raise errors of many kinds, such as struct.error or IndexError
     except Exception as error:
         raise DataError(
-            f"{name}: not a readable image ({plain(error)}). Remove or replace it"
+            f"{name}: not a readable image ({sanitize(error)}). Remove or replace it"
         ) from error
 
 
@@ -208,11 +208,11 @@ def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
         return Opened(
             [label for _, label in files],
             lambda number: open_picture(files[number][0]),
-            lambda number: plain(files[number][0], 1000),
+            lambda number: sanitize(files[number][0], 1000),
         )
     if has_rows(config, node):
         rows = load_rows(config, node, split, seed)
-        source = plain(node.data_dir or config.name, 1000)
+        source = sanitize(node.data_dir or config.name, 1000)
     else:
         rows = _digits_partition(config, node, split, seed)
         source = "digits"

@@ -24,7 +24,7 @@ from osfl.data.columns import (
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError, Rows, node_rows
 from osfl.data.shares import capped, group_numbers, is_test, side
-from osfl.util.text import identifier, plain
+from osfl.util.text import folder_name, sanitize
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, DatasetDict, Features  # seconds to import
@@ -62,11 +62,12 @@ def stored_classes(config: DataConfig) -> tuple[str, ...]:
             f"data.classes: {config.name} stores no names for the labels in its column "
             f"{config.label_column!r}; name the classes, in the order of its numbers"
         )
-    found = tuple(map(identifier, names))
+    found = tuple(map(folder_name, names))
     place = f"data.label-column = {config.label_column!r}"
     if "" in found:
         raise DataError(
-            f"{place}: {config.name} stores the name {plain(repr(names[found.index('')]), 80)}, of "
+            f"{place}: {config.name} stores the name "
+            f"{sanitize(repr(names[found.index('')]), 80)}, of "
             "which no letter is left as a class's name; rename this class in the data set"
         )
     check_distinct(place, names)
@@ -122,7 +123,7 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         )
     is_held_out = split == "test" and bool(held_out)
     train = _labelled(config, node.data_dir, config.train_split, "train")
-    if node.demands_guarantee and not node.classes:
+    if node.requires_guarantee and not node.classes:
         _check_label_kind(train, config)
     chosen = train.rows
     if not node.data_dir:
@@ -145,7 +146,7 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         table = Rows(labels, domains, domain_names(config), groups)
         part, parts = node.partition_id, node.num_partitions
         rows = node_rows(config, table, part, parts, seed, even=is_held_out)
-    if not held_out and node.demands_guarantee:
+    if not held_out and node.requires_guarantee:
         _check_no_groups(config)
         for_test = is_test(train.total, config.test_share)[train.places[rows]]
         rows = rows[for_test == (split == "test")]
@@ -315,7 +316,7 @@ def _unread(name: str, root: str, error: Exception) -> DataError:
         return _no_files(name, root)
     place = f"data.root = {root!r}" if root else f"data.name = {name!r}"
     return DataError(
-        f"{place}: cannot be read ({type(error).__name__}: {plain(error)}). "
+        f"{place}: cannot be read ({type(error).__name__}: {sanitize(error)}). "
         "It is hf:OWNER/NAME@REVISION, with data.subset where the data set has several; without "
         "a network, give data.root, the folder of a copy of it"
     )
@@ -343,7 +344,7 @@ def _saved(folder: Path) -> "DatasetDict":
     try:
         saved = load_from_disk(str(folder))
     except Exception as error:
-        raise DataError(f"{folder}: cannot be read ({plain(error)})") from error
+        raise DataError(f"{folder}: cannot be read ({sanitize(error)})") from error
     return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
 
 
@@ -585,8 +586,9 @@ def _check_domains(config: DataConfig, rows: "Dataset") -> None:
         other = domains.setdefault(group, domain)
         if group and other != domain:
             raise DataError(
-                f"data.group-column = {config.group_column!r}: group {plain(group, 80)!r} has "
-                f"images in the domains {plain(other, 80)!r} and {plain(domain, 80)!r}, which "
+                f"data.group-column = {config.group_column!r}: group {sanitize(group, 80)!r} has "
+                f"images in the domains {sanitize(other, 80)!r} and {sanitize(domain, 80)!r}, "
+                "which "
                 f"data.partition = {config.partition!r} gives to two clients. Set data.partition "
                 "to dirichlet, label or iid, or give the group another name in each domain"
             )

@@ -26,7 +26,7 @@ from osfl.data.named import (
 from osfl.data.partition import DataError, Rows, check_count, cut
 from osfl.data.render import CLASSES, STYLES
 from osfl.data.shares import group_numbers, side
-from osfl.util.text import name_problem, plain, quoted
+from osfl.util.text import name_problem, quote, sanitize
 
 # Of all clients together; `osfl.data.digits`, which takes seconds to import, draws them
 _DIGITS_OF_A_CLASS = 10 * len(STYLES)
@@ -79,14 +79,15 @@ def client_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
     if folder := simulated_folder(config, node):
         if not is_identifier(folder.name):
             raise DataError(
-                f"{plain(folder, 1000)}: a client is called as its folder, and its name must be 1 "
+                f"{sanitize(folder, 1000)}: a client is called as its folder, and its name must "
+                "be 1 "
                 "to 64 letters of a to z, digits, '-' or '_', and not 'average'; rename the folder"
             )
         return folder.name
     if node.partition_id < 0:
         return ""
     # A name after the rows' domain would tell of single rows, without noise
-    if has_rows(config, node) and config.partition == "domain" and not node.demands_guarantee:
+    if has_rows(config, node) and config.partition == "domain" and not node.requires_guarantee:
         domain = domain_of(load_rows(config, node, "train", seed))
         # A part on a machine of its own does not see the other domains
         others = () if node.data_dir else domain_names(config)
@@ -202,7 +203,7 @@ def folder_notes(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[st
         home = _home(config, node)
         if not (home / "test").is_dir():
             notes.append(
-                f"{client}: {plain(home, 1000)} has no folder test/; data.test-share = "
+                f"{client}: {sanitize(home, 1000)} has no folder test/; data.test-share = "
                 f"{config.test_share:g} of train/ is for the test"
             )
     return [*notes, *_groups_on_both_sides(config, nodes)]
@@ -223,8 +224,9 @@ def _groups_on_both_sides(config: DataConfig, nodes: Mapping[str, NodeConfig]) -
         for group in sorted(train[one].keys() & test[other].keys()):
             found.setdefault(
                 group,
-                f"  {plain(group, 120)}: training of {one} ({plain(train[one][group], 400)}), "
-                f"test of {other} ({plain(test[other][group], 400)})",
+                f"  {sanitize(group, 120)}: training of {one} "
+                f"({sanitize(train[one][group], 400)}), "
+                f"test of {other} ({sanitize(test[other][group], 400)})",
             )
     if not found:
         return []
@@ -270,7 +272,7 @@ def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[
         _check_no_test(node, home)
         listed = _cut_side(config, root, listed, split)
     if not listed:
-        place = plain(root, 1000)
+        place = sanitize(root, 1000)
         raise DataError(f"{place}: no images. This client has no data for {split}")
     return listed
 
@@ -285,7 +287,7 @@ def _list_classes(config: DataConfig, root: Path) -> list[tuple[Path, int]]:
         files = list(_files_below(folder))
         if not files:
             raise DataError(
-                f"{plain(folder, 1000)}: the class has no images. Remove the empty folder, or "
+                f"{sanitize(folder, 1000)}: the class has no images. Remove the empty folder, or "
                 "add images to it"
             )
         listed += [(file, label) for file in files]
@@ -305,7 +307,7 @@ def _cut_side(
     rows = side(np.arange(len(listed)), Rows(labels, groups=groups), config.test_share, split)
     if not len(rows):
         raise DataError(
-            f"{plain(root, 1000)}: too few images or folders within the classes to cut a share "
+            f"{sanitize(root, 1000)}: too few images or folders within the classes to cut a share "
             f"for {split} from. Add images, or a folder test/ beside train/"
         )
     return [listed[row] for row in sorted(rows)]
@@ -320,13 +322,14 @@ def _check_no_test(node: NodeConfig, home: Path) -> None:
     others = [path.name for path in visible(home) if path.is_dir() and path.name != "train"]
     if others:
         raise DataError(
-            f"{plain(home, 1000)}: there is no folder test/ in it, but {plain(others[0], 120)!r}; "
+            f"{sanitize(home, 1000)}: there is no folder test/ in it, but "
+            f"{sanitize(others[0], 120)!r}; "
             "rename that folder to test, or move it away to have data.test-share cut from train/"
         )
     # One image replaced would move others between training and test
-    if node.demands_guarantee:
+    if node.requires_guarantee:
         raise DataError(
-            f"{plain(home, 1000)}: there is no folder test/ in it, and this site demands a "
+            f"{sanitize(home, 1000)}: there is no folder test/ in it, and this site demands a "
             "guarantee, which a share of train/ would break; add a folder test/ with test images"
         )
 
@@ -351,7 +354,7 @@ def _check_folder_keys(config: DataConfig, node: NodeConfig) -> None:
 
 def _only_for_rows(key: str, value: object, fix: str) -> DataError:
     return DataError(
-        f"data.{key} = {quoted(value)}: has no effect on folders of images, which are called "
+        f"data.{key} = {quote(value)}: has no effect on folders of images, which are called "
         f"train and test; {fix}"
     )
 
@@ -378,7 +381,7 @@ def _split_folder(home: Path, split: str) -> Path:
         root = home / "train"
     if not root.is_dir():
         raise DataError(
-            f"{plain(home, 1000)}: there is no folder train/ in it; move the classes' folders "
+            f"{sanitize(home, 1000)}: there is no folder train/ in it; move the classes' folders "
             "into train/, and test images into test/ or leave them there for data.test-share"
         )
     return root
@@ -408,12 +411,14 @@ def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
         name = composed(folder.name)
         if name not in known:
             raise DataError(
-                f"{plain(root, 1000)}: {plain(folder.name, 120)!r} is not one of data.classes "
-                f"({plain(', '.join(names), 500)}){_why_unknown(folder.name, names)}"
+                f"{sanitize(root, 1000)}: {sanitize(folder.name, 120)!r} is not one of "
+                "data.classes "
+                f"({sanitize(', '.join(names), 500)}){_why_unknown(folder.name, names)}"
             )
         if name in folders:
             raise DataError(
-                f"{plain(root, 1000)}: two folders are called {plain(name, 120)!r}, and differ in "
+                f"{sanitize(root, 1000)}: two folders are called {sanitize(name, 120)!r}, and "
+                "differ in "
                 "the Unicode of their accents alone; move the images into one of them"
             )
         folders[name] = folder
@@ -428,7 +433,7 @@ def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
     """
     if depth > DEEPEST:
         raise DataError(
-            f"{plain(folder, 1000)}: more than {DEEPEST} folders deep within a class; move the "
+            f"{sanitize(folder, 1000)}: more than {DEEPEST} folders deep within a class; move the "
             "images up, or remove a link to a folder above"
         )
     for path in visible(folder):

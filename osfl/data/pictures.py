@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from osfl.util.files import placeholder
-from osfl.util.pixels import cut_ends
+from osfl.util.files import placeholder_problem
+from osfl.util.pixels import crop_long_side
 
 # A scan of 20,000 x 25,000 pixels, which takes some 4 GB of memory while it is read
 MOST_PIXELS = 500_000_000
@@ -62,7 +62,7 @@ def _unknown(source: Path | bytes) -> str:
             start = opened.read(200)
     if start[4:8] == b"ftyp":
         return "HEIC, or a film; save it as JPEG or PNG"
-    return placeholder(start) or "it has no format of pictures that Pillow knows"
+    return placeholder_problem(start) or "it has no format of pictures that Pillow knows"
 
 
 def stored_picture(value: object, mode: str | None = None) -> Image.Image:
@@ -138,7 +138,7 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
         functional,
     )
 
-    resized = functional.resize(cut_ends(tensor), [fit], antialias=True)
+    resized = functional.resize(crop_long_side(tensor), [fit], antialias=True)
     return functional.center_crop(resized, [fit, fit])
 
 

@@ -34,13 +34,13 @@ def check_pins(config: DataConfig, node: NodeConfig) -> None:
         )
     for field, usual in USUAL.items():
         _check_pin(field, getattr(config, field), getattr(node, field), usual, node)
-    if node.demands_guarantee and config.max_per_class:
+    if node.requires_guarantee and config.max_per_class:
         raise ConfigError(
             f"data.max-per-class = {config.max_per_class}: this site demands a guarantee, and one "
             "image would decide which others are left out; set data.max-per-class to 0"
         )
     own_cut = node.data_dir or node.test_split or config.partition == "domain"
-    if node.demands_guarantee and config.name.startswith("hf:") and not own_cut:
+    if node.requires_guarantee and config.name.startswith("hf:") and not own_cut:
         raise ConfigError(
             f"data.partition = {config.partition!r}: this site demands a guarantee, and runs with "
             "other seeds would test on its training images; set test-split or data-dir in its "
@@ -56,7 +56,7 @@ def _check_pin(
         raise ConfigError(
             f"data.{key} = {value!r}: must be what this site's node-config {key} names"
         )
-    if not pinned and node.demands_guarantee and value != usual:
+    if not pinned and node.requires_guarantee and value != usual:
         raise ConfigError(
             f"data.{key} = {value!r}: this site demands a guarantee and does not name it; set "
             f"{key} in its node-config, or data.{key} to {usual!r}"

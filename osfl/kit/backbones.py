@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from osfl.config import ConfigError
 from osfl.config.names import BACKBONES, problem_of_backbone
 from osfl.kit.kits import find_model, is_hub_id
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,7 @@ def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module"
         return timm.create_model(model, pretrained=False, num_classes=num_classes)
     # timm raises anything for a bad name or settings file
     except Exception as error:
-        reason = plain(error) or type(error).__name__
+        reason = sanitize(error) or type(error).__name__
         raise ConfigError(f"{key} = {architecture!r}: timm cannot build it: {reason}") from error
 
 

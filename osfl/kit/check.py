@@ -20,7 +20,7 @@ from osfl.kit.part_check import (
     lora_shapes,
     require_one_of,
 )
-from osfl.methods import LORA, SMALL_DECODER
+from osfl.methods import LORA, TINY_DECODER
 
 
 def check_kit(
@@ -105,9 +105,9 @@ def check_small_decoder(source: str) -> None:
         KitError: as `check_kit`.
     """
     key = "synthesis.small-decoder"
-    folder = open_kit(find_model(source, SMALL_DECODER, key), key)
-    check_part(folder, "", SMALL_DECODER)
-    check_tensors(folder, "", SMALL_DECODER, check_weights(folder, "", SMALL_DECODER))
+    folder = open_kit(find_model(source, TINY_DECODER, key), key)
+    check_part(folder, "", TINY_DECODER)
+    check_tensors(folder, "", TINY_DECODER, check_weights(folder, "", TINY_DECODER))
 
 
 def check_lora(source: str, kit: str) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from osfl.kit.folder import KitError, KitFolder
 from osfl.kit.part_check import SUPPORTED, bad_setting, check_code, check_part, text_settings
-from osfl.methods import DIFFUSION_PARTS, LORA, SMALL_DECODER
-from osfl.util.text import plain
+from osfl.methods import DIFFUSION_PARTS, LORA, TINY_DECODER
+from osfl.util.text import sanitize
 
 PIPELINES = (
     "StableDiffusionPipeline",
@@ -30,7 +30,7 @@ INSTEAD = {
     "captioner": "set captioner to a model",
     "image_encoder": "set image-encoder to a model (FedDISC requires its kit's own)",
     "feature_extractor": "set image-encoder to a model (FedDISC requires its kit's own)",
-    SMALL_DECODER: "set synthesis.small-decoder to a model",
+    TINY_DECODER: "set synthesis.small-decoder to a model",
     LORA: "set synthesis.lora to weights",
 }
 
@@ -81,7 +81,7 @@ def check_compatibility(
         KitError: as `check_kit`.
     """
     if set(DIFFUSION_PARTS) <= set(parts):
-        _check_diffusion_model(folder, SMALL_DECODER in parts, image_condition)
+        _check_diffusion_model(folder, TINY_DECODER in parts, image_condition)
     has_normalizer = "image_normalizer" in parts
     if has_normalizer or (image_condition and folder.has("image_normalizer/config.json")):
         _check_embedding_width(folder)
@@ -99,7 +99,7 @@ def _check_pipeline(folder: KitFolder) -> None:
         models = (model for start, model in OTHER_PIPELINES.items() if name.startswith(start))
         model = next(models, "another model")
         raise KitError(
-            f"{folder.setting} is {model} ({plain(name, 100) or 'unnamed'}); {SUPPORTED}"
+            f"{folder.setting} is {model} ({sanitize(name, 100) or 'unnamed'}); {SUPPORTED}"
         )
 
 
@@ -146,7 +146,7 @@ def _check_diffusion_model(
         requirement = f"a whole number from 1 to {LARGEST_SAMPLE}"
         raise bad_setting(folder, "unet/config.json", unet, "sample_size", requirement)
     if small_decoder:
-        decoder = folder.settings(f"{SMALL_DECODER}/config.json")
+        decoder = folder.settings(f"{TINY_DECODER}/config.json")
         decoder_channels = decoder.get("latent_channels", 4)
         if decoder_channels != channels:
             raise KitError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from osfl.util.files import OWNER_ONLY, private_folder, read_record, write_record
+from osfl.util.files import OWNER_ONLY, make_private_folder, read_record, write_record
 
 SMALL_BYTES = 2**20  # a smaller file is read each time
 YOUNG_SECONDS = 2.0  # a file that has just changed may change again within its clock's tick
@@ -101,7 +101,7 @@ def _exclusive() -> Iterator[None]:
     """Let one process in at a time, if a lock file can be written."""
     lock = FileLock(_cache_file().with_suffix(".lock"), mode=OWNER_ONLY)
     with suppress(OSError):
-        private_folder(_cache_file().parent)
+        make_private_folder(_cache_file().parent)
         lock.acquire()
     try:
         yield

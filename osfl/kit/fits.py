@@ -19,15 +19,15 @@ from typing import Any
 from osfl.kit.digests import cache_folder
 from osfl.kit.folder import KitError, KitFolder, file_in, inner_settings
 from osfl.kit.headers import Shapes
-from osfl.methods import LORA, SMALL_DECODER
+from osfl.methods import LORA, TINY_DECODER
 from osfl.util.files import read_json, write_atomically
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 MOST_LAYERS = 1000  # of a model that is built; large ones have about 100
 MOST_MARKS = 1000  # in the cache
 _LAYER_COUNTS = re.compile(r"num_.*(layers|blocks)|layers_per_block")
 TRANSFORMERS_MODELS = ("text_encoder", "image_encoder", "captioner")
-DIFFUSERS_MODELS = ("unet", "vae", SMALL_DECODER, "image_normalizer")
+DIFFUSERS_MODELS = ("unet", "vae", TINY_DECODER, "image_normalizer")
 # Marks of the shipped kits' parts; tests/unit/kit/test_fits.py shows those of a retrained kit
 SHIPPED = frozenset(
     {
@@ -87,7 +87,7 @@ def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: 
     except Exception as error:
         raise KitError(
             f"{folder.setting}: {file_in(part, 'config.json')} describes no model that can be "
-            f"built: {plain(error) or type(error).__name__}"
+            f"built: {sanitize(error) or type(error).__name__}"
         ) from None
     if misfit.missing or misfit.mismatched:
         raise KitError(_misfit_message(folder, part, kind, shapes, sharded, misfit))
@@ -116,10 +116,10 @@ def check_lora_fit(setting: str, file: str, kit: KitFolder, shapes: Shapes) -> N
         problems = _lora_misfits(kit, shapes)
     # The library's renaming misses the other matrix of a layer
     except KeyError as error:
-        raise KitError(f"{prefix}: it lacks {plain(error)}") from None
+        raise KitError(f"{prefix}: it lacks {sanitize(error)}") from None
     # A library raises anything for unexpected names and settings
     except Exception as error:
-        raise KitError(f"{prefix}: {plain(error) or type(error).__name__}") from None
+        raise KitError(f"{prefix}: {sanitize(error) or type(error).__name__}") from None
     if problems:
         raise KitError(f"{prefix}: {_lora_misfit_message(kit, shapes, problems)}")
     _remember(mark)
@@ -139,7 +139,7 @@ def check_loaded(info: Mapping[str, Any], setting: str, part: str) -> None:
     wrong = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
     if wrong:
         raise KitError(
-            f"{setting}: the weights of {part} lack {plain(wrong[0], 200)!r} and "
+            f"{setting}: the weights of {part} lack {sanitize(wrong[0], 200)!r} and "
             f"{len(wrong) - 1} more tensors, or have them in another shape. Fetch them again"
         )
 
@@ -155,8 +155,8 @@ def check_finite(model: Any, setting: str, part: str) -> None:
             dtype = str(tensor.dtype).removeprefix("torch.")
             hint = "" if dtype == "float32" else "set synthesis.dtype to float32, or "
             raise KitError(
-                f"{setting}: the weights of {part} have NaN or infinity in {plain(name, 200)!r} as "
-                f"{dtype}; {hint}fetch or save them again"
+                f"{setting}: the weights of {part} have NaN or infinity in {sanitize(name, 200)!r} "
+                f"as {dtype}; {hint}fetch or save them again"
             )
 
 
@@ -195,7 +195,9 @@ def _misfit_message(
     start = f"{folder.setting}: the weights of {kind} do not fit {settings}: "
     if not misfit.missing:
         name, shape, required = misfit.mismatched[0]
-        return f"{start}{plain(name, 200)} has the shape {list(shape)}; it must be {list(required)}"
+        return (
+            f"{start}{sanitize(name, 200)} has the shape {list(shape)}; it must be {list(required)}"
+        )
     message = f"{start}they lack {misfit.missing[0]!r}"
     if len(misfit.missing) > 1:
         message += f" and {len(misfit.missing) - 1} more tensors"
@@ -227,8 +229,8 @@ def _lora_misfit_message(kit: KitFolder, shapes: Shapes, problems: Sequence[str]
 
 def _prefix_hint(prefix: str) -> str:
     return (
-        f"All names in the file begin with {plain(prefix, 100)!r}: save the weights without this "
-        "prefix"
+        f"All names in the file begin with {sanitize(prefix, 100)!r}: save the weights without "
+        "this prefix"
     )
 
 

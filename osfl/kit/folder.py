@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osfl.methods import LORA, SMALL_DECODER
+from osfl.methods import LORA, TINY_DECODER
 from osfl.util.files import parse_json, read_bounded
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 # Stem of a part's weights file, as diffusers or transformers names it
 WEIGHTS: Mapping[str, str] = {
     "vae": "diffusion_pytorch_model",
     "unet": "diffusion_pytorch_model",
     "image_normalizer": "diffusion_pytorch_model",
-    SMALL_DECODER: "diffusion_pytorch_model",
+    TINY_DECODER: "diffusion_pytorch_model",
     "text_encoder": "model",
     "image_encoder": "model",
     "captioner": "model",
@@ -92,7 +92,7 @@ class KitFolder:
         try:
             content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
         except (OSError, ValueError) as error:
-            raise KitError(f"{self.setting}: {file} cannot be loaded: {plain(error)}") from None
+            raise KitError(f"{self.setting}: {file} cannot be loaded: {sanitize(error)}") from None
         if not isinstance(content, dict):
             raise KitError(f"{self.setting}: {file} cannot be loaded: it is not a JSON object")
         return content
@@ -134,7 +134,7 @@ class KitFolder:
             )
         if invalid := [name for name in shards.values() if not _is_shard(name)]:
             raise KitError(
-                f"{self.setting}: {index} names {plain(repr(invalid[0]), 100)}; it must name "
+                f"{self.setting}: {index} names {sanitize(repr(invalid[0]), 100)}; it must name "
                 "safetensors files beside it, with letters, digits, '.', '_' and '-' only"
             )
         return [file_in(part, shard) for shard in sorted(set(shards.values()))]

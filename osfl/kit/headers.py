@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from osfl.util.files import DamageError, not_weights, placeholder
-from osfl.util.text import plain
+from osfl.util.files import CorruptFileError, not_weights, placeholder_problem
+from osfl.util.text import sanitize
 
 MOST_HEADER_BYTES = 2**23  # the UNet of SDXL has 250 kB
 # Types of quantized weights, which a model can use only with their scales
@@ -26,7 +26,7 @@ def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, 
         is_network: whether the file has a network's weights, which must not be quantized.
 
     Raises:
-        DamageError: the file cannot be read or is not safetensors, its header is longer than
+        CorruptFileError: the file cannot be read or is not safetensors, its header is longer than
             `MOST_HEADER_BYTES` or states another size than the file's, or its weights are
             quantized.
     """
@@ -37,18 +37,18 @@ def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, 
             if is_network:
                 _check_types({name: part.get_dtype() for name, part in slices.items()})
             return {name: tuple(part.get_shape()) for name, part in slices.items()}
-    except DamageError:
+    except CorruptFileError:
         raise
     except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise DamageError(plain(error)) from None
+        raise CorruptFileError(sanitize(error)) from None
 
 
 def _check_types(types: Mapping[str, str]) -> None:
     for name, dtype in types.items():
         if dtype in QUANTIZED:
-            raise DamageError(
-                f"{plain(name, 200)!r} is of type {dtype}, as quantized weights are; it must have "
-                "floating-point numbers of 16 or 32 bits"
+            raise CorruptFileError(
+                f"{sanitize(name, 200)!r} is of type {dtype}, as quantized weights are; it must "
+                "have floating-point numbers of 16 or 32 bits"
             )
 
 
@@ -56,17 +56,17 @@ def check_header(file: Path) -> None:
     """Check that a file starts like safetensors, before a library reads its header.
 
     Raises:
-        DamageError: it does not, or its header is too long.
+        CorruptFileError: it does not, or its header is too long.
         OSError: the file cannot be read.
     """
     with open(file, "rb") as opened:
         start = opened.read(200)
-    if problem := placeholder(start):
-        raise DamageError(problem)
+    if problem := placeholder_problem(start):
+        raise CorruptFileError(problem)
     length = int.from_bytes(start[:8], "little")
     if length > MOST_HEADER_BYTES:
         if problem := not_weights(start):
-            raise DamageError(problem)
-        raise DamageError(
+            raise CorruptFileError(problem)
+        raise CorruptFileError(
             f"header too large: {length:,} bytes; it must have at most {MOST_HEADER_BYTES:,}"
         )

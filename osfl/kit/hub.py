@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from osfl.kit.compatibility import check_settings
 from osfl.kit.digests import sha256_of
 from osfl.kit.folder import MOST_SETTINGS_BYTES, SETTINGS, KitError, KitFolder
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 HUB_SECONDS = 10.0  # timeout for the hub's answer
 # The small files of every part; the weights are chosen by them
@@ -127,7 +127,7 @@ def _kit_errors(key: str, name: str) -> Iterator[None]:
         raise
     # Such as a file name that points out of its folder
     except ValueError as error:
-        raise KitError(f"{setting}: the hub's answer is invalid: {plain(error)}") from None
+        raise KitError(f"{setting}: the hub's answer is invalid: {sanitize(error)}") from None
     except (httpx.HTTPError, OSError) as error:
         if getattr(error, "errno", None) in _STORAGE_ERRORS:
             raise KitError(
@@ -176,8 +176,8 @@ def _check_sizes(setting: str, files: Iterable[DryRunFileInfo]) -> None:
         size = file.file_size or 0
         if size > MOST_SETTINGS_BYTES:
             raise KitError(
-                f"{setting}: {plain(file.filename, 200)} has {size / 1e6:,.0f} MB; settings must "
-                f"have at most {MOST_SETTINGS_BYTES / 1e6:,.0f} MB. The model is not fetched"
+                f"{setting}: {sanitize(file.filename, 200)} has {size / 1e6:,.0f} MB; settings "
+                f"must have at most {MOST_SETTINGS_BYTES / 1e6:,.0f} MB. The model is not fetched"
             )
 
 
@@ -237,7 +237,7 @@ def _check_digest(model: KitFolder, file: str, stated: str) -> None:
         link.unlink()
         copy.unlink(missing_ok=True)
         raise KitError(
-            f"{model.setting}: {plain(file, 200)} as fetched has another SHA-256 than the hub "
+            f"{model.setting}: {sanitize(file, 200)} as fetched has another SHA-256 than the hub "
             "states. It was corrupted or changed in transit, and has been removed. Fetch it again"
         )
 

@@ -8,9 +8,9 @@ from typing import Any
 from osfl.kit.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit, check_lora_fit
 from osfl.kit.folder import SETTINGS, WEIGHTS, KitError, KitFolder, file_in, inner_settings
 from osfl.kit.headers import Shapes, tensor_shapes
-from osfl.methods import LORA, SMALL_DECODER
-from osfl.util.files import DamageError, placeholder
-from osfl.util.text import plain
+from osfl.methods import LORA, TINY_DECODER
+from osfl.util.files import CorruptFileError, placeholder_problem
+from osfl.util.text import sanitize
 
 CAPTIONERS = ("blip", "blip-2")  # by their model_type
 IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
@@ -18,7 +18,7 @@ IMAGE_ENCODERS = ("clip_vision_model", "clip", "dinov2")  # by their model_type
 _DIFFUSERS_CLASSES: Mapping[str, tuple[str, ...]] = {
     "unet": ("UNet2DConditionModel",),
     "vae": ("AutoencoderKL",),
-    SMALL_DECODER: ("AutoencoderTiny",),
+    TINY_DECODER: ("AutoencoderTiny",),
     "image_normalizer": ("StableUnCLIPImageNormalizer",),
 }
 _TRANSFORMERS_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -116,7 +116,7 @@ def _check_settings_files(folder: KitFolder, part: str) -> None:
 
 def _check_text_file(folder: KitFolder, file: str) -> None:
     with open(folder.path / file, "rb") as opened:
-        problem = placeholder(opened.read(200))
+        problem = placeholder_problem(opened.read(200))
     if problem:
         raise KitError(f"{folder.setting}: {file} cannot be loaded: {problem}. Fetch it again")
 
@@ -211,8 +211,8 @@ def _check_special_tokens(folder: KitFolder, part: str, settings: Mapping[str, A
         if vocabulary and isinstance(text, str) and text not in vocabulary:
             file = file_in(part, "tokenizer_config.json")
             raise KitError(
-                f"{folder.setting}: {file} names the special token {plain(text, 80)!r}, which its "
-                f"vocabulary lacks; set {key} to one of its tokens"
+                f"{folder.setting}: {file} names the special token {sanitize(text, 80)!r}, which "
+                f"its vocabulary lacks; set {key} to one of its tokens"
             )
 
 
@@ -288,7 +288,7 @@ def bad_setting(
     folder: KitFolder, file: str, settings: Mapping[str, Any], key: str, requirement: str
 ) -> KitError:
     """Return the error for a setting with an invalid value."""
-    value = plain(repr(settings.get(key)), 100)
+    value = sanitize(repr(settings.get(key)), 100)
     return KitError(f"{folder.setting}: {file} says {key} = {value}; it must be {requirement}")
 
 
@@ -364,7 +364,7 @@ def _tensor_shapes(folder: KitFolder, file: str, is_network: bool = False) -> Sh
         raise KitError(f"{folder.setting} lacks {file}, which its index names; fetch it")
     try:
         return tensor_shapes(folder.path / file, is_network)
-    except DamageError as error:
+    except CorruptFileError as error:
         raise KitError(
             f"{folder.setting}: {file} cannot be loaded: {error}. Fetch it again"
         ) from None

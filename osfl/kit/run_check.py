@@ -23,14 +23,14 @@ from osfl.kit.folder import KitFolder
 from osfl.kit.initial_weights import initial_weights, weights_to_fetch
 from osfl.kit.kits import find_kit, initialisation_part, is_hub_id
 from osfl.kit.used_parts import RunModel, run_models
-from osfl.methods import LORA, SMALL_DECODER
+from osfl.methods import LORA, TINY_DECODER
 
 GB = 1e9
 # Checks of models outside the kit, by part
 _CHECKS: dict[str, Callable[[str], None]] = {
     "captioner": check_captioner,
     "image_encoder": check_image_encoder,
-    SMALL_DECODER: check_small_decoder,
+    TINY_DECODER: check_small_decoder,
 }
 
 

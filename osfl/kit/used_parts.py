@@ -9,7 +9,7 @@ from osfl.config import ClassifierConfig, RunConfig, split_names
 from osfl.kit.digests import unread_bytes
 from osfl.kit.folder import KitError
 from osfl.kit.kits import file_digests, find_kit, initialisation_part, loaded_files
-from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, SMALL_DECODER
+from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, TINY_DECODER
 
 
 def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def _sampling_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]
     if not METHODS[config.method].samples:
         return []
     models = [
-        ("synthesis.small-decoder", config.synthesis.small_decoder, SMALL_DECODER),
+        ("synthesis.small-decoder", config.synthesis.small_decoder, TINY_DECODER),
         ("synthesis.lora", config.synthesis.lora, LORA),
     ]
     return [(key, source, part) for key, source, part in models if source not in ("", "kit")]
@@ -128,7 +128,7 @@ def models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
 
 def sampling_parts(config: RunConfig) -> tuple[str, ...]:
     """Return the folders of the kit that the server samples with."""
-    decoder = (SMALL_DECODER,) if config.synthesis.small_decoder == "kit" else ()
+    decoder = (TINY_DECODER,) if config.synthesis.small_decoder == "kit" else ()
     lora = (LORA,) if config.synthesis.lora == "kit" else ()
     return (*DIFFUSION_PARTS, *decoder, *lora)
 

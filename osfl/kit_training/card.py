@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression
 
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.methods import LORA, SMALL_DECODER
+from osfl.methods import LORA, TINY_DECODER
 from osfl.models import classifiers, diffusion, encoders
 from osfl.util.pixels import LEVELS, to_float
 
@@ -217,7 +217,7 @@ def _check_small_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) 
 
     They are those of the tiny autoencoder against the kit's decoder D, and of D against the images.
     """
-    tiny = diffusion.load_small_decoder(source, kit, SMALL_DECODER)
+    tiny = diffusion.load_small_decoder(source, kit, TINY_DECODER)
     images = to_float(pixels[:: max(1, len(pixels) // 600)])
     with torch.no_grad():
         latents = kit.encode(images)[0]

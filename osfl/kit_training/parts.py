@@ -18,7 +18,7 @@ from osfl.kit_training import untrained
 from osfl.kit_training.diffusion_model import noise_prediction_loss
 from osfl.kit_training.recipe import Recipe
 from osfl.kit_training.stages import Corpus, Stage, run_stage
-from osfl.methods import SMALL_DECODER
+from osfl.methods import TINY_DECODER
 from osfl.models import classifiers, diffusion, encoders
 from osfl.util.pixels import to_float
 from osfl.util.seeds import seed_of
@@ -341,5 +341,5 @@ def train_small_decoder(
         ema_decay=0.995,
     )
     log = run_stage(stage, work, recipe.seed, device, progress)
-    tiny.half().save_pretrained(out / SMALL_DECODER)
+    tiny.half().save_pretrained(out / TINY_DECODER)
     return {"small_decoder": log}

@@ -17,10 +17,10 @@ from osfl.kit.backbones import build_backbone, is_backbone
 from osfl.kit.folder import KitError
 from osfl.kit.headers import check_header
 from osfl.kit.initial_weights import initial_weights
-from osfl.util.files import PUBLIC, DamageError, placeholder, write_atomically
+from osfl.util.files import PUBLIC, CorruptFileError, placeholder_problem, write_atomically
 from osfl.util.pixels import Pixels, to_float
 from osfl.util.seeds import seed_of
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 # Input statistics of torchvision's ImageNet weights, and of the kit's
 MEAN = (0.485, 0.456, 0.406)
@@ -192,8 +192,8 @@ def _read_state(file: Path, key: str) -> dict[str, torch.Tensor]:
             weights = unpack(load_file(file))
         else:
             weights = _unpickled(file)
-    except (DamageError, SafetensorError, OSError) as error:
-        raise ClassifierError(f"{setting} cannot be read: {plain(error)}. {hint}") from None
+    except (CorruptFileError, SafetensorError, OSError) as error:
+        raise ClassifierError(f"{setting} cannot be read: {sanitize(error)}. {hint}") from None
     # torch and pickle raise anything for a corrupt file; their messages suggest unsafe loading
     except Exception as error:
         raise ClassifierError(
@@ -209,9 +209,9 @@ def _read_state(file: Path, key: str) -> dict[str, torch.Tensor]:
 
 def _unpickled(file: Path) -> Any:
     with open(file, "rb") as opened:
-        problem = placeholder(opened.read(200))
+        problem = placeholder_problem(opened.read(200))
     if problem:
-        raise DamageError(problem)
+        raise CorruptFileError(problem)
     return torch.load(file, weights_only=True, map_location="cpu")
 
 
@@ -238,7 +238,7 @@ def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None
         absent = model.load_state_dict(fitting, strict=False).missing_keys
     # A tensor of another shape under an older name
     except RuntimeError as error:
-        reason = plain(str(error).splitlines()[-1].strip())
+        reason = sanitize(str(error).splitlines()[-1].strip())
         raise ClassifierError(
             f"{key} = {str(file)!r} does not fit this architecture or stem: {reason}"
         ) from error

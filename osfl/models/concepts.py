@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from osfl.models.encoders import TextEncoder
-from osfl.util.prompts import fill
+from osfl.util.prompts import fill_prompt
 
 # One x stands for S, the other for V
 PROMPT = "a x style of a x"
@@ -55,4 +55,4 @@ def _domain_position(text: TextEncoder) -> int:
 
 def concept_prompts(names: Sequence[str]) -> list[str]:
     """Return the initial prompt of each class, with x for S."""
-    return [fill("a x style of a {class}", {"class": name}) for name in names]
+    return [fill_prompt("a x style of a {class}", {"class": name}) for name in names]

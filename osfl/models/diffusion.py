@@ -29,9 +29,9 @@ from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.folder import KitError
 from osfl.kit.headers import Shapes
 from osfl.kit.kits import find_model, kit_shapes, variant_of
-from osfl.methods import DIFFUSION_PARTS, SMALL_DECODER
+from osfl.methods import DIFFUSION_PARTS, TINY_DECODER
 from osfl.models.encoders import TextEncoder, load_text_encoder
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -202,7 +202,7 @@ def load_kit(
         raise
     # The library raises anything for unexpected settings
     except Exception as error:
-        raise KitError(f"kit = {source!r} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"kit = {source!r} cannot be loaded: {sanitize(error)}") from error
     for module in (vae, unet):
         module.to(device).eval().requires_grad_(False)
     return Kit(vae, unet, text, scheduler, device, dtype)
@@ -236,7 +236,7 @@ def _network(
         )
     # The library raises anything for unexpected settings
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, kind)
     # diffusers does not convert every tensor of a file with several dtypes
     network.to(dtype)
@@ -252,7 +252,7 @@ def _network_class(kind: str) -> Any:
         "vae": AutoencoderKL,
         "unet": UNet2DConditionModel,
         "image_normalizer": StableUnCLIPImageNormalizer,
-        SMALL_DECODER: AutoencoderTiny,
+        TINY_DECODER: AutoencoderTiny,
     }[kind]
 
 
@@ -290,7 +290,7 @@ def check_schedule(source: str) -> DDIMScheduler:
     # The library raises anything for unexpected settings
     except Exception as error:
         raise KitError(
-            f"kit = {source!r}: its scheduler/ cannot be read: {plain(error)}"
+            f"kit = {source!r}: its scheduler/ cannot be read: {sanitize(error)}"
         ) from error
     if not bool(torch.isfinite(scheduler.alphas_cumprod).all()):
         raise KitError(f"kit = {source!r}: its scheduler's alphas_cumprod is not finite")
@@ -314,12 +314,12 @@ def load_small_decoder(source: str, kit: Kit, subfolder: str = "") -> "Autoencod
         KitError: it is missing, corrupt, or for other latents or images than the kit's.
     """
     key = "synthesis.small-decoder"
-    source = find_model(source, SMALL_DECODER, key)
+    source = find_model(source, TINY_DECODER, key)
     if subfolder:
-        check_kit(source, (SMALL_DECODER,))
+        check_kit(source, (TINY_DECODER,))
     else:
         check_small_decoder(source)
-    tiny = _network(source, SMALL_DECODER, kit.dtype, key, subfolder)
+    tiny = _network(source, TINY_DECODER, kit.dtype, key, subfolder)
     tiny.to(kit.device).eval().requires_grad_(False)
     c, h, w = kit.latent_shape
     if tiny.config.latent_channels != c:
@@ -418,7 +418,7 @@ def misfits_of_lora(kit: Path, shapes: Shapes) -> list[str]:
         # A tensor that the library dropped has only its old name
         problem = _lora_problem(new_names.get(id(tensor), name), lora_shapes, layers)
         if problem and tensor.is_meta:
-            problems.append(f"{plain(name, 200)!r} {problem}")
+            problems.append(f"{sanitize(name, 200)!r} {problem}")
     if not problems:
         _add_lora(dict(state), unet)
     return problems
@@ -598,7 +598,7 @@ def load_embedding_noise(kit: str) -> EmbeddingNoise:
         scheduler = DDPMScheduler.from_pretrained(kit, subfolder="image_noising_scheduler")
     # The library raises anything for unexpected settings
     except Exception as error:
-        raise KitError(f"kit = {kit!r} is not a Stable unCLIP: {plain(error)}") from error
+        raise KitError(f"kit = {kit!r} is not a Stable unCLIP: {sanitize(error)}") from error
     return EmbeddingNoise(normalizer.float().requires_grad_(False), scheduler)
 
 

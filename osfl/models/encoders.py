@@ -35,8 +35,8 @@ from osfl.kit.headers import Shapes
 from osfl.kit.kits import find_model, variant_of
 from osfl.kit.part_check import CAPTIONERS, IMAGE_ENCODERS
 from osfl.util.costs import FlopMeter
-from osfl.util.pixels import cut_ends
-from osfl.util.text import plain
+from osfl.util.pixels import crop_long_side
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -119,13 +119,13 @@ def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
     # The library raises anything for unexpected files
     except Exception as error:
         raise KitError(
-            f"{setting}: its tokenizer/ cannot be loaded: {plain(error)}. Fetch it again"
+            f"{setting}: its tokenizer/ cannot be loaded: {sanitize(error)}. Fetch it again"
         ) from None
     if last >= config.vocab_size:
         name = tokenizer.convert_ids_to_tokens(last)
         raise KitError(
-            f"{setting}: tokenizer/ has the special token {plain(name, 80)!r} with id {last}, but "
-            f"text_encoder/config.json says vocab_size = {config.vocab_size}; set pad_token, "
+            f"{setting}: tokenizer/ has the special token {sanitize(name, 80)!r} with id {last}, "
+            f"but text_encoder/config.json says vocab_size = {config.vocab_size}; set pad_token, "
             "bos_token and eos_token in tokenizer/tokenizer_config.json to tokens of its vocabulary"
         )
     length = min(int(tokenizer.model_max_length), config.max_position_embeddings)
@@ -242,7 +242,7 @@ class Captioner:
         for chunk in pixels.split(16):
             step = partial(self._tokens, chunk)
             if meter:
-                tokens = meter.run_then(step, lambda tokens: ("caption", *tokens.shape))
+                tokens = meter.run_by_result(step, lambda tokens: ("caption", *tokens.shape))
             else:
                 tokens = step()
             texts += self.processor.batch_decode(tokens, skip_special_tokens=True)
@@ -269,7 +269,7 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
     """
     side = _resized_side(processor)
     if processor.size.shortest_edge:
-        picture = cut_ends(picture)
+        picture = crop_long_side(picture)
     return processor(
         picture,
         do_center_crop=True,
@@ -310,7 +310,7 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
         )
     # The library raises anything for unexpected settings
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, "image_encoder")
     check_finite(model, setting, "image_encoder")
     return ImageEncoder(model.to(device).eval().requires_grad_(False), processor)
@@ -365,7 +365,7 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
         processor = processor_class.from_pretrained(folder, trust_remote_code=False)
     # The library raises anything for unexpected settings
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, "captioner")
     check_finite(model, setting, "captioner")
     return Captioner(model.to(device).eval().requires_grad_(False), processor)

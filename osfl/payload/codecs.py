@@ -17,9 +17,9 @@ import numpy as np
 
 # Numbers that share a scale
 BLOCK = 64
-LARGEST = {"int8": 127, "int4": 7}
+MAX_LEVEL = {"int8": 127, "int4": 7}
 # Numbers that are decoded together: whole blocks
-PART = 1024 * BLOCK
+NUMBERS_PER_PART = 1024 * BLOCK
 
 
 def packed_size(count: int, codec: str) -> int:
@@ -37,7 +37,7 @@ def packed_size(count: int, codec: str) -> int:
     return sizes[codec]
 
 
-def packed(flat: np.ndarray, codec: str) -> memoryview:
+def pack(flat: np.ndarray, codec: str) -> memoryview:
     """Pack float32 numbers [n] into at most `packed_size` bytes.
 
     Raises:
@@ -49,7 +49,7 @@ def packed(flat: np.ndarray, codec: str) -> memoryview:
         return _to_float16(flat, codec).view(np.uint8).data
     blocks = np.zeros((math.ceil(len(flat) / BLOCK), BLOCK), "<f4")
     blocks.reshape(-1)[: len(flat)] = flat
-    largest = LARGEST[codec]
+    largest = MAX_LEVEL[codec]
     scales = _to_float16(np.abs(blocks).max(axis=1, keepdims=True) / largest, codec)
     steps = scales.astype("<f4")
     levels = np.divide(blocks, steps, out=np.zeros_like(blocks), where=steps > 0)
@@ -61,8 +61,8 @@ def packed(flat: np.ndarray, codec: str) -> memoryview:
     return min(quantized, deflated, key=len)
 
 
-def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
-    """Unpack the bytes of `packed` into `count` float32 numbers [count], possibly NaN or infinite.
+def unpack(data: bytes, count: int, codec: str) -> np.ndarray:
+    """Unpack the bytes of `pack` into `count` float32 numbers [count], possibly NaN or infinite.
 
     Memory is bounded by the size of the numbers, whatever the bytes are.
 
@@ -70,7 +70,7 @@ def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
         ValueError: there are too many bytes or too few, or they are corrupt.
     """
     size = packed_size(count, codec)
-    if codec in LARGEST and len(data) < size:
+    if codec in MAX_LEVEL and len(data) < size:
         data = _inflate(data, size)
     if len(data) != size:
         raise ValueError(f"{len(data):,} bytes; its shape needs {size:,}")
@@ -84,8 +84,8 @@ def unpacked(data: bytes, count: int, codec: str) -> np.ndarray:
     numbers = np.empty(count, "<f4")
     per_byte = 2 if codec == "int4" else 1
     # Part by part, so that temporary arrays stay small
-    for first in range(0, count, PART):
-        part = numbers[first : first + PART]
+    for first in range(0, count, NUMBERS_PER_PART):
+        part = numbers[first : first + NUMBERS_PER_PART]
         end = first + len(part)
         part_bytes = levels[first // per_byte : -(-end // per_byte)]
         part_levels = _unpack_nibbles(part_bytes)[: len(part)] if codec == "int4" else part_bytes

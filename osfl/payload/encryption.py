@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from flwr.app import ConfigRecord, RecordDict
 
 from osfl.config import ConfigError
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from pyhpke import CipherSuite
@@ -47,7 +47,7 @@ def load_key(file: str) -> X25519PrivateKey:
         key = serialization.load_pem_private_key(Path(file).expanduser().read_bytes(), None)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"sealing-key = {file!r}: {plain(error)}. It must be a readable file on the server, "
+            f"sealing-key = {file!r}: {sanitize(error)}. It must be a readable file on the server, "
             "made by `osfl certs sealing`"
         ) from error
     if not isinstance(key, X25519PrivateKey):

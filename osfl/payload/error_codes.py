@@ -18,17 +18,17 @@ CODES = {
     "OutOfMemoryError": "MEMORY",
 }
 OTHER = "UNEXPECTED"
-DETAILS = "(its own log has the details)"
-_CODED = re.compile(rf"\b({'|'.join({*CODES.values(), OTHER})}) {re.escape(DETAILS)}")
+SEE_LOG = "(its own log has the details)"
+_CODED = re.compile(rf"\b({'|'.join({*CODES.values(), OTHER})}) {re.escape(SEE_LOG)}")
 
 
-def coded(error: BaseException) -> str:
+def error_code(error: BaseException) -> str:
     """Return an exception's code, and a pointer to the site's own log for its operator."""
     codes = (CODES[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in CODES)
-    return f"{next(codes, OTHER)} {DETAILS}"
+    return f"{next(codes, OTHER)} {SEE_LOG}"
 
 
-def find_coded(text: str) -> str:
-    """Return the text of `coded` without what Flower puts around it, or "" if there is none."""
+def find_error_code(text: str) -> str:
+    """Return the text of `error_code` without Flower's words around it, or "" if there is none."""
     match = _CODED.search(text)
     return match[0] if match else ""

@@ -34,7 +34,7 @@ DIMENSIONS = {
     "M": "components of Espresso's mixture; absent from a run without it",
     "K + 1": "FedDISC's clusters per class, and their mean",
 }
-CLIENTS_OWN = ("classes", "images")
+CLIENT_DIMENSIONS = ("classes", "images")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _field(name: str, hint: Any) -> Field:
     return Field(_FORMS[kind], shapes, values, optional)
 
 
-def tensors_of(
+def field_tensors(
     kind: type, sizes: Mapping[str, int]
 ) -> dict[str, tuple[tuple[int | str, ...], torch.dtype]]:
     """Return shape and dtype of every tensor of a payload in a run.
@@ -160,7 +160,10 @@ def tensors_of(
     Raises:
         TypeError: a required tensor has a dimension that does not exist in the run.
     """
-    size: dict[str, int | str] = {**dict(zip(CLIENTS_OWN, CLIENTS_OWN, strict=True)), **sizes}
+    size: dict[str, int | str] = {
+        **dict(zip(CLIENT_DIMENSIONS, CLIENT_DIMENSIONS, strict=True)),
+        **sizes,
+    }
     tensors = {}
     for name, declared in fields_of(kind).items():
         shapes = [shape for shape in declared.shapes if _has_sizes(shape, size)]

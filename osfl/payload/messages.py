@@ -40,22 +40,22 @@ PART_BYTES = 2**26
 # Upper bound on a tensor's name, type, shape and offsets in the header of safetensors' format
 HEADER_BYTES = 500
 # Upper bound on a client's images
-MOST_IMAGES = 10**9
+MAX_IMAGES = 10**9
 # Costs that a client reports, each with its upper bound: a higher value cannot be true
-COSTS = {
+MAX_COSTS = {
     # Thirty years
     "seconds": 1e9,
     # Thirty years of a machine of 1 PFLOP/s
     "flops": 1e24,
     # 100 TB
     "peak_memory_mb": 1e8,
-    "images": float(MOST_IMAGES),
+    "images": float(MAX_IMAGES),
     "resent": 1.0,
     # Of the guarantee; 0 for none
     "epsilon": 20.0,
     "delta": 1.0,
 }
-COST_KEYS = tuple(COSTS)
+COST_KEYS = tuple(MAX_COSTS)
 # A client with a guarantee sends only these, because seconds, FLOPs, memory and counts are exact
 # functions of its images
 PRIVATE_COST_KEYS = ("resent", "epsilon", "delta")
@@ -72,12 +72,12 @@ def pack_acknowledgement(job_id: str, sha256: str = "", rounds: str = "") -> Rec
     return RecordDict({"job": ConfigRecord({"job": job_id, "sha256": sha256, "rounds": rounds})})
 
 
-def acknowledged_digest(content: RecordDict) -> str:
+def unpack_acknowledgement(content: RecordDict) -> str:
     """Return the SHA-256 that an acknowledgement names; "" if it names none."""
     return str(content.config_records["job"].get("sha256", ""))
 
 
-def sent_costs(costs: Mapping[str, float]) -> dict[str, float]:
+def select_costs(costs: Mapping[str, float]) -> dict[str, float]:
     """Select the costs that a client sends from all that it measured."""
     keys = PRIVATE_COST_KEYS if costs["epsilon"] else COST_KEYS
     return {key: costs[key] for key in keys}
@@ -147,8 +147,8 @@ def check_costs(costs: Mapping[str, float]) -> None:
     """
     for key, value in costs.items():
         # Also refuses NaN
-        if not 0 <= value <= COSTS[key]:
-            raise ValueError(f"{key} = {value:g} cannot be true; expected 0 to {COSTS[key]:g}")
+        if not 0 <= value <= MAX_COSTS[key]:
+            raise ValueError(f"{key} = {value:g} cannot be true; expected 0 to {MAX_COSTS[key]:g}")
         if key == "images" and value != int(value):
             raise ValueError(f"{key} = {value:g}: must be a whole number")
 

@@ -17,12 +17,12 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from osfl.methods import METHODS
-from osfl.payload.codecs import packed, packed_size, unpacked
+from osfl.payload.codecs import pack, packed_size, unpack
 from osfl.payload.fields import Field, Form, Values, fields_of
 from osfl.payload.kinds import Payload, kind_of
 from osfl.payload.v1 import payload_pb2 as pb
 from osfl.payload.wire_scan import ScanError, scan
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 VERSION = 1
 MAX_MAGNITUDE = 1e6
@@ -58,8 +58,8 @@ class PayloadError(ValueError):
 
     def __init__(self, client: str, field: str, problem: str):
         self.client = client
-        self.field = plain(field)
-        self.problem = plain(problem, 1000)
+        self.field = sanitize(field)
+        self.problem = sanitize(problem, 1000)
         # With all three as arguments, the error of a worker process can be unpickled here
         super().__init__(client, self.field, self.problem)
 
@@ -159,7 +159,7 @@ def check_size(size: int, expected: Expected) -> None:
             "size",
             f"{size:,} bytes; the limit is {expected.max_bytes:,} (max-payload-mb)",
         )
-    if size > (limit := _most_bytes(expected)):
+    if size > (limit := _max_payload_bytes(expected)):
         raise PayloadError(
             expected.client, "size", f"{size:,} bytes; a payload of this run has at most {limit:,}"
         )
@@ -191,16 +191,32 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
     check_size(len(blob), expected)
     if sha256 is not None and digest(blob) != sha256:
         raise refuse("sha256", "the bytes do not match the digest in the header")
+    message = _parse(blob, expected, refuse)
+    # Unless the caller keeps it, this makes room for the tensors
+    del blob
+    classes = _check_header(message, expected, refuse)
+    body = message.WhichOneof("body")
+    kind = METHODS[expected.method].payload or "nothing"
+    if body != kind.lower():
+        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
+    payload = _read_body(kind_of(kind), getattr(message, body), classes, expected, refuse)
+    _check_values(payload, expected, refuse)
+    return payload
+
+
+def _parse(blob: bytes | memoryview, expected: Expected, refuse: "Refuse") -> pb.Payload:
     try:
         descriptor = cast(Descriptor, pb.Payload.DESCRIPTOR)
-        scan(blob, descriptor, _most_fields(expected), _longest_text(expected))
-        message = pb.Payload.FromString(bytes(blob))
+        scan(blob, descriptor, _max_fields(expected), _longest_text(expected))
+        return pb.Payload.FromString(bytes(blob))
     except ScanError as error:
         raise refuse(error.field, error.problem) from None
     except DecodeError as error:
         raise refuse("message", f"not a payload, or cut short ({error})") from None
-    # Unless the caller keeps it, this makes room for the tensors
-    del blob
+
+
+def _check_header(message: pb.Payload, expected: Expected, refuse: "Refuse") -> tuple[str, ...]:
+    """Check the message's fields beside its body; return the classes."""
     for name, value in (
         ("version", VERSION),
         ("method", expected.method),
@@ -214,13 +230,7 @@ def decode(blob: bytes | memoryview, expected: Expected, sha256: str | None = No
         raise refuse(
             "classes", f"{list(classes)[:20]} must be a subset of the run's classes, in their order"
         )
-    body = message.WhichOneof("body")
-    kind = METHODS[expected.method].payload or "nothing"
-    if body != kind.lower():
-        raise refuse("body", f"{body or 'nothing'}; {expected.method} expects {kind.lower()}")
-    payload = _read_body(kind_of(kind), getattr(message, body), classes, expected, refuse)
-    _check_values(payload, expected, refuse)
-    return payload
+    return classes
 
 
 def _read_body(
@@ -332,7 +342,7 @@ def _checked_texts(name: str, texts: Iterable[str], refuse: "Refuse") -> tuple[s
     return tuple(accepted)
 
 
-def sendable(text: str) -> str:
+def sanitize_caption(text: str) -> str:
     """Reduce a text to what a payload may contain.
 
     That is at most `MAX_TEXT` printable characters up to U+FFFF.
@@ -341,7 +351,7 @@ def sendable(text: str) -> str:
 
 
 def _check_text(name: str, text: str, refuse: "Refuse") -> None:
-    if text != sendable(text):
+    if text != sanitize_caption(text):
         raise refuse(
             name,
             f"{text[:40]!r}: must be printable, without characters beyond U+FFFF, and at most "
@@ -353,7 +363,7 @@ def _resolve(shape: Shape, size: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(size[n] if isinstance(n, str) else n for n in shape)
 
 
-def _most_fields(expected: Expected) -> dict[str, int]:
+def _max_fields(expected: Expected) -> dict[str, int]:
     """Return how often each repeated field or submessage may occur in a payload.
 
     A field without an entry may not occur. One tensor and a few dimensions more than expected are
@@ -382,7 +392,7 @@ def _longest_text(expected: Expected) -> int:
     return max(TEXT_BYTES, *(len(name.encode()) for name in (*names, *states)))
 
 
-def _most_bytes(expected: Expected) -> int:
+def _max_payload_bytes(expected: Expected) -> int:
     """Return the size of the largest valid payload, with a margin for names and lengths."""
     forms = [declared.form for declared in _declared(expected).values()]
     texts = forms.count(Form.TEXT) + forms.count(Form.TEXTS) * expected.max_images
@@ -441,7 +451,7 @@ def _tensor(number: int, name: str, value: torch.Tensor, codec: str) -> list[Byt
         name=name, shape=value.shape, dtype=code, codec=_CODECS[codec]
     ).SerializeToString()
     flat = np.ascontiguousarray(value.detach().cpu().numpy(), dtype=numpy_dtype).reshape(-1)
-    data = packed(flat, codec) if value.is_floating_point() else flat.view(np.uint8).data
+    data = pack(flat, codec) if value.is_floating_point() else flat.view(np.uint8).data
     return _field(number, header, *(_field(pb.Tensor.DATA_FIELD_NUMBER, data) if len(data) else []))
 
 
@@ -497,7 +507,7 @@ def _numbers(
 ) -> np.ndarray:
     if dtype == torch.float32:
         try:
-            return unpacked(message.data, count, codec)
+            return unpack(message.data, count, codec)
         except ValueError as error:
             raise refuse(message.name, str(error)) from None
     length = count * dtype.itemsize

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 # Wire types
 VARINT = 0
 LENGTH = 2
-MOST_VARINT_BYTES = 10
+MAX_VARINT_BYTES = 10
 WIRE_TYPES = {
     FieldDescriptor.TYPE_BYTES: LENGTH,
     FieldDescriptor.TYPE_ENUM: VARINT,
@@ -166,11 +166,11 @@ class _Scan:
     def varint(self, at: int, end: int) -> tuple[int, int]:
         """Return the number that begins at `at`, and where it ends."""
         number = 0
-        for place in range(MOST_VARINT_BYTES):
+        for place in range(MAX_VARINT_BYTES):
             if at + place >= end:
                 raise ScanError("message", "cut short")
             byte = self.data[at + place]
             number |= (byte & 0x7F) << 7 * place
             if byte < 0x80:
                 return number, at + place + 1
-        raise ScanError("message", f"a number of more than {MOST_VARINT_BYTES} bytes")
+        raise ScanError("message", f"a number of more than {MAX_VARINT_BYTES} bytes")

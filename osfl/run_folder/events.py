@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from osfl.util.log import log
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 # Flower's client truncates long lines
-CLIENTS_OF_A_LINE = 50
+CLIENTS_PER_LINE = 50
 # Characters
-MOST_WARNING = 1000
+MAX_WARNING = 1000
 # Flower's log puts the level first, so a client's text cannot imitate the start of a line
 _EVENT = re.compile(r"INFO\s*:\s+status (\{.*\})\s*")
 
@@ -39,13 +39,13 @@ def _results(metrics: Mapping[str, Any], report: str) -> Iterator[dict[str, Any]
     for part in _parts(dict.fromkeys(metrics["not_tested"], True)):
         yield {"not_tested": part}
     for warning in metrics["warnings"]:
-        yield {"warning": plain(warning, MOST_WARNING)}
+        yield {"warning": sanitize(warning, MAX_WARNING)}
 
 
 def _parts(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     items = list(values.items())
-    for begin in range(0, len(items), CLIENTS_OF_A_LINE):
-        yield dict(items[begin : begin + CLIENTS_OF_A_LINE])
+    for begin in range(0, len(items), CLIENTS_PER_LINE):
+        yield dict(items[begin : begin + CLIENTS_PER_LINE])
 
 
 class FollowedRun:
@@ -93,4 +93,4 @@ class FollowedRun:
         elif "not_tested" in event:
             self.metrics["not_tested"] += map(str, event["not_tested"])
         elif "warning" in event:
-            self.metrics["warnings"].append(plain(event["warning"], MOST_WARNING))
+            self.metrics["warnings"].append(sanitize(event["warning"], MAX_WARNING))

@@ -7,9 +7,9 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from osfl.run_folder.job_files import MADE_ANEW, JobFiles
-from osfl.util.files import DamageError
-from osfl.util.text import plain, safe_name
+from osfl.run_folder.job_files import HINT_RECREATE, JobFiles
+from osfl.util.files import CorruptFileError
+from osfl.util.text import safe_name, sanitize
 
 if TYPE_CHECKING:
     # Takes seconds to import, and few readers need it
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _ROW = {"file": str, "client": str, "class": str, "seed": int, "sha256": str}
 # Stable Diffusion's images have a million pixels; several are read in parallel
-MOST_PICTURE_PIXELS = 4096 * 4096
-MOST_PICTURE_BYTES = 4 * MOST_PICTURE_PIXELS
+MAX_IMAGE_PIXELS = 4096 * 4096
+MAX_IMAGE_BYTES = 4 * MAX_IMAGE_PIXELS
 # A PNG's last chunk: length, name, checksum
 PNG_END = b"\0\0\0\0IEND" + bytes.fromhex("ae426082")
 
@@ -50,13 +50,13 @@ def image_name(client: str, label: int, class_name: str, index: int) -> str:
     return f"images/{client}/{label:03d}-{safe_name(class_name)}/{index:05d}.png"
 
 
-def read_picture(file: Path) -> "torch.Tensor | None":
+def read_image(file: Path) -> "torch.Tensor | None":
     """Read a synthetic image as uint8 [3, H, W]; None if the file is missing or corrupt."""
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        if file.stat().st_size > MOST_PICTURE_BYTES:
+        if file.stat().st_size > MAX_IMAGE_BYTES:
             return None
         content = file.read_bytes()
         if not _is_whole_png(content):
@@ -77,14 +77,14 @@ def _is_whole_png(content: bytes) -> bool:
 
     stream = io.BytesIO(content)
     with Image.open(stream, formats=["PNG"]) as image:
-        if image.width * image.height > MOST_PICTURE_PIXELS:
+        if image.width * image.height > MAX_IMAGE_PIXELS:
             return False
         # Reads as far as the name of the last chunk
         image.verify()
     return content[stream.tell() - 8 :] == PNG_END
 
 
-def picture_digest(picture: "torch.Tensor") -> str:
+def image_digest(picture: "torch.Tensor") -> str:
     """Return the SHA-256 of an image's pixels."""
     return hashlib.sha256(picture.contiguous().numpy().tobytes()).hexdigest()
 
@@ -98,14 +98,14 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """
     if not os.path.isfile(file):
         problem = "is not a file" if os.path.lexists(file) else "is missing"
-        raise DamageError(f"{plain(file, 1000)} {problem}; {MADE_ANEW}")
+        raise CorruptFileError(f"{sanitize(file, 1000)} {problem}; {HINT_RECREATE}")
     content = file.read_bytes()
     try:
         rows = [json.loads(line) for line in content.splitlines()]
     except (ValueError, RecursionError):
         rows = []
     if not rows or not content.endswith(b"\n") or not all(map(_is_row, rows)):
-        raise DamageError(f"{plain(file, 1000)} is corrupt; {MADE_ANEW}")
+        raise CorruptFileError(f"{sanitize(file, 1000)} is corrupt; {HINT_RECREATE}")
     return rows
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osfl.util.files import DamageError, read_json, write_atomically
+from osfl.util.files import CorruptFileError, read_json, write_atomically
 
 if TYPE_CHECKING:
     # Takes seconds to import, and few readers need it
     import torch
 
 # Hints at the end of error messages
-MADE_ANEW = "repeat the same `osfl run` to recreate it"
-OTHER_JOB = "restore it from a backup, or use another job-id"
+HINT_RECREATE = "repeat the same `osfl run` to recreate it"
+HINT_RESTORE = "restore it from a backup, or use another job-id"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class JobFiles:
         write_atomically(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
 
     def read_json(
-        self, name: str, kinds: Mapping[str, Any] | None = None, cure: str = OTHER_JOB
+        self, name: str, kinds: Mapping[str, Any] | None = None, cure: str = HINT_RESTORE
     ) -> Any:
         """Read a result of `write_json`, or None if there is none.
 
@@ -49,7 +49,7 @@ class JobFiles:
             return None
         value = read_json(self.path / name, object if kinds is None else dict, cure)
         if not all(isinstance(value.get(key), kind) for key, kind in (kinds or {}).items()):
-            raise DamageError(f"{self.path / name} is corrupt; {cure}")
+            raise CorruptFileError(f"{self.path / name} is corrupt; {cure}")
         return value
 
     def write_weights(self, name: str, state: "Mapping[str, torch.Tensor]") -> str:
@@ -78,4 +78,4 @@ class JobFiles:
 
             return load(weights)
         problem = "is corrupt" if file.exists() else "is missing"
-        raise DamageError(f"{file} {problem}; {cure}")
+        raise CorruptFileError(f"{file} {problem}; {cure}")

@@ -39,42 +39,42 @@ from filelock import FileLock, Timeout
 
 from osfl.config import NOT_IDENTITY, ConfigError, RunConfig, flatten
 from osfl.run_folder.image_store import (
-    MOST_PICTURE_BYTES,
-    MOST_PICTURE_PIXELS,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGE_PIXELS,
     ImageStore,
+    image_digest,
     image_name,
-    picture_digest,
-    read_picture,
+    read_image,
     read_rows,
 )
 from osfl.run_folder.model_store import ADAPTED, ModelStore
-from osfl.run_folder.payload_store import MOST_ENDS, PayloadStore
+from osfl.run_folder.payload_store import MAX_DECODING_CRASHES, PayloadStore
 from osfl.run_folder.round_store import RoundStore
-from osfl.util.files import OWNER_ONLY, own_folder, private_folder
+from osfl.util.files import OWNER_ONLY, ensure_own_folder, make_private_folder
 
 __all__ = [
     "ADAPTED",
-    "MOST_ENDS",
-    "MOST_PICTURE_BYTES",
-    "MOST_PICTURE_PIXELS",
-    "NOT_A_RECORD",
-    "SUMS",
+    "CHECKSUMS",
+    "MAX_DECODING_CRASHES",
+    "MAX_IMAGE_BYTES",
+    "MAX_IMAGE_PIXELS",
+    "UNRECORDED",
     "RunFolder",
     "check_same_run",
+    "image_digest",
     "image_name",
     "open_run_folder",
-    "picture_digest",
-    "read_picture",
+    "read_image",
     "read_rows",
     "runs_root",
 ]
 
-SUMS = "SHA256SUMS"
+CHECKSUMS = "SHA256SUMS"
 # These change even when no server is at work
-NOT_A_RECORD = frozenset({"status.json", "server.log"})
+UNRECORDED = frozenset({"status.json", "server.log"})
 # Time for another server to end
 LOCK_SECONDS = 5.0
-DRAW_ANEW = "remove it, and the images are synthesized again"
+HINT_SYNTHESIZE = "remove it, and the images are synthesized again"
 # Files that each step of a job leaves
 _STEPS = {
     "payloads": ("payloads/*.pb",),
@@ -88,6 +88,21 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
     """The folder of one run: its stores, the job's inputs, and its lock."""
 
     # ---- The job's inputs ----
+
+    @property
+    def config_file(self) -> Path:
+        """The path of the resolved run-config."""
+        return self.path / "config.json"
+
+    @property
+    def kit_file(self) -> Path:
+        """The path of the kit's digests."""
+        return self.path / "kit.json"
+
+    @property
+    def status_file(self) -> Path:
+        """The path of the run's status."""
+        return self.path / "status.json"
 
     def stored_config(self) -> dict[str, Any] | None:
         """Read the resolved run-config, flat; None before the run has started.
@@ -110,7 +125,7 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         """Store the SHA-256 of the kit's files that each step uses."""
         self.write_json("kit.json", digests)
 
-    def has_begun(self, step: str) -> bool:
+    def has_started(self, step: str) -> bool:
         """Return whether a step of the job (`payloads`, `images`, `models`) has left any file."""
         return any(any(self.path.glob(pattern)) for pattern in _STEPS[step])
 
@@ -123,7 +138,7 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         Raises:
             DamageError: `synthesis.json` is corrupt.
         """
-        return self.read_json("synthesis.json", kinds, DRAW_ANEW)
+        return self.read_json("synthesis.json", kinds, HINT_SYNTHESIZE)
 
     def store_sampling_choice(self, choice: Mapping[str, Any]) -> None:
         """Store the settings that a measurement chose, for the rest of the job."""
@@ -141,11 +156,11 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         """The path of the report page."""
         return self.path / "report.html"
 
-    def forget_status(self) -> None:
+    def remove_status(self) -> None:
         """Remove the previous run's status at the start of a run."""
-        (self.path / "status.json").unlink(missing_ok=True)
+        self.status_file.unlink(missing_ok=True)
 
-    def take_log(self, log_file: Path) -> Path:
+    def move_log(self, log_file: Path) -> Path:
         """Move a simulation's log into the folder; return its new path.
 
         A missing log was moved by another start of the same job.
@@ -156,7 +171,7 @@ class RunFolder(PayloadStore, ImageStore, RoundStore, ModelStore):
         return destination
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the folder against other servers. The lock ends with this process in any case.
 
         Raises:
@@ -189,23 +204,23 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
     Raises:
         ConfigError: the job id belongs to a run with another configuration or of an older version,
             or a server is at work on it; the disk is too small for the run; the folder has results
-            but no config.json; another user could have prepared the folder (`own_folder`).
+            but no config.json; another user could have prepared the folder (`ensure_own_folder`).
         DamageError: config.json is corrupt.
     """
     root = runs_root(config)
     folder = RunFolder(root / job_id)
-    private_folder(root)
-    is_new = not (folder.path / "config.json").exists()
+    make_private_folder(root)
+    is_new = not folder.config_file.exists()
     if is_new and (free := shutil.disk_usage(root).free) < needed_bytes:
         raise ConfigError(
             f"runs-dir = {str(root)!r}: {free / 1e6:,.0f} MB free, but this run needs about "
             f"{needed_bytes / 1e6:,.0f} MB"
         )
     try:
-        own_folder(folder.path)
+        ensure_own_folder(folder.path)
     except OSError as error:
         raise ConfigError(f"job-id = {job_id!r}: {error}, or use another job-id") from None
-    with folder.alone():
+    with folder.lock():
         _bind(folder, flatten(config))
     return folder
 
@@ -213,7 +228,7 @@ def open_run_folder(config: RunConfig, job_id: str, needed_bytes: int) -> RunFol
 def _bind(folder: RunFolder, config: dict[str, Any]) -> None:
     """Bind the folder to this flat run-config, and mark its run as unfinished."""
     check_same_run(folder, config)
-    (folder.path / SUMS).unlink(missing_ok=True)
+    (folder.path / CHECKSUMS).unlink(missing_ok=True)
     folder.write_json("config.json", config)
 
 
@@ -235,12 +250,12 @@ def check_same_run(folder: RunFolder, config: dict[str, Any]) -> None:
     if stored is None:
         if results := _results(folder.path):
             raise ConfigError(
-                f"job-id = {job_id!r}: {folder.path / 'config.json'} is missing, so the run that "
+                f"job-id = {job_id!r}: {folder.config_file} is missing, so the run that "
                 f"{results[0]} belongs to is unknown. Restore it from a backup, or use another "
                 "job-id"
             )
         return
-    if "kit-sha256" in stored and not (folder.path / "kit.json").exists():
+    if "kit-sha256" in stored and not folder.kit_file.exists():
         raise ConfigError(
             f"job-id = {job_id!r} was started by an older version of OSFL, which identified the "
             "kit by all files of its folder. Finish it with that version, or use another job-id"
@@ -259,4 +274,4 @@ def check_same_run(folder: RunFolder, config: dict[str, Any]) -> None:
 def _results(folder: Path) -> list[str]:
     """List what a run has left in a folder, except for files that may precede the run."""
     names = sorted(entry.name for entry in folder.iterdir())
-    return [name for name in names if name not in NOT_A_RECORD and not name.startswith(".")]
+    return [name for name in names if name not in UNRECORDED and not name.startswith(".")]

@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osfl.run_folder.job_files import JobFiles
-from osfl.util.files import DamageError, read_json
+from osfl.util.files import CorruptFileError, read_json
 
 if TYPE_CHECKING:
     # Takes seconds to import, and few readers need it
@@ -32,7 +33,7 @@ class ModelStore(JobFiles):
         try:
             record = read_json(file.with_suffix(".json"))
         # The model is trained again
-        except DamageError:
+        except CorruptFileError:
             return None
         if record.get("inputs") != inputs or not file.is_file():
             return None
@@ -43,6 +44,33 @@ class ModelStore(JobFiles):
         from safetensors.torch import load
 
         return load(weights)
+
+    def model_files(self) -> list[Path]:
+        """List the files of all models."""
+        return sorted((self.path / "models").glob("*.safetensors"))
+
+    def model_records(self) -> list[Path]:
+        """List the records of all models, which are named after them."""
+        return sorted((self.path / "models").glob("*.json"))
+
+    def test_files(self) -> list[Path]:
+        """List the confusion matrices of all models, a global model before its adapted ones."""
+        return sorted((self.path / "tests").glob("*.json"), key=lambda file: file.stem)
+
+    @property
+    def withheld_file(self) -> Path:
+        """The path of the clients whose sites withhold their test results."""
+        return self.path / "withheld.json"
+
+    @property
+    def scores_file(self) -> Path:
+        """The path of the label-consistency scores."""
+        return self.path / "agreement.json"
+
+    @property
+    def contributions_file(self) -> Path:
+        """The path of the clients' contributions."""
+        return self.path / "influence" / "clients.json"
 
     def store_test(self, name: str, matrices: Mapping[str, list[list[int]]]) -> None:
         """Store a global model's confusion matrices by client: counts [true, predicted class]."""
@@ -58,7 +86,7 @@ class ModelStore(JobFiles):
         """Store the names of the clients whose sites withhold their test results."""
         self.write_json("withheld.json", {"clients": sorted(clients)})
 
-    def store_agreements(self, inputs: str, clients: Mapping[str, Any]) -> None:
+    def store_consistency_scores(self, inputs: str, clients: Mapping[str, Any]) -> None:
         """Store the label-consistency scores of every client's classes.
 
         Args:
@@ -66,12 +94,12 @@ class ModelStore(JobFiles):
         """
         self.write_json("agreement.json", {"inputs": inputs, "clients": clients})
 
-    def stored_agreements(self, inputs: str) -> dict[str, dict[str, float]]:
+    def stored_consistency_scores(self, inputs: str) -> dict[str, dict[str, float]]:
         """Read the scores by client and class name; {} if they are of other images."""
         try:
             content = self.read_json("agreement.json", {"inputs": str, "clients": dict}) or {}
         # The images are scored again
-        except DamageError:
+        except CorruptFileError:
             return {}
         if content.get("inputs") != inputs:
             return {}
@@ -92,11 +120,11 @@ class ModelStore(JobFiles):
         try:
             content = self.read_json("influence/done.json", {"inputs": str, "hits": dict}) or {}
         # The models are trained again
-        except DamageError:
+        except CorruptFileError:
             return {}
         is_valid = all(isinstance(hits, list) for hits in content.get("hits", {}).values())
         return dict(content["hits"]) if is_valid and content.get("inputs") == inputs else {}
 
-    def store_influences(self, clients: Mapping[str, Any]) -> None:
+    def store_contributions(self, clients: Mapping[str, Any]) -> None:
         """Store each client's contribution to the global model."""
         self.write_json("influence/clients.json", clients)

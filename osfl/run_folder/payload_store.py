@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from osfl.run_folder.job_files import JobFiles
-from osfl.util.files import DamageError, read_json, write_atomically
+from osfl.util.files import CorruptFileError, read_json, write_atomically
 from osfl.util.log import log
 
 # Crashes of the server while it decodes a client's payloads, after which the client is refused. A
 # single crash may have another cause.
-MOST_ENDS = 2
+MAX_DECODING_CRASHES = 2
 
 
 class PayloadStore(JobFiles):
@@ -32,7 +32,7 @@ class PayloadStore(JobFiles):
         """Read a payload as it was stored."""
         return (self.path / "payloads" / f"{client}.pb").read_bytes()
 
-    def sealed_to(self, client: str) -> str:
+    def sealing_fingerprint(self, client: str) -> str:
         """Return the fingerprint of the key that a payload is sealed to; "" if it is open."""
         record = self.read_json(f"payloads/{client}.json") or {}
         return str(record.get("sealed-to", ""))
@@ -46,16 +46,24 @@ class PayloadStore(JobFiles):
         record = self.read_json(f"payloads/{client}.json") or {}
         return str(record.get("sha256", ""))
 
+    def payload_files(self) -> list[Path]:
+        """List the files of all payloads, in the order of the clients' names."""
+        return sorted((self.path / "payloads").glob("*.pb"), key=lambda file: file.stem)
+
+    def payload_records(self) -> list[Path]:
+        """List the records of all payloads, which are named after the clients."""
+        return sorted((self.path / "payloads").glob("*.json"))
+
     def stored_clients(self) -> list[str]:
         """List the clients whose payloads are stored with a valid record.
 
         Payloads without one are quarantined, so that their clients are asked again.
         """
-        clients = sorted(file.stem for file in (self.path / "payloads").glob("*.pb"))
+        clients = [file.stem for file in self.payload_files()]
         for client in clients:
             if problem := self._payload_problem(client):
                 log.error("%s; the payload is quarantined, and %s is asked again", problem, client)
-                self.refuse_payload(client)
+                self.quarantine_payload(client)
         return [client for client in clients if (self.path / "payloads" / f"{client}.pb").is_file()]
 
     def _payload_problem(self, client: str) -> str:
@@ -63,7 +71,7 @@ class PayloadStore(JobFiles):
         file = self.path / "payloads" / f"{client}.json"
         try:
             record = read_json(file)
-        except DamageError as error:
+        except CorruptFileError as error:
             return str(error)
         if not file.with_suffix(".pb").is_file():
             return f"{file.with_suffix('.pb')} is not a file"
@@ -94,7 +102,7 @@ class PayloadStore(JobFiles):
         if self.read_json(marker) is not None:
             raise PayloadError(client, "message", "the server ended while it decoded this payload")
         crashes = self.read_json(f"{marker}.refused") or 0
-        if crashes >= MOST_ENDS:
+        if crashes >= MAX_DECODING_CRASHES:
             raise PayloadError(
                 client,
                 "message",
@@ -111,7 +119,7 @@ class PayloadStore(JobFiles):
         finally:
             (self.path / marker).unlink()
 
-    def refuse_payload(self, client: str) -> None:
+    def quarantine_payload(self, client: str) -> None:
         """Quarantine an invalid payload, as `<client>.pb.refused`."""
         for ending in ("pb", "json", "decoding"):
             file = self.path / "payloads" / f"{client}.{ending}"

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osfl.run_folder.job_files import JobFiles
@@ -10,7 +11,9 @@ if TYPE_CHECKING:
     # Takes seconds to import, and few readers need it
     import torch
 
-BEGIN_AGAIN = "move the folder rounds away, and the same `osfl run` starts with the first round"
+HINT_RESTART_ROUNDS = (
+    "move the folder rounds away, and the same `osfl run` starts with the first round"
+)
 # Endings of a round's files
 _MODEL = ".safetensors"
 _MEMORY = ".memory.safetensors"
@@ -49,6 +52,11 @@ class RoundStore(JobFiles):
             if not file.name.startswith(f"{number:06d}"):
                 file.unlink()
 
+    @property
+    def round_record_file(self) -> Path:
+        """The path of the last round's record."""
+        return self.path / "rounds" / "done.json"
+
     def rounds_identity(self) -> str:
         """Return random digits that identify the rounds of this run, also after it resumes.
 
@@ -59,7 +67,7 @@ class RoundStore(JobFiles):
             DamageError: `identity.json` or the record of the last round is corrupt.
         """
         name = "rounds/identity.json"
-        record = self.read_json(name, {"identity": str}, BEGIN_AGAIN)
+        record = self.read_json(name, {"identity": str}, HINT_RESTART_ROUNDS)
         if record is None and self.last_round() is not None:
             return ""
         if record is None:
@@ -75,7 +83,7 @@ class RoundStore(JobFiles):
         Raises:
             DamageError: it is corrupt.
         """
-        return self.read_json("rounds/done.json", _ROUND, BEGIN_AGAIN)
+        return self.read_json("rounds/done.json", _ROUND, HINT_RESTART_ROUNDS)
 
     def round_model(self, record: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         """Read the model after the last round.
@@ -87,9 +95,9 @@ class RoundStore(JobFiles):
             DamageError: the model is missing or corrupt.
         """
         name = f"rounds/{record['round']:06d}{_MODEL}"
-        return self.read_weights(name, record["sha256"].get("model"), BEGIN_AGAIN)
+        return self.read_weights(name, record["sha256"].get("model"), HINT_RESTART_ROUNDS)
 
     def round_memory(self, record: Mapping[str, Any]) -> "dict[str, torch.Tensor]":
         """Read the strategy's state after the last round; like `round_model`."""
         name = f"rounds/{record['round']:06d}{_MEMORY}"
-        return self.read_weights(name, record["sha256"].get("memory"), BEGIN_AGAIN)
+        return self.read_weights(name, record["sha256"].get("memory"), HINT_RESTART_ROUNDS)

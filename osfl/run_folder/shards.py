@@ -16,9 +16,10 @@ from typing import Any
 
 from osfl.config import ConfigError
 from osfl.run_folder.image_store import read_rows
-from osfl.run_folder.job_files import MADE_ANEW
-from osfl.run_folder.verify import check_sealed, picture_problem
-from osfl.util.files import open_private, private_folder, read_json, write_atomically
+from osfl.run_folder.job_files import HINT_RECREATE
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.verify import check_checksum, image_problem
+from osfl.util.files import make_private_folder, open_private, read_json, write_atomically
 
 
 def write_shards(
@@ -45,14 +46,14 @@ def write_shards(
             other shards.
         DamageError: the manifest or `shards.json` is corrupt.
     """
-    manifest = run / "manifest.jsonl"
+    manifest = RunFolder(run).manifest_file
     if not os.path.lexists(manifest):
         raise ConfigError(
             f"{manifest} does not exist; the run has not finished its synthesis, or its method "
             "synthesizes no images"
         )
     # Rows alone cannot show if whole lines are missing
-    check_sealed(run, manifest.name)
+    check_checksum(run, manifest.name)
     rows = read_rows(manifest)
     listing = out / "shards.json"
     identity = {"manifest": hashlib.sha256(manifest.read_bytes()).hexdigest(), "size": size}
@@ -65,7 +66,7 @@ def write_shards(
     random.Random(0).shuffle(rows)
     groups = [rows[first : first + size] for first in range(0, len(rows), size)]
     files = [out / f"{number:05d}.tar" for number in range(len(groups))]
-    private_folder(out)
+    make_private_folder(out)
     write_atomically(listing, json.dumps(identity).encode())
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
         _write_shard(run, file, group, number * size)
@@ -75,9 +76,9 @@ def write_shards(
 
 def _write_shard(run: Path, file: Path, rows: Sequence[dict[str, Any]], first: int) -> None:
     with ThreadPoolExecutor() as readers:
-        for problem in readers.map(lambda row: picture_problem(run, row), rows):
+        for problem in readers.map(lambda row: image_problem(run, row), rows):
             if problem:
-                raise ConfigError(f"{problem}; {MADE_ANEW}")
+                raise ConfigError(f"{problem}; {HINT_RECREATE}")
     part = file.with_suffix(".part")
     try:
         part.unlink(missing_ok=True)

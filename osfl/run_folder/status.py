@@ -8,15 +8,15 @@ from typing import Any
 from osfl.run_folder.events import log_event
 from osfl.util.files import read_json, write_atomically
 from osfl.util.log import log
-from osfl.util.text import plain, plain_lines
+from osfl.util.text import sanitize, sanitize_lines
 
 _DETAILS = "; details: "
 # Phases that `status.json` keeps
-MOST_PHASES = 50
+MAX_PHASES = 50
 # Time between two log lines about a phase's progress
 LOG_SECONDS = 10.0
 # Characters: an error may have a line for each of many clients
-MOST_ERROR = 10_000
+MAX_ERROR = 10_000
 
 
 def with_details(warning: str, details: str) -> str:
@@ -70,13 +70,13 @@ class Status:
         log_event({"phase": name, "total": total})
         self._logged = time.monotonic()
         start = {"phase": name, "began": round(time.time(), 2)}
-        self.state["phases"] = [*self.state["phases"], start][-MOST_PHASES:]
+        self.state["phases"] = [*self.state["phases"], start][-MAX_PHASES:]
         self.state.update(phase=name, done=0, total=total, step=[])
         self._write(immediately=True)
 
-    def failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the run with an error, which users read in its status."""
-        self.state["error"] = plain_lines(f"{type(error).__name__}: {error}", MOST_ERROR)
+        self.state["error"] = sanitize_lines(f"{type(error).__name__}: {error}", MAX_ERROR)
         self.phase("failed")
 
     def advance(self, done: int, total: int) -> None:
@@ -87,15 +87,15 @@ class Status:
             log_event({"done": done, "total": total})
         self._write(immediately=done == total)
 
-    def within(self, done: int, total: int) -> None:
+    def step(self, done: int, total: int) -> None:
         """Report progress within the current step, such as a work unit of images."""
         self.state["step"] = [done, total]
         self._write(immediately=False)
 
     def client(self, name: str, state: str) -> None:
         """Report a client's new state, such as joined, asked, delivered, failed or refused."""
-        name = plain(name)
-        state = plain(state)
+        name = sanitize(name)
+        state = sanitize(state)
         log.info("%s: %s", name, state)
         log_event({"client": name, "state": state})
         self.state["clients"][name] = state
@@ -108,7 +108,7 @@ class Status:
         self.state["warnings"] = warnings
         self._write(immediately=True)
 
-    def warn_of(self, warning: str) -> None:
+    def add_warning(self, warning: str) -> None:
         """Add a warning to the earlier ones."""
         self.warn([*self.state.get("warnings", []), warning])
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osfl.run_folder.image_store import picture_digest, read_picture, read_rows
-from osfl.run_folder.job_files import MADE_ANEW
-from osfl.run_folder.layout import NOT_A_RECORD, SUMS
-from osfl.util.files import DamageError, read_json, write_atomically
-from osfl.util.text import plain
+from osfl.run_folder.image_store import image_digest, read_image, read_rows
+from osfl.run_folder.job_files import HINT_RECREATE
+from osfl.run_folder.layout import CHECKSUMS, UNRECORDED, RunFolder
+from osfl.util.files import CorruptFileError, read_json, write_atomically
+from osfl.util.text import sanitize
 
 _RECORDS = (
     *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),
@@ -38,24 +38,24 @@ class Finding:
     """
 
     kind: str
-    good: int
-    wrong: tuple[str, ...]
+    intact: int
+    problems: tuple[str, ...]
 
     @property
     def counted(self) -> str:
         """The number of intact files with their kind, such as `1 model`."""
-        return f"{self.good} {self.kind.removesuffix('s') if self.good == 1 else self.kind}"
+        return f"{self.intact} {self.kind.removesuffix('s') if self.intact == 1 else self.kind}"
 
 
-def picture_problem(folder: Path, row: dict[str, Any]) -> str:
+def image_problem(folder: Path, row: dict[str, Any]) -> str:
     """Return the problem with the image of a manifest's row; "" if it is intact."""
-    name = plain(row["file"])
+    name = sanitize(row["file"])
     if not os.path.isfile(folder / row["file"]):
         return f"{name} is missing"
-    picture = read_picture(folder / row["file"])
+    picture = read_image(folder / row["file"])
     if picture is None:
         return f"{name} cannot be read"
-    if picture_digest(picture) != row["sha256"]:
+    if image_digest(picture) != row["sha256"]:
         return f"{name} is not the image that was synthesized"
     return ""
 
@@ -63,9 +63,9 @@ def picture_problem(folder: Path, row: dict[str, Any]) -> str:
 # ---- The whole folder ----
 
 
-def is_run(folder: Path) -> bool:
+def contains_run(folder: Path) -> bool:
     """Return whether a folder contains a run, or what remains of one."""
-    traces = ("config.json", "status.json", "metrics.json", "payloads", "units", SUMS)
+    traces = ("config.json", "status.json", "metrics.json", "payloads", "units", CHECKSUMS)
     return any(os.path.lexists(folder / name) for name in traces)
 
 
@@ -81,7 +81,7 @@ def verify_run(
     rows, problems = _unit_rows(folder)
     intact = 0
     with ThreadPoolExecutor() as readers:
-        image_problems = readers.map(lambda row: picture_problem(folder, row), rows)
+        image_problems = readers.map(lambda row: image_problem(folder, row), rows)
         for number, problem in enumerate(image_problems, start=1):
             problems += [problem] if problem else []
             intact += not problem
@@ -92,25 +92,25 @@ def verify_run(
         _check_manifest(folder, rows),
         _check_recorded_files(folder, "models", ".safetensors"),
     ]
-    reported = {problem for finding in findings for problem in finding.wrong}
+    reported = {problem for finding in findings for problem in finding.problems}
     records = _check_records(folder)
-    unreported = tuple(problem for problem in records.wrong if problem not in reported)
-    return [*findings, Finding("records", records.good, unreported)]
+    unreported = tuple(problem for problem in records.problems if problem not in reported)
+    return [*findings, Finding("records", records.intact, unreported)]
 
 
-def seal(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Write `SHA256SUMS` of all records at the end of a run, which also shows missing files."""
     names = [
         str(file.relative_to(folder))
         for pattern in _RECORDS
         for file in sorted(folder.glob(pattern))
-        if file.name not in NOT_A_RECORD and os.path.isfile(file)
+        if file.name not in UNRECORDED and os.path.isfile(file)
     ]
     lines = [f"{_sha256(folder / name)}  {name}\n" for name in names]
-    write_atomically(folder / SUMS, f"# {len(names)} files\n{''.join(lines)}".encode())
+    write_atomically(folder / CHECKSUMS, f"# {len(names)} files\n{''.join(lines)}".encode())
 
 
-def check_sealed(folder: Path, name: str) -> None:
+def check_checksum(folder: Path, name: str) -> None:
     """Check a record of a run against `SHA256SUMS`, if it is listed there.
 
     Raises:
@@ -118,14 +118,14 @@ def check_sealed(folder: Path, name: str) -> None:
     """
     digest = _read_sums(folder).get(name)
     if digest and (problem := _problem(folder, name, digest)):
-        raise DamageError(f"{folder}: {problem}; {MADE_ANEW}")
+        raise CorruptFileError(f"{folder}: {problem}; {HINT_RECREATE}")
 
 
 def _unit_rows(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of all work units, sorted by file, and the problems with units."""
     rows = []
     problems = []
-    for unit in sorted((folder / "units").glob("*.jsonl")):
+    for unit in sorted(RunFolder(folder).unit_files()):
         try:
             rows += read_rows(unit)
         except OSError:
@@ -139,7 +139,7 @@ def _check_manifest(folder: Path, unit_rows: list[dict[str, Any]]) -> Finding:
 
     A run has a manifest from the end of its synthesis on.
     """
-    file = folder / "manifest.jsonl"
+    file = RunFolder(folder).manifest_file
     if not os.path.lexists(file):
         return Finding("manifest rows", 0, ())
     try:
@@ -148,7 +148,7 @@ def _check_manifest(folder: Path, unit_rows: list[dict[str, Any]]) -> Finding:
         return Finding("manifest rows", 0, (_corruption(folder, file),))
     rows_by_file = {row["file"]: row for row in unit_rows}
     problems = tuple(
-        f"manifest.jsonl: the row of {plain(row['file'])} differs from that of its work unit"
+        f"manifest.jsonl: the row of {sanitize(row['file'])} differs from that of its work unit"
         for row in rows
         if rows_by_file.get(row["file"]) != row
     )
@@ -175,23 +175,24 @@ def _check_records(folder: Path) -> Finding:
 
     Of an unfinished run only `config.json` is checked.
     """
+    run = RunFolder(folder)
     phase = None
-    sealed = os.path.lexists(folder / SUMS)
-    ended = any(os.path.lexists(folder / name) for name in ("metrics.json", "report.html"))
+    sealed = os.path.lexists(folder / CHECKSUMS)
+    ended = os.path.lexists(run.metrics_file) or os.path.lexists(run.report_file)
     problems = []
     try:
-        phase = read_json(folder / "status.json").get("phase")
+        phase = read_json(run.status_file).get("phase")
     except OSError:
         # A run that has just started has none
-        if sealed or ended or os.path.lexists(folder / "status.json"):
-            problems.append(_corruption(folder, folder / "status.json"))
+        if sealed or ended or os.path.lexists(run.status_file):
+            problems.append(_corruption(folder, run.status_file))
     else:
         if sealed and phase != "finished":
             problems.append("status.json does not say that the run has finished")
     if sealed or phase == "finished" or (phase is None and ended):
         sums = _read_sums(folder)
         results = [_problem(folder, name, digest) for name, digest in sums.items()]
-        problems += [] if sums else [_corruption(folder, folder / SUMS)]
+        problems += [] if sums else [_corruption(folder, folder / CHECKSUMS)]
     else:
         results = [_config_problem(folder)]
     problems += [problem for problem in results if problem]
@@ -199,19 +200,20 @@ def _check_records(folder: Path) -> Finding:
 
 
 def _config_problem(folder: Path) -> str:
+    file = RunFolder(folder).config_file
     try:
-        read_json(folder / "config.json")
+        read_json(file)
     except OSError:
-        return _corruption(folder, folder / "config.json")
+        return _corruption(folder, file)
     return ""
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
     """Read the digests by file; {} if `SHA256SUMS` is missing or corrupt."""
-    if not os.path.isfile(folder / SUMS):
+    if not os.path.isfile(folder / CHECKSUMS):
         return {}
     try:
-        head, *lines = (folder / SUMS).read_text().split("\n")
+        head, *lines = (folder / CHECKSUMS).read_text().split("\n")
     except (OSError, ValueError):
         return {}
     matches = [re.fullmatch(r"([0-9a-f]{64})  (\w[\w./-]*)", line) for line in lines[:-1]]
@@ -225,12 +227,12 @@ def _problem(folder: Path, name: str, digest: object) -> str:
     try:
         is_intact = os.path.isfile(folder / name) and _sha256(folder / name) == digest
     except OSError:
-        return f"{plain(name)} cannot be read"
+        return f"{sanitize(name)} cannot be read"
     return "" if is_intact else _corruption(folder, folder / name)
 
 
 def _corruption(folder: Path, file: Path) -> str:
-    name = plain(file.relative_to(folder))
+    name = sanitize(file.relative_to(folder))
     if not os.path.lexists(file):
         return f"{name} is missing"
     return f"{name} is corrupt"

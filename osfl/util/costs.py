@@ -35,7 +35,7 @@ class FlopMeter:
         self.total += self._flops[kind]
         return result
 
-    def run_then(self, step: Callable[[], T], kind_of: Callable[[T], Hashable]) -> T:
+    def run_by_result(self, step: Callable[[], T], kind_of: Callable[[T], Hashable]) -> T:
         """Run a step whose kind depends on its result, such as on the length of a text.
 
         The first step of each kind runs twice, so a step must be repeatable.

@@ -23,7 +23,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def saves_memory(checkpointing: str, device: torch.device) -> bool:
+def uses_checkpointing(checkpointing: str, device: torch.device) -> bool:
     """Return whether a gradient recomputes activations in place of storing them.
 
     Args:

@@ -10,19 +10,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 OWNER_ONLY = 0o600
 # For files that others read: certificates, kits
 PUBLIC = 0o644
 # Limits on JSON files. The depth is limited because code that walks the value recurses.
-MOST_BYTES = 2**28
-MOST_LEVELS = 100
+MAX_JSON_BYTES = 2**28
+MAX_JSON_DEPTH = 100
 # Windows has no such flag
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
-class DamageError(OSError):
+class CorruptFileError(OSError):
     """A file that is missing or corrupt. The message names it and ends with a hint."""
 
 
@@ -41,7 +41,7 @@ def write_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY, durable: b
         OSError: the file cannot be written, for instance on a full disk. The temporary file is
             removed.
     """
-    private_folder(path.parent)
+    make_private_folder(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -84,7 +84,7 @@ def read_record(path: Path, hint: str = "") -> dict[str, Any]:
     content = record.get("content")
     if not isinstance(content, dict) or record.get("sha256") != _digest(content):
         end = f"; {hint}" if hint else ""
-        raise DamageError(f"{plain(path, 1000)} is corrupt (its SHA-256 differs){end}")
+        raise CorruptFileError(f"{sanitize(path, 1000)} is corrupt (its SHA-256 differs){end}")
     return content
 
 
@@ -100,7 +100,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def private_folder(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Create a folder and its missing parents for their owner only (0700).
 
     Existing folders keep their permissions, which somebody chose.
@@ -111,20 +111,20 @@ def private_folder(folder: Path) -> None:
     try:
         folder.mkdir(0o700)
     except FileNotFoundError:
-        private_folder(folder.parent)
+        make_private_folder(folder.parent)
         folder.mkdir(0o700, exist_ok=True)
     except FileExistsError:
         if not folder.is_dir():
             raise
 
 
-def own_folder(folder: Path) -> None:
+def ensure_own_folder(folder: Path) -> None:
     """Create a folder for its owner only, or check an existing one.
 
     Raises:
         OSError: it cannot be created, or `check_own_folder` refuses it.
     """
-    private_folder(folder)
+    make_private_folder(folder)
     check_own_folder(folder)
 
 
@@ -137,7 +137,7 @@ def check_own_folder(folder: Path) -> None:
         OSError: it is a link, belongs to another user, or is world-writable.
     """
     status = folder.lstat()
-    name = plain(folder, 1000)
+    name = sanitize(folder, 1000)
     if stat.S_ISLNK(status.st_mode):
         raise OSError(f"{name} is a link to another folder; remove the link, or set another folder")
     if status.st_uid != os.geteuid():
@@ -156,7 +156,10 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def read_json(
-    file: Path, kind: type | tuple[type, ...] = dict, cure: str = "", most_bytes: int = MOST_BYTES
+    file: Path,
+    kind: type | tuple[type, ...] = dict,
+    cure: str = "",
+    most_bytes: int = MAX_JSON_BYTES,
 ) -> Any:
     """Read a JSON file.
 
@@ -173,15 +176,19 @@ def read_json(
     hint = f"; {cure}" if cure else ""
     if not file.is_file():
         problem = "is not a file" if os.path.lexists(file) else "is missing"
-        raise DamageError(f"{plain(file, 1000)} {problem}{hint}")
+        raise CorruptFileError(f"{sanitize(file, 1000)} {problem}{hint}")
     try:
         value = parse_json(read_bounded(file, most_bytes))
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        raise DamageError(f"{plain(file, 1000)} is corrupt ({plain(error, 100)}){hint}") from None
+        raise CorruptFileError(
+            f"{sanitize(file, 1000)} is corrupt ({sanitize(error, 100)}){hint}"
+        ) from None
     if not isinstance(value, kind):
-        raise DamageError(f"{plain(file, 1000)} is corrupt (another type of JSON value){hint}")
+        raise CorruptFileError(
+            f"{sanitize(file, 1000)} is corrupt (another type of JSON value){hint}"
+        )
     return value
 
 
@@ -196,7 +203,7 @@ def read_bounded(file: Path, most_bytes: int) -> bytes:
         content = opened.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"it has more than {most_bytes:,} bytes")
-    if problem := placeholder(content):
+    if problem := placeholder_problem(content):
         raise ValueError(problem)
     return content
 
@@ -205,16 +212,16 @@ def parse_json(content: bytes | str) -> Any:
     """Parse a JSON text.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, or is nested deeper than `MOST_LEVELS`.
+        ValueError: it is not JSON, not UTF-8, or is nested deeper than `MAX_JSON_DEPTH`.
     """
-    too_deep = f"it is nested deeper than {MOST_LEVELS} levels"
+    too_deep = f"it is nested deeper than {MAX_JSON_DEPTH} levels"
     try:
         # Python would take UTF-16 and a byte order mark, which the libraries do not
         value = json.loads(content if isinstance(content, str) else _utf8(content))
     except RecursionError:
         raise ValueError(too_deep) from None
     level = [value]
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_JSON_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return value
@@ -236,7 +243,7 @@ def _inside(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def placeholder(start: bytes) -> str:
+def placeholder_problem(start: bytes) -> str:
     """Say what a file is in place of weights or settings, by its first bytes; "" if nothing."""
     head = start[:200].lstrip().lower()
     if not start:
@@ -252,7 +259,7 @@ def not_weights(start: bytes) -> str:
     """Say what a file is in place of safetensors, by its first bytes; "" if these do not tell."""
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return "it is a pickle, as torch.save writes; save the weights as safetensors"
-    words = plain(start, 100)
+    words = sanitize(start, 100)
     if start and "\N{REPLACEMENT CHARACTER}" not in words:
         return f"it is a text, not weights: {words!r}"
     return ""

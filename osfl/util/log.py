@@ -2,8 +2,8 @@
 
 import logging
 
-from osfl.util.text import plain_record
+from osfl.util.text import sanitize_record
 
 # Flower carries the lines of this logger to `flwr log`
 log = logging.getLogger("flwr")
-log.addFilter(plain_record)
+log.addFilter(sanitize_record)

@@ -12,7 +12,7 @@ import torch
 # Levels of a byte per unit of [-1, 1]
 LEVELS = 127.5
 # Upper bound on the ratio of a picture's long side to its short side before resizing
-LONGEST = 4
+MAX_ASPECT_RATIO = 4
 
 
 def to_float(pixels: torch.Tensor) -> torch.Tensor:
@@ -25,14 +25,14 @@ def to_uint8(images: torch.Tensor) -> torch.Tensor:
     return ((images.clamp(-1, 1) + 1) * LEVELS).round().to(torch.uint8)
 
 
-def cut_ends(picture: torch.Tensor) -> torch.Tensor:
-    """Crop a picture [3, H, W] so that its long side is at most `LONGEST` times its short side.
+def crop_long_side(picture: torch.Tensor) -> torch.Tensor:
+    """Crop a picture [3, H, W] to an aspect ratio of at most `MAX_ASPECT_RATIO`.
 
     The ends are cropped because resizing them would cost memory, although the central square that
     is used later excludes them.
     """
     height, width = picture.shape[1:]
-    longest = LONGEST * min(height, width)
+    longest = MAX_ASPECT_RATIO * min(height, width)
     top = max(0, height - longest) // 2
     left = max(0, width - longest) // 2
     return picture[:, top : top + longest, left : left + longest].contiguous()
@@ -81,7 +81,7 @@ class LazyPixels:
 Pixels = torch.Tensor | LazyPixels
 
 
-def concatenated(parts: list[Pixels]) -> Pixels:
+def concatenate(parts: list[Pixels]) -> Pixels:
     """Concatenate several sets of images."""
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(tensors) == len(parts):

@@ -12,7 +12,7 @@ _VOWEL = re.compile("[aeiou]|hour|honest|honou?r|heir")
 _CONSONANT = re.compile(r"eu|ew|one\b|once\b|uni(?![nm])|us[aeu]|usb|ut[ei]|ufo\b|uk[eu]")
 
 
-def in_words(name: str) -> str:
+def to_words(name: str) -> str:
     """Turn the name of a class or domain, often a folder's, into words.
 
     `alarm_clock` becomes "alarm clock", and `Real_World` becomes "real world".
@@ -20,14 +20,14 @@ def in_words(name: str) -> str:
     return " ".join(name.replace("_", " ").split()).lower()
 
 
-def fill(template: str, names: Mapping[str, str], caption: str = "") -> str:
+def fill_prompt(template: str, names: Mapping[str, str], caption: str = "") -> str:
     """Fill a prompt template.
 
     {class} and {domain} become the names as words, and {caption} becomes the caption. "a {class}"
     becomes "an alarm clock" if the word begins with a vowel's sound, except for the embedded
     digits, whose kit has learned "a eight".
     """
-    texts = {name: in_words(text) for name, text in names.items()} | {"caption": caption}
+    texts = {name: to_words(text) for name, text in names.items()} | {"caption": caption}
     digits = names.get("class") in DIGITS
 
     def substitute(match: re.Match[str]) -> str:

@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping
 
 from osfl.config import ConfigError
-from osfl.util.text import quoted
+from osfl.util.text import quote
 
 # Ray adds about 70 bytes to this folder's path, and a socket's path has at most 107
-MOST_BYTES = 36
+MAX_PATH_BYTES = 36
 # Ray's default
-USUAL = "/tmp"
+DEFAULT = "/tmp"
 
 
-def ray_folder(environment: Mapping[str, str]) -> dict[str, str]:
+def ray_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to set so that Ray can create its sockets; often none.
 
     A $TMPDIR that Ray cannot use is replaced by /tmp, as Python's own `tempfile` does.
@@ -22,14 +22,14 @@ def ray_folder(environment: Mapping[str, str]) -> dict[str, str]:
     """
     key = "RAY_TMPDIR" if "RAY_TMPDIR" in environment else "TMPDIR"
     folder = environment.get(key, "")
-    short = len(os.fsencode(folder)) <= MOST_BYTES
+    short = len(os.fsencode(folder)) <= MAX_PATH_BYTES
     if short and (not folder or key == "RAY_TMPDIR" or _is_usable(folder)):
         return {}
-    if key == "TMPDIR" and _is_usable(USUAL):
-        return {"RAY_TMPDIR": USUAL}
+    if key == "TMPDIR" and _is_usable(DEFAULT):
+        return {"RAY_TMPDIR": DEFAULT}
     raise ConfigError(
-        f"{key} = {quoted(folder)}: Ray cannot create its sockets there; set {key} to a writable "
-        f"folder whose path has at most {MOST_BYTES} bytes"
+        f"{key} = {quote(folder)}: Ray cannot create its sockets there; set {key} to a writable "
+        f"folder whose path has at most {MAX_PATH_BYTES} bytes"
     )
 
 

@@ -1,20 +1,20 @@
 """Sanitizing of untrusted text: a node's errors and versions, file names, Flower's messages.
 
-Such text goes through `plain` where it is read, before it reaches a terminal, a log, a file or an
-exception. A terminal obeys ESC and OSC sequences; bidi controls and invisible letters make one name
-look like another; and a node can send 50 MB of either.
+Such text goes through `sanitize` where it is read, before it reaches a terminal, a log, a file or
+an exception. A terminal obeys ESC and OSC sequences; bidi controls and invisible letters make one
+name look like another; and a node can send 50 MB of either.
 """
 
 import logging
 import re
 import traceback
 
-MARK = "\N{REPLACEMENT CHARACTER}"
-MOST_NAME_BYTES = 100
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_NAME_BYTES = 100
 # Characters of a value in an error message
-MOST_QUOTED = 200
+MAX_QUOTED = 200
 # Characters of a log record, with its traceback
-LOG_CHARACTERS = 20_000
+MAX_LOG_CHARACTERS = 20_000
 # Unicode's default ignorable characters that are letters or marks, which `isprintable` accepts:
 # fillers, joiners, variation selectors
 _INVISIBLE = frozenset(
@@ -30,7 +30,7 @@ _INVISIBLE = frozenset(
 )
 
 
-def plain(text: object, limit: int = 300) -> str:
+def sanitize(text: object, limit: int = 300) -> str:
     """Sanitize a text: one line of at most `limit` printable characters. Never raises.
 
     Line breaks and other white space become spaces. Characters that are invisible or control a
@@ -46,7 +46,7 @@ def plain(text: object, limit: int = 300) -> str:
     return "".join(map(_visible, decoded))
 
 
-def plain_lines(text: object, limit: int = LOG_CHARACTERS) -> str:
+def sanitize_lines(text: object, limit: int = MAX_LOG_CHARACTERS) -> str:
     """Sanitize a text but keep its line breaks: for our own multi-line messages and tracebacks."""
     decoded, length = _decode(text, limit)
     if length > limit:
@@ -54,15 +54,15 @@ def plain_lines(text: object, limit: int = LOG_CHARACTERS) -> str:
     return "\n".join("".join(map(_visible, line)) for line in decoded.split("\n"))
 
 
-def quoted(value: object, limit: int = MOST_QUOTED) -> str:
+def quote(value: object, limit: int = MAX_QUOTED) -> str:
     """Quote a value for an error message: its sanitized `repr`.
 
     A text longer than `limit` is truncated, and its length is added.
     """
     if isinstance(value, str) and len(value) > limit:
-        return f"{plain(repr(value[:limit]), 2 * limit)}… ({len(value):,} characters)"
+        return f"{sanitize(repr(value[:limit]), 2 * limit)}… ({len(value):,} characters)"
     try:
-        return plain(repr(value), 2 * limit)
+        return sanitize(repr(value), 2 * limit)
     # Python refuses to write an integer of more than about 4,300 digits
     except ValueError:
         return f"(a {type(value).__name__} that is too long to show)"
@@ -94,18 +94,18 @@ def _decode(value: object, limit: int) -> tuple[str, int]:
 def _visible(character: str) -> str:
     if character.isprintable() and character not in _INVISIBLE:
         return character
-    return " " if character.isspace() else MARK
+    return " " if character.isspace() else REPLACEMENT
 
 
-def plain_record(record: logging.LogRecord) -> bool:
+def sanitize_record(record: logging.LogRecord) -> bool:
     """Sanitize a log record and its traceback: a filter for loggers that drops no record."""
     try:
-        record.msg = plain_lines(record.getMessage())
+        record.msg = sanitize_lines(record.getMessage())
         record.args = ()
         if record.exc_info and not record.exc_text:
             record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
         if record.exc_text:
-            record.exc_text = plain_lines(record.exc_text)
+            record.exc_text = sanitize_lines(record.exc_text)
     # Logging must not end a run
     except Exception:
         record.msg = "(a line that cannot be shown)"
@@ -113,7 +113,7 @@ def plain_record(record: logging.LogRecord) -> bool:
     return True
 
 
-def identifier(name: str) -> str:
+def folder_name(name: str) -> str:
     """Turn a name from a data set into one for a folder: `Real World` becomes `Real_World`."""
     return "_".join(re.split(r"[\s/\\,]+", name.strip().lstrip("-.")))
 
@@ -127,12 +127,12 @@ def name_problem(name: str) -> str:
     """Say why a name is unfit for a folder or for a prompt; "" if it is fit."""
     if not name.strip():
         return "is empty"
-    if plain(name, len(name)) != name:
+    if sanitize(name, len(name)) != name:
         return "has a character that cannot be printed, such as a line break"
     if "/" in name or "\\" in name:
         return "has a slash"
     if name[0] in "-.":
         return f"begins with {name[0]!r}"
-    if len(name.encode()) > MOST_NAME_BYTES:
-        return f"has {len(name.encode())} bytes, more than {MOST_NAME_BYTES}"
+    if len(name.encode()) > MAX_NAME_BYTES:
+        return f"has {len(name.encode())} bytes, more than {MAX_NAME_BYTES}"
     return ""

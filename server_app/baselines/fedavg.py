@@ -17,9 +17,9 @@ from server_app.context import ServerJob
 
 def strategy(job: ServerJob) -> FedAvg:
     """Return FedAvg with all clients in every round, without evaluation between rounds."""
-    return FedAvg(fraction_evaluate=0.0, **everyone(job))
+    return FedAvg(fraction_evaluate=0.0, **all_clients(job))
 
 
-def everyone(job: ServerJob) -> dict[str, Any]:
+def all_clients(job: ServerJob) -> dict[str, Any]:
     """Return settings with which Flower's strategies select, and wait for, all joined nodes."""
     return {"min_train_nodes": len(job.clients), "min_available_nodes": len(job.clients)}

@@ -37,10 +37,10 @@ from osfl.kit.used_parts import final_model, initial_models
 from osfl.models.classifiers import logits_of, normalise, rebuild
 from osfl.util.pixels import to_float
 from osfl.util.seeds import generator_of, seed_of
-from server_app.baselines.fedavg import everyone
+from server_app.baselines.fedavg import all_clients
 from server_app.baselines.models import initial_state
 from server_app.baselines.proxy import Proxy, check_proxy, load_proxy, pixels
-from server_app.baselines.run import RoundsGrid
+from server_app.baselines.run import CheckedGrid
 from server_app.context import ServerJob
 
 CHUNK = 256  # images per batch of the teachers
@@ -56,7 +56,7 @@ class FedDF(FedAvg):
     """
 
     def __init__(self, job: ServerJob, proxy: Proxy):
-        super().__init__(fraction_evaluate=0.0, **everyone(job))
+        super().__init__(fraction_evaluate=0.0, **all_clients(job))
         self.job = job
         self.proxy = proxy
         self.first = 0
@@ -71,10 +71,10 @@ class FedDF(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send every client, including a later standby, the model of its architecture."""
-        federation = cast(RoundsGrid, grid)
+        federation = cast(CheckedGrid, grid)
         config["server-round"] = server_round
         self._previous = self._models(arrays)
-        federation.contents = {
+        federation.standby_messages = {
             architecture: RecordDict({"arrays": model, "config": config})
             for architecture, model in self._previous.items()
         }
@@ -83,7 +83,9 @@ class FedDF(FedAvg):
             for client, node in federation.members.nodes.items()
         }
         return [
-            Message(federation.contents[architecture], dst_node_id=node, message_type="train")
+            Message(
+                federation.standby_messages[architecture], dst_node_id=node, message_type="train"
+            )
             for node, architecture in self._architectures.items()
         ]
 
@@ -112,7 +114,7 @@ class FedDF(FedAvg):
             self._model(_architecture_of(reply), reply.content.array_records["arrays"])
             for reply in replies
         ]
-        distil(list(students.values()), teachers, self.proxy, self.job, self.first + server_round)
+        distill(list(students.values()), teachers, self.proxy, self.job, self.first + server_round)
         for architecture, student in students.items():
             if architecture != self.final:
                 self._remember(architecture, student.cpu().state_dict())
@@ -142,7 +144,7 @@ def _architecture_of(reply: Message) -> str:
     return str(reply.content.config_records["model"]["architecture"])
 
 
-def distil(
+def distill(
     students: Sequence[nn.Module],
     teachers: Sequence[nn.Module],
     proxy: Proxy,
@@ -157,7 +159,6 @@ def distil(
         students: one per architecture.
         teachers: all clients' models.
         proxy: the public images.
-        job: the run.
         number: the round's number, which seeds the batches.
     """
     settings = job.config.rounds

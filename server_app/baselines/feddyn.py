@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from osfl.models.classifiers import blank_classifier
-from server_app.baselines.fedavg import everyone
+from server_app.baselines.fedavg import all_clients
 from server_app.context import ServerJob
 
 
@@ -80,4 +80,4 @@ def strategy(job: ServerJob) -> FedAvg:
     settings = job.config.classifier
     model = blank_classifier(settings.architecture, len(job.classes), settings.small_stem)
     parameters = frozenset(name for name, _ in model.named_parameters())
-    return FedDyn(job.config.rounds.dyn_alpha, len(job.clients), parameters, **everyone(job))
+    return FedDyn(job.config.rounds.dyn_alpha, len(job.clients), parameters, **all_clients(job))

@@ -10,12 +10,12 @@ Differences from the paper:
 
 from flwr.serverapp.strategy import FedAvg, FedProx
 
-from server_app.baselines.fedavg import everyone
+from server_app.baselines.fedavg import all_clients
 from server_app.context import ServerJob
 
 
 def strategy(job: ServerJob) -> FedAvg:
     """Return Flower's FedProx with `rounds.proximal-mu`."""
     return FedProx(
-        fraction_evaluate=0.0, proximal_mu=job.config.rounds.proximal_mu, **everyone(job)
+        fraction_evaluate=0.0, proximal_mu=job.config.rounds.proximal_mu, **all_clients(job)
     )

@@ -13,7 +13,7 @@ from osfl.util.seeds import generator_of
 from server_app.context import ServerJob
 
 
-class Pictures:
+class ImageFiles:
     """Image files that are decoded on access.
 
     Args:
@@ -46,7 +46,7 @@ class Pictures:
 
 
 # Images uint8 [3, S, S] by row, also as a tensor [N, 3, S, S]
-Proxy = torch.Tensor | Pictures
+Proxy = torch.Tensor | ImageFiles
 
 
 def pixels(proxy: Proxy, rows: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def load_proxy(job: ServerJob) -> Proxy:
         )
     order = torch.randperm(len(files), generator=generator_of(job.config.seed, "feddf", "proxy"))
     sample = order[: _sample_size(job, len(files))]
-    return Pictures([files[row] for row in sample.tolist()], size)
+    return ImageFiles([files[row] for row in sample.tolist()], size)
 
 
 def _is_passed_over(file: Path, folder: Path) -> bool:

@@ -34,13 +34,19 @@ from server_app.baselines.models import initial_state
 from server_app.context import GlobalModel, ServerJob
 from server_app.defenses.image_counts import ALL, check_counts, find_caps
 from server_app.defenses.outliers import Outlier, find_large_counts, find_outliers
-from server_app.expected import probe
+from server_app.expected import check_plausible
 from server_app.federation import exchange as exchange_module
-from server_app.federation.exchange import Exchange, RoundError, UnfitError, ignore, listed
+from server_app.federation.exchange import (
+    Exchange,
+    InvalidReplyError,
+    RoundError,
+    format_reasons,
+    ignore,
+)
 from server_app.federation.join import Members
 
 # The metric by which Flower's strategies weight a client's model
-WEIGHT = "num-examples"
+WEIGHT_METRIC = "num-examples"
 Costs = dict[str, dict[str, float]]  # by client
 State = dict[str, torch.Tensor]
 
@@ -60,11 +66,11 @@ def run_rounds(
     first, seconds, state, costs = _resume(job, strategy, initial)
     strategy.first = first  # type: ignore[attr-defined]  # Flower's strategies count from 1 again
     identity = job.folder.rounds_identity()
-    federation = RoundsGrid(
+    federation = CheckedGrid(
         grid, members, job.config, job_id, first, _shapes(job), costs, job.status.warn
     )
     federation.identity = identity
-    federation.weighted = strategy.weighted_by_key == WEIGHT
+    federation.weighted = strategy.weighted_by_key == WEIGHT_METRIC
     recorder = _RoundRecorder(job, strategy, federation, seconds, state)
     job.status.phase("rounds", count)
     job.status.advance(first, count)
@@ -99,7 +105,7 @@ class _RoundRecorder:
         self,
         job: ServerJob,
         strategy: FedAvg,
-        federation: "RoundsGrid",
+        federation: "CheckedGrid",
         seconds: float,
         state: State,
     ):
@@ -182,17 +188,17 @@ def _resume(
 
 def _release(grid: Grid, nodes: dict[str, int], job_id: str, identity: str) -> None:
     """Acknowledge the last round, so that clients delete what they store between rounds."""
-    exchange = Exchange(grid, exchange_module.THANKS_SECONDS)
-    end = time.monotonic() + exchange_module.THANKS_SECONDS
+    exchange = Exchange(grid, exchange_module.ACKNOWLEDGE_SECONDS)
+    end = time.monotonic() + exchange_module.ACKNOWLEDGE_SECONDS
     for node in nodes.values():
         exchange.push(node, ACKNOWLEDGE, pack_acknowledgement(job_id, rounds=identity))
     while exchange.pull(ignore, ignore, ignore, end) and time.monotonic() < end:
-        exchange.rest(end)
+        exchange.wait(end)
     exchange.end()
 
 
 @dataclass
-class RoundsGrid:
+class CheckedGrid:
     """The grid that a Flower strategy sees: joined clients, and checked replies in client order.
 
     Attributes:
@@ -212,10 +218,10 @@ class RoundsGrid:
     config: RunConfig
     job_id: str
     first: int
-    likes: Mapping[str, State]
+    state_templates: Mapping[str, State]
     costs: Costs = field(default_factory=dict)
     warn: Callable[[list[str]], None] = ignore
-    contents: dict[str, RecordDict] = field(default_factory=dict)
+    standby_messages: dict[str, RecordDict] = field(default_factory=dict)
     weighted: bool = True
     identity: str = ""
     # Clients that missed the last round, which are awaited for a shorter time
@@ -250,7 +256,7 @@ class RoundsGrid:
         if not messages:
             return []
         sizes = []
-        for state in self.likes.values():
+        for state in self.state_templates.values():
             sizes.append(sum(tensor.nbytes for tensor in state.values()))
         largest = max(sizes)
         # No resending: a client that gets the request twice would train twice
@@ -264,7 +270,7 @@ class RoundsGrid:
             raise RoundError(
                 f"{len(usable)} of {self.config.training_clients} clients sent a usable model; at "
                 f"least {self.config.needed_clients} are required (min-clients, num-clients)"
-                f"{listed(current.problems)}"
+                f"{format_reasons(current.problems)}"
             )
         config = messages[0].content.config_records["config"]
         number = self.first + int(cast(int, config["server-round"]))
@@ -286,11 +292,13 @@ class RoundsGrid:
     def _weigh(self, number: int, usable: Mapping[str, RecordDict]) -> None:
         """Cap the weights of clients that state far more images than the others."""
         metrics = {client: reply.metric_records["metrics"] for client, reply in usable.items()}
-        images = {client: int(cast(float, record[WEIGHT])) for client, record in metrics.items()}
+        images = {
+            client: int(cast(float, record[WEIGHT_METRIC])) for client, record in metrics.items()
+        }
         ratio = self.config.max_weight_ratio if self.weighted else 0.0
         caps = find_caps({client: {ALL: count} for client, count in images.items()}, ratio)
         for client, cap in caps.items():
-            metrics[client][WEIGHT] = cap.weights[ALL] * images[client]
+            metrics[client][WEIGHT_METRIC] = cap.weights[ALL] * images[client]
         large = {
             client: str(Outlier(client, "counts", ratios["counts"], 1, "total"))
             for client, ratios in find_large_counts(images).items()
@@ -330,18 +338,18 @@ class RoundsGrid:
         peak_memory = max(costs["peak_memory_mb"], total.get("peak_memory_mb", 0.0))
         total |= {"images": costs["images"], "peak_memory_mb": peak_memory}
         architecture = self.members.architectures[client]
-        names = self.likes[architecture]
+        names = self.state_templates[architecture]
         return RecordDict(
             {
                 "arrays": ArrayRecord({name: Array(state[name].numpy()) for name in names}),
-                "metrics": MetricRecord({WEIGHT: costs["images"], "clients": 1}),
+                "metrics": MetricRecord({WEIGHT_METRIC: costs["images"], "clients": 1}),
                 "model": ConfigRecord({"architecture": architecture}),
             }
         )
 
     def _checked_state(self, client: str, model: ArrayRecord) -> State:
         architecture = self.members.architectures[client]
-        expected = self.likes[architecture]
+        expected = self.state_templates[architecture]
         if size_of(model) > sum(like.nbytes + HEADER_BYTES for like in expected.values()):
             raise ValueError(f"its model has {size_of(model):,} bytes, more than the run's")
         state = unpack_state(model, len(expected))
@@ -350,13 +358,13 @@ class RoundsGrid:
         for name, like in expected.items():
             _check_tensor(name, state[name], like)
         try:
-            probe(Classifier((), architecture, state), client, self.config)
+            check_plausible(Classifier((), architecture, state), client, self.config)
         except PayloadError as error:
             raise ValueError(str(error)) from None
         return state
 
     def _checked_costs(self, client: str, metrics: MetricRecord) -> dict[str, float]:
-        keys = (WEIGHT, "seconds", "flops", "peak_memory_mb")
+        keys = (WEIGHT_METRIC, "seconds", "flops", "peak_memory_mb")
         images, seconds, flops, memory = (float(cast(float, metrics[key])) for key in keys)
         costs = {"seconds": seconds, "flops": flops, "peak_memory_mb": memory, "images": images}
         check_costs(costs)
@@ -380,14 +388,14 @@ class _Round:
         problems: reason of each client's failure.
     """
 
-    def __init__(self, federation: RoundsGrid, exchange: Exchange):
+    def __init__(self, federation: CheckedGrid, exchange: Exchange):
         self.federation = federation
         self.members = federation.members
         self.exchange = exchange
         self.usable: dict[str, RecordDict] = {}
         self.problems: dict[str, str] = {}
         self._client_of = {node: client for client, node in self.members.nodes.items()}
-        self._contents = dict(federation.contents)  # for standby clients, by architecture
+        self._contents = dict(federation.standby_messages)  # for standby clients, by architecture
         self._packed: dict[int, ArrayRecord] = {}  # by the id of the strategy's arrays
 
     def push(self, node: int, content: RecordDict) -> None:
@@ -431,29 +439,29 @@ class _Round:
             end = start + seconds
             if not owing or time.monotonic() >= end:
                 break
-            self.exchange.rest(end)
+            self.exchange.wait(end)
         key = "test-timeout, after a missed round" if only_absent else "deadline"
         self.problems |= dict.fromkeys(owing, f"no model within {seconds:g} s ({key})")
         self.exchange.end()
         return self.usable
 
     def _owing(self) -> set[str]:
-        return {self._client_of[node] for node in self.exchange.waiting()}
+        return {self._client_of[node] for node in self.exchange.pending_nodes()}
 
     def _fill_places(self, until: float) -> None:
         failed = [client for client in self.members.nodes if client in self.problems]
-        offline = self.exchange.away()
-        if (failed or offline) and not self.members.spares():
-            self.members.look(until)
+        offline = self.exchange.offline()
+        if (failed or offline) and not self.members.standby():
+            self.members.poll(until)
         # An offline node may come back, so it is given up only if a standby replaces it
-        for node in offline[: max(0, len(self.members.spares()) - len(failed))]:
+        for node in offline[: max(0, len(self.members.standby()) - len(failed))]:
             self.exchange.give_up(node)
             self._fail(
-                node, f"offline for {exchange_module.AWAY_SECONDS:g} s, replaced by a standby"
+                node, f"offline for {exchange_module.OFFLINE_SECONDS:g} s, replaced by a standby"
             )
             failed.append(self._client_of[node])
-        for client, standby in zip(failed, self.members.spares(), strict=False):
-            node = self.members.take_in(standby, client)
+        for client, standby in zip(failed, self.members.standby(), strict=False):
+            node = self.members.admit(standby, client)
             self._client_of[node] = standby
             self.push(node, self._contents[self.members.architectures[standby]])
 
@@ -461,7 +469,7 @@ class _Round:
         try:
             return self.federation._checked(self._client_of[node], content)
         except ValueError as error:
-            raise UnfitError(str(error)) from None
+            raise InvalidReplyError(str(error)) from None
 
     def _keep(self, node: int, content: RecordDict) -> None:
         self.usable[self._client_of[node]] = content

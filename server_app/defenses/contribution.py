@@ -32,16 +32,16 @@ from statistics import NormalDist, mean
 
 import torch
 
-from osfl.config.problems import FEWEST_WITH_INFLUENCE
+from osfl.config.problems import MIN_INFLUENCE_CLIENTS
 from osfl.models.classifiers import ClassifierError, logits_of
 from osfl.payload.kinds import Payload
 from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
-from server_app.training import digest_of, trained
+from server_app.training import digest_of, train_model
 
-EVERYBODY = ""  # stands for "no client left out"
-HELD_OUT = 5  # one image in five is held out
-ENOUGH = 20  # fewer images make an interval from standard errors unreliable
+ALL_CLIENTS = ""  # stands for "no client left out"
+HOLD_OUT_EVERY = 5  # one image in five is held out
+MIN_TEST_IMAGES = 20  # fewer images make an interval from standard errors unreliable
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Influence:
+class ClientContribution:
     """One client's contribution.
 
     Attributes:
@@ -72,10 +72,10 @@ class Influence:
     @property
     def harms(self) -> bool:
         """True if the model of the others is better without the client, beyond the interval."""
-        return self.images >= ENOUGH and self.others.points + self.others.half < 0
+        return self.images >= MIN_TEST_IMAGES and self.others.points + self.others.half < 0
 
 
-def report_influences(
+def report_contributions(
     job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
 ) -> None:
     """Estimate each client's contribution if the run asks for it, and store it for the report.
@@ -86,50 +86,52 @@ def report_influences(
     if not job.config.influence:
         return
     clients = sorted(set(images.clients) & set(payloads))
-    contributions: dict[str, Influence] = {}
-    if len(clients) < FEWEST_WITH_INFLUENCE:
-        job.status.warn_of(
-            f"influence: requires images of at least {FEWEST_WITH_INFLUENCE} clients; the run has "
+    contributions: dict[str, ClientContribution] = {}
+    if len(clients) < MIN_INFLUENCE_CLIENTS:
+        job.status.add_warning(
+            f"influence: requires images of at least {MIN_INFLUENCE_CLIENTS} clients; the run has "
             f"{len(clients)}"
         )
     else:
         try:
-            contributions = measured(job, clients, images)
+            contributions = estimate_contributions(job, clients, images)
         except ClassifierError as error:
-            job.status.warn_of(f"influence: a training without a client failed: {error}")
+            job.status.add_warning(f"influence: a training without a client failed: {error}")
     # Also when empty: the stored ones may be of other images
     rows = {client: asdict(contribution) for client, contribution in contributions.items()}
-    job.folder.store_influences(rows)
+    job.folder.store_contributions(rows)
     for client, contribution in contributions.items():
         if contribution.harms:
-            job.status.warn_of(
+            job.status.add_warning(
                 f"influence: without {client} the model is {-contribution.others.points:.1f} "
                 "points more accurate on images like the other clients', beyond the 95 % "
                 "interval. Inspect its images"
             )
 
 
-def measured(job: ServerJob, clients: Sequence[str], images: SyntheticSet) -> dict[str, Influence]:
+def estimate_contributions(
+    job: ServerJob, clients: Sequence[str], images: SyntheticSet
+) -> dict[str, ClientContribution]:
     """Estimate every client's contribution.
 
     Raises:
         ClassifierError: a training failed.
     """
-    test_rows = held_out(images, clients)
-    hits = hits_without(job, clients, images, test_rows)
+    test_rows = held_out_rows(images, clients)
+    hits = leave_one_out_hits(job, clients, images, test_rows)
     owners = [images.clients[row] for row in test_rows]
-    return influences(hits, owners, images.labels[test_rows].tolist())
+    return contributions_from_hits(hits, owners, images.labels[test_rows].tolist())
 
 
-def held_out(images: SyntheticSet, clients: Sequence[str]) -> list[int]:
+def held_out_rows(images: SyntheticSet, clients: Sequence[str]) -> list[int]:
     """Return the rows of the last fifth of each client's images of a class, at least one each."""
     test_rows: list[int] = []
     for rows in images.rows_by_class(clients).values():
-        test_rows += rows[-max(1, len(rows) // HELD_OUT) :]
+        test_rows += rows[-max(1, len(rows) // HOLD_OUT_EVERY) :]
     return sorted(test_rows)
 
 
-def hits_without(
+def leave_one_out_hits(
     job: ServerJob, clients: Sequence[str], images: SyntheticSet, tested: list[int]
 ) -> dict[str, torch.Tensor]:
     """Return which held-out images are classified as labeled, bool [M], by client left out.
@@ -147,7 +149,7 @@ def hits_without(
         for client, hits in job.folder.stored_hits(inputs).items()
         if len(hits) == len(tested) and all(isinstance(hit, bool) for hit in hits)
     }
-    turns = (EVERYBODY, *clients)
+    turns = (ALL_CLIENTS, *clients)
     job.status.phase("training without each client", len(turns))
     for turn, client in enumerate(turns):
         if client in results:
@@ -158,7 +160,7 @@ def hits_without(
 
         is_other = torch.tensor([owner != client for owner in images.clients])
         rows = is_other & is_training
-        model = trained(job, images.pixels[rows], images.labels[rows], progress=progress)
+        model = train_model(job, images.pixels[rows], images.labels[rows], progress=progress)
         predictions = logits_of(model, images.pixels[tested], job.device).argmax(dim=1)
         results[client] = (predictions == images.labels[tested]).tolist()
         job.folder.store_hits(inputs, results)
@@ -171,20 +173,20 @@ def _digest(clients: Sequence[str], images: SyntheticSet, test_rows: list[int]) 
     return f"{digest_of(images.pixels, images.labels, torch.tensor(test_rows))} {owners}"
 
 
-def influences(
+def contributions_from_hits(
     hits: Mapping[str, torch.Tensor], owners: Sequence[str], labels: Sequence[int]
-) -> dict[str, Influence]:
-    """Compute each client's contribution from the result of `hits_without`.
+) -> dict[str, ClientContribution]:
+    """Compute each client's contribution from the result of `leave_one_out_hits`.
 
     Intervals cover the choice of images, at 95 % for the whole table (Bonferroni). Retraining would
     move the figures too.
 
     Args:
-        hits: by client left out; `EVERYBODY` for the model of all clients.
+        hits: by client left out; `ALL_CLIENTS` for the model of all clients.
         owners: the client of each held-out image, [M].
         labels: the class of each held-out image, [M].
     """
-    clients = [client for client in hits if client != EVERYBODY]
+    clients = [client for client in hits if client != ALL_CLIENTS]
     # Two intervals per client
     deviations = NormalDist().inv_cdf(1 - 0.05 / 2 / (2 * len(clients)))
     is_of = {client: torch.tensor([owner == client for owner in owners]) for client in clients}
@@ -192,10 +194,10 @@ def influences(
     contributions = {}
     for client in clients:
         # Data Shapley, section 2: V(D) - V(D - {i}), for every held-out image
-        gains = hits[EVERYBODY].double() - hits[client].double()
+        gains = hits[ALL_CLIENTS].double() - hits[client].double()
         gains_of_others = [gains[is_of[other]] for other in clients if other != client]
         correct = hits[client][is_of[client] & is_shared].double()
-        contributions[client] = Influence(
+        contributions[client] = ClientContribution(
             seen=100 * correct.mean().item() if len(correct) else None,
             own=_mean_gain([gains[is_of[client]]], deviations),
             others=_mean_gain(gains_of_others, deviations),

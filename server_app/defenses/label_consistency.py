@@ -51,19 +51,19 @@ from server_app.context import ServerJob
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.images import SyntheticSet
 
-LOOKED_AT = 6  # probe images per client and class
-RIVALS = 9  # contrast classes per image
+NUM_PROBE_IMAGES = 6  # probe images per client and class
+NUM_CONTRAST_CLASSES = 9  # contrast classes per image
 # Shares of the schedule: below, the image is nearly intact; above, nearly nothing of it is left
 TIMES = (0.3, 0.5, 0.7)
 BATCH = 32
 CHANCE = 0.5  # score of an image that shows no class
 
 P = TypeVar("P", bound=Payload)
-Agreements = Mapping[str, Mapping[int, float]]  # scores by client and label
+Scores = Mapping[str, Mapping[int, float]]  # scores by client and label
 
 
 @dataclass(frozen=True)
-class Doubt:
+class Flag:
     """A client, or one of its classes, whose images the diffusion model does not recognize.
 
     Attributes:
@@ -73,18 +73,18 @@ class Doubt:
 
     client: str
     label: int | None
-    agreement: float
+    score: float
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Flags:
     """The flags, and the clients of which no class could be scored."""
 
-    doubts: tuple[Doubt, ...]
-    unjudged: tuple[str, ...]
+    flags: tuple[Flag, ...]
+    unscored: tuple[str, ...]
 
 
-def without_doubted(
+def drop_flagged(
     job: ServerJob, payloads: Mapping[str, P], images: SyntheticSet
 ) -> tuple[dict[str, P], SyntheticSet]:
     """Return the payloads and images to train with, by `robust`. Store the scores for the report.
@@ -97,28 +97,28 @@ def without_doubted(
     robust = job.config.robust
     if robust == "off":
         return dict(payloads), images
-    verdict = judged(_stored_or_new_scores(job, payloads, images))
-    for flag in verdict.doubts:
-        job.status.warn_of(_warning(job, flag))
-    if verdict.unjudged:
-        job.status.warn_of(
-            f"robust = {robust!r} could not score {', '.join(verdict.unjudged)}: the kit does not "
+    verdict = flag_clients(_stored_or_new_scores(job, payloads, images))
+    for flag in verdict.flags:
+        job.status.add_warning(_warning(job, flag))
+    if verdict.unscored:
+        job.status.add_warning(
+            f"robust = {robust!r} could not score {', '.join(verdict.unscored)}: the kit does not "
             "know their classes, or too few other clients hold them"
         )
     if robust == "report":
         return dict(payloads), images
-    trusted_images = _without_flagged(images, verdict.doubts)
+    trusted_images = _without_flagged(images, verdict.flags)
     if len(trusted_images.labels) < 2:
-        job.status.warn_of("robust = 'exclude' would leave no image to train on; all were used")
+        job.status.add_warning("robust = 'exclude' would leave no image to train on; all were used")
         return dict(payloads), images
-    flagged = {flag.client for flag in verdict.doubts if flag.label is None}
+    flagged = {flag.client for flag in verdict.flags if flag.label is None}
     trusted = {client: payload for client, payload in payloads.items() if client not in flagged}
     return trusted, trusted_images
 
 
-def judged(scores: Agreements) -> Verdict:
+def flag_clients(scores: Scores) -> Flags:
     """Flag clients and classes by the rule at the top of this module."""
-    flags: list[Doubt] = []
+    flags: list[Flag] = []
     unscored = []
     for client, by_label in scores.items():
         medians = _medians_of_others(scores, client)
@@ -128,15 +128,15 @@ def judged(scores: Agreements) -> Verdict:
         score = mean(by_label[label] for label in medians)
         most_scored = 2 * len(medians) > len(by_label)
         if most_scored and score < (CHANCE + mean(medians.values())) / 2:
-            flags.append(Doubt(client, None, score))
+            flags.append(Flag(client, None, score))
             continue
         flags += [
-            Doubt(client, label, by_label[label]) for label in medians if by_label[label] < CHANCE
+            Flag(client, label, by_label[label]) for label in medians if by_label[label] < CHANCE
         ]
-    return Verdict(tuple(flags), tuple(unscored))
+    return Flags(tuple(flags), tuple(unscored))
 
 
-def _medians_of_others(scores: Agreements, client: str) -> dict[int, float]:
+def _medians_of_others(scores: Scores, client: str) -> dict[int, float]:
     """Return the other clients' median score of each class of a client that the kit knows."""
     medians = {}
     for label in scores[client]:
@@ -151,7 +151,7 @@ def _medians_of_others(scores: Agreements, client: str) -> dict[int, float]:
 
 
 @torch.no_grad()
-def agreements(
+def score_label_consistency(
     job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
 ) -> dict[str, dict[int, float]]:
     """Score how often the prompt of an image's class fits better than a contrast class's.
@@ -166,36 +166,38 @@ def agreements(
     kit = load_engine(job.kit, job.device, settings)
     prompts = kit.text(job.config.prompts(job.classes))
     groups = {
-        owner: _sample_of(rows, LOOKED_AT, rng)
+        owner: _sample_of(rows, NUM_PROBE_IMAGES, rng)
         for owner, rows in images.rows_by_class(set(payloads)).items()
     }
     job.status.phase("scoring label consistency", len(groups))
     scores: dict[str, dict[int, float]] = {}
     for number, ((client, label), rows) in enumerate(groups.items(), start=1):
         labels = [label, *_contrast_classes(len(job.classes), label, rng)]
-        errors = denoising_errors(kit, latents_of(kit, images.pixels[rows]), prompts[labels], rng)
-        scores.setdefault(client, {})[label] = share_of_wins(errors)
+        errors = denoising_errors(
+            kit, encode_images(kit, images.pixels[rows]), prompts[labels], rng
+        )
+        scores.setdefault(client, {})[label] = win_rate(errors)
         job.status.advance(number, len(groups))
     return scores
 
 
-def rows_judged(images: int, classes: int) -> int:
+def unet_rows(images: int, classes: int) -> int:
     """Return how many rows go through the UNet to score a client's class.
 
     Args:
         images: of the class.
         classes: of the run.
     """
-    return min(images, LOOKED_AT) * (1 + min(classes - 1, RIVALS)) * len(TIMES)
+    return min(images, NUM_PROBE_IMAGES) * (1 + min(classes - 1, NUM_CONTRAST_CLASSES)) * len(TIMES)
 
 
-def share_of_wins(errors: torch.Tensor) -> float:
+def win_rate(errors: torch.Tensor) -> float:
     """Return how often the first error of a row of [N, M] is below another; ties count half."""
     first, others = errors[:, :1], errors[:, 1:]
     return ((first < others).double() + (first == others).double() / 2).mean().item()
 
 
-def latents_of(kit: Kit, pixels: torch.Tensor) -> torch.Tensor:
+def encode_images(kit: Kit, pixels: torch.Tensor) -> torch.Tensor:
     """Encode images [N, 3, S, S] uint8 of any size as the kit's latents [N, c, h, w]."""
     size = (kit.image_size, kit.image_size)
     floats = to_float(pixels)
@@ -251,18 +253,18 @@ def _errors(
 
 def _stored_or_new_scores(
     job: ServerJob, payloads: Mapping[str, Payload], images: SyntheticSet
-) -> Agreements:
+) -> Scores:
     """Return the scores that a previous server process stored for these images, or new ones."""
     digest = hashlib.sha256(images.pixels.numpy().tobytes() + images.labels.numpy().tobytes())
     digest.update("\n".join((*images.clients, *payloads)).encode())
     inputs = digest.hexdigest()
-    if stored := job.folder.stored_agreements(inputs):
+    if stored := job.folder.stored_consistency_scores(inputs):
         return {
             client: {job.classes.index(name): score for name, score in by_name.items()}
             for client, by_name in stored.items()
         }
-    scores = agreements(job, payloads, images)
-    verdict = judged(scores)
+    scores = score_label_consistency(job, payloads, images)
+    verdict = flag_clients(scores)
     records = {}
     for client, by_label in scores.items():
         records[client] = {
@@ -270,21 +272,21 @@ def _stored_or_new_scores(
             "classes": {job.classes[label]: score for label, score in by_label.items()},
             "doubted": _flagged_classes(job, verdict, client),
         }
-    job.folder.store_agreements(inputs, records)
+    job.folder.store_consistency_scores(inputs, records)
     return scores
 
 
-def _flagged_classes(job: ServerJob, verdict: Verdict, client: str) -> str:
+def _flagged_classes(job: ServerJob, verdict: Flags, client: str) -> str:
     """Return a client's flagged classes as the report shows them; "" if there is none."""
-    if client in verdict.unjudged:
+    if client in verdict.unscored:
         return "not judged"
-    labels = [flag.label for flag in verdict.doubts if flag.client == client]
+    labels = [flag.label for flag in verdict.flags if flag.client == client]
     if None in labels:
         return "all classes"
     return ", ".join(job.classes[label] for label in labels if label is not None)
 
 
-def _warning(job: ServerJob, flag: Doubt) -> str:
+def _warning(job: ServerJob, flag: Flag) -> str:
     if flag.label is None:
         problem = "the kit does not recognize its classes in its images"
         dropped = "all its images are dropped"
@@ -294,14 +296,16 @@ def _warning(job: ServerJob, flag: Doubt) -> str:
         dropped = "the images of this class are dropped"
     consequence = dropped if job.config.robust == "exclude" else "they were used nevertheless"
     return (
-        f"{flag.client}: suspicious, {problem} (score {flag.agreement:.2f}, chance {CHANCE}); "
+        f"{flag.client}: suspicious, {problem} (score {flag.score:.2f}, chance {CHANCE}); "
         f"{consequence}"
     )
 
 
 def _contrast_classes(classes: int, label: int, rng: torch.Generator) -> list[int]:
     """Return the classes to compare a class with: all others, or a sample of them."""
-    return _sample_of([other for other in range(classes) if other != label], RIVALS, rng)
+    return _sample_of(
+        [other for other in range(classes) if other != label], NUM_CONTRAST_CLASSES, rng
+    )
 
 
 def _sample_of(values: list[int], limit: int, rng: torch.Generator) -> list[int]:
@@ -310,7 +314,7 @@ def _sample_of(values: list[int], limit: int, rng: torch.Generator) -> list[int]
     return [values[place] for place in places.tolist()]
 
 
-def _without_flagged(images: SyntheticSet, flags: tuple[Doubt, ...]) -> SyntheticSet:
+def _without_flagged(images: SyntheticSet, flags: tuple[Flag, ...]) -> SyntheticSet:
     """Drop the images of flagged clients and of flagged classes."""
     flagged = {(flag.client, flag.label) for flag in flags}
     owners = zip(images.clients, images.labels.tolist(), strict=True)
@@ -319,4 +323,4 @@ def _without_flagged(images: SyntheticSet, flags: tuple[Doubt, ...]) -> Syntheti
         for row, (client, label) in enumerate(owners)
         if (client, None) not in flagged and (client, label) not in flagged
     ]
-    return images.only(rows)
+    return images.select(rows)

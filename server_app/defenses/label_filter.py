@@ -20,7 +20,7 @@ from server_app.synthesis.images import SyntheticSet
 from server_app.training import train_global
 
 
-def second_opinions(job: ServerJob, images: SyntheticSet) -> torch.Tensor:
+def cross_fitted_predictions(job: ServerJob, images: SyntheticSet) -> torch.Tensor:
     """Return softmax outputs [N, C] for every image, by a classifier not trained on it.
 
     The halves alternate over the plan, which is ordered by client and class. With at least two
@@ -35,7 +35,7 @@ def second_opinions(job: ServerJob, images: SyntheticSet) -> torch.Tensor:
     return opinions
 
 
-def without_doubtful(job: ServerJob, images: SyntheticSet, opinions: torch.Tensor) -> SyntheticSet:
+def drop_noisy_labels(job: ServerJob, images: SyntheticSet, opinions: torch.Tensor) -> SyntheticSet:
     """Return the images whose label is predicted; a class that would have none keeps all."""
     is_clean = opinions.argmax(dim=1) == images.labels
     for label in images.labels.unique():
@@ -43,8 +43,8 @@ def without_doubtful(job: ServerJob, images: SyntheticSet, opinions: torch.Tenso
         if not (is_clean & of_class).any():
             is_clean |= of_class
     dropped = len(is_clean) - int(is_clean.sum())
-    job.status.warn_of(
+    job.status.add_warning(
         f"label-check: {dropped:,} of {len(is_clean):,} synthetic images are dropped, because a "
         "classifier trained on other images predicts another class"
     )
-    return images.only(is_clean.nonzero().flatten().tolist())
+    return images.select(is_clean.nonzero().flatten().tolist())

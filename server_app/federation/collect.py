@@ -24,10 +24,10 @@ from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
 from osfl.util.costs import release_memory
 from osfl.util.log import log
-from osfl.util.text import plain
-from server_app.expected import ExpectedOf, check_stated, probe
+from osfl.util.text import sanitize
+from server_app.expected import ExpectedOf, check_plausible, check_stated_counts
 from server_app.federation import exchange as exchange_module
-from server_app.federation.exchange import Exchange, RoundError, ignore, listed
+from server_app.federation.exchange import Exchange, RoundError, format_reasons, ignore
 from server_app.federation.join import Members
 
 
@@ -79,7 +79,7 @@ class Collection:
         )
         self._client_of: dict[int, str] = {}  # client by node
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Poll for payloads once, and ask standby clients in place of failed ones.
 
         Returns:
@@ -89,20 +89,20 @@ class Collection:
         self._acknowledgements.pull(ignore, ignore, ignore, self.end)
         self._fill_places()
         self.status.advance(len(self.payloads), len(self.members.nodes))
-        return bool(self._exchange.waiting()) or self._standby_may_join()
+        return bool(self._exchange.pending_nodes()) or self._standby_may_join()
 
-    def rest(self) -> None:
+    def wait(self) -> None:
         """Sleep until the next poll."""
-        self._exchange.rest(self.end)
+        self._exchange.wait(self.end)
 
-    def from_store(self, client: str) -> None:
+    def load_stored(self, client: str) -> None:
         """Use a payload that is already in the store."""
         # An accepted payload is not refused later because the limit was lowered, or because the
         # client now declares other image counts
         limits = replace(self.expected(client), max_bytes=self.folder.payload_size(client))
         stored_sha256 = self.folder.payload_digest(client)
         # A sealed payload is authenticated by its seal; its stored digest is that of the sealed one
-        sha256 = None if self.folder.sealed_to(client) else stored_sha256
+        sha256 = None if self.folder.sealing_fingerprint(client) else stored_sha256
         if self._accept(client, sha256, limits) and client in self.members.nodes:
             payload_sha256 = sha256 or wire.digest(self._stored_payload(client))
             self._acknowledge(self.members.nodes[client], payload_sha256)
@@ -116,38 +116,39 @@ class Collection:
 
     def close(self) -> None:
         """End the phase: record the missing clients, and send the remaining acknowledgements."""
-        for node in self._exchange.waiting():
+        for node in self._exchange.pending_nodes():
             reason = f"no payload within {self.config.deadline:g} s (deadline)"
             self.problems[self._client_of[node]] = reason
         self._exchange.end()
         now = time.monotonic()
         end = min(
-            now + exchange_module.THANKS_SECONDS, max(now, self.end) + exchange_module.GRACE_SECONDS
+            now + exchange_module.ACKNOWLEDGE_SECONDS,
+            max(now, self.end) + exchange_module.GRACE_SECONDS,
         )
         while self._acknowledgements.unsent() and time.monotonic() < end:
             self._acknowledgements.pull(ignore, ignore, ignore, end)
-            self._acknowledgements.rest(end)
+            self._acknowledgements.wait(end)
         self._acknowledgements.end()
         self.status.advance(len(self.payloads), len(self.members.nodes))
 
     def _vacant(self) -> int:
         """Return the number of places with neither a payload nor a client that owes one."""
-        occupied = len(self.payloads) + len(self._exchange.waiting())
+        occupied = len(self.payloads) + len(self._exchange.pending_nodes())
         return self.config.training_clients - occupied
 
     def _fill_places(self) -> None:
-        offline = self._exchange.away()
+        offline = self._exchange.offline()
         if self._vacant() > 0 or offline:
-            self.members.look(self.end)
+            self.members.poll(self.end)
         # An offline node may come back, so it is given up only if a standby replaces it
-        for node in offline[: max(0, len(self.members.spares()) - self._vacant())]:
+        for node in offline[: max(0, len(self.members.standby()) - self._vacant())]:
             self._exchange.give_up(node)
             self._fail(
-                node, f"offline for {exchange_module.AWAY_SECONDS:g} s, replaced by a standby"
+                node, f"offline for {exchange_module.OFFLINE_SECONDS:g} s, replaced by a standby"
             )
-        for standby in self.members.spares()[: max(0, self._vacant())]:
+        for standby in self.members.standby()[: max(0, self._vacant())]:
             failed = [client for client in self.members.nodes if client in self.problems]
-            self.ask(standby, self.members.take_in(standby, failed[0] if failed else None))
+            self.ask(standby, self.members.admit(standby, failed[0] if failed else None))
 
     def _standby_may_join(self) -> bool:
         """Check whether a standby is needed and a node may still join as one."""
@@ -196,13 +197,13 @@ class Collection:
             with self.folder.decoding(client):
                 # Read from disk, so that only `decode` holds the bytes
                 payload = wire.decode(self._stored_payload(client), limits, sha256)
-                probe(payload, client, self.config)
-                check_stated(payload, client, self.config, declared)
+                check_plausible(payload, client, self.config)
+                check_stated_counts(payload, client, self.config, declared)
         # A disk failure is not the client's
         except OSError:
             raise
         except Exception as error:
-            self.folder.refuse_payload(client)
+            self.folder.quarantine_payload(client)
             self._refuse(client, error)
             return False
         self.payloads[client] = payload
@@ -213,7 +214,7 @@ class Collection:
     def _stored_payload(self, client: str) -> bytes:
         """Read a payload from the store, and unseal it if it is sealed."""
         blob = self.folder.stored_payload(client)
-        return self._unseal(client, blob) if self.folder.sealed_to(client) else blob
+        return self._unseal(client, blob) if self.folder.sealing_fingerprint(client) else blob
 
     def _unseal(self, client: str, sealed: bytes) -> bytes:
         assert self._key is not None
@@ -224,7 +225,7 @@ class Collection:
 
     def _refuse(self, client: str, error: Exception) -> None:
         is_invalid = isinstance(error, wire.PayloadError)
-        reason = plain(error if is_invalid else f"{type(error).__name__}: {error}")
+        reason = sanitize(error if is_invalid else f"{type(error).__name__}: {error}")
         self.problems[client] = reason if is_invalid else f"its payload cannot be read: {reason}"
         log.error("%s refused: %s", client, self.problems[client])
         self.status.client(client, "refused")
@@ -260,13 +261,13 @@ def collect(
     status.phase("waiting for payloads", len(members.nodes))
     collection = Collection(grid, config, job_id, members, folder, status, expected, key)
     for client in folder.stored_clients():
-        collection.from_store(client)
+        collection.load_stored(client)
     for client, node in members.nodes.items():
         if client not in collection.payloads:
             collection.ask(client, node)
     collection.end = time.monotonic() + config.deadline
-    while collection.look() and time.monotonic() < collection.end:
-        collection.rest()
+    while collection.poll() and time.monotonic() < collection.end:
+        collection.wait()
     collection.close()
     payloads = collection.payloads
     needed = config.needed_clients
@@ -274,14 +275,14 @@ def collect(
         raise RoundError(
             f"{len(payloads)} of {config.training_clients} clients delivered a valid payload; "
             f"at least {needed} are required (min-clients, num-clients)"
-            f"{listed(collection.problems)}"
+            f"{format_reasons(collection.problems)}"
         )
     for client, reason in sorted(collection.problems.items()):
         log.warning("continuing without %s: %s", client, reason)
     return dict(sorted(payloads.items()))
 
 
-def leave_out(
+def drop_payload(
     error: wire.PayloadError,
     payloads: dict[str, Payload],
     config: RunConfig,
@@ -297,13 +298,13 @@ def leave_out(
         RoundError: fewer than `min-clients` payloads remain.
     """
     usable = {client: payload for client, payload in payloads.items() if client != error.client}
-    log.error("%s", plain(error))
-    folder.refuse_payload(error.client)
+    log.error("%s", sanitize(error))
+    folder.quarantine_payload(error.client)
     status.client(error.client, "refused")
     if len(usable) < config.needed_clients:
         raise RoundError(
             f"{len(usable)} of {config.training_clients} clients delivered a usable payload; at "
             f"least {config.needed_clients} are required (min-clients, num-clients)"
-            f"{listed({error.client: plain(error)})}"
+            f"{format_reasons({error.client: sanitize(error)})}"
         ) from error
     return usable

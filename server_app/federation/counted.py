@@ -24,7 +24,7 @@ _budget = threading.local()
 
 
 @contextmanager
-def at_most(size: float) -> Iterator[None]:
+def limit_array_bytes(size: float) -> Iterator[None]:
     """Limit the total bytes of arrays built in this thread; exceeding it raises ValueError."""
     _budget.left = size
     try:

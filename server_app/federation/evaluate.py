@@ -17,7 +17,7 @@ from osfl.util.costs import release_memory
 from osfl.util.log import log
 from server_app.context import GlobalModel
 from server_app.defenses.outliers import find_large_counts
-from server_app.federation.exchange import Exchange, RoundError, UnfitError
+from server_app.federation.exchange import Exchange, InvalidReplyError, RoundError
 
 Matrix = list[list[int]]
 
@@ -41,8 +41,8 @@ class Evaluation:
     client_of: dict[int, str]
     classes: int
     max_images: int
-    adapted: bool = False
-    came: Mapping[str, Matrix] = field(default_factory=dict)
+    personalized: bool = False
+    base_matrices: Mapping[str, Matrix] = field(default_factory=dict)
     matrices: dict[str, Matrix] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
 
@@ -57,23 +57,23 @@ class Evaluation:
         """
         size = self.classes
         metrics = content.metric_records["metrics"]
-        if WITHHELD in metrics or (self.adapted and "confusion" not in metrics):
+        if WITHHELD in metrics or (self.personalized and "confusion" not in metrics):
             return None
         cells = cast(list[int], metrics["confusion"])
         are_counts = all(isinstance(cell, int) and cell >= 0 for cell in cells)
         if len(cells) != size * size or not are_counts:
-            raise UnfitError(
+            raise InvalidReplyError(
                 "its confusion matrix has the wrong size, or cells that are not counts"
             )
         if sum(cells) > self.max_images:
-            raise UnfitError(
+            raise InvalidReplyError(
                 f"it tested on {sum(cells):,} images, more than max-images = {self.max_images:,}; "
                 "set max-images to at least the number of images of the largest client"
             )
         matrix = [cells[row * size : (row + 1) * size] for row in range(size)]
-        unadapted = self.came.get(self.client_of[node], matrix)
+        unadapted = self.base_matrices.get(self.client_of[node], matrix)
         if list(map(sum, matrix)) != list(map(sum, unadapted)):
-            raise UnfitError("it tested the model on other images before personalization")
+            raise InvalidReplyError("it tested the model on other images before personalization")
         return matrix
 
     def keep(self, node: int, matrix: Matrix | None) -> None:
@@ -86,7 +86,7 @@ class Evaluation:
 
     def fail(self, node: int, reason: str) -> None:
         """Log that a client could not test the model."""
-        suffix = ", personalized" if self.adapted else ""
+        suffix = ", personalized" if self.personalized else ""
         log.error("%s could not test %s%s: %s", self.client_of[node], self.model, suffix, reason)
 
 
@@ -132,7 +132,12 @@ def evaluate_on_clients(
         return
     for name, model in models.items():
         test = Evaluation(
-            name, client_of, size, config.max_images, adapted=True, came=matrices[name]
+            name,
+            client_of,
+            size,
+            config.max_images,
+            personalized=True,
+            base_matrices=matrices[name],
         )
         evaluator.run(test, model)
         # With an epsilon, clients must not reveal these results, and any that arrive are dropped
@@ -145,7 +150,7 @@ def _warn_of_large_tests(matrices: Mapping[str, Matrix], status: Status) -> None
     images = {client: sum(map(sum, matrix)) for client, matrix in matrices.items()}
     positive = {client: count for client, count in images.items() if count}
     for client, ratios in sorted(find_large_counts(positive).items()):
-        status.warn_of(
+        status.add_warning(
             f"{client}: states {images[client]:,} test images, {ratios['counts']:.3g} times the "
             "others' median; it dominates the figures over the pooled test images"
         )
@@ -166,7 +171,7 @@ class _Evaluator:
         """Evaluate one model on all clients, until all have replied or `test-timeout`."""
         seconds = self._config.test_timeout
         # A client that gets the request twice would personalize the model twice, in parallel
-        patience = seconds if test.adapted else None
+        patience = seconds if test.personalized else None
         exchange = Exchange(self._grid, seconds, patience)
         content = pack_model(
             SentModel(
@@ -175,7 +180,7 @@ class _Evaluator:
                 model.small_stem,
                 self._job_id,
                 test.model,
-                test.adapted,
+                test.personalized,
             )
         )
         for node in test.client_of:
@@ -185,8 +190,8 @@ class _Evaluator:
         while exchange.pull(test.read, test.keep, test.fail, end) and time.monotonic() < end:
             replies = len(test.matrices) + len(test.silent)
             self._status.advance(self._finished + replies, self._total)
-            exchange.rest(end)
+            exchange.wait(end)
         exchange.end()
-        for node in exchange.waiting():
+        for node in exchange.pending_nodes():
             test.fail(node, f"no reply within {seconds:g} s (test-timeout)")
         self._finished += len(test.client_of)

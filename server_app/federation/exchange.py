@@ -20,34 +20,34 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from osfl.payload.error_codes import find_coded
+from osfl.payload.error_codes import find_error_code
 from osfl.payload.wire import PayloadError
 from osfl.util.log import log
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 from server_app.federation.pulls import Pulls, Result
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
 # Attempts at a node whose app crashed. An exception of the app is not retried: it would recur
-TRIES = 2
+MAX_ATTEMPTS = 2
 # A node whose SuperLink failed during a fetch silently drops the message. So an unresponsive node
 # gets the request again after this time, then after twice as long
 PATIENCE_SECONDS = 120.0
 # For long work. A client that gets the request twice sends its finished result, or waits for it
 WORK_PATIENCE_SECONDS = 600.0
-THANKS_SECONDS = 30.0  # at most, for acknowledgements
+ACKNOWLEDGE_SECONDS = 30.0  # at most, for acknowledgements
 # A node that is offline for this long loses its place if a standby can take it. A SuperNode that
 # crashed and restarts is back within about 60 s
-AWAY_SECONDS = 90.0
+OFFLINE_SECONDS = 90.0
 GRACE_SECONDS = 2.0  # after a phase's end, to use replies that have already arrived
-MOST_REASONS = 20  # in an error's text
-LAST_LETTERS = 10_000  # of a client's exception, which are searched for its last line
+MAX_REASONS = 20  # in an error's text
+MAX_TRACEBACK_CHARS = 10_000  # of a client's exception, which are searched for its last line
 # Flower's text around the message of a client's exception, in a simulation and on a node
-WRAPPED = re.compile(
+FLOWER_EXCEPTION = re.compile(
     r"(?:Exception ClientAppException occurred\. Message: |<class '[\w.]+'>:<['\"])"
     r"(?P<words>.*?)(?:['\"]>)?$"
 )
-MOST_REASON = 1000  # characters of an exception's last line
+MAX_REASON_CHARS = 1000  # characters of an exception's last line
 
 T = TypeVar("T")
 Read = Callable[[int, RecordDict], T]  # (node, content) -> value
@@ -59,7 +59,7 @@ class RoundError(RuntimeError):
     """The round cannot continue. The message says which clients failed and why."""
 
 
-class UnfitError(ValueError):
+class InvalidReplyError(ValueError):
     """A reply could be read but not used. The message says why."""
 
 
@@ -102,13 +102,13 @@ class Exchange:
     def __post_init__(self) -> None:
         self._pulls = Pulls(self.grid, self.largest)
 
-    def look_around(self) -> dict[int, NodeInfo]:
+    def poll_nodes(self) -> dict[int, NodeInfo]:
         """Ask the SuperLink which nodes are online."""
         self._online = online_nodes(self.grid)
         self.names |= {node: info.name for node, info in self._online.items() if info.name}
         self._last_poll = time.monotonic()
         # An empty answer may mean that the SuperLink itself has a problem
-        offline = set(self.waiting()) - self._online.keys() if self._online else set()
+        offline = set(self.pending_nodes()) - self._online.keys() if self._online else set()
         self._offline_since = {
             node: self._offline_since.get(node, self._last_poll) for node in offline
         }
@@ -127,7 +127,7 @@ class Exchange:
             content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl
         )
         patience = patience or self.patience or PATIENCE_SECONDS
-        online = self.look_around() if self._online is None else self._online
+        online = self.poll_nodes() if self._online is None else self._online
         resend_at = time.monotonic() + patience
         activated = online[node].last_activated_at if node in online else ""
         request = _Request(node, message_type, content, attempt, activated, patience, resend_at)
@@ -158,11 +158,11 @@ class Exchange:
             on_failure: called with a node that failed permanently, and the reason.
             until: end of the phase by time.monotonic(). No reply is awaited longer.
         """
-        if not self.waiting():
+        if not self.pending_nodes():
             return 0
-        online = self.look_around()
+        online = self.poll_nodes()
         pending = deque(
-            message_id for message_id in self._in_flight if not self._pulls.under_way(message_id)
+            message_id for message_id in self._in_flight if not self._pulls.in_progress(message_id)
         )
         while True:
             while pending and self._pulls.room() and time.monotonic() < until:
@@ -217,7 +217,7 @@ class Exchange:
         return None
 
     def _failed(self, request: _Request, error: Error, on_failure: OnFailure) -> None:
-        if error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION or request.attempt >= TRIES:
+        if error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION or request.attempt >= MAX_ATTEMPTS:
             return on_failure(request.node, _reason(error.reason, error.code))
         log.warning(
             "node %s failed (code %s); the request will be sent again", request.node, error.code
@@ -233,7 +233,7 @@ class Exchange:
             node = request.node
             activated = online[node].last_activated_at if node in online else ""
             # A partly pulled reply continues when its node is back, or ends as an error
-            if message_id not in self._in_flight or self._pulls.under_way(message_id):
+            if message_id not in self._in_flight or self._pulls.in_progress(message_id):
                 continue
             if request.activated and activated and activated != request.activated:
                 log.warning("node %s reconnected; the request will be sent again", node)
@@ -258,7 +258,7 @@ class Exchange:
                 self._in_flight[message_id] = replace(
                     copy, resend_at=min(copy.resend_at, resend_at)
                 )
-        if request.node not in self.waiting():
+        if request.node not in self.pending_nodes():
             self._retries.append((resend_at, request))
 
     def _forget(self, node: int) -> None:
@@ -270,7 +270,7 @@ class Exchange:
         }
         self._retries = [(due, request) for due, request in self._retries if request.node != node]
 
-    def pause(self) -> float:
+    def poll_interval(self) -> float:
         """Return the seconds to the next poll: 1, or 1/20 of the time without a reply, at most 10.
 
         A poll costs the SuperLink one HTTP request per message in flight.
@@ -278,9 +278,9 @@ class Exchange:
         silence = time.monotonic() - self._last_reply
         return min(max(POLL_SECONDS, silence / 20), 10 * POLL_SECONDS)
 
-    def rest(self, until: float = math.inf) -> None:
+    def wait(self, until: float = math.inf) -> None:
         """Sleep until the next poll, the end of the phase, or a reply."""
-        self._pulls.wait(min(self.pause(), until - time.monotonic()))
+        self._pulls.wait(min(self.poll_interval(), until - time.monotonic()))
 
     def end(self) -> None:
         """End the phase: replies that arrive later are dropped."""
@@ -290,16 +290,18 @@ class Exchange:
         """Return how many messages the SuperLink does not have and that will be pushed again."""
         return len(self._retries)
 
-    def waiting(self) -> list[int]:
+    def pending_nodes(self) -> list[int]:
         """Return the nodes that still owe a reply."""
         retries = [request for _, request in self._retries]
         requests = (*self._in_flight.values(), *retries)
         return list(dict.fromkeys(request.node for request in requests))
 
-    def away(self) -> list[int]:
-        """Return nodes that owe a reply and were offline at every poll for `AWAY_SECONDS`."""
-        limit = self._last_poll - AWAY_SECONDS
-        return [node for node in self.waiting() if self._offline_since.get(node, math.inf) < limit]
+    def offline(self) -> list[int]:
+        """Return nodes that owe a reply and were offline at every poll for `OFFLINE_SECONDS`."""
+        limit = self._last_poll - OFFLINE_SECONDS
+        return [
+            node for node in self.pending_nodes() if self._offline_since.get(node, math.inf) < limit
+        ]
 
     def give_up(self, node: int) -> None:
         """Stop waiting for a node; its later replies are dropped."""
@@ -310,11 +312,11 @@ def ignore(*_: Any) -> None:
     """Ignore a reply or failure that nothing depends on."""
 
 
-def listed(reasons: Mapping[Any, str]) -> str:
+def format_reasons(reasons: Mapping[Any, str]) -> str:
     """Format the failed clients and reasons, one per line, for the end of an error's text."""
     lines = [f"\n  {client}: {reason}" for client, reason in sorted(reasons.items())]
-    extra = len(lines) - MOST_REASONS
-    return "".join(lines[:MOST_REASONS]) + (f"\n  and {extra} more" if extra > 0 else "")
+    extra = len(lines) - MAX_REASONS
+    return "".join(lines[:MAX_REASONS]) + (f"\n  and {extra} more" if extra > 0 else "")
 
 
 def online_nodes(grid: Grid) -> dict[int, NodeInfo]:
@@ -351,9 +353,9 @@ def _path(error: httpx.HTTPError) -> str:
 
 
 def _unreadable(request: _Request, error: Exception) -> str:
-    if isinstance(error, UnfitError | PayloadError):
-        return plain(error)
-    message = plain(f"{type(error).__name__}: {error}")
+    if isinstance(error, InvalidReplyError | PayloadError):
+        return sanitize(error)
+    message = sanitize(f"{type(error).__name__}: {error}")
     return f"its reply to {request.message_type} cannot be read: {message}"
 
 
@@ -362,14 +364,16 @@ def _reason(text: str | None, code: int) -> str:
 
     A client with a privacy guarantee sends a coded reason instead.
     """
-    lines = [line.strip() for line in (text or "")[-LAST_LETTERS:].splitlines() if line.strip()]
-    if lines and (coded_reason := find_coded(lines[-1])):
+    lines = [
+        line.strip() for line in (text or "")[-MAX_TRACEBACK_CHARS:].splitlines() if line.strip()
+    ]
+    if lines and (coded_reason := find_error_code(lines[-1])):
         return coded_reason
-    message = plain(_unwrap(lines[-1]), MOST_REASON) if lines else "no reason given"
+    message = sanitize(_unwrap(lines[-1]), MAX_REASON_CHARS) if lines else "no reason given"
     return f"{message} (code {code})"
 
 
 def _unwrap(line: str) -> str:
     """Return an exception's own message, without the text that Flower puts around it."""
-    match = WRAPPED.search(line)
+    match = FLOWER_EXCEPTION.search(line)
     return match["words"] if match else line

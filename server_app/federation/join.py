@@ -15,17 +15,17 @@ from osfl.payload.encryption import pack_public_key
 from osfl.payload.messages import JOIN
 from osfl.run_folder.status import Status
 from osfl.util.log import log
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 from server_app.defenses.image_counts import ALL, check_counts
-from server_app.federation.exchange import Exchange, RoundError, UnfitError, listed
+from server_app.federation.exchange import Exchange, InvalidReplyError, RoundError, format_reasons
 
 # If enough clients have joined, a client whose payload is stored is awaited this long after the
 # last join. It may also join later
-SILENCE_SECONDS = 15.0
+QUIET_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinReply:
     """A client's reply to the join request.
 
     Attributes:
@@ -64,7 +64,7 @@ class Members:
         self._config = config
         self._num_clients = config.num_clients
         self._places = config.training_clients
-        self._held_out = config.testers
+        self._held_out = config.left_out_clients
         self._rounds = METHODS[config.method].rounds
         self._allowed = split_names(config.classifier.architecture)
         self._status = status
@@ -77,26 +77,26 @@ class Members:
         self.architectures: dict[str, str] = {}
         self.declared: dict[str, dict[str, int]] = {}
         self.nodes: dict[str, int] = {}
-        self.testers: dict[str, int] = {}
-        self.failed: dict[int, str] = {}
+        self.left_out_clients: dict[str, int] = {}
+        self.fail: dict[int, str] = {}
         self.until = time.monotonic() + config.join_timeout
         self.heard = time.monotonic()
 
     def ask(self) -> None:
         """Send a join request to every online node that has not got one."""
-        for node in self._exchange.look_around():
+        for node in self._exchange.poll_nodes():
             if node not in self._requested:
                 self._requested.add(node)
                 self._exchange.push(node, JOIN, self._request)
 
-    def look(self, until: float) -> None:
+    def poll(self, until: float) -> None:
         """Send join requests to new nodes, and poll for replies once."""
         self.ask()
         self._exchange.pull(self._read, self._keep, self._fail, until)
 
-    def rest(self) -> None:
+    def wait(self) -> None:
         """Sleep until the next poll."""
-        self._exchange.rest(self.until)
+        self._exchange.wait(self.until)
 
     def end(self) -> None:
         """Stop accepting clients."""
@@ -104,14 +104,14 @@ class Members:
 
     def silent(self) -> list[int]:
         """Return the nodes that have not replied yet."""
-        return self._exchange.waiting()
+        return self._exchange.pending_nodes()
 
-    def hopeless(self) -> bool:
+    def cannot_complete(self) -> bool:
         """Check whether enough nodes have replied, but some of them cannot participate."""
         all_replied = not self.silent() and len(self._requested) >= self._num_clients
-        return bool(self.failed) and all_replied
+        return bool(self.fail) and all_replied
 
-    def choose(self, stored: list[str]) -> None:
+    def select(self, stored: list[str]) -> None:
         """Select the participants: clients whose payload is stored, then the others by name.
 
         Raises:
@@ -119,13 +119,13 @@ class Members:
         """
         if missing := sorted(set(self._held_out) - self.joined.keys()):
             raise RoundError(
-                f"left-out: {missing[0]!r} must join to test the model, and has not; the clients "
-                f"are {', '.join(sorted(self.joined))}"
+                f"left-out: {missing[0]!r} has not joined, and is required for testing; the "
+                f"clients are {', '.join(sorted(self.joined))}"
             )
-        self.testers = {client: self.joined[client] for client in self._held_out}
-        for client in self.testers:
+        self.left_out_clients = {client: self.joined[client] for client in self._held_out}
+        for client in self.left_out_clients:
             self._status.client(client, "held out")
-        candidates = sorted(self.joined.keys() - stored - self.testers.keys())
+        candidates = sorted(self.joined.keys() - stored - self.left_out_clients.keys())
         places = max(0, self._places - len(stored))
         selected = [*(self.joined.keys() & stored), *candidates[:places]]
         self.nodes = {client: self.joined[client] for client in sorted(selected)}
@@ -133,12 +133,12 @@ class Members:
             self._status.client(standby, "standby")
         self._warn_of_unnamed_keys()
 
-    def spares(self) -> list[str]:
+    def standby(self) -> list[str]:
         """Return the standby clients: eligible clients that were not selected."""
-        unavailable = self.nodes.keys() | self.testers.keys() | self._replaced
+        unavailable = self.nodes.keys() | self.left_out_clients.keys() | self._replaced
         return sorted(self.joined.keys() - unavailable)
 
-    def take_in(self, spare: str, instead_of: str | None = None) -> int:
+    def admit(self, spare: str, instead_of: str | None = None) -> int:
         """Give a standby client a free place, or that of another client, and return its node."""
         if instead_of:
             log.warning("%s replaces %s", spare, instead_of)
@@ -148,7 +148,7 @@ class Members:
         self.nodes = dict(sorted({**self.nodes, spare: node}.items()))
         return node
 
-    def _read(self, node: int, content: RecordDict) -> Joined:
+    def _read(self, node: int, content: RecordDict) -> JoinReply:
         """Read and check a client's reply to the join request.
 
         Raises:
@@ -158,22 +158,23 @@ class Members:
         client = str(record["client"])
         version = str(record["version"])
         if not is_identifier(client):
-            raise UnfitError(
-                f"its client id {plain(client, 80)!r} must be 1 to 64 letters, digits, '-' or '_'"
+            raise InvalidReplyError(
+                f"its client id {sanitize(client, 80)!r} must be 1 to 64 letters, digits, '-' or "
+                "'_'"
             )
         self._check_key(node, client)
         if version != osfl.__version__:
-            raise UnfitError(
-                f"{client} has osfl {plain(version, 40)} installed, and the run requires "
+            raise InvalidReplyError(
+                f"{client} has osfl {sanitize(version, 40)} installed, and the run requires "
                 f"{osfl.__version__}; install the same version"
             )
         architecture = str(record["architecture"]) if self._rounds else ""
         if self._rounds and architecture not in self._allowed:
-            raise UnfitError(
-                f"{client} has architecture {plain(architecture, 80)!r}: this run allows "
+            raise InvalidReplyError(
+                f"{client} has architecture {sanitize(architecture, 80)!r}: this run allows "
                 f"{', '.join(self._allowed)}"
             )
-        return Joined(client, architecture, self._declared(client, record.get("images")))
+        return JoinReply(client, architecture, self._declared(client, record.get("images")))
 
     def _declared(self, client: str, images: object) -> dict[str, int] | None:
         """Return a client's declared image counts, by class or of `ALL`; None if it has none.
@@ -185,15 +186,15 @@ class Members:
             return None
         names = (ALL,) if self._rounds else class_names(self._config.data)
         if not isinstance(images, list) or len(images) != len(names) or not _are_counts(images):
-            raise UnfitError(
-                f"{client} declares {plain(images, 80)} as its image counts; they must be "
+            raise InvalidReplyError(
+                f"{client} declares {sanitize(images, 80)} as its image counts; they must be "
                 f"{len(names)} whole numbers, one per class or one for all"
             )
         declared = dict(zip(names, images, strict=True))
         try:
             check_counts(declared, self._config.max_images)
         except ValueError as error:
-            raise UnfitError(f"{client}, image counts at join: {error}") from None
+            raise InvalidReplyError(f"{client}, image counts at join: {error}") from None
         return declared
 
     def _check_key(self, node: int, client: str) -> None:
@@ -205,12 +206,13 @@ class Members:
         names = self._exchange.names
         name = names.get(node, "")
         if name and name != client:
-            raise UnfitError(
-                f"its key is registered as {plain(name, 80)!r}, but its client id is {client!r}; "
+            raise InvalidReplyError(
+                f"its key is registered as {sanitize(name, 80)!r}, but its client id is "
+                f"{client!r}; "
                 "set client-id to the key's name"
             )
         if not name and client in names.values():
-            raise UnfitError(
+            raise InvalidReplyError(
                 f"its client id {client!r} is the name of another node's key, and its own key has "
                 "no name"
             )
@@ -226,12 +228,12 @@ class Members:
                     client,
                 )
 
-    def _keep(self, node: int, joined: Joined) -> None:
+    def _keep(self, node: int, joined: JoinReply) -> None:
         client = joined.client
         if (holder := self.joined.get(client)) is not None:
             names = self._exchange.names
             # A key named after the client id takes precedence over an unnamed one
-            selected = self.nodes.keys() | self.testers.keys()
+            selected = self.nodes.keys() | self.left_out_clients.keys()
             if node not in names or holder in names or client in selected:
                 reason = f"its client id {client!r} is already used by another node"
                 return self._fail(node, reason)
@@ -248,7 +250,7 @@ class Members:
         return None
 
     def _fail(self, node: int, reason: str) -> None:
-        self.failed[node] = reason
+        self.fail[node] = reason
         log.error("node %s cannot participate: %s", node, reason)
 
 
@@ -288,12 +290,12 @@ def join(
     meanwhile()
     members.until = time.monotonic() + config.join_timeout
     while time.monotonic() < members.until:
-        members.look(members.until)
+        members.poll(members.until)
         status.advance(min(len(members.joined), config.num_clients), config.num_clients)
-        if _complete(members, stored, config.num_clients) or members.hopeless():
+        if _complete(members, stored, config.num_clients) or members.cannot_complete():
             break
-        members.rest()
-    members.choose(stored)
+        members.wait()
+    members.select(stored)
     count = len(members.nodes.keys() | stored)
     if count < config.needed_clients:
         raise RoundError(_too_few(members, count, config))
@@ -306,7 +308,7 @@ def _complete(members: Members, stored: list[str], num_clients: int) -> bool:
     """Check whether no further client needs to be awaited."""
     if len(members.joined) < num_clients:
         return False
-    is_quiet = time.monotonic() - members.heard > SILENCE_SECONDS
+    is_quiet = time.monotonic() - members.heard > QUIET_SECONDS
     return is_quiet or members.joined.keys() >= set(stored)
 
 
@@ -314,11 +316,11 @@ def _too_few(members: Members, count: int, config: RunConfig) -> str:
     """Describe why too few clients joined, with the timeout only if it was reached."""
     timed_out = time.monotonic() >= members.until
     within = f" within {config.join_timeout:g} s (join-timeout)" if timed_out else ""
-    refusals = {f"node {node}": reason for node, reason in members.failed.items()}
+    refusals = {f"node {node}": reason for node, reason in members.fail.items()}
     silent = [str(node) for node in members.silent()]
-    no_reply = f"\n  {len(silent)} did not reply: {plain(', '.join(silent))}" if silent else ""
+    no_reply = f"\n  {len(silent)} did not reply: {sanitize(', '.join(silent))}" if silent else ""
     return (
         f"{count} of {config.num_clients} clients joined{within}; at least "
         f"{config.needed_clients} are required (min-clients, num-clients)"
-        f"{listed(refusals)}{no_reply}"
+        f"{format_reasons(refusals)}{no_reply}"
     )

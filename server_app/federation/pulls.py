@@ -13,15 +13,17 @@ import psutil
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from server_app.federation.counted import at_most
+from server_app.federation.counted import limit_array_bytes
 
-AT_ONCE = 4  # concurrent requests to the SuperLink; without slow nodes, also replies in memory
+MAX_CONCURRENT_REQUESTS = (
+    4  # concurrent requests to the SuperLink; without slow nodes, also replies in memory
+)
 # A slower pull no longer counts among the concurrent ones
 SLOW_SECONDS = 1.0
 # Threads, if memory allows. This many simultaneous slow uploads delay later replies until one of
 # them ends. They never delay the end of the phase
-MOST = 64
-SMALL = 2**24  # bytes that every reply may have, such as a confusion matrix
+MAX_THREADS = 64
+SMALL_REPLY_BYTES = 2**24  # bytes that every reply may have, such as a confusion matrix
 Result = list[Message] | BaseException
 
 
@@ -33,14 +35,16 @@ class Pulls:
             client is thread-safe, and the in-memory state has a lock.
         largest: bytes of the largest expected reply; a larger one raises. The number of threads is
             limited so that half of the free memory holds all their replies, but is at least
-            `AT_ONCE`.
+            `MAX_CONCURRENT_REQUESTS`.
     """
 
     def __init__(self, grid: Grid, largest: float = 0):
         self._grid = grid
         free = psutil.virtual_memory().available
-        self._limit = largest + SMALL
-        self._max_threads = max(AT_ONCE, min(MOST, int(free / 2 / max(largest, 1))))
+        self._limit = largest + SMALL_REPLY_BYTES
+        self._max_threads = max(
+            MAX_CONCURRENT_REQUESTS, min(MAX_THREADS, int(free / 2 / max(largest, 1)))
+        )
         self._started: dict[str, float] = {}  # time.monotonic() by message id
         self._results: deque[tuple[str, Result]] = deque()
         self._has_result = threading.Event()
@@ -54,7 +58,7 @@ class Pulls:
     def _pull(self, message_id: str) -> None:
         result: Result
         try:
-            with at_most(self._limit):
+            with limit_array_bytes(self._limit):
                 result = list(self._grid.pull_messages([message_id]))
         # The consumer raises it again, or counts it as the node's failure
         except BaseException as error:
@@ -63,7 +67,7 @@ class Pulls:
             self._results.append((message_id, result))
             self._has_result.set()
 
-    def under_way(self, message_id: str) -> bool:
+    def in_progress(self, message_id: str) -> bool:
         """Check whether a pull is in progress or its result has not been consumed."""
         return message_id in self._started
 
@@ -71,7 +75,7 @@ class Pulls:
         """Check whether another pull may start now."""
         recent = time.monotonic() - SLOW_SECONDS
         fast = sum(started > recent for started in self._started.values())
-        return fast < AT_ONCE and len(self._started) < self._max_threads
+        return fast < MAX_CONCURRENT_REQUESTS and len(self._started) < self._max_threads
 
     def next(self, until: float) -> tuple[str, Result] | None:
         """Return the next result; None at `until`, or when all pulls in progress are slow."""

@@ -14,7 +14,7 @@ from osfl.config import ConfigError, NodeConfig
 from osfl.data.load import load_images
 from osfl.data.parts import client_name
 from osfl.payload.kinds import Payload
-from osfl.util.pixels import concatenated
+from osfl.util.pixels import concatenate
 from server_app.context import GlobalModel, ServerJob
 from server_app.training import train_global
 
@@ -26,7 +26,7 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
         ConfigError: the images are in folders and `data.root` is empty.
     """
     parts = [load_images(job.config.data, node, "train", job.config.seed) for node in _nodes(job)]
-    pixels = concatenated([part.pixels for part in parts])
+    pixels = concatenate([part.pixels for part in parts])
     labels = torch.cat([p.labels for p in parts])
     return {"real": train_global(job, "real", pixels, labels)}
 
@@ -36,7 +36,7 @@ def _nodes(job: ServerJob) -> list[NodeConfig]:
     count = job.config.num_clients
     if data.name != "folder":
         nodes = [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
-        testers = job.config.testers
+        testers = job.config.left_out_clients
         return [n for n in nodes if client_name(data, n, job.config.seed) not in testers]
     if not data.root:
         raise ConfigError(

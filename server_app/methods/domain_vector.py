@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from osfl.payload.kinds import DomainVector
-from server_app.context import ServerJob, by_class
+from server_app.context import ServerJob, rows_by_class
 from server_app.methods.prompts_only import sample
-from server_app.pipeline import Models, plan_held, synthesise_and_train
+from server_app.pipeline import Models, plan_held_classes, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.workers import Sample
@@ -27,13 +27,13 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, DomainVector]) -> Models:
     """Sample R images per class in every client's domain, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler, plan=plan)
+    return synthesize_and_train(job, payloads, sampler, plan=plan)
 
 
 def plan(job: ServerJob, payloads: Mapping[str, DomainVector]) -> list[ImageJob]:
     """Plan R images per client and class, for held classes or all classes."""
     if job.config.domain_vector.classes == "held":
-        return plan_held(job, payloads)
+        return plan_held_classes(job, payloads)
     labels_of = dict.fromkeys(payloads, range(len(job.classes)))
     per_class = job.config.synthesis.images_per_class
     return plan_images(job.config.method, job.config.seed, labels_of, per_class)
@@ -48,7 +48,9 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, DomainV
     domains = {
         client: payload.domain.to(kit.device, kit.dtype) for client, payload in payloads.items()
     }
-    offsets = by_class(job, payloads, lambda payload: _offsets(payload).to(kit.device, kit.dtype))
+    offsets = rows_by_class(
+        job, payloads, lambda payload: _offsets(payload).to(kit.device, kit.dtype)
+    )
 
     def condition(image: ImageJob) -> torch.Tensor:
         # d_y = tau(prompt of y) + v_k + w_ky

@@ -23,8 +23,8 @@ from osfl.config import EspressoConfig
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Mixtures
 from osfl.util.seeds import generator_of
-from server_app.context import ServerJob, by_class
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.context import ServerJob, rows_by_class
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -34,14 +34,14 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Mixtures]) -> Models:
     """Sample R images per client and class, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtures]) -> Sample:
     """Return a function that samples images from the conditions and mixtures of their classes."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
-    row_of = by_class(job, payloads, lambda payload: range(len(payload.classes)))
+    row_of = rows_by_class(job, payloads, lambda payload: range(len(payload.classes)))
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
         sources = [(payloads[image.client], row_of[image.client, image.label]) for image in jobs]
@@ -61,11 +61,7 @@ def sample(
     """Sample images by semantics-preserving sampling (Espresso, phase 2).
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         sources: for every image its client's payload, and its class's row there.
-        settings: of Espresso.
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].

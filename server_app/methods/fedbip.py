@@ -24,7 +24,7 @@ from osfl.models.diffusion import Kit, forward_noise
 from osfl.payload.kinds import Concepts
 from osfl.util.seeds import generator_of
 from server_app.context import ServerJob
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -34,7 +34,7 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Concepts]) -> Models:
     """Sample R images per client and class, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Concepts]) -> Sample:
@@ -57,12 +57,7 @@ def sample(
     """Interpolate, noise and denoise latents.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         classes: the run's class names.
-        payloads: by client.
-        settings: of FedBiP.
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].
@@ -77,7 +72,7 @@ def sample(
         noise = torch.randn(payload.domain.shape, generator=generator)
         domains.append(payload.domain + settings.domain_noise * noise)
         concepts.append(payload.vectors[payload.classes.index(name)])
-        latents.append(interpolated(payload, image.label, generator))
+        latents.append(draw_latent(payload, image.label, generator))
     s = torch.stack(domains).to(kit.device)
     v = torch.stack(concepts).to(kit.device)
     c = concept_prompt(kit.text).filled(s, v)
@@ -93,7 +88,7 @@ def sample(
     return to_images(kit, denoise(kit, z, steps, predict))
 
 
-def interpolated(payload: Concepts, label: int, generator: torch.Generator) -> torch.Tensor:
+def draw_latent(payload: Concepts, label: int, generator: torch.Generator) -> torch.Tensor:
     """Draw a latent [c, h, w] from the interpolated posteriors of two of a class's images.
 
     A class with one image uses it twice.

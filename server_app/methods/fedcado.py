@@ -26,7 +26,7 @@ from osfl.config import FedCADOConfig
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Classifier
 from server_app.context import ServerJob
-from server_app.methods.fedlmg import LossAt, guidance_loss, guided, run_guided
+from server_app.methods.fedlmg import LossAt, guidance_loss, guided_prediction, run_guided
 from server_app.pipeline import Models
 from server_app.synthesis.guidance import Teacher
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -52,7 +52,9 @@ def sample(
     z = initial_noise(jobs, kit.latent_shape, kit.device)
     first = torch.tensor(first_timestep(kit, steps), device=kit.device)
     z = edit_noise(z, first, loss_at, settings.noise_edits, settings.noise_edit_lr)
-    return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
+    return to_images(
+        kit, denoise(kit, z, steps, guided_prediction(kit, loss_at, settings.gradient_scale))
+    )
 
 
 def edit_noise(

@@ -29,7 +29,7 @@ from osfl.payload.wire import PayloadError
 from osfl.util.costs import Stopwatch
 from server_app.context import GlobalModel, ServerJob
 from server_app.defenses.image_counts import class_weights
-from server_app.heads import NEVER, store_with_head
+from server_app.heads import NEVER_PREDICTED, store_with_head
 
 # By this share of the moments' trace, rounding to 32 bits may lower an eigenvalue of the scatter
 ROUNDING = 1e-4
@@ -71,7 +71,7 @@ def closed_form_head(
     # Sorted, because floating-point sums depend on their order
     for client in sorted(statistics):
         labels = torch.tensor(labels_of[client])
-        client_counts, client_sums, client_moments = weighted(
+        client_counts, client_sums, client_moments = weight_statistics(
             statistics[client], weights[client] if weights else ()
         )
         counts.index_add_(0, labels, client_counts)
@@ -91,12 +91,12 @@ def closed_form_head(
     w = torch.linalg.lstsq(shrunk, means.T).solution.T
     weight = torch.zeros(classes, width, dtype=torch.float64)
     weight[has_images] = w
-    bias = torch.full((classes,), NEVER, dtype=torch.float64)
+    bias = torch.full((classes,), NEVER_PREDICTED, dtype=torch.float64)
     bias[has_images] = (counts[has_images] / n).log() - (means * w).sum(dim=1) / 2
     return weight.float(), bias.float()
 
 
-def weighted(
+def weight_statistics(
     payload: FeatureStatistics, weights: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return counts, sums and moments, float64, with each class's number of images weighted.

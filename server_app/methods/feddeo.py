@@ -20,8 +20,8 @@ import torch
 
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Descriptions
-from server_app.context import ServerJob, by_class
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.context import ServerJob, rows_by_class
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -31,14 +31,14 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Descriptions]) -> Models:
     """Sample R images per description, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descriptions]) -> Sample:
     """Return a function that samples images from class prompts and their clients' descriptions."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
-    descriptions = by_class(
+    descriptions = rows_by_class(
         job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype)
     )
     if job.config.feddeo.tokens == "all":
@@ -64,12 +64,9 @@ def sample(
     """Sample with compositional guidance on the class's prompt and the client's description.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         prompts: tau of every class's prompt, [classes, L, d].
         descriptions: descriptions d_y [L, d] by (client, label).
         scales: (g_text, g_desc).
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].

@@ -20,8 +20,8 @@ import torch
 from osfl.config import FedDISCConfig
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Embeddings
-from server_app.context import ServerJob, by_class
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.context import ServerJob, rows_by_class
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -31,14 +31,16 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Embeddings]) -> Models:
     """Sample R images per client and class, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddings]) -> Sample:
     """Return a function that samples images from class prompts and their clients' embeddings."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
-    vectors = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
+    vectors = rows_by_class(
+        job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype)
+    )
     settings = job.config.feddisc
     return lambda jobs: sample(kit, jobs, prompts, vectors, settings, job.config.synthesis.steps)
 
@@ -55,12 +57,8 @@ def sample(
     """Sample with compositional guidance on a cluster's centroid and the class's mean embedding.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         prompts: tau of every class's prompt, [classes, L, d].
         vectors: K centroids and the mean, [K + 1, 2e], by (client, label).
-        settings: of FedDISC.
-        steps: number of timesteps.
 
     Returns:
         uint8 [B, 3, H, W].

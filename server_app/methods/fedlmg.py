@@ -39,7 +39,7 @@ from osfl.models.classifiers import rebuild
 from osfl.models.diffusion import Kit, x0hat
 from osfl.payload.kinds import Classifier
 from server_app.context import ServerJob
-from server_app.pipeline import Models, plan_held, synthesise_and_train
+from server_app.pipeline import Models, plan_held_classes, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import (
     Condition,
@@ -53,7 +53,7 @@ from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes
 from server_app.synthesis.samplers import Predict, denoise, to_images
 from server_app.synthesis.workers import Sample
-from server_app.training import mean_teacher, own_teacher, train_global
+from server_app.training import mean_teacher, specific_teacher, train_global
 
 # (z, t []) -> (e, L [B])
 LossAt = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -75,11 +75,11 @@ def run_guided(
 ) -> Models:
     """Run FedLMG or FedCADO, from classifiers to global models. They differ in `sample`."""
     by_unit = settings.bn_statistics == "unit"
-    return synthesise_and_train(
+    return synthesize_and_train(
         job,
         payloads,
         partial(sampler, settings=settings, sample=sample),
-        plan=plan_mixed if by_unit else plan_held,
+        plan=plan_mixed if by_unit else plan_held_classes,
         train=partial(_train, settings=settings),
         divisible=not by_unit,
     )
@@ -87,7 +87,7 @@ def run_guided(
 
 def plan_mixed(job: ServerJob, payloads: Mapping[str, Classifier]) -> list[ImageJob]:
     """Plan R images per class of every classifier, with each client's classes alternating."""
-    return mix_classes(plan_held(job, payloads))
+    return mix_classes(plan_held_classes(job, payloads))
 
 
 def sampler(
@@ -132,7 +132,7 @@ def _train(
         if strategy == "md":
             target = mean_teacher(networks, labels_of, images.pixels, job.device, plain=is_uniform)
         elif strategy == "sd":
-            target = own_teacher(networks, images.clients, images.pixels, job.device)
+            target = specific_teacher(networks, images.clients, images.pixels, job.device)
         name = strategy.upper()
         models[name] = train_global(
             job, name, images.pixels, images.labels, target, settings.distillation_weight
@@ -168,12 +168,9 @@ def sample(
     """Sample by classifier-guided denoising (FedLMG, section 3.3).
 
     Args:
-        kit: the base diffusion model.
         jobs: the images, which may belong to different clients.
         prompts: tau of every class's prompt, [classes, L, d].
         teachers: each client's classifier.
-        settings: of FedLMG.
-        steps: number of timesteps.
         size: side in pixels at which the classifiers were trained.
 
     Returns:
@@ -181,7 +178,9 @@ def sample(
     """
     loss_at = guidance_loss(kit, jobs, prompts, teachers, settings, size)
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
+    return to_images(
+        kit, denoise(kit, z, steps, guided_prediction(kit, loss_at, settings.gradient_scale))
+    )
 
 
 def guidance_loss(
@@ -223,11 +222,10 @@ def guidance_loss(
     return loss_at
 
 
-def guided(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
+def guided_prediction(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
     """Return the guided noise prediction for the denoising loop.
 
     Args:
-        kit: the base diffusion model.
         loss_at: returns the noise prediction and the loss.
         scale: s.
     """

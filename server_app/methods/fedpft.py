@@ -27,7 +27,7 @@ from osfl.util.costs import Stopwatch
 from osfl.util.seeds import generator_of
 from server_app.context import GlobalModel, ServerJob
 from server_app.defenses.image_counts import class_weights
-from server_app.heads import NEVER, store_with_head
+from server_app.heads import NEVER_PREDICTED, store_with_head
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
@@ -36,19 +36,19 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     settings = job.config.fedpft
     watch = Stopwatch()
     job.status.phase("training the head")
-    features, labels, shares = drawn_features(
+    features, labels, shares = sample_features(
         mixtures,
         job.held(payloads),
         settings.samples,
         job.config.seed,
         class_weights(payloads, job.config.max_weight_ratio),
     )
-    weight, bias = trained_head(features, labels, shares, len(job.classes), settings)
+    weight, bias = train_head(features, labels, shares, len(job.classes), settings)
     images = sum(int(payload.counts.sum()) for payload in mixtures.values())
     return store_with_head(job, "FedPFT", weight, bias, images, watch)
 
 
-def drawn_features(
+def sample_features(
     mixtures: Mapping[str, FeatureMixtures],
     labels_of: Mapping[str, list[int]],
     limit: int,
@@ -58,7 +58,6 @@ def drawn_features(
     """Sample features [N, D] with labels [N] and the number of images that each stands for [N].
 
     Args:
-        mixtures: by client.
         labels_of: the label of each of a client's rows.
         limit: upper bound of the features per client and class.
         seed: of the run; each client and class has its own random stream.
@@ -87,7 +86,7 @@ def drawn_features(
     return torch.cat(features), torch.cat(labels), torch.cat(shares)
 
 
-def trained_head(
+def train_head(
     features: torch.Tensor,
     labels: torch.Tensor,
     shares: torch.Tensor,
@@ -104,10 +103,9 @@ def trained_head(
         labels: y, [N].
         shares: sample weights, [N].
         classes: C.
-        settings: of FedPFT.
     """
     weight = torch.zeros(classes, features.shape[1], dtype=torch.float64)
-    bias = torch.full((classes,), float(NEVER), dtype=torch.float64)
+    bias = torch.full((classes,), float(NEVER_PREDICTED), dtype=torch.float64)
     present = labels.unique()
     bias[present] = 0
     if len(present) > 1:

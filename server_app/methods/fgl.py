@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from osfl.payload.kinds import Captions
-from osfl.util.prompts import fill
-from server_app.context import ServerJob, by_class
+from osfl.util.prompts import fill_prompt
+from server_app.context import ServerJob, rows_by_class
 from server_app.methods.prompts_only import sample
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample
@@ -27,7 +27,7 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Captions]) -> Models:
     """Sample R images per client and class, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Captions]) -> Sample:
@@ -35,7 +35,7 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Caption
     kit = load_engine(job.kit, device, job.config.synthesis)
     guidance = job.config.fgl.guidance
     steps = job.config.synthesis.steps
-    captions = by_class(job, payloads, lambda payload: payload.texts)
+    captions = rows_by_class(job, payloads, lambda payload: payload.texts)
     negative = kit.text([job.config.fgl.negative_prompt])
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
@@ -48,6 +48,8 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Caption
 def prompt_of(job: ServerJob, captions: Sequence[str], image: ImageJob) -> str:
     """Return an image's prompt, with one of its client's captions of its class."""
     caption = captions[image.index % len(captions)]
-    return fill(
-        job.config.fgl.prompt, {"class": job.config.data.word(job.classes[image.label])}, caption
+    return fill_prompt(
+        job.config.fgl.prompt,
+        {"class": job.config.data.prompt_name(job.classes[image.label])},
+        caption,
     )

@@ -21,9 +21,9 @@ import torch
 
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Encodings
-from server_app.context import ServerJob, by_class
+from server_app.context import ServerJob, rows_by_class
 from server_app.methods.prompts_only import sample
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample
@@ -31,7 +31,7 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Encodings]) -> Models:
     """Sample R images per client and class, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodings]) -> Sample:
@@ -39,7 +39,7 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Encodin
     kit = load_engine(job.kit, device, job.config.synthesis)
     guidance = job.config.oscar.guidance
     steps = job.config.synthesis.steps
-    conditions = by_class(job, payloads, lambda payload: as_conditions(kit, payload.vectors))
+    conditions = rows_by_class(job, payloads, lambda payload: as_conditions(kit, payload.vectors))
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
         c = torch.stack([conditions[image.client, image.label] for image in jobs])

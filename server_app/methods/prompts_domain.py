@@ -12,10 +12,10 @@ import torch
 
 from osfl.config import PromptsDomainConfig, VotesConfig
 from osfl.payload.kinds import Domain
-from osfl.util.prompts import fill
+from osfl.util.prompts import fill_prompt
 from server_app.context import ServerJob
 from server_app.methods.prompts_only import sample
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample
@@ -23,17 +23,17 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Domain]) -> Models:
     """Sample R images per client and class, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Domain]) -> Sample:
     """Return a function that samples images from prompts with class and client's domain."""
-    word = job.config.data.word
+    word = job.config.data.prompt_name
     settings = job.config.prompts_domain
-    return by_name(job, device, settings, lambda image: word(payloads[image.client].name))
+    return sampler_by_name(job, device, settings, lambda image: word(payloads[image.client].name))
 
 
-def by_name(
+def sampler_by_name(
     job: ServerJob,
     device: torch.device,
     settings: PromptsDomainConfig | VotesConfig,
@@ -42,18 +42,17 @@ def by_name(
     """Return a function that samples images from prompts with class and domain.
 
     Args:
-        job: the run.
         device: to load the kit on.
         settings: has the prompt and the guidance scale.
         domain_of: returns the domain's name for an image.
     """
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
-    word = job.config.data.word
+    word = job.config.data.prompt_name
 
     def prompt(image: ImageJob) -> str:
         names = {"domain": domain_of(image), "class": word(job.classes[image.label])}
-        return fill(settings.prompt, names)
+        return fill_prompt(settings.prompt, names)
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
         c = kit.text([prompt(image) for image in jobs])

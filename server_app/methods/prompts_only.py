@@ -13,7 +13,7 @@ import torch
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Payload
 from server_app.context import ServerJob
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
@@ -23,7 +23,7 @@ from server_app.synthesis.workers import Sample
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> Models:
     """Sample R images per client and class from prompts, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler, plan=plan)
+    return synthesize_and_train(job, payloads, sampler, plan=plan)
 
 
 def plan(job: ServerJob, payloads: Mapping[str, Payload]) -> list[ImageJob]:
@@ -54,11 +54,8 @@ def sample(
     """Sample with classifier-free guidance on one condition per image.
 
     Args:
-        kit: the base diffusion model.
-        jobs: the images.
         c: the condition of every image, [B, L, d].
         guidance: g.
-        steps: number of timesteps.
         c0: the negative condition, [1, L, d]; None: the empty prompt's encoding.
 
     Returns:

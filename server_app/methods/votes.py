@@ -11,21 +11,21 @@ from collections.abc import Mapping
 import torch
 
 from osfl.payload.kinds import Votes
-from server_app.context import ServerJob, by_class
-from server_app.methods.prompts_domain import by_name
-from server_app.pipeline import Models, synthesise_and_train
+from server_app.context import ServerJob, rows_by_class
+from server_app.methods.prompts_domain import sampler_by_name
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Votes]) -> Models:
     """Sample R images per client and class, and train one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Votes]) -> Sample:
     """Return a function that samples images from prompts with class and winning domain."""
     settings = job.config.votes
-    winners = by_class(job, payloads, lambda payload: payload.winners.tolist())
-    return by_name(
+    winners = rows_by_class(job, payloads, lambda payload: payload.winners.tolist())
+    return sampler_by_name(
         job, device, settings, lambda image: settings.words[winners[image.client, image.label]]
     )

@@ -25,7 +25,7 @@ from filelock import FileLock
 from osfl.config import SynthesisConfig
 from osfl.kit.check import lora_file
 from osfl.kit.kits import kit_digest
-from osfl.methods import SMALL_DECODER
+from osfl.methods import TINY_DECODER
 from osfl.models.diffusion import (
     Attention,
     Kit,
@@ -35,18 +35,24 @@ from osfl.models.diffusion import (
     load_small_decoder,
 )
 from osfl.util.costs import FlopMeter, Stopwatch
-from osfl.util.devices import saves_memory
-from osfl.util.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
+from osfl.util.devices import uses_checkpointing
+from osfl.util.files import (
+    OWNER_ONLY,
+    CorruptFileError,
+    make_private_folder,
+    read_json,
+    write_atomically,
+)
 from server_app.synthesis.caching import cache_features
 
 # Settings that a measurement may choose: of the networks, and all that a run records
-NETWORKS = ("dtype", "attention", "memory_format", "compile")
-CHOSEN = (*NETWORKS, "batch_size", "units_at_once")
+NETWORK_SETTINGS = ("dtype", "attention", "memory_format", "compile")
+AUTO_SETTINGS = (*NETWORK_SETTINGS, "batch_size", "units_at_once")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REPEATS = 5  # timed passes, after two warm-up passes
-LOOK_SECONDS = 15.0  # spent on measuring a machine's speed for an estimate
+MEASURE_SECONDS = 15.0  # spent on measuring a machine's speed for an estimate
 # The search ends at a batch whose time per image exceeds the best one's by this factor
-NO_GAIN = 1.1
+MAX_SLOWDOWN = 1.1
 
 
 def load_engine(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
@@ -62,7 +68,7 @@ def load_engine(source: str, device: torch.device, settings: SynthesisConfig) ->
     return _load(source, device, _with_networks(source, device, settings))
 
 
-def settled(source: str, device: torch.device, settings: SynthesisConfig) -> SynthesisConfig:
+def resolve_auto(source: str, device: torch.device, settings: SynthesisConfig) -> SynthesisConfig:
     """Return the settings that a run records, with every `auto` and automatic batch size fixed.
 
     Choices are measured and stored as in `load_engine`. A run keeps its choice, because results of
@@ -74,7 +80,7 @@ def settled(source: str, device: torch.device, settings: SynthesisConfig) -> Syn
     settings = _with_networks(source, device, settings)
     if settings.batch_size and settings.units_at_once:
         return replace(settings, batch_size=min(settings.batch_size, settings.unit_size))
-    configured = {name: getattr(settings, name) for name in CHOSEN}
+    configured = {name: getattr(settings, name) for name in AUTO_SETTINGS}
     key = f"{_key(source, device, settings)} workers {settings.workers} {configured}"
 
     def measure() -> dict[str, Any]:
@@ -104,7 +110,7 @@ def _measure_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
                 best = seconds
                 choice = {"batch_size": batch, "units_at_once": units}
             best_of_units = min(best_of_units, seconds)
-            if seconds > NO_GAIN * best_of_units:
+            if seconds > MAX_SLOWDOWN * best_of_units:
                 break
     return {"seconds an image": timings, "choice": choice}
 
@@ -164,7 +170,7 @@ def _with_networks(source: str, device: torch.device, settings: SynthesisConfig)
             torch.cuda.empty_cache()
             return math.inf
 
-    configured = {name: getattr(settings, name) for name in NETWORKS}
+    configured = {name: getattr(settings, name) for name in NETWORK_SETTINGS}
     key = f"{_key(source, device, settings)} {configured}"
     return replace(settings, **_calibrated(seconds, options, key))
 
@@ -211,12 +217,12 @@ def _calibrated(
 def _calibration(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return this machine's stored measurement of a key, or measure and store it."""
     file = Path(os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / "calibration.json"
-    private_folder(file.parent)
+    make_private_folder(file.parent)
     # Concurrent processes wait while one measures
     with FileLock(file.with_suffix(".lock"), mode=OWNER_ONLY):
         calibrations: dict[str, dict[str, Any]] = {}
         # A corrupt file is replaced
-        with suppress(DamageError):
+        with suppress(CorruptFileError):
             calibrations = read_json(file)
         if key not in calibrations:
             calibrations[key] = measure()
@@ -237,14 +243,14 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
         load_lora(lora_file(settings.lora, source), kit, fused=settings.base_steps == 0)
     if settings.small_decoder:
         arguments = (
-            (source, kit, SMALL_DECODER)
+            (source, kit, TINY_DECODER)
             if settings.small_decoder == "kit"
             else (settings.small_decoder, kit)
         )
         kit = replace(kit, small_decoder=load_small_decoder(*arguments))
     if settings.attention != "default":
         kit.unet.set_attn_processor(Attention(settings.attention))
-    if saves_memory(settings.checkpointing, device):
+    if uses_checkpointing(settings.checkpointing, device):
         kit.checkpointed()
     if settings.cache_interval > 1:
         cache_features(kit, settings.cache_interval)
@@ -288,7 +294,6 @@ def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
     The seconds are the best over growing batches, because other load can only slow a pass down.
 
     Args:
-        kit: the base diffusion model.
         most: rows of the largest batch to try.
     """
     rows = min(2, most)
@@ -297,7 +302,7 @@ def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
     flops = meter.total / rows
     watch = Stopwatch()
     best = _seconds(kit, rows, repeats=1) / rows
-    while rows < most and watch.seconds < LOOK_SECONDS:
+    while rows < most and watch.seconds < MEASURE_SECONDS:
         rows = min(2 * rows, most)
         best = min(best, _seconds(kit, rows, repeats=1) / rows)
     return best, flops

@@ -42,7 +42,6 @@ def compose(
     off by default, the conditions' predictions are averaged by their scales, without e0.
 
     Args:
-        kit: the base diffusion model.
         z: [B, c, h, w].
         t: timestep, [].
         c0: encoding of the empty prompt or a negative prompt, [1, L, d]; for unCLIP its image

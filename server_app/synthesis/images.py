@@ -21,10 +21,10 @@ from osfl.kit.check import lora_file
 from osfl.kit.digests import sha256_of
 from osfl.kit.kits import find_model, kit_digest, part_digest
 from osfl.kit.used_parts import sampling_parts
-from osfl.methods import METHODS, SMALL_DECODER
+from osfl.methods import METHODS, TINY_DECODER
 from osfl.payload.wire import PayloadError
-from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
-from osfl.util.files import DamageError, open_private, private_folder, write_atomically
+from osfl.run_folder.layout import image_digest, image_name, read_image, read_rows
+from osfl.util.files import CorruptFileError, make_private_folder, open_private, write_atomically
 from osfl.util.log import log
 from server_app.context import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
@@ -32,7 +32,7 @@ from server_app.synthesis.samplers import NotFiniteError, PrecisionError
 from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
-UNWRITTEN = WRITERS  # units that may wait for a thread
+MAX_UNWRITTEN_UNITS = WRITERS  # units that may wait for a thread
 ATTEMPTS = 3  # at images that cannot be read after they were written
 
 
@@ -44,7 +44,7 @@ class SyntheticSet:
     labels: torch.Tensor  # [N]
     clients: tuple[str, ...]  # [N]
 
-    def only(self, rows: Sequence[int]) -> "SyntheticSet":
+    def select(self, rows: Sequence[int]) -> "SyntheticSet":
         """Return the images of these rows."""
         owners = tuple(self.clients[row] for row in rows)
         return SyntheticSet(self.pixels[rows], self.labels[rows], owners)
@@ -59,7 +59,7 @@ class SyntheticSet:
         return groups
 
 
-def render(
+def synthesize(
     job: ServerJob,
     jobs: list[ImageJob],
     make_sampler: MakeSampler,
@@ -70,8 +70,6 @@ def render(
     """Sample every image of a plan that does not exist yet, and load them all.
 
     Args:
-        job: the run.
-        jobs: the plan.
         make_sampler: loads the models; not called if no image is missing.
         divisible: whether a unit may be sampled in batches, which get smaller if one does not fit
             into memory.
@@ -121,8 +119,8 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     shaping["kit"] = kit_digest(job.kit, sampling_parts(job.config))
     small_decoder = job.config.synthesis.small_decoder
     if small_decoder not in ("", "kit"):
-        folder = find_model(small_decoder, SMALL_DECODER, "synthesis.small-decoder")
-        shaping["small-decoder"] = part_digest(folder, SMALL_DECODER)
+        folder = find_model(small_decoder, TINY_DECODER, "synthesis.small-decoder")
+        shaping["small-decoder"] = part_digest(folder, TINY_DECODER)
     lora = job.config.synthesis.lora
     if lora not in ("", "kit"):
         shaping["lora"] = sha256_of(lora_file(lora, job.kit))
@@ -192,10 +190,10 @@ def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: i
             job.status.advance(finished, total)
 
         for unit, pixels, seconds in sample_units(
-            make_sampler, missing_units, job.device, job.config.synthesis, job.status.within
+            make_sampler, missing_units, job.device, job.config.synthesis, job.status.step
         ):
             pending.append((unit, seconds, writers.submit(_commit, job, unit, pixels)))
-            while pending and (pending[0][2].done() or len(pending) > UNWRITTEN):
+            while pending and (pending[0][2].done() or len(pending) > MAX_UNWRITTEN_UNITS):
                 finish()
         while pending:
             finish()
@@ -299,7 +297,7 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
     for image, picture in zip(unit.jobs, pixels, strict=True):
         file = image_file(job, image)
         path = job.folder.path / file
-        private_folder(path.parent)
+        make_private_folder(path.parent)
         with open_private(path, "wb") as png:
             Image.fromarray(picture.permute(1, 2, 0).numpy()).save(png, "png")
         rows.append(
@@ -308,7 +306,7 @@ def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
                 "client": image.client,
                 "class": job.classes[image.label],
                 "seed": image.noise_seed,
-                "sha256": picture_digest(picture),
+                "sha256": image_digest(picture),
             }
         )
     write_atomically(_manifest(job, unit), "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -319,7 +317,7 @@ def _is_there(job: ServerJob, unit: Unit) -> bool:
     try:
         files = [row["file"] for row in read_rows(_manifest(job, unit))]
     # Missing, or truncated by a power failure
-    except DamageError:
+    except CorruptFileError:
         return False
     # For 100,000 images, pathlib would take most of the time
     root = str(job.folder.path)
@@ -333,8 +331,8 @@ def _read(job: ServerJob, unit: Unit, into: torch.Tensor) -> bool:
         False if an image is missing or differs from its digest.
     """
     for number, row in enumerate(read_rows(_manifest(job, unit))):
-        picture = read_picture(job.folder.path / row["file"])
-        if picture is None or picture_digest(picture) != row["sha256"]:
+        picture = read_image(job.folder.path / row["file"])
+        if picture is None or image_digest(picture) != row["sha256"]:
             return False
         into[number] = _resize(picture, into.shape[-1])
     return True

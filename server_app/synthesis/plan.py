@@ -47,8 +47,6 @@ def plan_images(
     """Plan R images for every client and every class that it holds.
 
     Args:
-        method: of the run; part of each image's identity.
-        seed: of the run; part of each image's identity.
         labels_of: the labels that each client holds.
         per_class: R.
     """
@@ -108,7 +106,6 @@ def cut_units(
     the holders of a class share its images.
 
     Args:
-        jobs: the plan.
         size: images per unit.
         ingredients: digest of each client's payload.
         settings: of the sampler, including the kit's digest.

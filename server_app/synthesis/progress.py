@@ -10,7 +10,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
+def report_steps_to(watcher: Watcher) -> Iterator[None]:
     """Send the context's denoising steps to a watcher. A GPU may lag some steps behind."""
     token = _watcher.set(watcher)
     try:

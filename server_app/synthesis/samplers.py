@@ -58,7 +58,6 @@ def ddim(kit: Kit, z: torch.Tensor, steps: int, predict: Predict) -> torch.Tenso
     """Denoise z_T to z_0 by DDIM.
 
     Args:
-        kit: the base diffusion model.
         z: z_T, [B, c, h, w].
         steps: number of timesteps.
         predict: returns the guided noise prediction.
@@ -123,7 +122,6 @@ def z_sampling(
     Espresso, phase 2; Z-Sampling (Bai et al., arXiv 2412.10891).
 
     Args:
-        kit: the base diffusion model.
         z: z_T, [B, c, h, w].
         steps: number of timesteps.
         strong: returns the noise prediction with guidance gamma_1.

@@ -21,9 +21,9 @@ import torch
 
 from osfl.config import ConfigError, SynthesisConfig
 from osfl.util.costs import Stopwatch
-from osfl.util.ray_folder import ray_folder
+from osfl.util.ray_folder import ray_variables
 from server_app.synthesis.plan import ImageJob, Unit
-from server_app.synthesis.progress import Watcher, watched
+from server_app.synthesis.progress import Watcher, report_steps_to
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -33,9 +33,9 @@ MakeSampler = Callable[[torch.device], Sample]  # loads the models on a device
 Sampled = tuple[Unit, torch.Tensor, float]  # a unit, its images, its seconds
 Assignment = list[tuple["ObjectRef", Unit]]  # an actor's results to come and units, in order
 
-AHEAD = 2  # units assigned to an actor at a time, so that it is never idle
-REACH_SECONDS = 20.0  # to connect to a cluster
-DEATHS = 3  # actors that may die at a unit before the run fails
+UNITS_PER_ACTOR = 2  # units assigned to an actor at a time, so that it is never idle
+CONNECT_SECONDS = 20.0  # to connect to a cluster
+MAX_DEATHS = 3  # actors that may die at a unit before the run fails
 
 
 def sample_units(
@@ -49,7 +49,6 @@ def sample_units(
 
     Args:
         make_sampler: loads the models.
-        units: the units to sample.
         device: the device of this process, or the kind of device of the actors.
         settings: with `workers` 0, units are sampled in this process, else by as many Ray actors.
         watcher: called for every denoising step in this process. Actors report whole units only.
@@ -119,7 +118,7 @@ def _in_parallel(
     pool = ThreadPoolExecutor(len(samplers), initializer=torch.set_num_threads, initargs=(threads,))
     try:
         while waiting or running:
-            while waiting and len(running) < AHEAD * len(samplers):
+            while waiting and len(running) < UNITS_PER_ACTOR * len(samplers):
                 running.add(pool.submit(sample, waiting.popleft()))
             finished, running = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
@@ -130,7 +129,7 @@ def _in_parallel(
 
 def _sample_unit(sample: Sample, unit: Unit, watcher: Watcher) -> Sampled:
     watch = Stopwatch()
-    with watched(watcher):
+    with report_steps_to(watcher):
         pixels = sample(unit.jobs)
     return unit, pixels, watch.seconds
 
@@ -184,7 +183,7 @@ def _on_ray(
         start = _starter(make_sampler, device, settings, gpus, owns_ray)
         pool = ActorPool(start, settings.workers, units)
         try:
-            yield from pool.sampled()
+            yield from pool.sample()
         finally:
             pool.end()
     finally:
@@ -236,7 +235,7 @@ class ActorPool:
         for _ in range(count):
             self._assignments[start()] = []
 
-    def sampled(self) -> Iterator[Sampled]:
+    def sample(self) -> Iterator[Sampled]:
         """Yield every unit once with its images.
 
         Raises:
@@ -279,9 +278,9 @@ class ActorPool:
         lost_units = [unit for _, unit in self._assignments.pop(actor)]
         suspect = lost_units[0]
         self._deaths[suspect.name] += 1
-        if self._deaths[suspect.name] == DEATHS:
+        if self._deaths[suspect.name] == MAX_DEATHS:
             raise WorkerError(
-                f"{DEATHS} workers died at unit {suspect.name}, of {suspect.jobs[0].client}. "
+                f"{MAX_DEATHS} workers died at unit {suspect.name}, of {suspect.jobs[0].client}. "
                 "If memory ran out, set a lower synthesis.unit-size or synthesis.workers. "
                 f"The last error: {error}"
             ) from error
@@ -305,7 +304,7 @@ def _hand_out(
     deaths: Mapping[str, int],
 ) -> None:
     # Every actor gets a first unit before any gets a second one
-    for depth in range(AHEAD):
+    for depth in range(UNITS_PER_ACTOR):
         for actor, units in assignments.items():
             if len(units) > depth:
                 continue
@@ -367,7 +366,7 @@ def _reach(address: str) -> None:
     if address not in ("", "auto"):
         try:
             host, _, port = address.removeprefix("ray://").rpartition(":")
-            socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         except (OSError, ValueError) as error:
             raise _not_reached(address, error) from error
 
@@ -398,7 +397,7 @@ def _begin_ray(settings: SynthesisConfig) -> bool:
             )
         return False
     if not (address := settings.ray_address):
-        os.environ.update(ray_folder(os.environ))
+        os.environ.update(ray_variables(os.environ))
         ray.init(
             address="local",
             include_dashboard=False,

@@ -120,7 +120,7 @@ def test_espressos_conditions_are_learned_alike(kit: Kit, monkeypatch: pytest.Mo
     clusters = [torch.tensor([0, 2, 3]), torch.tensor([1, 4])]
     monkeypatch.setattr(
         espresso_half,
-        "cluster",
+        "cluster_features",
         lambda features, count: clusters if len(features) == 5 else [torch.tensor([0])],
     )
     payload = espresso_half.make_payload(job)
@@ -191,7 +191,7 @@ def test_conditions_are_learned_at_the_timesteps_that_the_unet_is_told(kit: Kit)
     mean, logvar, x0 = one_known_latent(500)
     job = job_of(images(0), method="feddeo", feddeo__epochs=40, feddeo__batch_size=500)
     start = analytic.prompts(kit)[:1]
-    conditions.learn_conditions(
+    conditions.train_conditions(
         kit, start, mean, logvar, [torch.arange(500)], ["zero"], job.config.feddeo, job
     )
     assert_noised_at_the_told_timesteps(kit, x0, 20_000)
@@ -213,7 +213,7 @@ def test_latents_are_drawn_from_their_posteriors(kit: Kit) -> None:
     mean = torch.full((count, *SHAPE), 3.0, dtype=torch.float64)
     logvar = torch.full((count, *SHAPE), float(np.log(4.0)))
     job = job_of(images(0), method="feddeo", feddeo__epochs=40, feddeo__batch_size=count)
-    conditions.learn_conditions(
+    conditions.train_conditions(
         kit,
         analytic.prompts(kit)[:1],
         mean,

@@ -322,7 +322,7 @@ def test_the_teachers_weight_reaches_the_global_model(
         classes=CLASSES,
         held=lambda payloads: HELD,
         device=CPU,
-        initialisation="",
+        init_kit="",
         folder=RunFolder(tmp_path),
         status=Status(tmp_path),
     )

@@ -24,14 +24,12 @@ from tests.helpers.composition import (
     NAMES,
     OWN,
     PLAN,
-    composed,
     config_of,
     prompts_of,
     server,
 )
 from tests.helpers.settings import quick
 
-__all__ = ["composed"]  # a fixture
 EACH = parse_run_config(quick()).domain_vector
 
 

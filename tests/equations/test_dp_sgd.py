@@ -11,10 +11,10 @@ import torch
 from scipy import integrate, stats
 from torch import nn
 
-from client_app.app import own_settings
+from client_app.app import client_settings
 from client_app.methods import classifier
 from client_app.privacy import dp_sgd
-from client_app.privacy.dp_sgd import clipped_sum, fit_private, gradients, sampled
+from client_app.privacy.dp_sgd import clipped_sum, fit_private, per_image_gradients, poisson_sample
 from client_app.privacy.mechanisms import noise_multiplier
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.models.classifiers import MEAN, STD, ClassifierError, new_classifier
@@ -79,7 +79,7 @@ def test_the_training_is_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear classifier: dL/dlogits is the softmax less the smoothed label, and dL/dW its outer
     product with the image. Four steps of each image with 0.4, in threes; the mean is over four.
     """
-    monkeypatch.setattr(dp_sgd, "AT_ONCE", 3)
+    monkeypatch.setattr(dp_sgd, "PARALLEL_IMAGES", 3)
     config = settings()
     pixels, labels = data()
     model = fit_private(
@@ -124,14 +124,14 @@ def test_the_training_is_algorithm_1(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_images_are_all_taken_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 65 is more than there are; epochs are steps then."""
     seen: list[int] = []
-    real = dp_sgd.sampled
+    real = dp_sgd.poisson_sample
 
     def kept(count: int, rate: float, chance: Any) -> torch.Tensor:
         rows = real(count, rate, chance)
         seen.append(len(rows))
         return rows
 
-    monkeypatch.setattr(dp_sgd, "sampled", kept)
+    monkeypatch.setattr(dp_sgd, "poisson_sample", kept)
     config = settings(classifier__batch_size=65, classifier__steps=0, classifier__epochs=3)
     fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
     assert seen == [COUNT] * 3
@@ -143,15 +143,15 @@ def test_few_images_are_all_taken_in_every_step(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_image_is_taken_with_its_rate() -> None:
-    rows = sampled(40_000, 0.25)
+    rows = poisson_sample(40_000, 0.25)
     # Four standard errors
     assert abs(len(rows) - 10_000) < 4 * math.sqrt(40_000 * 0.25 * 0.75)
-    assert not torch.equal(rows, sampled(40_000, 0.25))
-    assert sampled(100, 1.0).tolist() == list(range(100))
+    assert not torch.equal(rows, poisson_sample(40_000, 0.25))
+    assert poisson_sample(100, 1.0).tolist() == list(range(100))
     # A quarter is not below a quarter; the largest number is below 1
     words = np.array([2**62, 2**62 - 2**12, 2**64 - 1, 0], dtype=np.uint64)
-    assert sampled(4, 0.25, lambda _: words.tobytes()).tolist() == [1, 3]
-    assert sampled(4, 1.0, lambda _: words.tobytes()).tolist() == [0, 1, 2, 3]
+    assert poisson_sample(4, 0.25, lambda _: words.tobytes()).tolist() == [1, 3]
+    assert poisson_sample(4, 1.0, lambda _: words.tobytes()).tolist() == [0, 1, 2, 3]
 
 
 def test_a_gradient_is_cut_over_all_tensors_together() -> None:
@@ -215,7 +215,7 @@ def test_gradients_are_each_images_own() -> None:
     draw = torch.Generator().manual_seed(0)
     seen = torch.randn(3, 3, 32, 32, generator=draw)
     labels = torch.tensor([0, 3, 9])
-    of_each = gradients(model, seen, labels, 0.1)
+    of_each = per_image_gradients(model, seen, labels, 0.1)
     names = [name for name, _ in model.named_parameters()]
     assert len(of_each) == len(names)
     for row in range(3):
@@ -262,7 +262,7 @@ def test_mixed_images_have_no_gradient_of_their_own(method: str) -> None:
         parse_run_config(quick(**mixed, epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .* 'mixup'"):
-        own_settings(parse_run_config(quick(**mixed)), site)
+        client_settings(parse_run_config(quick(**mixed)), site)
     # Clients do not train it where they train nothing
     parse_run_config(quick(method="feddeo", classifier__mixing="mixup", epsilon=1.0))
 
@@ -299,7 +299,7 @@ def test_the_learning_rate_has_its_course(monkeypatch: pytest.MonkeyPatch) -> No
 def test_each_image_is_augmented_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one stream for all, whether the first image is taken would show in the second's."""
     seen: list[torch.Tensor] = []
-    real = dp_sgd.gradients
+    real = dp_sgd.per_image_gradients
 
     def kept(model: nn.Module, images: torch.Tensor, *more: Any) -> list[torch.Tensor]:
         seen.append(images)
@@ -309,8 +309,8 @@ def test_each_image_is_augmented_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
         assert chance is secrets.token_bytes
         return torch.full_like(image, 255)
 
-    monkeypatch.setattr(dp_sgd, "gradients", kept)
-    monkeypatch.setattr(dp_sgd, "by_itself", white)
+    monkeypatch.setattr(dp_sgd, "per_image_gradients", kept)
+    monkeypatch.setattr(dp_sgd, "augment_separately", white)
     config = settings(classifier__augmentation="affine-color")
     fit_private(linear(), *data(), config, CPU, FlopMeter(), lambda *_: None)
     every = torch.cat(seen)
@@ -330,11 +330,13 @@ def test_an_image_is_augmented_by_chance_of_its_own() -> None:
 
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    found = [dp_sgd.by_itself(noise, image, lambda count: next(asked)[:count]) for _ in range(3)]
+    found = [
+        dp_sgd.augment_separately(noise, image, lambda count: next(asked)[:count]) for _ in range(3)
+    ]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-    one, two = (dp_sgd.by_itself(noise, image, secrets.token_bytes) for _ in range(2))
+    one, two = (dp_sgd.augment_separately(noise, image, secrets.token_bytes) for _ in range(2))
     assert not torch.equal(one, two)
 
 
@@ -342,7 +344,7 @@ def test_an_image_is_augmented_by_chance_of_its_own() -> None:
 def test_a_step_may_take_no_image(monkeypatch: pytest.MonkeyPatch, augmentation: str) -> None:
     """Then there is noise alone. Images that are decoded when asked for know no empty part."""
     none = torch.empty(0, dtype=torch.int64)
-    monkeypatch.setattr(dp_sgd, "sampled", lambda *_: none)
+    monkeypatch.setattr(dp_sgd, "poisson_sample", lambda *_: none)
     pixels, labels = data()
     config = settings(classifier__augmentation=augmentation)
     for some in (pixels, LazyPixels(lambda row: pixels[row], COUNT)):
@@ -353,7 +355,7 @@ def test_a_step_may_take_no_image(monkeypatch: pytest.MonkeyPatch, augmentation:
 def test_flops_do_not_tell_how_many_images_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = set()
     for rows in ([0], [0, 1, 2, 3, 4, 5]):
-        monkeypatch.setattr(dp_sgd, "sampled", lambda *_, rows=rows: torch.tensor(rows))
+        monkeypatch.setattr(dp_sgd, "poisson_sample", lambda *_, rows=rows: torch.tensor(rows))
         meter = FlopMeter()
         fit_private(linear(), *data(), settings(), CPU, meter, lambda *_: None)
         totals.add(meter.total)

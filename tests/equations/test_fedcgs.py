@@ -20,8 +20,8 @@ from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from osfl.util.pixels import to_float
 from server_app.context import ServerJob
-from server_app.expected import probe
-from server_app.heads import NEVER
+from server_app.expected import check_plausible
+from server_app.heads import NEVER_PREDICTED
 from server_app.methods import fedcgs as server_half
 from server_app.methods.fedcgs import check_statistics, closed_form_head
 from tests.helpers.class_statistics import CLASSES, WIDTH, drawn, statistics
@@ -63,7 +63,7 @@ def test_the_head_is_the_pooled_features_own(shrinkage: float) -> None:
         np.testing.assert_allclose(bias[label], prior - mean @ wanted / 2, rtol=2e-3, atol=2e-3)
     # Nobody holds the third class: it is never chosen
     assert weight[2].tolist() == [0] * WIDTH
-    assert bias[2] == NEVER
+    assert bias[2] == NEVER_PREDICTED
     assert ((features @ weight.T + bias).argmax(axis=1) == labels).mean() > 0.9
 
 
@@ -129,9 +129,9 @@ def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Pa
 def test_impossible_statistics_are_refused_before_they_are_used() -> None:
     sound, _ = statistics(*drawn())
     config = parse_run_config(quick(method="fedcgs"))
-    probe(sound, "a", config)
+    check_plausible(sound, "a", config)
     with pytest.raises(PayloadError, match="moments: cannot come from features"):
-        probe(replace(sound, moments=-sound.moments), "a", config)
+        check_plausible(replace(sound, moments=-sound.moments), "a", config)
     shapes: wire.Tensors = {
         "counts": (("classes",), torch.int64),
         "sums": (("classes", WIDTH), torch.float32),

@@ -17,9 +17,9 @@ from osfl.payload.kinds import FeatureMixtures
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
 from server_app.context import ServerJob
-from server_app.heads import NEVER
+from server_app.heads import NEVER_PREDICTED
 from server_app.methods import fedpft as server_half
-from server_app.methods.fedpft import drawn_features, trained_head
+from server_app.methods.fedpft import sample_features, train_head
 from tests.helpers.client_jobs import images, job_of
 from tests.helpers.settings import quick
 
@@ -82,7 +82,7 @@ def mixture() -> FeatureMixtures:
 
 
 def test_features_are_drawn_from_the_mixtures() -> None:
-    features, labels, shares = drawn_features({"c": mixture()}, {"c": [5, 2]}, 100_000, seed=0)
+    features, labels, shares = sample_features({"c": mixture()}, {"c": [5, 2]}, 100_000, seed=0)
     assert labels.tolist() == [5] * 40_000 + [2] * 3
     assert shares.tolist() == [1] * 40_003
     drawn = features[:40_000].numpy()
@@ -99,7 +99,7 @@ def test_features_are_drawn_from_the_mixtures() -> None:
 def test_a_class_counts_as_its_images_however_few_are_drawn() -> None:
     """A count that a client made up costs no memory."""
     liar = replace(mixture(), counts=torch.tensor([10**9, 3]))
-    features, labels, shares = drawn_features({"c": liar}, {"c": [0, 1]}, 4, seed=0)
+    features, labels, shares = sample_features({"c": liar}, {"c": [0, 1]}, 4, seed=0)
     assert len(features) == 4 + 3
     assert labels.tolist() == [0] * 4 + [1] * 3
     assert shares.tolist() == [10**9 / 4] * 4 + [1] * 3
@@ -110,21 +110,21 @@ def test_numbers_as_large_as_the_wire_takes_give_a_head() -> None:
     most = torch.finfo(torch.float32).max
     honest = mixture()
     liar = replace(honest, means=honest.means.sign() * most, variances=torch.full((2, 2, 2), most))
-    drawn = drawn_features({"c": honest, "d": liar}, {"c": [0, 1], "d": [0, 1]}, 20, seed=0)
-    for part in (*drawn, *trained_head(*drawn, 2, SETTINGS)):
+    drawn = sample_features({"c": honest, "d": liar}, {"c": [0, 1], "d": [0, 1]}, 20, seed=0)
+    for part in (*drawn, *train_head(*drawn, 2, SETTINGS)):
         assert torch.isfinite(part).all()
 
 
 def test_draws_are_each_clients_and_classs_own() -> None:
     both = {"c": mixture(), "d": mixture()}
     held = {"c": [0, 1], "d": [0, 1]}
-    features, _, _ = drawn_features(both, held, 5, seed=0)
-    again, _, _ = drawn_features(dict(reversed(both.items())), held, 5, seed=0)
-    other, _, _ = drawn_features(both, held, 5, seed=1)
+    features, _, _ = sample_features(both, held, 5, seed=0)
+    again, _, _ = sample_features(dict(reversed(both.items())), held, 5, seed=0)
+    other, _, _ = sample_features(both, held, 5, seed=1)
     assert torch.equal(features, again)
     assert not torch.equal(features, other)
     assert not torch.equal(features[:8], features[8:])
-    alone, _, _ = drawn_features({"d": mixture()}, held, 5, seed=0)
+    alone, _, _ = sample_features({"d": mixture()}, held, 5, seed=0)
     assert torch.equal(alone, features[8:])
 
 
@@ -140,7 +140,7 @@ def test_the_head_is_where_the_loss_has_no_slope(present: tuple[int, ...]) -> No
     centres = draw.normal(size=(4, 5))
     features = 3 + (2 * centres[labels] + draw.normal(size=(300, 5))) * [1, 5, 0.1, 1, 2]
     shares = np.where(labels == 3, 9.0, 1.0)
-    weight, bias = trained_head(
+    weight, bias = train_head(
         torch.tensor(features).float(),
         torch.tensor(labels),
         torch.tensor(shares).float(),
@@ -148,7 +148,7 @@ def test_the_head_is_where_the_loss_has_no_slope(present: tuple[int, ...]) -> No
         settings_of(inverse_penalty=0.5),
     )
     absent = sorted({0, 1, 2, 3} - set(present))
-    assert bias[absent].tolist() == [NEVER] * len(absent)
+    assert bias[absent].tolist() == [NEVER_PREDICTED] * len(absent)
     assert weight[absent].abs().sum() == 0
 
     mean = np.average(features, axis=0, weights=shares)
@@ -175,9 +175,9 @@ def test_the_head_is_where_the_loss_has_no_slope(present: tuple[int, ...]) -> No
 
 
 def test_a_single_class_is_always_chosen() -> None:
-    weight, bias = trained_head(torch.ones(3, 2), torch.full((3,), 2), torch.ones(3), 4, SETTINGS)
+    weight, bias = train_head(torch.ones(3, 2), torch.full((3,), 2), torch.ones(3), 4, SETTINGS)
     assert weight.abs().sum() == 0
-    assert bias.tolist() == [NEVER, NEVER, 0, NEVER]
+    assert bias.tolist() == [NEVER_PREDICTED, NEVER_PREDICTED, 0, NEVER_PREDICTED]
 
 
 def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Path) -> None:
@@ -189,8 +189,8 @@ def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Pa
         for client, labels in {"a": [0, 0, 3, 3], "b": [3, 4, 4]}.items()
     }
     (made,) = server_half.run(job, payloads).values()
-    drawn = drawn_features(payloads, job.held(payloads), config.fedpft.samples, config.seed)
-    weight, bias = trained_head(*drawn, 10, config.fedpft)
+    drawn = sample_features(payloads, job.held(payloads), config.fedpft.samples, config.seed)
+    weight, bias = train_head(*drawn, 10, config.fedpft)
     stored = load_file(folder.path / "models" / "FedPFT.safetensors")
     assert torch.equal(stored["fc.weight"], weight)
     assert torch.equal(stored["fc.bias"], bias)

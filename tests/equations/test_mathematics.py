@@ -11,7 +11,7 @@ from osfl.models.classifiers import MEAN, STD, pack, unpack
 from osfl.models.diffusion import Kit, Sampling, ddim_step, forward_noise, load_kit, x0hat
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide
 from server_app.synthesis.samplers import ddim
-from server_app.training import mean_teacher, own_teacher
+from server_app.training import mean_teacher, specific_teacher
 from tests.helpers.batch_norm import bn_model
 from tests.helpers.settings import plain_classifier
 
@@ -190,6 +190,7 @@ def test_guidance_gradient_against_finite_differences(exact: Kit) -> None:
             assert (gradient * direction).sum().item() == pytest.approx(numeric.item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_guided_loss_falls_along_the_whole_sampling(exact: Kit) -> None:
     """One seed, with and without guidance.
 
@@ -246,7 +247,7 @@ def test_mean_teacher_by_hand() -> None:
 
 
 def test_own_teacher_by_hand() -> None:
-    target = own_teacher(TEACHERS, ("b", "a"), PIXELS, torch.device("cpu"))
+    target = specific_teacher(TEACHERS, ("b", "a"), PIXELS, torch.device("cpu"))
     assert torch.allclose(target, torch.tensor([[0.2, 0.2, 0.6], [0.6, 0.3, 0.1]]))
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from client_app.learning import conditions
-from client_app.learning.local_training import dynamic, proximal
+from client_app.learning.local_training import feddyn_penalty, fedprox_penalty
 from client_app.learning.mixtures import fit_mixture
 from client_app.methods import espresso as espresso_half
 from client_app.methods import fedbip as fedbip_half
@@ -46,7 +46,7 @@ from osfl.util.costs import FlopMeter
 from osfl.util.seeds import generator_of
 from server_app import expected
 from server_app.baselines import feddf
-from server_app.kit import kit_bytes
+from server_app.kit import client_download_bytes
 from server_app.methods import (
     espresso,
     fedbip,
@@ -203,14 +203,14 @@ def test_clusters_are_wards() -> None:
     """
     features = random(30, 5)
     for count in (1, 2, 4, 7):
-        ours = espresso_half.cluster(features, count)
+        ours = espresso_half.cluster_features(features, count)
         assert sorted(torch.cat(ours).tolist()) == list(range(30))
         theirs = fcluster(ward(features.numpy()), count, criterion="maxclust")
         assert {frozenset(c.tolist()) for c in ours} == {
             frozenset(np.flatnonzero(theirs == n).tolist()) for n in set(theirs)
         }
-    assert [c.tolist() for c in espresso_half.cluster(features[:1], 4)] == [[0]]
-    assert len(espresso_half.cluster(features[:3], 4)) == 3
+    assert [c.tolist() for c in espresso_half.cluster_features(features[:1], 4)] == [[0]]
+    assert len(espresso_half.cluster_features(features[:3], 4)) == 3
 
 
 def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
@@ -220,7 +220,7 @@ def test_mixed_latents_are_noised_to_the_first_timestep() -> None:
     with itself.
     """
     a_t = torch.tensor(0.5)
-    latents = espresso_half.noised_latents(
+    latents = espresso_half.noisy_latents(
         2 * random(4000, 1, 1, 1),
         torch.full((4000, 1, 1, 1), math.log(3)),
         a_t,
@@ -623,18 +623,18 @@ def test_latents_are_drawn_between_two_images_of_the_class() -> None:
     payload = Concepts(
         ("zero", "one"), torch.zeros(2), torch.zeros(2, 2), labels, means, torch.zeros(3, 1, 1, 1)
     )
-    drawn = [fedbip.interpolated(payload, 0, generator_of(i)).item() for i in range(500)]
+    drawn = [fedbip.draw_latent(payload, 0, generator_of(i)).item() for i in range(500)]
     assert min(drawn) >= 1
     assert max(drawn) <= 3
     assert np.mean(drawn) == pytest.approx(2, abs=0.1)
     assert np.std(drawn) == pytest.approx(2 / 12**0.5, abs=0.05)  # uniform on [1, 3]
-    assert fedbip.interpolated(payload, 1, generator_of(0)).item() == 50
+    assert fedbip.draw_latent(payload, 1, generator_of(0)).item() == 50
     wide = replace(
         payload,
         means=torch.zeros(3, 1, 1, 1),
         deviations=torch.tensor([1.0, 3.0, 0.0]).view(3, 1, 1, 1),
     )
-    drawn = [fedbip.interpolated(wide, 0, generator_of(i)).item() for i in range(2000)]
+    drawn = [fedbip.draw_latent(wide, 0, generator_of(i)).item() for i in range(2000)]
     assert np.std(drawn) == pytest.approx((13 / 3) ** 0.5, rel=0.05)
 
 
@@ -683,7 +683,7 @@ def test_conditions_learn_from_draws_of_the_posterior(tiny_kit, monkeypatch) -> 
     logvar = torch.full((64, 4, 8, 8), math.log(4))
     job = job_of(tiny_kit, images(3), feddeo__epochs=1, feddeo__batch_size=64)
     start = kit.text(["an image of three"])
-    conditions.learn_conditions(
+    conditions.train_conditions(
         kit, start, mean, logvar, [torch.arange(64)], ["three"], job.config.feddeo, job
     )
     (latents,) = drawn
@@ -839,8 +839,8 @@ def test_the_local_objectives_by_hand() -> None:
     start = {"weight": torch.tensor([[1.0, 1.0]])}
     gradient = {"weight": torch.tensor([[2.0, 7.0]])}
     for penalty, added in (
-        (proximal(start, 0.5), [1 + 1, 1 - 0.5]),
-        (dynamic(start, gradient, 0.5), [1 + 1 - 2, 1 - 0.5 - 7]),
+        (fedprox_penalty(start, 0.5), [1 + 1, 1 - 0.5]),
+        (feddyn_penalty(start, gradient, 0.5), [1 + 1 - 2, 1 - 0.5 - 7]),
     ):
         model = linear([3.0, 0.0])
         model.weight.grad = torch.ones(1, 2)  # type: ignore[assignment]
@@ -866,8 +866,8 @@ def test_the_penalties_gradients_are_their_objectives() -> None:
         return quadratic - linear  # type: ignore[return-value]
 
     for kind, penalty in (
-        ("proximal", proximal(start, 0.3)),
-        ("dynamic", dynamic(start, gradient, 0.3)),
+        ("proximal", fedprox_penalty(start, 0.3)),
+        ("dynamic", feddyn_penalty(start, gradient, 0.3)),
     ):
         expected = torch.autograd.grad(objective(kind), list(model.parameters()))
         for p in model.parameters():
@@ -890,7 +890,7 @@ def test_a_penalty_enters_every_step() -> None:
     start = {"1.weight": torch.zeros_like(before)}
     pixels = torch.zeros(2, 3, 2, 2, dtype=torch.uint8)
     labels = torch.zeros(2, dtype=torch.long)
-    fit(model, pixels, labels, settings, 0, CPU, penalty=proximal(start, 0.25))
+    fit(model, pixels, labels, settings, 0, CPU, penalty=fedprox_penalty(start, 0.25))
     assert torch.allclose(model[1].weight.detach(), 0.75 * before)  # type: ignore[union-attr]
 
 
@@ -965,7 +965,7 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
     before = distance()
     batches = list[int]()
     student.register_forward_hook(lambda module, images, logits: batches.append(len(images[0])))
-    feddf.distil([student], teachers, proxy, job, 1)  # type: ignore[arg-type]
+    feddf.distill([student], teachers, proxy, job, 1)  # type: ignore[arg-type]
     assert batches == [12] * 40
     assert distance() < 0.3 * before
 
@@ -1059,8 +1059,16 @@ def test_a_client_is_charged_with_its_own_architectures_file(tiny_kit) -> None: 
     )
     for architecture in ("resnet18", "shufflenet_v2_x1_0"):
         file = tiny_kit / "classifiers" / f"{architecture}.safetensors"
-        assert kit_bytes(config, Classifier(CLASSES, architecture, {})) == file.stat().st_size
-    assert kit_bytes(parse_run_config(quick(method="prompts-only", kit=str(tiny_kit))), None) == 0
+        assert (
+            client_download_bytes(config, Classifier(CLASSES, architecture, {}))
+            == file.stat().st_size
+        )
+    assert (
+        client_download_bytes(
+            parse_run_config(quick(method="prompts-only", kit=str(tiny_kit))), None
+        )
+        == 0
+    )
 
 
 def test_what_a_model_apart_from_the_kit_weighs_is_not_known(tiny_kit) -> None:  # type: ignore[no-untyped-def]
@@ -1069,7 +1077,11 @@ def test_what_a_model_apart_from_the_kit_weighs_is_not_known(tiny_kit) -> None: 
         quick(method="fedlmg", kit="owner/model", classifier__init="none")
     )
     unneeded = parse_run_config(quick(method="fedavg", kit="nowhere", classifier__init="none"))
-    assert [kit_bytes(config, None) for config in (named, classifier, unneeded)] == [None, 0, 0]
+    assert [client_download_bytes(config, None) for config in (named, classifier, unneeded)] == [
+        None,
+        0,
+        0,
+    ]
 
 
 def test_a_simulated_client_knows_its_domain() -> None:

@@ -94,7 +94,7 @@ def test_a_fit_to_draws_is_a_fit_to_their_noise() -> None:
     """
     mean, logvar = posterior(16)
     signal = float(A_T) * 0.33
-    latents = espresso.noised_latents(mean, logvar, A_T, 10, stream())
+    latents = espresso.noisy_latents(mean, logvar, A_T, 10, stream())
     drawn = fit_mixture(latents, 4, seed=0)
     closed = espresso.closed_mixture(mean, logvar, A_T, 4, stream(), 0)
 
@@ -145,7 +145,7 @@ def test_clients_send_the_closed_mixture_unless_the_sampled_is_asked_for(tiny_ki
             if how == "closed":
                 wanted = espresso.closed_mixture(*latents, 2, generator, seed)
             else:
-                noised = espresso.noised_latents(*latents, 2, generator)
+                noised = espresso.noisy_latents(*latents, 2, generator)
                 wanted = fit_mixture(noised, 2, seed)
             for ours, theirs in zip(sent, wanted, strict=True):
                 assert ours is not None

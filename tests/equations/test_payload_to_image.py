@@ -451,7 +451,7 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
     noised = []
     monkeypatch.setattr(
         espresso_half,
-        "cluster",
+        "cluster_features",
         lambda x, count: (
             [torch.arange(4), torch.tensor([4])] if len(x) == 5 else [torch.arange(len(x))]
         ),
@@ -461,11 +461,11 @@ def test_espressos_clusters_learn_from_their_own_images(tiny_kit, monkeypatch) -
         learned.update(rows=[rows.tolist() for rows in rows_of], names=names, start=start)
         return start
 
-    latents = espresso_half.noised_latents
+    latents = espresso_half.noisy_latents
     monkeypatch.setattr(espresso_half, "learn_conditions", learn)
     monkeypatch.setattr(
         espresso_half,
-        "noised_latents",
+        "noisy_latents",
         lambda mean, *rest: (noised.append((mean, *rest)), latents(mean, *rest))[1],
     )
     payload = espresso_half.make_payload(

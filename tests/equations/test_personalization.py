@@ -190,6 +190,7 @@ def test_a_site_with_a_guarantee_does_not_tell_what_it_made(
     assert f"client-0: model personalized: {right} of 24 test images correct" in caplog.text
 
 
+@pytest.mark.slow
 def test_in_a_run_with_an_epsilon_nobody_is_heard(home: Path, root: Path) -> None:
     """Not even a client that tells."""
     config = settings(root, method="fedpft", epsilon=1.0, classifier__init="none")

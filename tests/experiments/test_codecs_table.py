@@ -12,13 +12,13 @@ from torchvision.models import shufflenet_v2_x1_0
 from benchmarks import clients, codecs, main_table
 from benchmarks.clients import folder_name, for_clients
 from osfl.payload import wire
-from osfl.payload.codecs import packed
+from osfl.payload.codecs import pack
 from osfl.payload.kinds import Classifier, DomainVector
 from osfl.util.prompts import DIGITS
 
 NUMBERS = torch.linspace(-1, 1, 16 * 64).view(16, 64)
 # What every codec saves of them; the short message around them is the same
-SAVED = {codec: 4096 - len(packed(NUMBERS.flatten().numpy(), codec)) for codec in codecs.PACKED}
+SAVED = {codec: 4096 - len(pack(NUMBERS.flatten().numpy(), codec)) for codec in codecs.PACKED}
 
 
 def keep(row: str, seed: int, accuracy: float) -> None:

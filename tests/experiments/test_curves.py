@@ -9,7 +9,7 @@ import torch
 from benchmarks import curves, left_out
 from benchmarks.clients import CLIENTS
 from osfl.cli.launch import default_config
-from osfl.methods import server_half
+from osfl.methods import server_module
 from osfl.payload.kinds import Domain
 from osfl.util.prompts import DIGITS
 from server_app.synthesis.images import SyntheticSet
@@ -66,7 +66,7 @@ def test_what_an_image_took_is_kept(
 def test_a_point_sets_what_the_method_draws_with(row: str) -> None:
     settings = curves.settings_of(row, {"images a class": 5, "guidance": 7.5, "steps": 50})
     config = curves.config_of(settings)
-    assert callable(server_half(config.method).sampler)
+    assert callable(server_module(config.method).sampler)
     assert (config.synthesis.images_per_class, config.synthesis.steps) == (5, 50)
     assert 7.5 in settings.values()
 

@@ -21,7 +21,7 @@ from osfl.config import RunConfig
 from osfl.data.digits import split_sources
 from osfl.data.load import Images
 from osfl.data.render import DOMAIN_SLICES
-from osfl.methods import client_half
+from osfl.methods import client_module
 from osfl.payload.kinds import Payload
 from osfl.util.prompts import DIGITS
 
@@ -75,7 +75,7 @@ def test_what_is_said_once_and_noised_is_what_the_clients_half_sends(
     monkeypatch.setattr(votes, "permute_and_flip", lambda counts, eps: counts.index(max(counts)))
     job = epsilons.job_of(MECHANISMS[name], 3, 3, 16.0)
     ours = list(numbers(epsilons.new_payload(MECHANISMS[name], job)))
-    theirs = list(numbers(client_half(job.config.method).make_payload(job)))
+    theirs = list(numbers(client_module(job.config.method).make_payload(job)))
     assert len(ours) == len(theirs) > 0
     for payload, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(payload, other, rtol=1e-4, atol=1e-5)

@@ -131,7 +131,7 @@ def test_rows_are_configurations(row: str, quick: bool) -> None:
     config = left_out.config_of(left_out.with_names(left_out.settings_of(row, 3, quick), 2))
     assert config.seed == 3
     assert METHODS[config.method].samples or config.method == "ceiling"
-    public = len(config.domains_by_name)
+    public = len(config.public_domain_names)
     # As many optimisation steps for all, but for a remainder of an epoch
     images = 500 if config.method == "ceiling" else (5 + public) * 10 * 30
     if not quick:

@@ -15,15 +15,15 @@ from benchmarks.clients import CLIENTS
 from benchmarks.server import sampler_of
 from osfl.config import NodeConfig
 from osfl.data.load import Images, image_labels
-from osfl.methods import server_half
+from osfl.methods import server_module
 from osfl.payload.kinds import Classifier, Descriptions, DomainVector, Encodings, FeatureStatistics
 from osfl.payload.wire import PayloadError
 from osfl.util.prompts import DIGITS
 from osfl.util.seeds import generator_of
 from server_app.defenses import contribution
-from server_app.defenses.contribution import Gain, Influence
+from server_app.defenses.contribution import ClientContribution, Gain
 from server_app.methods import fedlmg
-from server_app.pipeline import plan_held
+from server_app.pipeline import plan_held_classes
 from server_app.synthesis.images import SyntheticSet
 
 SYSTEM = "FedDEO description alone"
@@ -305,12 +305,12 @@ def test_classifiers_draw_as_in_their_run(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(fedlmg, "synthesise_and_train", taken)
     config = main_table.config_of(poison.settings_of(poison.CLASSIFIERS, 0))
-    server_half("fedcado").run(SimpleNamespace(config=config), {})
+    server_module("fedcado").run(SimpleNamespace(config=config), {})
     made = sampler_of(config)
     assert isinstance(made, partial)
     assert (made.func, made.keywords) == (seen["sampler"].func, seen["sampler"].keywords)
     assert made.keywords["settings"].guidance == 7.5
-    assert seen["plan"] is plan_held
+    assert seen["plan"] is plan_held_classes
 
 
 def test_liars_images_are_beside_the_others_honest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,8 +481,8 @@ def test_who_is_honest_is_no_liar_in_the_table_of_influences(
 def test_what_the_table_of_influences_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seeds; the first client lies. In the second one it harms, and so does an honest one."""
 
-    def one(seen: float, points: float) -> Influence:
-        return Influence(seen, Gain(0.0, 1.0), Gain(points, 2.0), 300)
+    def one(seen: float, points: float) -> ClientContribution:
+        return ClientContribution(seen, Gain(0.0, 1.0), Gain(points, 2.0), 300)
 
     honest = {client: one(90.0, 1.0) for client in CLIENTS[1:]}
     found = {
@@ -553,7 +553,7 @@ def test_the_first_of_six_lies(
         return {"": ~seen, "client-0": seen, **dict.fromkeys(CLIENTS[1:], ~seen)}
 
     monkeypatch.setattr(poison, "drawn", of_twenty)
-    monkeypatch.setattr(contribution, "hits_without", hits)
+    monkeypatch.setattr(contribution, "leave_one_out_hits", hits)
     found = poison.influences_of(SYSTEM, attack, 0)
     assert list(found) == list(CLIENTS)
     assert (found["client-0"].others.points, found["client-1"].others.points) == (-100.0, 0.0)

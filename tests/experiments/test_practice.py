@@ -19,7 +19,7 @@ from osfl.run_folder.status import Status
 from osfl.util.prompts import DIGITS
 from server_app.context import ServerJob
 from server_app.methods import prompts_only
-from server_app.pipeline import plan_held
+from server_app.pipeline import plan_held_classes
 from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, plan_images
 from tests.helpers.settings import quick
@@ -109,7 +109,7 @@ def test_balance_compares_as_many_images_and_steps(
     class Half:
         @staticmethod
         def run(job: ServerJob, payloads: Any) -> dict[str, Any]:
-            trained.append((len(plan_held(job, payloads)), job.config.global_model.epochs))
+            trained.append((len(plan_held_classes(job, payloads)), job.config.global_model.epochs))
             return {"FT": type("Model", (), {"model": None})()}
 
     def score(config: RunConfig, model: object, number: int) -> float:

@@ -77,7 +77,7 @@ def test_the_ceilings_images_go_through_the_runs_own_autoencoder(trained: list[A
     """
     images = switches.of_clients()
     rows = list(range(0, 600, 30))
-    some = images.only(rows)
+    some = images.select(rows)
     config = main_table.config_of(main_table.settings_of("ceiling", 0))
     found = switches.reconstructed(some, config)
     assert torch.equal(found.labels, some.labels)

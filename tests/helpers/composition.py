@@ -3,20 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from osfl.config import RunConfig, parse_run_config
 from osfl.models.diffusion import load_kit
-from server_app.methods import (
-    espresso,
-    fedbip,
-    feddeo,
-    feddisc,
-    fedlmg,
-    prompts_only,
-)
-from server_app.synthesis.guidance import Condition
 from server_app.synthesis.plan import plan_images
 from tests.helpers.client_jobs import CLASSES
 from tests.helpers.settings import quick
@@ -38,20 +28,6 @@ def config_of(kit, **overrides: object) -> RunConfig:  # type: ignore[no-untyped
 
 def server(kit, config: RunConfig) -> Any:  # type: ignore[no-untyped-def]
     return SimpleNamespace(kit=str(kit), device=CPU, classes=CLASSES, config=config)
-
-
-@pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, list[Condition]]]:
-    """(c0, conditions) of every call of `compose`, which predicts no noise."""
-    seen: list[tuple[torch.Tensor, list[Condition]]] = []
-
-    def record(kit, z, t, c0, conditions):  # type: ignore[no-untyped-def]
-        seen.append((c0, list(conditions)))
-        return torch.zeros_like(z)
-
-    for module in (prompts_only, feddeo, fedlmg, feddisc, fedbip, espresso):
-        monkeypatch.setattr(module, "compose", record)
-    return seen
 
 
 def prompts_of(kit, *texts: str) -> torch.Tensor:  # type: ignore[no-untyped-def]

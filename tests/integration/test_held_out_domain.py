@@ -49,6 +49,7 @@ def test_who_is_left_out_tests_and_does_nothing_else(
     assert estimated.images == found["server"]["synthetic_images"]
 
 
+@pytest.mark.slow
 def test_a_spare_stays_one(home: Path, tiny_kit: Path) -> None:
     """Four nodes for two that train and one that tests: nobody more is asked."""
     config = quick(method="prompts-domain", kit=str(tiny_kit), num_clients=3, left_out="client-1")

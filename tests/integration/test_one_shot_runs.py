@@ -44,9 +44,9 @@ from osfl.util.prompts import DIGITS
 from osfl.util.seeds import seed_of
 from server_app.app import run_job
 from server_app.federation.exchange import Exchange, RoundError
-from server_app.kit import kit_of_clients
+from server_app.kit import client_kit_digests
 from server_app.synthesis.samplers import NotFiniteError
-from server_app.training import mean_teacher, own_teacher
+from server_app.training import mean_teacher, specific_teacher
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.system_tools import FILLER, fill_disk, mount_disk
@@ -62,6 +62,7 @@ def failed(*it: object) -> None:
     pytest.fail(str(it))
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_of_a_class_that_a_site_finds_too_small(
     home: Path, tiny_kit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +91,7 @@ def test_nothing_is_sent_of_a_class_that_a_site_finds_too_small(
     assert "client-1: min-class-images" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.flops
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_makes_its_round_trip(
@@ -158,6 +160,7 @@ def test_every_method_makes_its_round_trip(
         assert metrics(home)["accuracy"] == result["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_runs_results_can_be_shown_again(home: Path, tiny_kit: Path) -> None:
     start(quick(method="local", kit=str(tiny_kit)))
     shown = CliRunner().invoke(
@@ -185,6 +188,7 @@ def test_payload_sizes_are_those_on_the_wire(home: Path, tiny_kit: Path) -> None
         )
 
 
+@pytest.mark.slow
 def test_a_finished_job_asks_nobody_and_renders_nothing(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +205,7 @@ def test_a_finished_job_asks_nobody_and_renders_nothing(
     assert metrics(home)["accuracy"] == before["accuracy"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_server_makes_the_same_images(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +255,7 @@ def small_disk(home: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(runs)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_loses_nothing(
     small_disk: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +295,7 @@ def test_a_disk_that_fills_loses_nothing(
     assert len((small_disk / "job" / "manifest.jsonl").read_text().splitlines()) == 2 * 10
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     """An image gone, one cut short, one changed by a pixel; a bit of a model and of a payload.
 
@@ -356,6 +363,7 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
     home: Path, tiny_kit: Path
 ) -> None:
@@ -381,6 +389,7 @@ def test_units_that_are_cut_or_of_another_payload_are_found_and_go(
     assert CliRunner().invoke(cli, ["verify", str(folder)]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_never_gives_back_an_image_ends_the_run(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +406,7 @@ def test_a_disk_that_never_gives_back_an_image_ends_the_run(
     assert len(made) == 3 * len(set(made))
 
 
+@pytest.mark.slow
 def test_the_client_sends_its_payload_again_without_training(home: Path, tiny_kit: Path) -> None:
     """The server loses the reply.
 
@@ -450,6 +460,7 @@ def test_a_client_that_is_asked_twice_at_once_works_once(
     assert made == ["client-0"]
 
 
+@pytest.mark.slow
 def test_a_cached_payload_of_other_settings_is_not_sent(home: Path, tiny_kit: Path) -> None:
     def refuse(index: int, kind: str, reply: Message) -> Message | None:
         return (
@@ -492,6 +503,7 @@ def test_one_bad_payload_does_not_harm_the_others(home: Path, tiny_kit: Path) ->
     }
 
 
+@pytest.mark.slow
 def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(
     home: Path, tiny_kit: Path
 ) -> None:
@@ -506,6 +518,7 @@ def test_a_bad_payload_that_is_needed_ends_the_run_with_its_reason(
     assert [index for index, kind in grid.sent if kind == "train"] == [1]
 
 
+@pytest.mark.slow
 def test_a_payload_that_leads_sampling_astray_is_left_out(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,7 +557,7 @@ def test_outputs_that_are_not_finite_are_their_clients_fault() -> None:
     ):
         mean_teacher({"b": broken}, {"b": [0]}, pixels, cpu, plain=True)
     with pytest.raises(wire.PayloadError, match="payload of b"):
-        own_teacher({"b": broken}, ("a", "b"), pixels, cpu)
+        specific_teacher({"b": broken}, ("a", "b"), pixels, cpu)
 
 
 def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,7 +575,7 @@ def test_a_node_that_the_superlink_forgot_is_waited_for(monkeypatch: pytest.Monk
     exchange = Exchange(grid, 10.0)
     exchange.push(5, "train", RecordDict())
     look = lambda: exchange.pull(as_it_is, lambda *it: replies.append(it), failed)  # noqa: E731
-    assert (look(), exchange.waiting()) == (1, [5])
+    assert (look(), exchange.pending_nodes()) == (1, [5])
     online.append(NodeInfo(node_id=5, last_activated_at="now"))
     look()
     assert (look(), replies) == (0, [(5, "content")])
@@ -607,6 +620,7 @@ def test_a_client_that_does_not_test_is_not_waited_for_long(home: Path, tiny_kit
 
 
 # Nobody learned again
+@pytest.mark.slow
 def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit), max_payload_mb=0.005)
     with pytest.raises(
@@ -620,6 +634,7 @@ def test_an_oversized_payload_is_not_sent_and_kept(home: Path, tiny_kit: Path) -
     assert all(about["resent"] for about in metrics(home)["clients"].values())
 
 
+@pytest.mark.slow
 def test_an_oversized_payload_is_refused_before_it_is_stored(home: Path, tiny_kit: Path) -> None:
     """From clients that sent it all the same."""
     config = quick(method="feddeo", kit=str(tiny_kit))
@@ -768,7 +783,7 @@ def test_only_weights_that_both_have_and_need_are_compared(tiny_kit: Path, tmp_p
         )  # type: ignore[arg-type]
 
     server = {
-        method: kit_of_clients(parse_run_config(quick(method=method, kit=str(tiny_kit))))
+        method: client_kit_digests(parse_run_config(quick(method=method, kit=str(tiny_kit))))
         for method in ("oscar", "feddeo")
     }
     assert any(name.startswith("unet/") for name in server["feddeo"])
@@ -779,7 +794,7 @@ def test_only_weights_that_both_have_and_need_are_compared(tiny_kit: Path, tmp_p
 
 
 def test_a_kit_that_no_client_needs_may_be_missing() -> None:
-    assert kit_of_clients(parse_run_config(quick(method="fedavg", kit="nowhere"))) == {}
+    assert client_kit_digests(parse_run_config(quick(method="fedavg", kit="nowhere"))) == {}
 
 
 def test_an_old_installation_may_not_join(
@@ -855,6 +870,7 @@ def only_client_0(index: int, kind: str, reply: Message) -> Message:
     )
 
 
+@pytest.mark.slow
 def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_kit: Path) -> None:
     """Trained without client 1.
 
@@ -872,6 +888,7 @@ def test_a_model_of_fewer_clients_is_not_taken_for_one_of_all(home: Path, tiny_k
     assert model.stat().st_mtime_ns == trained
 
 
+@pytest.mark.slow
 def test_a_resumed_run_needs_no_client_whose_payload_it_has(home: Path, tiny_kit: Path) -> None:
     """All payloads are stored and one site is gone.
 
@@ -895,6 +912,7 @@ def test_a_resumed_run_needs_no_client_whose_payload_it_has(home: Path, tiny_kit
     )
 
 
+@pytest.mark.slow
 def test_a_node_that_is_offline_is_asked_again_when_it_is_back(home: Path, tiny_kit: Path) -> None:
     """Flower answers at once for a node that is away; more often than a crash would be forgiven."""
     away = iter(range(5))
@@ -974,6 +992,7 @@ def test_a_superlink_that_fails_now_and_then_ends_nothing(home: Path, tiny_kit: 
     assert len(metrics(home)["clients"]) == 2
 
 
+@pytest.mark.slow
 def test_a_message_that_a_node_lost_is_asked_again(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1013,9 +1032,9 @@ def test_looks_become_rarer_while_nothing_comes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("server_app.federation.exchange.POLL_SECONDS", 1.0)
     exchange = Exchange(None, 10.0, _last_reply=0.0)  # type: ignore[arg-type]
     for now[0] in (0.0, 20.0, 60.0, 200.0, 5000.0):
-        pauses.append(exchange.pause())
+        pauses.append(exchange.poll_interval())
     exchange._forget(7)
-    pauses.append(exchange.pause())
+    pauses.append(exchange.poll_interval())
     assert pauses == [1, 1, 3, 10, 10, 1]
 
 
@@ -1047,7 +1066,7 @@ def test_of_two_answers_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         time.sleep(0.02)
         exchange.pull(as_it_is, lambda node, content: seen.append(content["n"]["n"]), failed)
     assert seen == [0]
-    assert (len(replies), exchange.waiting()) == (2, [])
+    assert (len(replies), exchange.pending_nodes()) == (2, [])
 
 
 def test_a_question_that_could_not_be_asked_again_is_asked_later(
@@ -1068,7 +1087,7 @@ def test_a_question_that_could_not_be_asked_again_is_asked_later(
     for _ in range(4):
         time.sleep(0.02)
         exchange.pull(as_it_is, lambda *it: replies.append(it), failed)
-    assert (replies, exchange.waiting()) == ([(5, "content")], [])
+    assert (replies, exchange.pending_nodes()) == ([(5, "content")], [])
 
 
 def test_the_last_acknowledgement_is_sent_though_nothing_else_is_owed(
@@ -1091,6 +1110,7 @@ def test_a_run_that_the_superlink_no_longer_wants_ends(home: Path, tiny_kit: Pat
         falter(tiny_kit, {("pull-messages", 3): ("pull-messages", 404)})
 
 
+@pytest.mark.slow
 def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: Path) -> None:
     def dying(index: int, kind: str, reply: Message) -> Message:
         return (
@@ -1103,6 +1123,7 @@ def test_a_client_whose_app_dies_is_asked_once_more_only(home: Path, tiny_kit: P
         start(quick(method="feddeo", kit=str(tiny_kit)), tamper=dying)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["query.join", "train", "evaluate"])
 @pytest.mark.parametrize("content", ["empty", "nan"])
 def test_a_reply_that_makes_no_sense_harms_only_its_sender(
@@ -1230,6 +1251,7 @@ def test_domains_that_nobody_names_are_asked_for(home: Path, tiny_kit: Path) -> 
     assert [pb.Payload.FromString(blob).domain.name for blob in blobs] == ["etching", "fresco"]
 
 
+@pytest.mark.slow
 def test_a_lower_limit_does_not_refuse_what_was_stored(home: Path, tiny_kit: Path) -> None:
     config = quick(method="feddeo", kit=str(tiny_kit))
     start(config)

@@ -93,7 +93,7 @@ def test_without_a_kit_the_next_step_is_named(study: list[str], osfl: Callable) 
     assert done.returncode == 1
     assert "method domain-vector (default" in done.stdout
     assert "method=fedcgs classifier.init=imagenet" in done.stdout
-    assert "classifier.init=none where there is no network" in done.stdout
+    assert "classifier.init=none without a network" in done.stdout
 
 
 @pytest.mark.parametrize("copied", [False, True])

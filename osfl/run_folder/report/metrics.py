@@ -14,13 +14,14 @@ import numpy as np
 
 from osfl.config import approximations, split_names
 from osfl.methods import METHODS
-from osfl.run_folder.job_files import MADE_ANEW
+from osfl.run_folder.job_files import HINT_RECREATE
+from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.model_store import ADAPTED
 from osfl.run_folder.report.page import render, scores
-from osfl.util.files import DamageError, read_json, write_atomically
+from osfl.util.files import CorruptFileError, read_json, write_atomically
 
 # Follows a model's name, for the results of the clients' adapted models
-AND_ADAPTED = ", adapted"
+ADAPTED_SUFFIX = ", adapted"
 # A model's confusion matrices by client
 Matrices = Mapping[str, list[list[int]]]
 # Keys of `metrics.json` that its readers require, with their types
@@ -64,10 +65,11 @@ def write_report(
     Returns:
         the metrics.
     """
+    run = RunFolder(folder)
     metrics = gather(folder, kit_download_bytes)
-    write_atomically(folder / "metrics.json", (json.dumps(metrics, indent=1) + "\n").encode())
-    page = render(folder, metrics, classes, _lines(folder / "manifest.jsonl"))
-    write_atomically(folder / "report.html", page.encode())
+    write_atomically(run.metrics_file, (json.dumps(metrics, indent=1) + "\n").encode())
+    page = render(folder, metrics, classes, _lines(run.manifest_file))
+    write_atomically(run.report_file, page.encode())
     return metrics
 
 
@@ -76,12 +78,13 @@ def gather(
 ) -> dict[str, Any]:
     """Gather the metrics of a run."""
     kit_bytes = kit_download_bytes or {}
-    config = _json(folder / "config.json")
-    status = _json_or_empty(folder / "status.json")
-    tests = _tests(folder / "tests")
-    withheld = _json_or_empty(folder / "withheld.json").get("clients", [])
-    rounds = _rounds(folder)
-    clients = _clients(folder, tests, status, kit_bytes, config)
+    run = RunFolder(folder)
+    config = _json(run.config_file)
+    status = _json_or_empty(run.status_file)
+    tests = _tests(run)
+    withheld = _json_or_empty(run.withheld_file).get("clients", [])
+    rounds = _rounds(run)
+    clients = _clients(run, tests, status, kit_bytes, config)
     # Costs of iterative baselines, summed over the rounds
     for client, costs in rounds["costs"].items():
         download_bytes = clients[client].get("download_bytes", 0) + costs["download_bytes"]
@@ -104,34 +107,33 @@ def gather(
         "delta": max((row.get("delta", 0.0) for row in clients.values()), default=0.0),
         "kit_not_counted": any(size is None for size in kit_bytes.values()),
         "warnings": status.get("warnings", []),
-        "agreement": _json_or_empty(folder / "agreement.json").get("clients", {}),
-        "influence": _influence(folder, config),
+        "agreement": _json_or_empty(run.scores_file).get("clients", {}),
+        "influence": _influence(run, config),
         "withheld": withheld,
         "not_tested": _not_tested(
             tests, set(split_names(config.get("left-out", "")) or clients) - set(withheld)
         ),
-        "server": _server(folder),
+        "server": _server(run),
         "versions": _versions(),
         "platform": platform.platform(),
         "approximations": approximations(config),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **_kits(folder, config),
+        **_kits(run, config),
         "config": config,
     }
 
 
-def _tests(folder: Path) -> dict[str, Matrices]:
+def _tests(run: RunFolder) -> dict[str, Matrices]:
     """Read the tests by model; a global model comes before its adapted ones."""
-    files = sorted(folder.glob("*.json"), key=lambda file: file.stem)
-    return {file.stem.replace(ADAPTED, AND_ADAPTED): _json(file) for file in files}
+    return {file.stem.replace(ADAPTED, ADAPTED_SUFFIX): _json(file) for file in run.test_files()}
 
 
 def _adapted(tests: Mapping[str, Matrices]) -> dict[str, int]:
     """Count for each global model the clients that reported a test of their adapted model."""
     return {
-        name.removesuffix(AND_ADAPTED): len(by_client)
+        name.removesuffix(ADAPTED_SUFFIX): len(by_client)
         for name, by_client in tests.items()
-        if name.endswith(AND_ADAPTED)
+        if name.endswith(ADAPTED_SUFFIX)
     }
 
 
@@ -156,14 +158,14 @@ def _accuracies(tests: Mapping[str, Matrices], method: str) -> dict[str, Any]:
             name: {**by_client, "average": averages[name]} for name, by_client in accuracy.items()
         },
         "shown": shown_model,
-        "over_images": {name: over_images(by_client) for name, by_client in tests.items()},
+        "over_images": {name: accuracy_over_images(by_client) for name, by_client in tests.items()},
         "scores": {name: _scores(by_client) for name, by_client in tests.items()},
         "average": averages[shown_model] if shown_model else _mean(averages),
     }
 
 
 def _clients(
-    folder: Path,
+    run: RunFolder,
     tests: Mapping[str, Matrices],
     status: Mapping[str, Any],
     kit_bytes: Mapping[str, int | None],
@@ -172,9 +174,9 @@ def _clients(
     """Return the traffic of every client, and the costs of its payload."""
     clients: dict[str, dict[str, float]] = defaultdict(dict)
     # Models without a test only score images, and stay on the server
-    models = [file for file in (folder / "models").glob("*.safetensors") if file.stem in tests]
+    models = [file for file in run.model_files() if file.stem in tests]
     # The models of method local are the payloads
-    models = models or list((folder / "payloads").glob("*.pb"))
+    models = models or run.payload_files()
     model_bytes = sum(file.stat().st_size for file in models)
     # Each model is sent again for its adaptation
     model_bytes *= 2 if config.get("adaptation.steps") else 1
@@ -185,7 +187,7 @@ def _clients(
     # Clients without a test appear in the tables as not tested
     for client in status.get("clients", {}):
         clients[client].setdefault("upload_bytes", 0)
-    for file in sorted((folder / "payloads").glob("*.json")):
+    for file in run.payload_records():
         record = _json(file)
         clients[file.stem].update(record["costs"], upload_bytes=record["bytes"])
     return clients
@@ -199,28 +201,27 @@ def _not_tested(tests: Mapping[str, Matrices], clients: Iterable[str]) -> list[s
     """
     # Clients need not report on their adapted models
     testers = [
-        set(by_client) for name, by_client in tests.items() if not name.endswith(AND_ADAPTED)
+        set(by_client) for name, by_client in tests.items() if not name.endswith(ADAPTED_SUFFIX)
     ]
     complete = set.intersection(*testers) if testers else set()
     return sorted(set(clients) - complete)
 
 
-def _influence(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _influence(run: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the clients' contributions.
 
     Without the setting the result is {}: a file that exists anyway is an earlier run's.
     """
     if not config.get("influence", False):
         return {}
-    return _json_or_empty(folder / "influence" / "clients.json")
+    return _json_or_empty(run.contributions_file)
 
 
-def _rounds(folder: Path) -> dict[str, Any]:
+def _rounds(run: RunFolder) -> dict[str, Any]:
     """Read the record of the last round, or make one for a one-shot method."""
-    file = folder / "rounds" / "done.json"
-    if file.is_file():
-        return _json(file)
-    return {"round": int(any((folder / "payloads").glob("*.pb"))), "costs": {}}
+    if run.round_record_file.is_file():
+        return _json(run.round_record_file)
+    return {"round": int(bool(run.payload_files())), "costs": {}}
 
 
 def _seconds_of_rounds(times: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -257,14 +258,14 @@ def _seconds_of_phases(phases: Sequence[Mapping[str, Any]], end: float) -> list[
     ]
 
 
-def _server(folder: Path) -> dict[str, Any]:
+def _server(run: RunFolder) -> dict[str, Any]:
     """Return the server's costs."""
-    timings = [timing for line in _lines(folder / "timings.jsonl") if (timing := _timing(line))]
+    timings = [timing for line in _lines(run.timings_file) if (timing := _timing(line))]
     images = sum(timing["images"] for timing in timings)
     seconds = sum(timing["seconds"] for timing in timings)
-    models = {file.stem: _json(file) for file in sorted((folder / "models").glob("*.json"))}
+    models = {file.stem: _json(file) for file in run.model_records()}
     return {
-        "synthetic_images": len(_lines(folder / "manifest.jsonl")),
+        "synthetic_images": len(_lines(run.manifest_file)),
         "seconds_per_image": seconds / images if images else None,
         "synthesis_seconds": seconds,
         "training_seconds": {name: record["seconds"] for name, record in models.items()},
@@ -283,15 +284,14 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _kits(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _kits(run: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kits whose files the run used, and the SHA-256 over the list of these files."""
-    file = folder / "kit.json"
-    digests = _json_or_empty(file)
+    digests = _json_or_empty(run.kit_file)
     kit = config.get("kit")
     sampling = config.get("feddisc.kit") if config["method"] == "feddisc" else kit
     kits = {"payloads": sampling, "images": sampling, "models": kit}
     names = list(dict.fromkeys(name for step, name in kits.items() if name and digests.get(step)))
-    digest = hashlib.sha256(file.read_bytes()).hexdigest() if names else ""
+    digest = hashlib.sha256(run.kit_file.read_bytes()).hexdigest() if names else ""
     return {"kits": names, "kit_sha256": digest}
 
 
@@ -301,9 +301,10 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     Raises:
         DamageError: it is missing or corrupt.
     """
-    metrics = read_json(folder / "metrics.json", cure=MADE_ANEW)
+    file = RunFolder(folder).metrics_file
+    metrics = read_json(file, cure=HINT_RECREATE)
     if not _are_metrics(metrics):
-        raise DamageError(f"{folder / 'metrics.json'} is corrupt; {MADE_ANEW}")
+        raise CorruptFileError(f"{file} is corrupt; {HINT_RECREATE}")
     return metrics
 
 
@@ -350,7 +351,7 @@ def _accuracy(matrix: list[list[int]] | np.ndarray) -> float:
     return float(100 * np.trace(cells) / max(cells.sum(), 1))
 
 
-def over_images(matrices: Matrices) -> float:
+def accuracy_over_images(matrices: Matrices) -> float:
     """Compute the top-1 accuracy in percent over all clients' test images, as in OSCAR's tables."""
     return _accuracy(_pooled(matrices)) if matrices else float("nan")
 

@@ -10,18 +10,18 @@ import numpy as np
 
 from osfl.run_folder.report.pictures import gallery_of, matrix_url
 from osfl.run_folder.status import split_details
-from osfl.util.text import plain
+from osfl.util.text import sanitize
 
 # Characters of a setting, or of any other text on the page
-MOST_WORDS = 2000
+MAX_CHARACTERS = 2000
 # Rows of a table that is initially open
-MOST_OPEN = 20
+MAX_OPEN_ROWS = 20
 # Models with a column of their own; more are shown by their mean
-MOST_COLUMNS = 12
+MAX_COLUMNS = 12
 # Classes of a confusion matrix that is shown as a table; a larger one is a picture
-MOST_TABLED = 30
-MOST_MISTAKES = 20
-MOST_BARS = 120
+MAX_TABLE_CLASSES = 30
+MAX_CONFUSIONS = 20
+MAX_BARS = 120
 
 
 def human_bytes(count: float) -> str:
@@ -88,7 +88,7 @@ def _page() -> Any:
 
 def _shown(value: Any) -> Any:
     """Sanitize a text for the page. Data URLs of pictures are not `str`, and stay as they are."""
-    return plain(value, MOST_WORDS) if type(value) is str else value
+    return sanitize(value, MAX_CHARACTERS) if type(value) is str else value
 
 
 def render(
@@ -107,7 +107,7 @@ def render(
         _page().render(
             m=metrics,
             classes=classes,
-            most_open=MOST_OPEN,
+            most_open=MAX_OPEN_ROWS,
             columns=_columns(metrics),
             clients=_clients(metrics),
             gallery=gallery_of(folder, manifest, classes),
@@ -122,7 +122,7 @@ def render(
 
 def _columns(metrics: Mapping[str, Any]) -> list[str]:
     models = list(metrics["accuracy"])
-    return models if len(models) <= MOST_COLUMNS else [f"mean of {len(models)} models"]
+    return models if len(models) <= MAX_COLUMNS else [f"mean of {len(models)} models"]
 
 
 def _clients(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def _clients(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for client in metrics["clients"]:
         accuracy = [by_client.get(client) for by_client in metrics["accuracy"].values()]
-        if len(accuracy) > MOST_COLUMNS:
+        if len(accuracy) > MAX_COLUMNS:
             tested = [value for value in accuracy if value is not None]
             accuracy = [float(np.mean(tested)) if tested else None]
         matrices = [matrix[client] for matrix in metrics["confusion"].values() if client in matrix]
@@ -152,7 +152,7 @@ def _by_class(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, A
     cells = np.sum([np.array(matrix) for matrix in matrices], axis=0)
     shares = 100 * cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
     values: dict[str, Any] = {"by_class": _class_rows(cells, classes)}
-    if len(cells) > MOST_TABLED:
+    if len(cells) > MAX_TABLE_CLASSES:
         values["confusion_map"] = matrix_url(shares)
         values["mistakes"] = _mistakes(cells, shares, classes)
     else:
@@ -189,7 +189,7 @@ def _mistakes(
 ) -> list[dict[str, Any]]:
     """Return the pairs of classes that are confused most often."""
     errors = cells - np.diag(np.diagonal(cells))
-    order = np.argsort(-errors, axis=None, kind="stable")[:MOST_MISTAKES]
+    order = np.argsort(-errors, axis=None, kind="stable")[:MAX_CONFUSIONS]
     return [
         {
             "true": classes[true],
@@ -216,7 +216,7 @@ def _timeline(phases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _rounds(seconds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a bar for each round, or for several consecutive rounds if there are many."""
-    rounds_per_bar = -(-len(seconds) // MOST_BARS)
+    rounds_per_bar = -(-len(seconds) // MAX_BARS)
     bars = []
     for start in range(0, len(seconds), rounds_per_bar or 1):
         rounds = seconds[start : start + rounds_per_bar]

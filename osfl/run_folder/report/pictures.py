@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-MOST_CLASSES = 12
-MOST_CLIENTS = 12
+MAX_CLASSES = 12
+MAX_CLIENTS = 12
 # Images per class in the grid that opens on a click
-MOST_EACH = 8
+MAX_IMAGES_PER_CLASS = 8
 # Side of the first images in pixels; smaller if there are many
 SIDE = 128
 GRID_SIDE = 64
 # A PNG of noise has 3 bytes per pixel, and 4 as base64, so that these are at most 1.6 MB
 FIRST_PIXELS = 24 * SIDE * SIDE
-MOST_GRID_BYTES = 1_800_000
+MAX_GRID_BYTES = 1_800_000
 BLUE = (36, 99, 194)
 
 # Files or data URLs by client, then class
@@ -66,9 +66,9 @@ def gallery_of(folder: Path, manifest: Sequence[str], classes: Sequence[str]) ->
     files, class_count = _files(manifest)
     if not files:
         return Gallery()
-    clients = sorted(files)[:MOST_CLIENTS]
+    clients = sorted(files)[:MAX_CLIENTS]
     names = {name for client in clients for name in files[client]}
-    shown_classes = [name for name in classes if name in names][:MOST_CLASSES]
+    shown_classes = [name for name in classes if name in names][:MAX_CLASSES]
     shown_files = {}
     for client in clients:
         by_class = files[client]
@@ -97,7 +97,7 @@ def _files(manifest: Sequence[str]) -> tuple[Grid, int]:
         row = json.loads(line)
         names.add(row["class"])
         class_files = files[row["client"]][row["class"]]
-        if len(class_files) < MOST_EACH:
+        if len(class_files) < MAX_IMAGES_PER_CLASS:
             class_files.append(row["file"])
     return files, len(names)
 
@@ -118,7 +118,7 @@ def _grid(folder: Path, files: Grid, readers: ThreadPoolExecutor) -> Grid:
     for client, row in files.items():
         grid[client] = {name: [] for name in row}
     size = 0
-    for number in range(MOST_EACH):
+    for number in range(MAX_IMAGES_PER_CLASS):
         cells = [
             (client, name, row[name][number])
             for client, row in files.items()
@@ -127,7 +127,7 @@ def _grid(folder: Path, files: Grid, readers: ThreadPoolExecutor) -> Grid:
         ]
         urls = list(readers.map(lambda cell: data_url(folder / cell[2], GRID_SIDE, "jpeg"), cells))
         size += sum(map(len, urls))
-        if size > MOST_GRID_BYTES or not urls:
+        if size > MAX_GRID_BYTES or not urls:
             break
         for (client, name, _), url in zip(cells, urls, strict=True):
             grid[client][name].append(url)

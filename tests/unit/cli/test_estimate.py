@@ -26,6 +26,7 @@ from tests.helpers.settings import quick
 SAMPLES_NOTHING = ("local", "fedavg")
 
 
+@pytest.mark.slow
 @pytest.mark.flops
 @pytest.mark.parametrize(
     ("method", "codec"),

@@ -27,7 +27,7 @@ from osfl.config import (
     parse_run_config,
     schema,
 )
-from osfl.config.markers import marks_of
+from osfl.config.markers import markers_of
 from osfl.data.load import load_images
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError
@@ -86,7 +86,7 @@ def test_every_text_of_the_run_is_a_path_or_known_to_be_none() -> None:
     """A new key with a free text must be marked `SitePath`, or be added above."""
     texts = set()
     for key, kind in schema().items():
-        if getattr(kind, "__origin__", kind) is str and not marks_of(kind, OneOf):
+        if getattr(kind, "__origin__", kind) is str and not markers_of(kind, OneOf):
             texts.add(key)
     assert texts == set(SITE_PATHS) | NO_PATHS
 

@@ -15,14 +15,14 @@ from datasets import Image as ImageColumn
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from PIL import Image
 
-from client_app.app import app, cache_key, own_settings
+from client_app.app import app, cache_key, client_settings
 from client_app.errors import ClientError, PublicConfigError
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.named import load_rows
 from osfl.data.pins import USUAL
 from osfl.methods import METHODS
 from osfl.models import classifiers
-from osfl.payload.error_codes import CODES, DETAILS, OTHER
+from osfl.payload.error_codes import CODES, OTHER, SEE_LOG
 from osfl.payload.messages import WITHHELD, SentModel, pack_model
 from server_app.app import run_job
 from server_app.federation.exchange import RoundError
@@ -127,7 +127,9 @@ def test_a_site_with_a_total_sends_nothing_that_is_not_counted(
             asks(kind, config, node)
         return
     # It sends nothing but who it is
-    own, _, _ = own_settings(parse_run_config(config), NodeConfig(client_id="a", epsilon_total=0.5))
+    own, _, _ = client_settings(
+        parse_run_config(config), NodeConfig(client_id="a", epsilon_total=0.5)
+    )
     assert own.epsilon == 0
 
 
@@ -298,7 +300,7 @@ def test_columns_and_splits_are_the_sites(
         with pytest.raises(PublicConfigError, match=f"data.{key} = .*: must be what this site's"):
             asks(kind, config, {**site(part, **demand), key: third})
     parsed = parse_run_config(config)
-    own_settings(
+    client_settings(
         parsed, NodeConfig(data_dir=str(part), **{key.replace("-", "_"): other}, epsilon=1.0)
     )
 
@@ -335,7 +337,7 @@ def test_the_codes_are_in_the_docs() -> None:
     page = (ROOT / "docs" / "privacy.md").read_text()
     listed = re.findall(r"^\| `([A-Z]+)` \|", page, re.MULTILINE)
     assert set(listed) == {*CODES.values(), OTHER}
-    assert DETAILS in page
+    assert SEE_LOG in page
 
 
 def test_a_cut_by_the_runs_seed_needs_a_test_split() -> None:
@@ -345,11 +347,11 @@ def test_a_cut_by_the_runs_seed_needs_a_test_split() -> None:
     parsed = parse_run_config(config)
     here = {"partition_id": 0, "num_partitions": 2, "epsilon": 1.0, "client_id": "a"}
     with pytest.raises(PublicConfigError, match="data.partition = 'iid': .* set test-split"):
-        own_settings(parsed, NodeConfig(**here))
-    own_settings(parsed, NodeConfig(**here, data_dir="/part"))
-    own_settings(parse_run_config({**config, "data.partition": "domain"}), NodeConfig(**here))
+        client_settings(parsed, NodeConfig(**here))
+    client_settings(parsed, NodeConfig(**here, data_dir="/part"))
+    client_settings(parse_run_config({**config, "data.partition": "domain"}), NodeConfig(**here))
     named = parse_run_config({**config, "data.test-split": "test"})
-    own_settings(named, NodeConfig(**here, test_split="test"))
+    client_settings(named, NodeConfig(**here, test_split="test"))
 
 
 @pytest.mark.parametrize("kind", ["query.join", "evaluate"])
@@ -437,9 +439,9 @@ def test_a_client_is_not_named_after_its_rows(part: Path) -> None:
     one = rows().filter(lambda row: row["patient"] == PATIENTS[0])
     one.save_to_disk(part.with_name("one"))
     place = NodeConfig(data_dir=str(part.with_name("one")), partition_id=3)
-    assert own_settings(config, place)[2] == "Ada_Abel"
+    assert client_settings(config, place)[2] == "Ada_Abel"
     place = replace(place, epsilon=1.0, domain_column="patient")
-    assert own_settings(config, place)[2] == "client-3"
+    assert client_settings(config, place)[2] == "client-3"
 
 
 def test_no_choice_of_classes_hides_a_training_image_in_the_test(

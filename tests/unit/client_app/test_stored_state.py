@@ -12,7 +12,7 @@ from client_app import payload_cache
 from client_app.app import app, cache_key
 from client_app.context import ClientJob
 from client_app.errors import ClientError
-from client_app.image_cache import load_once
+from client_app.image_cache import load_cached
 from client_app.learning.local_training import _load_correction, _save_correction
 from client_app.methods import domain, votes
 from client_app.privacy.ledger import Draw, Ledger, ledger_folder
@@ -20,7 +20,7 @@ from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import Images
 from osfl.payload.kinds import Payload, Votes
 from osfl.payload.messages import PRIVATE_COST_KEYS, pack_acknowledgement, unpack_bytes
-from osfl.util.files import DamageError, read_record, write_record
+from osfl.util.files import CorruptFileError, read_record, write_record
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import nodes
 
@@ -163,11 +163,11 @@ def test_only_the_payload_that_is_named_is_forgotten(tmp_path: Path) -> None:
     assert cached is not None
     assert cached.blob == b"abc"
     of_abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert payload_cache.may_forget(tmp_path, of_abc)
-    assert not payload_cache.may_forget(tmp_path, "")
-    assert not payload_cache.may_forget(tmp_path, of_abc.replace("b", "c"))
+    assert payload_cache.may_delete(tmp_path, of_abc)
+    assert not payload_cache.may_delete(tmp_path, "")
+    assert not payload_cache.may_delete(tmp_path, of_abc.replace("b", "c"))
     payload_cache.store(tmp_path, b"abc", {"epsilon": 0.5})
-    assert not payload_cache.may_forget(tmp_path, of_abc)
+    assert not payload_cache.may_delete(tmp_path, of_abc)
 
 
 def test_no_acknowledgement_forgets_what_a_guarantee_was_spent_on(
@@ -201,7 +201,7 @@ def test_a_draw_can_be_checked_before_it_is_booked(tmp_path: Path) -> None:
         ConfigError, match="with job 'two' this client would have spent epsilon = 0.4"
     ):
         ledger.check("two", "k", 0.2, 0.3)
-    ledger.mark_kept("one", "k")
+    ledger.mark_finished("one", "k")
     with pytest.raises(ConfigError, match="with job 'one' this client"):
         ledger.check("one", "k", 0.2, 0.3)
     assert [draw.job for draw in ledger.draws()] == ["one"]
@@ -267,7 +267,7 @@ def test_a_lost_half_of_a_payload_with_a_guarantee_is_refused(
 def test_a_ledger_whose_volume_is_not_mounted_is_no_new_budget(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, "a")
     ledger.file.symlink_to(tmp_path / "volume" / "a.ledger.json")
-    with pytest.raises(DamageError, match="restore the site's ledger from a backup"):
+    with pytest.raises(CorruptFileError, match="restore the site's ledger from a backup"):
         ledger.spend("one", "k", 0.5, 1e-6)
     assert ledger.file.is_symlink()
 
@@ -279,7 +279,9 @@ def test_a_damaged_ledger_is_no_new_budget(
     ledger = Ledger(tmp_path, "a")
     ledger.spend("one", "k", 0.5, 1e-6)
     ledger.file.write_bytes(damage(ledger.file.read_bytes()))
-    with pytest.raises(DamageError, match="corrupt .* restore the site's ledger from a backup"):
+    with pytest.raises(
+        CorruptFileError, match="corrupt .* restore the site's ledger from a backup"
+    ):
         ledger.spend("two", "k", 0.5, 1e-6)
 
 
@@ -287,7 +289,7 @@ def test_a_figure_that_was_changed_in_the_ledger_is_noticed(tmp_path: Path) -> N
     ledger = Ledger(tmp_path, "a")
     ledger.spend("one", "k", 0.5, 1e-6)
     ledger.file.write_text(ledger.file.read_text().replace("0.5", "0.1"))
-    with pytest.raises(DamageError, match="SHA-256 differs"):
+    with pytest.raises(CorruptFileError, match="SHA-256 differs"):
         ledger.draws()
 
 
@@ -303,7 +305,7 @@ def test_a_ledger_of_an_older_version_is_taken_over(
     assert f"moving the privacy ledger from {cache}" in caplog.text
     assert [draw.job for draw in Ledger(tmp_path / "state", "a").draws()] == ["old", "older", "new"]
     (cache / "b.epsilon").write_text('{"job": "old", "epsi')
-    with pytest.raises(DamageError, match=r"b.epsilon is corrupt"):
+    with pytest.raises(CorruptFileError, match=r"b.epsilon is corrupt"):
         Ledger(tmp_path / "state", "b", older=cache).draws()
 
 
@@ -352,12 +354,12 @@ def test_damaged_images_are_decoded_anew(
         calls.append(1)
         return Images(torch.arange(48, dtype=torch.uint8).view(1, 3, 4, 4), torch.tensor([1]))
 
-    first = load_once(tmp_path, "key", load)
-    load_once(tmp_path, "key", load)
+    first = load_cached(tmp_path, "key", load)
+    load_cached(tmp_path, "key", load)
     assert len(calls) == 1
     file = tmp_path / name
     file.write_bytes(damage(file.read_bytes()))
-    again = load_once(tmp_path, "key", load)
+    again = load_cached(tmp_path, "key", load)
     assert len(calls) == 2
     assert torch.equal(first.pixels, again.pixels)
     assert torch.equal(first.labels, again.labels)
@@ -372,7 +374,9 @@ def test_a_damaged_state_of_feddyn_is_named(
     assert torch.equal(_load_correction(tmp_path, state)["w"], state["w"])
     (file,) = tmp_path.glob("feddyn-*")
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(DamageError, match=r"feddyn-000003.* start the run again under another job"):
+    with pytest.raises(
+        CorruptFileError, match=r"feddyn-000003.* start the run again under another job"
+    ):
         _load_correction(tmp_path, state)
 
 
@@ -381,9 +385,9 @@ def test_a_record_is_what_was_written(tmp_path: Path) -> None:
     write_record(file, {"a": 0.1, "b": [1, 2]})
     assert read_record(file) == {"a": 0.1, "b": [1, 2]}
     file.write_text(file.read_text().replace("0.1", "0.2"))
-    with pytest.raises(DamageError, match="SHA-256 differs"):
+    with pytest.raises(CorruptFileError, match="SHA-256 differs"):
         read_record(file)
     for other in ("{}", '{"sha256": 1, "content": []}', "5"):
         file.write_text(other)
-        with pytest.raises(DamageError, match="is corrupt"):
+        with pytest.raises(CorruptFileError, match="is corrupt"):
             read_record(file)

@@ -9,10 +9,10 @@ from osfl.config import (
     NOT_IDENTITY,
     ConfigError,
     approximations,
-    by_data,
     flatten,
     parse_node_config,
     parse_run_config,
+    resolve_auto,
     schema,
 )
 from tests.helpers.settings import ROOT, defaults
@@ -74,7 +74,7 @@ def test_defaults_and_schema_have_the_same_keys() -> None:
 
 
 def test_parsing_and_flattening_are_inverse() -> None:
-    assert flatten(parse_run_config(defaults())) == by_data(defaults())
+    assert flatten(parse_run_config(defaults())) == resolve_auto(defaults())
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ def digits(*settings: str) -> list[str]:
     return ["classifier.init=none", "global-model.init=none", "method=local", *settings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

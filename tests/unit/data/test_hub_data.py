@@ -57,6 +57,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_data_set_is_fetched_once_and_then_there_without_a_network(
     repositories: Path, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_data_set_is_fetched_once_and_then_there_without_a_network(
     assert away.stdout == found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [True, False])
 def test_a_card_names_no_files_of_this_machine(tmp_path: Path, there: bool) -> None:
     """In the same words whether there are such files; nothing of them is said."""
@@ -103,6 +105,7 @@ def test_a_card_names_no_files_of_this_machine(tmp_path: Path, there: bool) -> N
     assert "hospital" not in words
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_does_not_know_is_told(repositories: Path, tmp_path: Path) -> None:
     with hub(repositories) as server:
         told = osfl(tmp_path, server.address, *ASK, "data.name=hf:owner/no", *FEDAVG)

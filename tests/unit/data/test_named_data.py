@@ -19,7 +19,7 @@ from osfl.data.load import count_images, domain_name, image_labels, load_images
 from osfl.data.named import load_rows
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, class_names, client_name
-from osfl.util.pixels import LazyPixels, concatenated
+from osfl.util.pixels import LazyPixels, concatenate
 from tests.helpers.named_data import CLASSES, DOMAINS, EACH, data, node, rows, shade
 from tests.helpers.settings import defaults
 
@@ -252,7 +252,7 @@ def test_more_images_than_memory_are_decoded_as_they_are_taken(
     assert torch.equal(lazy.pixels[order], held.pixels[order])
     assert torch.equal(torch.cat(list(lazy.pixels.split(7))), held.pixels)
     assert lazy.pixels.to(torch.device("meta"))[order].device.type == "meta"
-    both = concatenated([lazy.pixels, held.pixels])
+    both = concatenate([lazy.pixels, held.pixels])
     backwards = torch.arange(len(both)).flip(0)
     assert torch.equal(both[backwards], torch.cat([held.pixels, held.pixels]).flip(0))
     assert torch.equal(torch.cat(list(lazy.batches(7))), torch.cat(list(held.batches(7))))

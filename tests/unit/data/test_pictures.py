@@ -21,8 +21,8 @@ from osfl.data.load import load_images
 from osfl.data.partition import DataError
 from osfl.data.pictures import open_picture, stored_picture, to_pixels, traits_of
 from osfl.models.encoders import ImageEncoder
-from osfl.util.pixels import LONGEST, cut_ends
-from server_app.baselines.proxy import Pictures
+from osfl.util.pixels import MAX_ASPECT_RATIO, crop_long_side
+from server_app.baselines.proxy import ImageFiles
 from tests.helpers.image_folders import FOLDER, make_folder
 from tests.helpers.pictures import encoded, noise
 from tests.helpers.settings import ROOT
@@ -74,7 +74,7 @@ def test_whatever_a_decoder_raises_names_the_file(
     with pytest.raises(DataError, match="scan.img: not a readable image"):
         load_images(FOLDER, node, "train", 0)
     with pytest.raises(ValueError, match=r"rounds.proxy: .*scan.img is not a readable image"):
-        _ = Pictures([tmp_path / "train" / "cat" / "scan.img"], 16)[0]
+        _ = ImageFiles([tmp_path / "train" / "cat" / "scan.img"], 16)[0]
 
 
 def test_a_scan_above_pillows_limit_is_read(
@@ -141,8 +141,8 @@ def test_a_long_picture_loses_its_ends_alone(shape: tuple[int, int]) -> None:
     image = Image.fromarray(levels.astype(np.uint8))
     before = uncut(image, 32).int()
     assert (to_pixels(image, 32).int() - before).abs().max() <= 2
-    cut = cut_ends(torch.zeros(3, height, width))
-    assert max(cut.shape[1:]) == LONGEST * min(cut.shape[1:])
+    cut = crop_long_side(torch.zeros(3, height, width))
+    assert max(cut.shape[1:]) == MAX_ASPECT_RATIO * min(cut.shape[1:])
 
 
 def test_a_line_of_pixels_takes_little_memory(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_the_head_alone_is_trained(served: Hub) -> None:
     assert not torch.equal(model.state_dict()["conv1.0.weight"], before["conv1.0.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedlmg", "fedcgs", "fedpft", "fedprox", "feddf"])
 def test_a_run_with_a_backbone(
     served: Hub, home: Path, tiny_kit: Path, tmp_path: Path, method: str

@@ -300,6 +300,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(
             find_kit("owner/model", DIFFUSION_PARTS)
 
 
+@pytest.mark.slow
 def test_a_run_takes_its_kit_from_the_hub(
     served: Hub, tiny_kit: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +321,7 @@ def test_a_run_takes_its_kit_from_the_hub(
     assert {kind for _, kind in again.sent} == {"query.join", "query.acknowledge", "evaluate"}
 
 
+@pytest.mark.slow
 def test_a_clients_own_kit_is_compared_with_the_hubs(
     served: Hub, tiny_kit: Path, home: Path, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def pictures(side: int) -> torch.Tensor:
     return torch.randint(256, (2, 3, side, side), generator=generator, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "text", "latent", "size"),
     [
@@ -87,6 +88,7 @@ def test_latents_are_decoded_as_diffusers_decodes_them(tmp_path: Path) -> None:
         assert torch.allclose(kit.decode(z), theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stable_unclip_is_sampled_as_diffusers_samples_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     folder = hub_layouts.unclip(tmp_path / "kit")

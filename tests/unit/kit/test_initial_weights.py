@@ -25,7 +25,7 @@ from osfl.models.classifiers import ClassifierError, build_classifier, load_init
 from osfl.payload.kinds import Classifier
 from server_app.app import check_server
 from server_app.federation.exchange import RoundError
-from server_app.kit import kit_bytes
+from server_app.kit import client_download_bytes
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import metrics, start
 
@@ -178,6 +178,7 @@ def mixed(kit: Path, folder: Path, **changes: object) -> dict:
     )
 
 
+@pytest.mark.slow
 def test_clients_of_mixed_architectures_take_each_their_own_from_one_folder(
     home: Path, tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +236,7 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
     about = replace(config.classifier, architecture="resnet34")
     shared = ("classifiers/resnet18.safetensors",)
     assert kit_parts(config, str(kit)) == shared
-    assert kit_bytes(config, payload) == source.stat().st_size
+    assert client_download_bytes(config, payload) == source.stat().st_size
     grown = classifiers.new_classifier(about, 10, str(kit), 0)
     assert not grown.layer1[2].bn2.weight.any()  # type: ignore[union-attr, index]
 
@@ -243,7 +244,7 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
     file = kit / "classifiers" / "resnet34.safetensors"
     classifiers.save_initialisation(trained, file)
     assert kit_parts(config, str(kit)) == ("classifiers/resnet34.safetensors", *shared)
-    assert kit_bytes(config, payload) == file.stat().st_size
+    assert client_download_bytes(config, payload) == file.stat().st_size
     # The server's job is tied to the same file, and to the models of all architectures
     assert used_parts(config)["payloads"] == (str(kit), kit_parts(config, str(kit)))
     both = parse_run_config(

@@ -35,8 +35,8 @@ from osfl.util.files import write_atomically
 from server_app import pipeline
 from server_app.app import run_job
 from server_app.context import ServerJob
-from server_app.kit import bind_to_kit, check_sampling_kit
-from server_app.synthesis.images import render
+from server_app.kit import bind_job_to_kit, check_sampling_kit
+from server_app.synthesis.images import synthesize
 from server_app.synthesis.plan import ImageJob, plan_images
 from tests.helpers.kit_files import UNET, change, index, linked, rewrite
 from tests.helpers.loop_grid import LoopGrid
@@ -395,7 +395,7 @@ def begun(method: str, kit: Path, **more: object) -> tuple[Callable[[], None], R
     """Binding a job to a kit, as at a server's start."""
     config = parse_run_config(quick(method=method, kit=str(kit), **more))
     folder = open_run_folder(config, method, 0)
-    return lambda: bind_to_kit(config, folder, Status(folder.path)), folder
+    return lambda: bind_job_to_kit(config, folder, Status(folder.path)), folder
 
 
 def test_uploads_that_did_not_come_from_the_kit_survive_its_repair(
@@ -470,7 +470,7 @@ def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_pat
         return torch.zeros(len(jobs), 3, 32, 32, dtype=torch.uint8)
 
     def made() -> int:
-        render(job, plan_images("m", 0, {"a": [1]}, 2), lambda device: paint)
+        synthesize(job, plan_images("m", 0, {"a": [1]}, 2), lambda device: paint)
         return len(calls)
 
     assert made() == 1
@@ -482,6 +482,7 @@ def test_images_of_another_kit_are_made_anew(home: Path, tiny_kit: Path, tmp_pat
     assert made() == 3
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_repaired_kit_and_asks_nobody_again(
     home: Path, tiny_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,11 +537,11 @@ def test_reading_the_kit_is_a_phase(
     advance = status.advance
     monkeypatch.setattr(status, "phase", lambda *a: seen.append(a) or phase(*a))
     monkeypatch.setattr(status, "advance", lambda *a: seen.append(("", *a)) or advance(*a))
-    bind_to_kit(config, folder, status)
+    bind_job_to_kit(config, folder, status)
     (name, total), *steps = seen
     assert name == "reading the kit (MB)"
     assert steps[-1] == ("", total, total)
     seen.clear()
     digests._here.clear()
-    bind_to_kit(config, folder, status)  # known now
+    bind_job_to_kit(config, folder, status)  # known now
     assert seen == [] or all(done == total for _, done, total in seen)

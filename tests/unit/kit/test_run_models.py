@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from client_app.app import check_node, own_settings
+from client_app.app import check_node, client_settings
 from osfl.cli import doctor, estimate, preflight
 from osfl.config import ConfigError, RunConfig, parse_node_config, parse_run_config
 from osfl.kit.check import check_steps
@@ -75,7 +75,7 @@ def ask_dry_run(config: RunConfig, runs: Path) -> None:
 
 def ask_node_or_server(config: RunConfig, runs: Path) -> None:
     node = parse_node_config(nodes(2)[0])
-    check_node(own_settings(config, node)[0], node)
+    check_node(client_settings(config, node)[0], node)
     check_server(config)
 
 

@@ -24,7 +24,7 @@ from osfl.kit.check import check_kit
 from osfl.kit.kits import find_kit
 from osfl.kit.used_parts import kit_parts
 from osfl.kit_training import card
-from osfl.methods import SMALL_DECODER
+from osfl.methods import TINY_DECODER
 from osfl.models import classifiers, encoders
 from osfl.models.diffusion import load_kit, load_small_decoder, load_unclip_pipeline
 from osfl.util.pixels import LEVELS, to_float
@@ -92,6 +92,7 @@ def reader() -> SVC:
     )
 
 
+@pytest.mark.slow
 def test_class_prompts_give_legible_photographs(shipped_kit: Path, reader: SVC) -> None:
     pixels, labels = samples(shipped_kit, "an image of {}", 4, 20)
     assert reader.score(grey(pixels), labels) > 0.85
@@ -113,6 +114,7 @@ def test_few_steps_are_as_legible(shipped_kit: Path, reader: SVC) -> None:
     assert score(2.0) < 0.7
 
 
+@pytest.mark.slow
 def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
     """Cheap marks of three styles.
 
@@ -212,7 +214,7 @@ def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, see
     Images that no stage has seen, nearer to D's of the same latents than to D's of any others.
     """
     kit = load_kit(shipped_kit)
-    small = load_small_decoder(str(shipped_kit), kit, SMALL_DECODER)
+    small = load_small_decoder(str(shipped_kit), kit, TINY_DECODER)
     flops = []
     with torch.no_grad():
         latents = kit.encode(to_float(seen[0]))[0]
@@ -347,9 +349,7 @@ def test_an_interrupted_kit_training_ends_with_the_same_weights(
         for name in (*stages[:2], "classifier-shufflenet_v2_x1_0", *stages[3:])
     )
     assert "| infograph | " in page
-    assert (
-        load_small_decoder(str(quiet), load_kit(quiet), SMALL_DECODER).config.latent_channels == 4
-    )
+    assert load_small_decoder(str(quiet), load_kit(quiet), TINY_DECODER).config.latent_channels == 4
 
     # On a finished kit only what it lacks is trained
     base = tmp_path / "base"

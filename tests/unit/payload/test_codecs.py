@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from osfl.config import ConfigError, RunConfig, parse_run_config
-from osfl.config.markers import OneOf, marks_of
+from osfl.config.markers import OneOf, markers_of
 from osfl.payload import wire
-from osfl.payload.codecs import BLOCK, LARGEST, PART, packed, packed_size, unpacked
+from osfl.payload.codecs import BLOCK, MAX_LEVEL, NUMBERS_PER_PART, pack, packed_size, unpack
 from osfl.payload.kinds import Classifier, Descriptions, DomainVector, Payload, Votes
 from osfl.payload.v1 import payload_pb2 as pb
 from tests.helpers.payload_examples import CLASSES, CLASSIFIER, KINDS, STATE, expected_of
@@ -28,15 +28,15 @@ EXPECTED = wire.Expected(
 
 
 def there_and_back(numbers: list[float], codec: str) -> list[float]:
-    data = packed(np.array(numbers, "<f4"), codec)
-    found: list[float] = unpacked(data.tobytes(), len(numbers), codec).tolist()
+    data = pack(np.array(numbers, "<f4"), codec)
+    found: list[float] = unpack(data.tobytes(), len(numbers), codec).tolist()
     return found
 
 
 def test_eight_bits_are_steps_of_the_largest_over_127() -> None:
     """63.5 / 127 = 0.5: -10.2 is 20.4 steps, 0.3 is 0.6 of one, 0.2 is 0.4 of one."""
     assert there_and_back([63.5, -10.2, 0.3, 0.2], "int8") == [63.5, -10.0, 0.5, 0.0]
-    data = packed(np.array([63.5, -10.2, 0.3], "<f4"), "int8")
+    data = pack(np.array([63.5, -10.2, 0.3], "<f4"), "int8")
     # 0.5 in float16, then 127, -20 and 1
     assert data.tobytes() == bytes.fromhex("0038 7f ec 01")
 
@@ -45,7 +45,7 @@ def test_four_bits_are_steps_of_the_largest_over_7_two_in_a_byte() -> None:
     """-7 / 7 = 1 in size; -3.4 is -3 steps, 2.6 is 3, 0.4 is none. The fifth number is alone."""
     numbers = [-7.0, -3.4, 2.6, 0.4, 5.0]
     assert there_and_back(numbers, "int4") == [-7.0, -3.0, 3.0, 0.0, 5.0]
-    data = packed(np.array(numbers, "<f4"), "int4")
+    data = pack(np.array(numbers, "<f4"), "int4")
     # 1 in float16; -7 is 9 and -3 is 13 in four bits; the first of two is in the lower half
     assert data.tobytes() == bytes.fromhex("003c d9 03 05")
 
@@ -78,43 +78,57 @@ def test_a_block_has_a_scale_of_its_own() -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_sizes_are_what_they_are_said_to_be(codec: str) -> None:
     """Evenly spread numbers, each value as often as any other: deflating saves next to nothing."""
-    numbers = np.random.default_rng(0).uniform(-1, 1, 3 * PART).astype("<f4")
+    numbers = np.random.default_rng(0).uniform(-1, 1, 3 * NUMBERS_PER_PART).astype("<f4")
     bits = {"raw": 32, "float16": 16, "int8": 8, "int4": 4}[codec]
-    for count in (0, 1, 2, 63, 64, 65, 127, 128, 129, PART - 1, PART, PART + 1, 2 * PART + 67):
+    for count in (
+        0,
+        1,
+        2,
+        63,
+        64,
+        65,
+        127,
+        128,
+        129,
+        NUMBERS_PER_PART - 1,
+        NUMBERS_PER_PART,
+        NUMBERS_PER_PART + 1,
+        2 * NUMBERS_PER_PART + 67,
+    ):
         scales = 0 if codec in ("raw", "float16") else 2 * -(-count // 64)
-        data = packed(numbers[:count], codec)
+        data = pack(numbers[:count], codec)
         assert packed_size(count, codec) == scales + -(-count * bits // 8)
         # Nothing, or a hundredth of many
         assert 0 <= packed_size(count, codec) - len(data) <= count // 50
-        found = unpacked(data.tobytes(), count, codec)
+        found = unpack(data.tobytes(), count, codec)
         assert found == pytest.approx(numbers[:count], abs=0.08)
 
 
 @given(
     npst.arrays("float32", st.integers(1, 200), elements=st.floats(-1e5, 1e5, width=32)),
-    st.sampled_from(sorted(LARGEST)),
+    st.sampled_from(sorted(MAX_LEVEL)),
 )
 def test_a_number_is_off_by_half_a_step_at_most(numbers: np.ndarray, codec: str) -> None:
     """And by a thousandth of the largest, for the scale is rounded itself, and for the smallest."""
-    back = unpacked(packed(numbers, codec).tobytes(), len(numbers), codec)
+    back = unpack(pack(numbers, codec).tobytes(), len(numbers), codec)
     for first in range(0, len(numbers), BLOCK):
         block = numbers[first : first + BLOCK]
         largest = float(np.abs(block).max())
-        bound = largest * (0.5 / LARGEST[codec] + 1e-3) + 1e-6 * LARGEST[codec]
+        bound = largest * (0.5 / MAX_LEVEL[codec] + 1e-3) + 1e-6 * MAX_LEVEL[codec]
         assert np.abs(back[first : first + BLOCK] - block).max() <= bound
 
 
-@pytest.mark.parametrize("codec", sorted(LARGEST))
+@pytest.mark.parametrize("codec", sorted(MAX_LEVEL))
 def test_what_repeats_is_deflated(codec: str) -> None:
     """1,024 equal numbers: 16 scales and 1,024 equal values are 18 to 24 bytes."""
     numbers = np.full(1024, 7.0, "<f4")
-    data = packed(numbers, codec)
+    data = pack(numbers, codec)
     assert len(data) < 30
     assert zlib.decompress(data) == (
-        np.full(16, 7 / LARGEST[codec], "<f2").tobytes()
+        np.full(16, 7 / MAX_LEVEL[codec], "<f2").tobytes()
         + (b"\x7f" * 1024 if codec == "int8" else b"\x77" * 512)
     )
-    assert unpacked(data.tobytes(), 1024, codec) == pytest.approx(numbers, rel=1e-3)
+    assert unpack(data.tobytes(), 1024, codec) == pytest.approx(numbers, rel=1e-3)
 
 
 def test_a_bomb_is_not_inflated() -> None:
@@ -123,14 +137,14 @@ def test_a_bomb_is_not_inflated() -> None:
     assert len(bomb) > 10**6
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"do not inflate to 8,250,000, which its shape needs"):
-        unpacked(bomb, 8 * 10**6, "int8")
+        unpack(bomb, 8 * 10**6, "int8")
     assert tracemalloc.get_traced_memory()[1] < 30e6
     tracemalloc.stop()
 
 
 @given(npst.arrays("float32", 70, elements=st.floats(-1e5, 1e5, width=32)))
 def test_raw_is_exact(numbers: np.ndarray) -> None:
-    assert unpacked(packed(numbers, "raw").tobytes(), 70, "raw").tolist() == numbers.tolist()
+    assert unpack(pack(numbers, "raw").tobytes(), 70, "raw").tolist() == numbers.tolist()
 
 
 @pytest.mark.parametrize(
@@ -141,12 +155,12 @@ def test_a_number_that_a_codec_cannot_hold_is_refused_by_name(number: float, cod
     with pytest.raises(
         ValueError, match=rf"payload-codec = '{codec}': .* set payload-codec = 'raw'"
     ):
-        packed(np.array([1.0, number], "<f4"), codec)
+        pack(np.array([1.0, number], "<f4"), codec)
 
 
 def test_the_key_names_every_codec() -> None:
     hints = get_type_hints(RunConfig, include_extras=True)
-    (choice,) = marks_of(hints["payload_codec"], OneOf)
+    (choice,) = markers_of(hints["payload_codec"], OneOf)
     assert choice.choices == CODECS == tuple(wire._CODECS)
 
 

@@ -16,8 +16,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from typer.testing import CliRunner
 
 from client_app import keys
-from client_app.app import app, cache_key, own_settings
-from client_app.keys import sealing_key
+from client_app.app import app, cache_key, client_settings
+from client_app.keys import select_sealing_key
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.payload import wire
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_such_key_is_named(tmp_path: Path) -> None:
         load_key(str(wrong))
     wrong.write_bytes(b"no key")
     for file in (wrong, tmp_path / "none.key"):
-        with pytest.raises(ConfigError, match=r"sealing-key = .* must be the file that `osfl cer"):
+        with pytest.raises(ConfigError, match=r"sealing-key = .* must be a readable file"):
             load_key(str(file))
 
 
@@ -162,23 +162,23 @@ def question(public: object) -> RecordDict:
 def test_a_site_seals_to_the_key_that_it_knows() -> None:
     public = bytes(range(32))
     site = NodeConfig(seal_to=fingerprint(public))
-    assert sealing_key(RecordDict(pack_public_key(public)), site) == public
-    assert sealing_key(RecordDict(pack_public_key(public)), NodeConfig()) == public
-    assert sealing_key(RecordDict(pack_public_key(None)), NodeConfig()) is None
+    assert select_sealing_key(RecordDict(pack_public_key(public)), site) == public
+    assert select_sealing_key(RecordDict(pack_public_key(public)), NodeConfig()) == public
+    assert select_sealing_key(RecordDict(pack_public_key(None)), NodeConfig()) is None
     capitals = NodeConfig(seal_to=fingerprint(public).upper())
-    assert sealing_key(question(public), capitals) == public
+    assert select_sealing_key(question(public), capitals) == public
     with pytest.raises(ConfigError, match=r"seal-to = .* sends no unencrypted payload, but the"):
-        sealing_key(RecordDict(), site)
+        select_sealing_key(RecordDict(), site)
     with pytest.raises(ConfigError, match=r"seal-to = .* has the fingerprint [0-9a-f]{64}"):
-        sealing_key(question(bytes(32)), site)
+        select_sealing_key(question(bytes(32)), site)
 
 
 def test_a_run_with_a_key_gets_no_open_payload(home: Path, tiny_kit: Path) -> None:
     """Whoever carries the messages has taken the key's record out."""
     public = bytes(range(32))
-    assert sealing_key(question(public), NodeConfig(), "/server.key") == public
+    assert select_sealing_key(question(public), NodeConfig(), "/server.key") == public
     with pytest.raises(ConfigError, match="sealing-key = '/server.key': the message lacks the"):
-        sealing_key(RecordDict(), NodeConfig(), "/server.key")
+        select_sealing_key(RecordDict(), NodeConfig(), "/server.key")
     config = quick(method="feddeo", kit=str(tiny_kit), sealing_key="/server.key")
     record = {"job": ConfigRecord({"job": "job"}), "kit": ConfigRecord({})}
     for kind in ("query.join", "train"):
@@ -197,12 +197,12 @@ def test_what_is_no_key_is_refused(bad: object) -> None:
 @pytest.mark.parametrize("method", ["fedavg", "local"])
 def test_models_that_go_to_and_fro_are_not_sealed(method: str) -> None:
     """Neither by the run, nor to a site that asks for it, whatever the run says."""
-    with pytest.raises(ConfigError, match=r"sealing-key = '/k': with method .* models go to and"):
+    with pytest.raises(ConfigError, match=r"sealing-key = '/k': method .* exchanges models"):
         parse_run_config(quick(method=method, sealing_key="/k"))
     site = NodeConfig(partition_id=0, num_partitions=2, seal_to="0" * 64)
     with pytest.raises(ConfigError, match="seal-to = '0+': this site sends no unencrypted payload"):
-        own_settings(parse_run_config(quick(method=method)), site)
-    own_settings(parse_run_config(quick(method="feddeo")), site)
+        client_settings(parse_run_config(quick(method=method)), site)
+    client_settings(parse_run_config(quick(method="feddeo")), site)
 
 
 def test_settings_that_cannot_be_are_named() -> None:
@@ -214,7 +214,7 @@ def test_settings_that_cannot_be_are_named() -> None:
     for text in ("abc", "0" * 63, "0" * 65, "g" * 64, ":".join(["00"] * 32)):
         site = NodeConfig(partition_id=0, num_partitions=2, seal_to=text)
         with pytest.raises(ConfigError, match="seal-to = .* must be the 64 hex digits"):
-            own_settings(parse_run_config(quick(method="feddeo")), site)
+            client_settings(parse_run_config(quick(method="feddeo")), site)
 
 
 def test_to_whom_it_is_sealed_makes_no_payload_anew() -> None:
@@ -230,8 +230,8 @@ def test_to_whom_it_is_sealed_makes_no_payload_anew() -> None:
 def test_a_node_that_cannot_seal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="requires the package pyhpke"):
-        sealing_key(question(bytes(32)), NodeConfig())
-    assert sealing_key(RecordDict(), NodeConfig()) is None
+        select_sealing_key(question(bytes(32)), NodeConfig())
+    assert select_sealing_key(RecordDict(), NodeConfig()) is None
 
 
 # ---- A round ----
@@ -254,6 +254,7 @@ def run_sealed(
     return grid
 
 
+@pytest.mark.slow
 def test_what_passes_through_is_ciphertext_alone(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_what_passes_through_is_ciphertext_alone(
     assert metrics(home)["clients"].keys() == {"client-0", "client-1"}
 
 
+@pytest.mark.slow
 def test_a_payload_that_just_fits_still_does_when_it_is_sealed(
     home: Path, tiny_kit: Path, key_file: Path
 ) -> None:
@@ -343,6 +345,7 @@ def test_a_pinned_site_takes_part_where_nothing_is_sent(home: Path, tiny_kit: Pa
     assert "train" not in {kind for _, kind in grid.sent}
 
 
+@pytest.mark.slow
 def test_a_payload_that_is_asked_for_again_is_sealed_to_the_new_key(
     home: Path, tiny_kit: Path, key_file: Path, tmp_path: Path
 ) -> None:
@@ -405,6 +408,7 @@ def test_payloads_stay_sealed_on_the_disk(payloads: Path, key_file: Path, tiny_k
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_what_is_sealed(payloads: Path, key_file: Path, tiny_kit: Path) -> None:
     """And does not ask again; nor where the run no more wants them to stay so."""
     before = {file: file.read_bytes() for file in payloads.glob("*.pb")}
@@ -413,6 +417,7 @@ def test_a_job_goes_on_with_what_is_sealed(payloads: Path, key_file: Path, tiny_
         assert {file: file.read_bytes() for file in payloads.glob("*.pb")} == before
 
 
+@pytest.mark.slow
 def test_one_that_was_open_stays_open_and_is_named(
     home: Path, tiny_kit: Path, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -424,6 +429,7 @@ def test_one_that_was_open_stays_open_and_is_named(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["", "new"])
 def test_without_their_key_nothing_is_lost(
     named: str, payloads: Path, tiny_kit: Path, key_file: Path, tmp_path: Path
@@ -443,6 +449,7 @@ def test_without_their_key_nothing_is_lost(
     assert asked(run_sealed(tiny_kit, wrong, {})) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 60, -1])
 def test_what_was_damaged_on_the_disk_is_asked_for_again(
     place: int, payloads: Path, tiny_kit: Path, key_file: Path

@@ -14,7 +14,7 @@ import torch
 
 from osfl.config import parse_run_config
 from osfl.methods import METHODS
-from osfl.payload.fields import CLIENTS_OWN, DIMENSIONS, Shape, fields_of, tensors_of
+from osfl.payload.fields import CLIENT_DIMENSIONS, DIMENSIONS, Shape, field_tensors, fields_of
 from osfl.payload.kinds import KINDS, Encodings, Mixtures, kind_of
 from server_app import expected
 from tests.helpers.settings import ROOT, quick
@@ -89,6 +89,7 @@ def add_kind(folder: Path, declaration: str) -> None:
     subprocess.run([*command, "osfl/payload/v1/payload.proto"], cwd=folder, check=True)
 
 
+@pytest.mark.slow
 def test_a_payload_kind_is_added_with_two_edits(tmp_path: Path, tiny_kit: Path) -> None:
     """A class in payloads.py and a message in payload.proto; then a method that sends it runs."""
     pytest.importorskip("grpc_tools")
@@ -102,6 +103,7 @@ def test_a_payload_kind_is_added_with_two_edits(tmp_path: Path, tiny_kit: Path) 
     assert (tmp_path / "runs" / "job" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_kind_without_shapes_ends_the_import(tmp_path: Path) -> None:
     copy_project(tmp_path)
     bare = KIND.replace('Annotated[torch.Tensor, Shape("classes", 3)]', "torch.Tensor")
@@ -165,11 +167,11 @@ def test_a_declaration_that_says_too_little_is_named(kind: type, message: str) -
 def test_a_shape_is_the_first_that_the_run_can_have() -> None:
     real = torch.float32
     pooled = {"vectors": (("classes", 5), real)}
-    assert tensors_of(Encodings, {"L": 3, "d": 5}) == {"vectors": (("classes", 3, 5), real)}
-    assert tensors_of(Encodings, {"d": 5}) == pooled
+    assert field_tensors(Encodings, {"L": 3, "d": 5}) == {"vectors": (("classes", 3, 5), real)}
+    assert field_tensors(Encodings, {"d": 5}) == pooled
     with pytest.raises(TypeError, match=r"Encodings: vectors: .* \['classes', 'd'\]"):
-        tensors_of(Encodings, {"L": 3})
-    plain = tensors_of(Mixtures, {"J": 2, "L": 3, "d": 5, "c": 4, "h": 8, "w": 8})
+        field_tensors(Encodings, {"L": 3})
+    plain = field_tensors(Mixtures, {"J": 2, "L": 3, "d": 5, "c": 4, "h": 8, "w": 8})
     assert list(plain) == ["conditions", "weights"]
 
 
@@ -182,7 +184,7 @@ def test_a_run_has_all_dimensions_that_a_payload_may_name(monkeypatch: pytest.Mo
         parse_run_config(quick(method="fedpft", fedpft__covariance="diag", fedpft__components=3))
     )
     assert diagonal == {"f": 1024, "K": 3, "v": 1024}
-    assert {*whole, *features, *CLIENTS_OWN} == set(DIMENSIONS)
+    assert {*whole, *features, *CLIENT_DIMENSIONS} == set(DIMENSIONS)
     assert (whole["h"], whole["w"], whole["2e"]) == (9, 10, 24)
     pooled = expected.run_dimensions(parse_run_config(quick(method="oscar-pooled")))
     assert whole.keys() - pooled.keys() == {"L", "o"}

@@ -87,6 +87,7 @@ def test_small_bytes_do_not_become_large_objects(name: str) -> None:
     assert peak_of(decode) < 4 * MB
 
 
+@pytest.mark.slow
 @linux
 def test_no_input_of_the_fuzz_costs_more_than_four_times_its_size() -> None:
     """`python -m benchmarks.fuzz` for longer: benchmarks/tables/fuzz.md."""
@@ -167,7 +168,7 @@ def has_unknown_fields(message: Message) -> bool:
 
 def scanned(data: bytes, expected: wire.Expected) -> str:
     """The field that the scan refuses; empty: none."""
-    most = wire._most_fields(expected)
+    most = wire._max_fields(expected)
     try:
         scan(data, pb.Payload.DESCRIPTOR, most, wire._longest_text(expected))
     except ScanError as error:

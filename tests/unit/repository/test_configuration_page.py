@@ -5,7 +5,7 @@ import re
 import runpy
 
 from osfl.config import NOT_IDENTITY, node_schema, schema
-from osfl.config.markers import Doc, marks_of
+from osfl.config.markers import Doc, markers_of
 from tests.helpers.settings import ROOT, defaults
 
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
@@ -31,7 +31,7 @@ def test_the_page_is_fresh() -> None:
 
 def test_every_key_has_a_meaning() -> None:
     for key, annotated in {**schema(), **node_schema()}.items():
-        (doc,) = marks_of(annotated, Doc)
+        (doc,) = markers_of(annotated, Doc)
         assert re.fullmatch(r"[^|\n]*\S[.)]", doc.meaning), key
         # Outside of code, Markdown takes an angle bracket for HTML
         assert "<" not in re.sub(r"`[^`]*`", "", doc.meaning), key

@@ -49,6 +49,7 @@ def flower_commands() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["flower-superlink", "flower-supernode", "flower-superexec"])
 def test_the_installed_flower_knows_every_option(program: str) -> None:
     """Flower renames its options from release to release."""

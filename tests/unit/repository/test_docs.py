@@ -22,7 +22,7 @@ CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 COMMAND = re.compile(r"(?:^|[`|&;/ ])osfl ((?:--)?[a-z][a-z-]*)(?: ([a-z]+))?", re.MULTILINE)
-WORDS = 15_000
+WORDS = 15_500
 CONFIG = re.compile(r"configs/[\w/-]+\.toml")
 
 

@@ -179,6 +179,7 @@ def test_every_method_has_its_modules_and_lists_its_differences() -> None:
                 assert "Differences" in docstring or name in ("local", "ceiling"), file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "unneeded"),
     [
@@ -238,6 +239,7 @@ def run(job, payloads):
 '''
 
 
+@pytest.mark.slow
 def test_a_method_is_added_with_few_edits(tmp_path: Path, tiny_kit: Path) -> None:
     """Contributing's steps, literally: a row, a client half, a server half; then it runs.
 

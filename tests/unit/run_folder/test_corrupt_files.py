@@ -28,10 +28,10 @@ from client_app.app import app
 from osfl.cli import compare
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
-from osfl.run_folder.layout import SUMS, RunFolder, open_run_folder, read_picture, read_rows
+from osfl.run_folder.layout import CHECKSUMS, RunFolder, open_run_folder, read_image, read_rows
 from osfl.run_folder.status import Status
-from osfl.run_folder.verify import seal, verify_run
-from osfl.util.files import DamageError
+from osfl.run_folder.verify import verify_run, write_checksums
+from osfl.util.files import CorruptFileError
 from server_app.app import run_job
 from server_app.baselines.run import _keep, _resume
 from tests.helpers.loop_grid import LoopGrid
@@ -168,13 +168,13 @@ def of_each_kind(run: Path) -> list[str]:
 
 
 def wrong(run: Path) -> list[str]:
-    return [problem for finding in verify_run(run) for problem in finding.wrong]
+    return [problem for finding in verify_run(run) for problem in finding.problems]
 
 
 def test_verify_names_every_file_that_is_damaged(run: Path) -> None:
     assert wrong(run) == []
     kinds = of_each_kind(run)
-    assert {"config.json", "status.json", "metrics.json", "report.html", SUMS} <= set(kinds)
+    assert {"config.json", "status.json", "metrics.json", "report.html", CHECKSUMS} <= set(kinds)
     assert len(kinds) == 17
     for name in kinds:
         for how in DAMAGES:
@@ -208,11 +208,13 @@ def test_verify_notices_two_files_that_are_gone_together(run: Path) -> None:
     """Each alone would vouch for the other."""
     for kept in ("metrics.json", "report.html"):
         gone = [
-            name for name in (SUMS, "status.json", "metrics.json", "report.html") if name != kept
+            name
+            for name in (CHECKSUMS, "status.json", "metrics.json", "report.html")
+            if name != kept
         ]
         for name in gone:
             (run / name).rename(run / f".{name}")
-        assert {f"{SUMS} is missing", "status.json is missing"} <= set(wrong(run))
+        assert {f"{CHECKSUMS} is missing", "status.json is missing"} <= set(wrong(run))
         for name in gone:
             (run / f".{name}").rename(run / name)
     assert wrong(run) == []
@@ -228,8 +230,8 @@ def test_verify_looks_at_nothing_outside_of_the_run(run: Path) -> None:
             with damaged(file, "empty"):
                 file.write_text(json.dumps({**row, "file": name}) + "\n")
                 assert f"{file.relative_to(run)} is corrupt" in wrong(run)
-        with damaged(run / SUMS, "empty"):
-            (run / SUMS).write_text(f"# 1 files\n{'0' * 64}  {name}\n")
+        with damaged(run / CHECKSUMS, "empty"):
+            (run / CHECKSUMS).write_text(f"# 1 files\n{'0' * 64}  {name}\n")
             assert wrong(run)
 
 
@@ -253,21 +255,23 @@ def test_rows_are_read_strictly(tmp_path: Path) -> None:
         "\udcff\n",
     ):
         file.write_text(text, errors="surrogateescape")
-        with pytest.raises(DamageError, match="x.jsonl is corrupt; repeat the same `osfl run`"):
+        with pytest.raises(
+            CorruptFileError, match="x.jsonl is corrupt; repeat the same `osfl run`"
+        ):
             read_rows(file)
 
 
 def test_a_picture_that_makes_pillow_raise_is_damaged(tmp_path: Path) -> None:
     """It knows errors of its own, for one that claims to be of a billion pixels."""
     Image.new("RGB", (1, 1)).save(tmp_path / "x.png")
-    assert read_picture(tmp_path / "x.png") is not None
+    assert read_image(tmp_path / "x.png") is not None
     png = bytearray((tmp_path / "x.png").read_bytes())
     png[16:24] = (60_000).to_bytes(4, "big") * 2
     png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
     (tmp_path / "x.png").write_bytes(png)
     with pytest.raises(Image.DecompressionBombError):
         Image.open(tmp_path / "x.png")
-    assert read_picture(tmp_path / "x.png") is None
+    assert read_image(tmp_path / "x.png") is None
 
 
 def test_a_picture_is_whole_or_damaged(tmp_path: Path) -> None:
@@ -276,21 +280,21 @@ def test_a_picture_is_whole_or_damaged(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file)
     content = file.read_bytes()
-    assert np.array_equal(read_picture(file).permute(1, 2, 0).numpy(), noise)
+    assert np.array_equal(read_image(file).permute(1, 2, 0).numpy(), noise)
     damages = [content[:-cut] for cut in range(1, 40)]
     damages += [content + b"x", content + content, content[:-1] + b"x"]
     # The checksum of the pixels' chunk, and the length of the end
     damages += [content[:at] + b"\xaa" + content[at + 1 :] for at in (-14, -12)]
     for damaged_content in damages:
         file.write_bytes(damaged_content)
-        assert read_picture(file) is None, len(damaged_content)
+        assert read_image(file) is None, len(damaged_content)
 
 
 def test_a_picture_of_another_format_is_damaged(tmp_path: Path) -> None:
     picture = Image.new("RGB", (8, 8))
     for name in ("BMP", "GIF", "TIFF", "PPM"):
         picture.save(tmp_path / "x.png", name)
-        assert read_picture(tmp_path / "x.png") is None, name
+        assert read_image(tmp_path / "x.png") is None, name
 
 
 @pytest.mark.parametrize(("size", "whole"), [((4096, 4096), True), ((4096, 4097), False)])
@@ -302,7 +306,7 @@ def test_pixels_beyond_the_bound_are_not_decoded(
     decoded = []
     load = PngImageFile.load
     monkeypatch.setattr(PngImageFile, "load", lambda self: decoded.append(1) or load(self))
-    assert (read_picture(tmp_path / "x.png") is not None, bool(decoded)) == (whole, whole)
+    assert (read_image(tmp_path / "x.png") is not None, bool(decoded)) == (whole, whole)
 
 
 def test_of_a_run_that_goes_on_what_is_there_is_looked_at(home: Path, config: dict) -> None:
@@ -334,18 +338,18 @@ def test_of_a_run_that_goes_on_what_is_there_is_looked_at(home: Path, config: di
 
 def test_a_run_that_begins_again_is_not_finished(home: Path, config: dict) -> None:
     run = open_run_folder(parse_run_config(config), "job", 0).path
-    seal(run)
+    write_checksums(run)
     Status(run).phase("finished")
     assert wrong(run) == []
     open_run_folder(parse_run_config(config), "job", 0)
     Status(run).phase("joining")
     assert wrong(run) == []
-    assert not (run / SUMS).exists()
+    assert not (run / CHECKSUMS).exists()
 
 
 def test_the_list_of_digests_is_what_sha256sum_reads(run: Path) -> None:
     done = subprocess.run(
-        ["sha256sum", "--check", "--strict", SUMS], cwd=run, capture_output=True, text=True
+        ["sha256sum", "--check", "--strict", CHECKSUMS], cwd=run, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(": OK\n") == 16
@@ -354,7 +358,7 @@ def test_the_list_of_digests_is_what_sha256sum_reads(run: Path) -> None:
 def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
     """And go on without what they do not need."""
     picture = str(next((run / "images").rglob("*.png")).relative_to(run))
-    for name in ("metrics.json", "manifest.jsonl", picture, "config.json", SUMS):
+    for name in ("metrics.json", "manifest.jsonl", picture, "config.json", CHECKSUMS):
         for how in DAMAGES:
             with damaged(run / name, how):
                 shown = say("show", run)
@@ -454,7 +458,7 @@ def test_a_run_without_its_config_is_refused(home: Path, config: dict) -> None:
         with (
             damaged(folder / "config.json", how),
             pytest.raises(
-                (ConfigError, DamageError), match="config.json.*[Rr]estore it from a backup"
+                (ConfigError, CorruptFileError), match="config.json.*[Rr]estore it from a backup"
             ),
         ):
             open_run_folder(parse_run_config(config), "job", 0)
@@ -467,7 +471,7 @@ def test_config_changes_only_while_no_server_is_at_work(
     folder = open_run_folder(parse_run_config(config), "job", 0)
     before = (folder.path / "config.json").read_bytes()
     with (
-        folder.alone(),
+        folder.lock(),
         pytest.raises(ConfigError, match="another server is at work"),
     ):
         open_run_folder(parse_run_config({**config, "deadline": 7.0}), "job", 0)
@@ -521,7 +525,7 @@ def test_rounds_that_are_damaged_are_named(tmp_path: Path, how: str) -> None:
             continue  # no round was done, as far as anybody knows
         with (
             damaged(tmp_path / "rounds" / name, how),
-            pytest.raises(DamageError, match=f"rounds/{name} .*; move the folder rounds away"),
+            pytest.raises(CorruptFileError, match=f"rounds/{name} .*; move the folder rounds away"),
         ):
             _resume(job, strategy, start)
 
@@ -549,7 +553,10 @@ def test_resuming_names_what_is_in_the_way(job: Path, config: dict) -> None:
             go(config)
         (run / name).rmdir()
     for name in ("kit.json", "synthesis.json"):
-        with damaged(run / name, "half"), pytest.raises(DamageError, match=f"{name} is corrupt"):
+        with (
+            damaged(run / name, "half"),
+            pytest.raises(CorruptFileError, match=f"{name} is corrupt"),
+        ):
             go(config)
     go(config)
     assert wrong(run) == []

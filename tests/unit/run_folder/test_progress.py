@@ -18,7 +18,7 @@ from rich.console import Console
 
 import client_app.app
 from client_app import handlers, image_cache
-from client_app.image_cache import files_key, load_once
+from client_app.image_cache import files_key, load_cached
 from client_app.methods import (
     classifier,
     domain_vector,
@@ -45,9 +45,9 @@ from server_app.app import run_job
 from server_app.context import ServerJob
 from server_app.federation.exchange import RoundError
 from server_app.methods import prompts_only
-from server_app.synthesis.images import render
+from server_app.synthesis.images import synthesize
 from server_app.synthesis.plan import plan_images
-from server_app.synthesis.progress import step_done, watched
+from server_app.synthesis.progress import report_steps_to, step_done
 from server_app.synthesis.samplers import ddim, denoise, z_sampling
 from tests.helpers.client_jobs import images, job_of
 from tests.helpers.loop_grid import LoopGrid
@@ -136,7 +136,7 @@ def test_every_sampler_tells_of_its_steps(tiny_kit: Path, loop: str) -> None:
         other = replace(kit, sampling=Sampling("unipc"))
         run["unipc"] = lambda: denoise(other, z, 3, still)
     run[loop]()
-    with watched(lambda *step: seen.append(step)):
+    with report_steps_to(lambda *step: seen.append(step)):
         run[loop]()
     step_done(1, 1)
     assert seen == [(1, 3), (2, 3), (3, 3)]
@@ -150,16 +150,16 @@ def test_the_status_tells_of_the_steps_within_a_unit(
     job = ServerJob(config, folder, Status(folder.path), ("a",))
     kit = load_kit(tiny_kit)
     seen = []
-    within = job.status.within
+    within = job.status.step
     monkeypatch.setattr(job.status, "within", lambda *step: seen.append(step) or within(*step))
     c = kit.text(["a"])
 
     def sample(jobs: Any) -> torch.Tensor:
         return prompts_only.sample(kit, jobs, c.expand(len(jobs), -1, -1), 2.0, 3)
 
-    render(job, plan_images("m", 0, {"a": [1]}, 4), lambda device: sample)
+    synthesize(job, plan_images("m", 0, {"a": [1]}, 4), lambda device: sample)
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
-    job.status.within(2, 3)
+    job.status.step(2, 3)
     job.status._write(now=True)
     assert json.loads((folder.path / "status.json").read_text())["step"] == [2, 3]
     job.status.phase("next")
@@ -414,14 +414,14 @@ def test_what_is_too_much_or_finds_no_room_is_not_kept(
     pixels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     made = Images(pixels, torch.tensor([0, 1]))
     lazy = replace(made, pixels=LazyPixels(lambda number: pixels[number], 2))
-    assert load_once(tmp_path, "k", lambda: lazy) is lazy
+    assert load_cached(tmp_path, "k", lambda: lazy) is lazy
     assert list(tmp_path.iterdir()) == []
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(image_cache, "write_atomically", full)
-    assert load_once(tmp_path, "k", lambda: made) is made
+    assert load_cached(tmp_path, "k", lambda: made) is made
 
 
 def test_a_key_is_of_everything_that_pixels_come_from(client_folder: Path) -> None:

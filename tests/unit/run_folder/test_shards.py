@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from osfl.cli.main import app
 from osfl.config import ConfigError
-from osfl.run_folder.layout import picture_digest
+from osfl.run_folder.layout import image_digest
 from osfl.run_folder.shards import write_shards
 
 NAMES = ("cat", "dog")
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
             "client": client,
             "class": NAMES[label],
             "seed": number,
-            "sha256": picture_digest(picture),
+            "sha256": image_digest(picture),
         }
         rows.append(json.dumps(row) + "\n")
     (tmp_path / "run" / "manifest.jsonl").write_text("".join(rows))

@@ -11,13 +11,11 @@ from osfl.cli.estimate import Client, planned_images
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.util.prompts import DIGITS
 from server_app import public_domains
-from server_app.app import needed_bytes
+from server_app.app import estimate_disk_bytes
 from server_app.synthesis.plan import ImageJob, cut_units
-from tests.helpers.composition import CPU, composed, config_of, prompts_of, server
+from tests.helpers.composition import CPU, config_of, prompts_of, server
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import start
-
-__all__ = ["composed"]  # a fixture
 
 PUBLIC = "Oil painting, neon"
 
@@ -50,7 +48,7 @@ def test_a_domain_is_drawn_by_its_name_and_a_client_by_its_method(
         clients.extend(jobs)
         return torch.zeros(len(jobs))
 
-    sample = public_domains.with_public(job, lambda device: of_clients)(CPU)
+    sample = public_domains.add_public_domains(job, lambda device: of_clients)(CPU)
     own = [ImageJob("m", 0, "neon", 4, 0)]
     sample(own)
     assert (clients, composed) == (own, [])
@@ -70,7 +68,7 @@ def test_a_kit_is_loaded_when_it_is_needed(tiny_kit: Path) -> None:
         loaded.append(device)
         return lambda jobs: torch.zeros(len(jobs))
 
-    sample = public_domains.with_public(job_of(tiny_kit), load)(CPU)
+    sample = public_domains.add_public_domains(job_of(tiny_kit), load)(CPU)
     assert loaded == []
     for _ in range(2):
         sample([ImageJob("m", 0, "a", 4, 0)])
@@ -93,6 +91,7 @@ def test_what_shapes_a_domains_images_is_in_its_units_names(tiny_kit: Path) -> N
     assert len({*names[1:], *guided[1:], *worded[1:]}) == 12
 
 
+@pytest.mark.slow
 def test_a_run_has_the_clients_images_and_the_domains(home: Path, tiny_kit: Path) -> None:
     """The clients' are the very same as without."""
 
@@ -142,7 +141,7 @@ def test_a_dry_run_counts_the_domains_images() -> None:
     assert planned_images(config, [Client(config, (4, 7))]) == 6
     assert planned_images(more, [Client(more, (4, 7))]) == 66
     # 2 clients, and as much again, of 32 px
-    assert needed_bytes(more) - needed_bytes(config) == 60 * 3 * 32**2
+    assert estimate_disk_bytes(more) - estimate_disk_bytes(config) == 60 * 3 * 32**2
 
 
 @pytest.mark.parametrize("method", ["fedlmg", "fedcado", "feddisc", "fedcgs", "local", "fedavg"])

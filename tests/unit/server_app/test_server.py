@@ -33,7 +33,7 @@ from server_app import pipeline
 from server_app.context import ServerJob
 from server_app.methods import feddeo, fedlmg, local, prompts_only
 from server_app.synthesis.guidance import as_teacher
-from server_app.synthesis.images import render
+from server_app.synthesis.images import synthesize
 from server_app.synthesis.plan import plan_images
 from server_app.synthesis.samplers import NotFiniteError, PrecisionError, to_images
 from tests.helpers.settings import plain_classifier, quick
@@ -66,7 +66,7 @@ def test_rendered_images_keep_label_client_and_size(home: Path, tiny_kit: Path) 
         )
 
     for make in (lambda device: paint, lambda device: pytest.fail("everything was made before")):
-        made = render(job, plan_images("m", 0, {"a": [1, 4], "b": [7]}, 2), make)  # type: ignore[arg-type]
+        made = synthesize(job, plan_images("m", 0, {"a": [1, 4], "b": [7]}, 2), make)  # type: ignore[arg-type]
         assert (made.labels.tolist(), made.clients) == ([1, 1, 4, 4, 7, 7], ("a",) * 4 + ("b",) * 2)
         assert made.pixels.shape == (6, 3, 16, 16)
         assert (made.pixels[:, 0, 8, 8] // 20).tolist() == made.labels.tolist()
@@ -99,7 +99,7 @@ def test_an_overflow_in_16_bits_is_no_clients_fault(
     makers = [lambda device: overflowing, lambda device: in_float32]
     expected = (PayloadError, "payload of b") if blamed else (PrecisionError, "set synthesis.dtype")
     with pytest.raises(expected[0], match=expected[1]):
-        render(job, plan, makers[0], in_float32=makers[1])
+        synthesize(job, plan, makers[0], in_float32=makers[1])
     assert again == ["b"]
 
 
@@ -125,7 +125,7 @@ def test_a_unit_that_does_not_fit_is_sampled_in_parts(home: Path, tiny_kit: Path
         )
         plan = plan_images("m", 0, {"a": [1]}, 11)
         return (
-            render(job, plan, lambda device: sample, divisible).pixels[:, 0, 8, 8] // 20
+            synthesize(job, plan, lambda device: sample, divisible).pixels[:, 0, 8, 8] // 20
         ).tolist()
 
     assert made("some", paint) == list(range(11))
@@ -325,12 +325,12 @@ def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.1)
     folder = open_run_folder(parse_run_config(quick()), "job", 0)
     with (
-        folder.alone(),
+        folder.lock(),
         pytest.raises(ConfigError, match="'job': another server is at work on it"),
-        folder.alone(),
+        folder.lock(),
     ):
         pass
-    with folder.alone():
+    with folder.lock():
         pass
 
 

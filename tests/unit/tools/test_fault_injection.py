@@ -192,6 +192,7 @@ def test_a_clock_is_set_ahead_and_back(world: World) -> None:
             assert monotonic == pytest.approx(time.monotonic(), abs=1)
 
 
+@pytest.mark.slow
 def test_a_site_has_an_older_release_for_a_while(world: World) -> None:
     """As its ClientApps would tell the server."""
     world.make_older_release()

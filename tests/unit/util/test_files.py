@@ -8,7 +8,13 @@ import pytest
 
 from osfl.kit.digests import SMALL_BYTES, sha256_of
 from osfl.util import files
-from osfl.util.files import DamageError, open_private, private_folder, read_json, write_atomically
+from osfl.util.files import (
+    CorruptFileError,
+    make_private_folder,
+    open_private,
+    read_json,
+    write_atomically,
+)
 
 
 def mode(path: Path) -> int:
@@ -57,9 +63,9 @@ def test_a_public_file_is_public_under_a_private_umask(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
-    private_folder(tmp_path)
-    private_folder(tmp_path / "x" / "y")
-    private_folder(tmp_path / "x" / "y")
+    make_private_folder(tmp_path)
+    make_private_folder(tmp_path / "x" / "y")
+    make_private_folder(tmp_path / "x" / "y")
     assert (mode(tmp_path), mode(tmp_path / "x"), mode(tmp_path / "x" / "y")) == (
         0o750,
         0o700,
@@ -67,7 +73,7 @@ def test_a_folder_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
     )
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
-        private_folder(tmp_path / "file")
+        make_private_folder(tmp_path / "file")
     with pytest.raises(FileExistsError, match="file"):
         write_atomically(tmp_path / "file" / "x", b"")
 
@@ -139,19 +145,19 @@ def test_what_fails_leaves_the_old_file_and_no_other(
 def test_damaged_json_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(content)
-    with pytest.raises(DamageError, match=f"x.json {problem}.*; throw it away$") as caught:
+    with pytest.raises(CorruptFileError, match=f"x.json {problem}.*; throw it away$") as caught:
         read_json(file, cure="throw it away")
     assert str(caught.value).isprintable()
 
 
 def test_json_that_is_no_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DamageError, match="x.json is missing$"):
+    with pytest.raises(CorruptFileError, match="x.json is missing$"):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").mkdir()
-    with pytest.raises(DamageError, match="x.json is not a file$"):
+    with pytest.raises(CorruptFileError, match="x.json is not a file$"):
         read_json(tmp_path / "x.json")
     os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
-    with pytest.raises(DamageError, match="pipe is not a file$"):
+    with pytest.raises(CorruptFileError, match="pipe is not a file$"):
         read_json(tmp_path / "pipe")
     (tmp_path / "good.json").write_text('{"a": 1}')
     assert read_json(tmp_path / "good.json") == {"a": 1}

@@ -9,7 +9,7 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.data.render import CLASSES, STYLES
 from osfl.models.concepts import concept_prompts
 from osfl.payload.kinds import Domain
-from osfl.util.prompts import fill, in_words
+from osfl.util.prompts import fill_prompt, to_words
 from server_app.methods import fgl, prompts_domain
 from tests.helpers.settings import defaults, quick
 
@@ -19,7 +19,7 @@ FOLDERS = ("alarm_clock", "hourglass", "Unicorn", "umbrella", "dog")
 # Fmt: skip
 def test_folder_names_become_words() -> None:
     names = ("alarm_clock", "art_painting", "Real World", "Real_World", "__eiffel__tower_", "dog")
-    assert [in_words(name) for name in names] == [
+    assert [to_words(name) for name in names] == [
         "alarm clock",
         "art painting",
         "real world",
@@ -44,13 +44,13 @@ def test_folder_names_become_words() -> None:
 )
 def test_a_template_is_filled(template: str, filled: str) -> None:
     names = {"class": "alarm_clock", "domain": "infograph"}
-    assert fill(template, names, "a {class} of 1_000") == filled
+    assert fill_prompt(template, names, "a {class} of 1_000") == filled
 
 
 # Fmt: skip
 def test_the_article_goes_by_sound() -> None:
     names = (*FOLDERS, "uninhabited island", "ukulele", "ewe", "ear", "one way sign", "octopus")
-    assert [fill("a {class}", {"class": name}) for name in names] == [
+    assert [fill_prompt("a {class}", {"class": name}) for name in names] == [
         "an alarm clock",
         "an hourglass",
         "a unicorn",
@@ -67,7 +67,7 @@ def test_the_article_goes_by_sound() -> None:
 
 def test_a_clients_domain_cannot_name_another_placeholder() -> None:
     names = {"class": "dog", "domain": "{class} {caption}"}
-    assert fill("a {domain} of a {class}", names, "x") == "a {class} {caption} of a dog"
+    assert fill_prompt("a {domain} of a {class}", names, "x") == "a {class} {caption} of a dog"
 
 
 def test_the_digits_have_the_prompts_that_their_kit_has_learned() -> None:
@@ -78,11 +78,11 @@ def test_the_digits_have_the_prompts_that_their_kit_has_learned() -> None:
     run = parse_run_config(quick())
     for name in CLASSES:
         assert run.prompts([name]) == [text.replace("{class}", name)]
-        assert fill("a {class}", {"class": name}) == f"a {name}"
+        assert fill_prompt("a {class}", {"class": name}) == f"a {name}"
         assert name in concept_prompts([name])[0].split()
         for style in STYLES:
             plain = domain.replace("{domain}", style).replace("{class}", name)
-            assert fill(domain, {"class": name, "domain": style}) == plain
+            assert fill_prompt(domain, {"class": name, "domain": style}) == plain
 
 
 def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from osfl.config import ConfigError
 from osfl.util import ray_folder as places
-from osfl.util.ray_folder import ray_folder
+from osfl.util.ray_folder import ray_variables
 
 LONG = "/scratch/" + "0" * 60
 
@@ -18,24 +18,25 @@ LONG = "/scratch/" + "0" * 60
     "environment", [{}, {"TMPDIR": "/tmp"}, {"RAY_TMPDIR": "/r", "TMPDIR": LONG}]
 )
 def test_short_paths_stay(environment: dict[str, str]) -> None:
-    assert ray_folder(environment) == {}
+    assert ray_variables(environment) == {}
 
 
 def test_a_long_path_is_replaced_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ray_folder({"TMPDIR": LONG}) == {"RAY_TMPDIR": "/tmp"}
-    assert ray_folder({"TMPDIR": "/nowhere"}) == {"RAY_TMPDIR": "/tmp"}
-    assert ray_folder({"TMPDIR": "."}) == {"RAY_TMPDIR": "/tmp"}
+    assert ray_variables({"TMPDIR": LONG}) == {"RAY_TMPDIR": "/tmp"}
+    assert ray_variables({"TMPDIR": "/nowhere"}) == {"RAY_TMPDIR": "/tmp"}
+    assert ray_variables({"TMPDIR": "."}) == {"RAY_TMPDIR": "/tmp"}
     # Bytes count, not characters
-    assert ray_folder({"TMPDIR": "/tmp/" + "ä" * 18}) == {"RAY_TMPDIR": "/tmp"}
+    assert ray_variables({"TMPDIR": "/tmp/" + "ä" * 18}) == {"RAY_TMPDIR": "/tmp"}
     with pytest.raises(ConfigError, match="RAY_TMPDIR = .*Ray cannot create its sockets there"):
-        ray_folder({"RAY_TMPDIR": LONG})
-    monkeypatch.setattr(places, "USUAL", "/nowhere")
+        ray_variables({"RAY_TMPDIR": LONG})
+    monkeypatch.setattr(places, "DEFAULT", "/nowhere")
     with pytest.raises(ConfigError, match="TMPDIR = .*set TMPDIR to a writable folder"):
-        ray_folder({"TMPDIR": LONG})
+        ray_variables({"TMPDIR": LONG})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("length", [places.MOST_BYTES, 60])
+@pytest.mark.parametrize("length", [places.MAX_PATH_BYTES, 60])
 def test_ray_begins_at_the_limit_and_beyond(tmp_path: Path, length: int) -> None:
     """The longest folder that is left alone works, and so does a longer one."""
     folder = Path("/tmp") / f"osfl-{os.getpid()}-".ljust(length - len("/tmp/"), "0")

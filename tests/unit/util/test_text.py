@@ -18,7 +18,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from typer.testing import CliRunner
 
 from client_app.app import app as client_app
-from client_app.errors import ClientError, plain_errors
+from client_app.errors import ClientError, sanitize_errors
 from osfl.cli import compare, launch
 from osfl.cli.display import client_rows, console, print_error
 from osfl.cli.main import app as cli
@@ -27,7 +27,7 @@ from osfl.data.parts import DataError
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.report.metrics import write_report
 from osfl.run_folder.status import Status
-from osfl.util.text import MARK, name_problem, plain, plain_lines, plain_record
+from osfl.util.text import REPLACEMENT, name_problem, sanitize, sanitize_lines, sanitize_record
 from server_app.app import run_job
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import ROOT, defaults, quick
@@ -57,19 +57,19 @@ def is_safe(text: str) -> bool:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_what_a_terminal_would_obey_is_shown(text: str) -> None:
-    shown = plain(text)
+    shown = sanitize(text)
     assert is_safe(shown)
     assert len(shown) == len(text)  # nothing vanishes: who reads it sees that there was something
     shown.encode()
-    assert plain(shown) == shown
-    lines = plain_lines(text)
+    assert sanitize(shown) == shown
+    lines = sanitize_lines(text)
     assert all(is_safe(line) for line in lines.split("\n"))
     assert lines.count("\n") == text.count("\n")
 
 
 def test_every_character_is_printable_afterwards() -> None:
     everything = "".join(map(chr, range(0x110000)))
-    shown = plain(everything, len(everything))
+    shown = sanitize(everything, len(everything))
     assert is_safe(shown)
     assert shown.isprintable()
     lost = {c for c in everything if c.isprintable()} - set(shown)
@@ -79,17 +79,17 @@ def test_every_character_is_printable_afterwards() -> None:
 
 def test_good_words_stay_as_they_are() -> None:
     for words in ("client-0", "Straße, café (2 µm) — 日本 عربي 👍", "e\u0301", "a [b] `c` | d", ""):
-        assert plain(words) == words
+        assert sanitize(words) == words
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:
-    assert plain("x" * 300) == "x" * 300
-    shown = plain("x" * 301)
+    assert sanitize("x" * 300) == "x" * 300
+    shown = sanitize("x" * 301)
     assert len(shown) == 300
     assert shown.endswith("xxx… (301 characters)")
-    assert plain(shown) == shown
-    assert plain("x" * 50, 5) == "xxxx…"
-    lines = plain_lines("line\n" * 10_000, 100)
+    assert sanitize(shown) == shown
+    assert sanitize("x" * 50, 5) == "xxxx…"
+    lines = sanitize_lines("line\n" * 10_000, 100)
     assert len(lines) == 100
     assert lines.endswith("\nline… (50,000 characters)")
 
@@ -99,8 +99,8 @@ def test_fifty_megabytes_cost_nothing(kind: type) -> None:
     huge = f"{ESC}[2J" * 12_500_000 if kind is str else f"{ESC}[2J".encode() * 12_500_000
     tracemalloc.start()
     began = time.perf_counter()
-    assert plain(huge).endswith("(50,000,000 characters)")
-    assert plain_lines(huge).endswith("(50,000,000 characters)")
+    assert sanitize(huge).endswith("(50,000,000 characters)")
+    assert sanitize_lines(huge).endswith("(50,000,000 characters)")
     assert time.perf_counter() - began < 1
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -113,11 +113,11 @@ class Wordless(Exception):
 
 
 def test_nothing_raises() -> None:
-    assert plain(Wordless()) == "(Wordless without text)"
-    assert plain(None) == "None"
-    assert plain(b"\xff\x1b[31m") == f"{MARK}{MARK}[31m"
-    assert plain(ValueError("a\nb")) == "a b"
-    assert plain("abc", 0) in ("", "…")
+    assert sanitize(Wordless()) == "(Wordless without text)"
+    assert sanitize(None) == "None"
+    assert sanitize(b"\xff\x1b[31m") == f"{REPLACEMENT}{REPLACEMENT}[31m"
+    assert sanitize(ValueError("a\nb")) == "a b"
+    assert sanitize("abc", 0) in ("", "…")
 
 
 def test_a_logger_with_the_filter_writes_plain_lines() -> None:
@@ -125,7 +125,7 @@ def test_a_logger_with_the_filter_writes_plain_lines() -> None:
     log = logging.Logger("test")
     written = io.StringIO()
     log.addHandler(logging.StreamHandler(written))
-    log.addFilter(plain_record)
+    log.addFilter(sanitize_record)
     for text in HOSTILE.values():
         log.error("node %s failed: %s", text, text)
         try:
@@ -203,7 +203,7 @@ def test_what_a_client_raises_is_bounded(huge: int) -> None:
         raise DataError(f"{ESC}]0;title\x07" * huge)
 
     with pytest.raises(ClientError, match=r"DataError: .\]0;title") as caught:
-        plain_errors(None, None, fail)  # type: ignore[arg-type]
+        sanitize_errors(None, None, fail)  # type: ignore[arg-type]
     assert len(str(caught.value)) <= 4100
     assert is_clean(str(caught.value))
     assert caught.value.__cause__ is caught.value.__context__ is None
@@ -218,14 +218,14 @@ def test_what_a_client_raises_in_plain_words_stays(tmp_path: Path) -> None:
         raise told from OSError("why")
 
     with pytest.raises(ConfigError) as caught:
-        plain_errors(None, None, fail)  # type: ignore[arg-type]
+        sanitize_errors(None, None, fail)  # type: ignore[arg-type]
     assert caught.value is told
 
     def fall_silent(message: Message, context: Context) -> Message:
         raise Wordless
 
     with pytest.raises(ClientError, match="Wordless without text"):
-        plain_errors(None, None, fall_silent)  # type: ignore[arg-type]
+        sanitize_errors(None, None, fall_silent)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["version", "error", "huge error", "no identifier"])
@@ -247,7 +247,7 @@ def test_a_servers_log_status_and_error_are_plain(
     with pytest.raises(RuntimeError, match="at least 1 are required") as caught:
         run_job(grid, parse_run_config(config), "job")
     written = (home / "runs" / "job" / "status.json").read_text()
-    assert MARK in str(caught.value) or kind == "no identifier"
+    assert REPLACEMENT in str(caught.value) or kind == "no identifier"
     for text in (capfd.readouterr().err.replace(ESC + "[", ""), str(caught.value)):
         assert is_clean(text)
         assert len(text) < 20_000
@@ -261,7 +261,7 @@ def test_flowers_logger_is_plain_on_either_side_alone(module: str) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
-    assert f"a{MARK}[2J{MARK}b" in done.stderr.decode()
+    assert f"a{REPLACEMENT}[2J{REPLACEMENT}b" in done.stderr.decode()
 
 
 def test_a_payloads_error_is_plain_and_crosses_processes() -> None:
@@ -274,7 +274,7 @@ def test_a_payloads_error_is_plain_and_crosses_processes() -> None:
 def test_a_states_words_are_plain(tmp_path: Path) -> None:
     status = Status(tmp_path)
     status.client("a\x1b[2J", a_hostile_line("x"))
-    status.failed(RuntimeError(a_hostile_line("x") + "\nsecond line" + "x" * 50_000_000))
+    status.fail(RuntimeError(a_hostile_line("x") + "\nsecond line" + "x" * 50_000_000))
     state = json.loads((tmp_path / "status.json").read_text())
     assert all(map(is_safe, (*state["clients"], *state["clients"].values())))
     assert is_clean(state["error"])
@@ -311,7 +311,7 @@ def test_the_log_of_a_federation_is_plain(flower: dict[str, str]) -> None:
     lines: list[str] = []
     launch.follow_log(7, "there", flower, lines.append)
     assert lines[0] == "INFO : a line"
-    assert lines[1] == MARK
+    assert lines[1] == REPLACEMENT
     assert lines[-1] == "the end"
     assert all(map(is_safe, lines))
     assert max(map(len, lines)) <= launch.MOST_LINE

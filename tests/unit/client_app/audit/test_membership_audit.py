@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from benchmarks import audit as audit_table
 from client_app.audit import attacks, game, linear, statistics
 from client_app.audit.attacks import ATTACKS, attack, denoising_errors, leverage
-from client_app.audit.game import Pairs, Scores, draw_pairs, play
-from client_app.audit.statistics import least_epsilon, measured_epsilon, p_value
+from client_app.audit.game import Pairs, Scores, draw_pairs, run_trial
+from client_app.audit.statistics import empirical_epsilon, epsilon_lower_bound, p_value
 from client_app.methods import votes
 from client_app.privacy import dp_sgd, mechanisms
 from client_app.privacy.mechanisms import private_mean
@@ -63,14 +63,14 @@ def test_all_guesses_right_exclude_an_epsilon(right: int) -> None:
     """(e^eps / (1 + e^eps))^v = 0.01: the odds of the v-th root."""
     chance = 0.01 ** (1 / right)
     expected = max(0.0, math.log(chance / (1 - chance)))
-    assert least_epsilon(right, right, right, 0.0, 0.99) == pytest.approx(expected, abs=1e-6)
+    assert epsilon_lower_bound(right, right, right, 0.0, 0.99) == pytest.approx(expected, abs=1e-6)
 
 
 def test_half_of_the_guesses_right_exclude_nothing() -> None:
-    assert least_epsilon(50, 100, 100, 0.0, 0.99) == 0
+    assert epsilon_lower_bound(50, 100, 100, 0.0, 0.99) == 0
     # 62 of 100 by chance alone: 1.05 %; 63: 0.6 %
-    assert least_epsilon(62, 100, 100, 0.0, 0.99) == 0
-    assert least_epsilon(63, 100, 100, 0.0, 0.99) > 0
+    assert epsilon_lower_bound(62, 100, 100, 0.0, 0.99) == 0
+    assert epsilon_lower_bound(63, 100, 100, 0.0, 0.99) > 0
 
 
 @pytest.mark.parametrize(("right", "guesses", "coins"), [(8, 10, 10), (3, 4, 12), (0, 5, 5)])
@@ -100,7 +100,7 @@ def test_a_bound_holds_as_often_as_it_says() -> None:
     """
     draw = np.random.default_rng(1)
     truths = draw.binomial(200, math.e / (1 + math.e), 1000)
-    claims = [least_epsilon(int(right), 200, 200, 0.0, 0.99) for right in truths]
+    claims = [epsilon_lower_bound(int(right), 200, 200, 0.0, 0.99) for right in truths]
     assert 0 < sum(claim > 1 for claim in claims) < 25
     assert np.mean(claims) > 0.5
 
@@ -109,30 +109,30 @@ def test_the_surest_guesses_count_too() -> None:
     """Of 500 pairs the 100 with the largest differences are right, the others are a coin's."""
     difference = np.concatenate([np.full(100, 5.0), np.resize([1.0, -1.0], 400)])
     found = Scores(torch.from_numpy(difference), torch.zeros(500).double())
-    expected = least_epsilon(100, 100, 500, 0.0, 0.995)
-    assert measured_epsilon(found, 0.0, COIN) == pytest.approx(expected)
+    expected = epsilon_lower_bound(100, 100, 500, 0.0, 0.995)
+    assert empirical_epsilon(found, 0.0, COIN) == pytest.approx(expected)
     assert expected > 2.5
     # And all of them, where the surest say nothing
     flat = Scores(torch.cat([torch.full((450,), 1.0), -torch.ones(50)]).double(), found.others)
     flat.members[:50] = torch.tensor([5.0, -5.0] * 25)
     right = int((flat.members > 0).sum())
     assert right == 425
-    assert measured_epsilon(flat, 0.0, COIN) == pytest.approx(
-        least_epsilon(right, 500, 500, 0.0, 0.995)
+    assert empirical_epsilon(flat, 0.0, COIN) == pytest.approx(
+        epsilon_lower_bound(right, 500, 500, 0.0, 0.995)
     )
 
 
 def test_of_many_figures_each_must_be_surer() -> None:
     """Seven are looked at: each of two guesses at 1 - 0.01 / 14."""
     found = Scores(torch.ones(50).double(), torch.zeros(50).double())
-    expected = least_epsilon(50, 50, 50, 0.0, 1 - 0.01 / 14)
-    assert measured_epsilon(found, 0.0, COIN, looks=7) == pytest.approx(expected)
+    expected = epsilon_lower_bound(50, 50, 50, 0.0, 1 - 0.01 / 14)
+    assert empirical_epsilon(found, 0.0, COIN, looks=7) == pytest.approx(expected)
     games = {"a": {"x": [found], "y": [found]}, "b": {"x": [found], "y": [found]}}
     guarantees = dict.fromkeys(("x", "y"), command.Guarantee(1.0, 1e-7))
     findings = command.findings(games, guarantees, 0)
     assert [one.client for one in findings] == ["x", "y", "all"] * 2
     assert findings[0].measured == pytest.approx(
-        least_epsilon(50, 50, 50, 1e-7, 1 - 0.01 / 12), abs=1e-6
+        epsilon_lower_bound(50, 50, 50, 1e-7, 1 - 0.01 / 12), abs=1e-6
     )
     assert all(one.broken for one in findings)
 
@@ -152,14 +152,14 @@ def test_a_mean_of_one_is_found_out_and_a_noised_one_passes() -> None:
         near, far = (-(rows - sent).square().sum(dim=1) for rows in (members, others))
         return Scores(near.double(), far.double())
 
-    assert measured_epsilon(guessed(members), 0.0, COIN) > 3
+    assert empirical_epsilon(guessed(members), 0.0, COIN) > 3
     centre = torch.zeros(20)
     noised = [private_mean(row[None], centre, 4.0, 1.0, 1e-5) for row in members]
-    assert measured_epsilon(guessed(torch.stack(noised)), 1e-5, COIN) < 1
+    assert empirical_epsilon(guessed(torch.stack(noised)), 1e-5, COIN) < 1
 
 
 def test_equal_scores_are_guessed_by_a_coin() -> None:
-    found = statistics.right_guesses(scores([1, 2, 0] + [0] * 1000, [0, 3, 0] + [0] * 1000), COIN)
+    found = statistics.correct_guesses(scores([1, 2, 0] + [0] * 1000, [0, 3, 0] + [0] * 1000), COIN)
     assert found[:2].tolist() == [True, False]
     assert 400 < int(found.sum()) < 600
 
@@ -198,7 +198,7 @@ def test_true_positives_at_one_false_one_in_a_thousand() -> None:
 
 
 def test_an_interval_is_clopper_and_pearsons() -> None:
-    low, high = statistics.interval(7, 20)
+    low, high = statistics.share_interval(7, 20)
     assert stats.binom.sf(6, 20, low) == pytest.approx(0.025)
     assert stats.binom.cdf(7, 20, high) == pytest.approx(0.025)
 
@@ -212,10 +212,10 @@ def test_pairs_are_of_one_class_and_every_image_is_in_one_at_most() -> None:
     coins = []
     for seed in range(40):
         pairs = draw_pairs(train, test, torch.Generator().manual_seed(seed))
-        assert torch.equal(train[pairs.ours], test[pairs.others])
-        assert torch.bincount(train[pairs.ours]).tolist() == [3, 2]
-        assert len(set(pairs.ours.tolist())) == len(set(pairs.others.tolist())) == 5
-        coins += pairs.swapped.tolist()
+        assert torch.equal(train[pairs.members], test[pairs.others])
+        assert torch.bincount(train[pairs.members]).tolist() == [3, 2]
+        assert len(set(pairs.members.tolist())) == len(set(pairs.others.tolist())) == 5
+        coins += pairs.canary_bits.tolist()
     assert 70 < sum(coins) < 130
 
 
@@ -249,7 +249,7 @@ def test_the_coins_say_who_is_in_the_payload(monkeypatch: pytest.MonkeyPatch, la
     monkeypatch.setattr(game, "attack", scored)
     monkeypatch.setattr(game, "linear_attack", all_known)
     job = replace(job_of(train), load=lambda fit: train)
-    found = play(job, lambda fit: test, pairs, lambda payload: f"received {payload}")
+    found = run_trial(job, lambda fit: test, pairs, lambda payload: f"received {payload}")
 
     def all_of(some: Images) -> torch.Tensor:
         return torch.cat(list(some.pixels.split(2)))
@@ -280,7 +280,7 @@ class Named(SimpleNamespace):
 
 
 def test_every_kind_of_payload_is_attacked() -> None:
-    assert set(ATTACKS) | set(linear.MEANS_OF) == set(KINDS.values())
+    assert set(ATTACKS) | set(linear.CONTRIBUTIONS) == set(KINDS.values())
 
 
 @pytest.fixture
@@ -555,7 +555,7 @@ def test_coins_without_noise_are_numpys_least_squares() -> None:
     coins = draw.choice([-1.0, 1], 30)
     left = coins @ differences
     expected = np.linalg.lstsq(differences.T, left, rcond=None)[0]
-    found = linear.estimated_coins(torch.tensor(differences), torch.tensor(left))
+    found = linear.estimate_canary_bits(torch.tensor(differences), torch.tensor(left))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     np.testing.assert_allclose(found, coins, atol=1e-6)
 
@@ -571,7 +571,7 @@ def test_coins_under_noise_are_a_ridges_that_finds_its_variance() -> None:
         gram = differences @ differences.T
         expected = np.linalg.solve(gram + 16 * np.eye(30), differences @ left)
         plain = np.linalg.lstsq(differences.T, left, rcond=None)[0]
-        found = linear.estimated_coins(torch.tensor(differences), torch.tensor(left)).numpy()
+        found = linear.estimate_canary_bits(torch.tensor(differences), torch.tensor(left)).numpy()
         np.testing.assert_allclose(found, expected, atol=0.15)
         for name, guess in (("ridge", found), ("plain", plain), ("flat", differences @ left)):
             right[name] += int((np.sign(guess) == coins).sum())
@@ -580,7 +580,7 @@ def test_coins_under_noise_are_a_ridges_that_finds_its_variance() -> None:
 
 def test_images_that_are_the_same_say_nothing() -> None:
     zeros = torch.zeros(3, 5).double()
-    assert linear.estimated_coins(zeros, torch.ones(5).double()).tolist() == [0, 0, 0]
+    assert linear.estimate_canary_bits(zeros, torch.ones(5).double()).tolist() == [0, 0, 0]
 
 
 def test_scores_are_the_coins_of_each_mean_with_its_own_number_of_images() -> None:
@@ -597,7 +597,7 @@ def test_scores_are_the_coins_of_each_mean_with_its_own_number_of_images() -> No
     sent = np.stack([inside[own == group].mean(axis=0) for group in (0, 1)])
     rows = torch.tensor(np.concatenate([x, y, always]))
     groups = torch.tensor(np.concatenate([labels, labels, owners]))
-    found = linear.scores_of(linear.Means(torch.tensor(sent), rows, groups), 12)
+    found = linear.canary_scores(linear.Means(torch.tensor(sent), rows, groups), 12)
     # sum of what is in = sum of y + always + t (x - y), where t = (1 + s) / 2
     system = np.zeros((12, 2, 20))
     system[np.arange(12), labels] = x - y
@@ -729,6 +729,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EXPECTED)
 def test_payloads_of_every_method_are_audited(
     method: str, home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
@@ -815,14 +816,14 @@ def test_a_payload_with_a_delta_is_audited_with_it(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[float] = []
-    real = statistics.measured_epsilon
+    real = statistics.empirical_epsilon
 
     def kept(found: Scores, delta: float, *rest: Any) -> float:
         seen.append(delta)
         return real(found, delta, *rest)
 
     monkeypatch.chdir(home)
-    monkeypatch.setattr(statistics, "measured_epsilon", kept)
+    monkeypatch.setattr(statistics, "empirical_epsilon", kept)
     result = audited(tiny_kit, method="domain-vector", epsilon=1.0, delta=1e-6)
     assert result.exit_code == 0, result.output
     assert seen == [1e-6] * 3
@@ -855,11 +856,12 @@ def one_image_a_class(folder: Path) -> dict[str, object]:
     return {"data__name": "folder", "data__root": str(folder), "data__classes": classes}
 
 
-GUARANTEED = [name for name, method in METHODS.items() if method.private]
+GUARANTEED = [name for name, method in METHODS.items() if method.privacy]
 # Payloads of each client, where one shows too little
 REPEATS = {"votes": 3, "oscar": 4, "oscar-pooled": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [True, False], ids=["noised", "noise left out"])
 @pytest.mark.parametrize("method", GUARANTEED)
 def test_an_audit_finds_noise_that_was_left_out(

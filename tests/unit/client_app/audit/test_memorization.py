@@ -10,7 +10,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from typer.testing import CliRunner
 
 from client_app.app import app
-from client_app.audit.copies import Embedded, nearness
+from client_app.audit.copies import Embeddings, measure_memorization
 from osfl.cli.main import app as cli
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import load_images
@@ -24,8 +24,8 @@ def source(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def on_a_line(places: list[float], labels: list[int]) -> Embedded:
-    return Embedded(torch.tensor(places).float().view(-1, 1), torch.tensor(labels))
+def on_a_line(places: list[float], labels: list[int]) -> Embeddings:
+    return Embeddings(torch.tensor(places).float().view(-1, 1), torch.tensor(labels))
 
 
 def test_each_synthetic_image_is_held_against_its_own_class() -> None:
@@ -37,7 +37,7 @@ def test_each_synthetic_image_is_held_against_its_own_class() -> None:
     drawn = on_a_line([0.5, 6, 1, 90, 5], [0, 0, 0, 1, 2])
     train = on_a_line([0, 10, 100, 5], [0, 0, 1, 2])
     test = on_a_line([2, 7, 0], [0, 0, 1])
-    found = nearness(drawn, train, test, source())
+    found = measure_memorization(drawn, train, test, source())
     assert found.images == 4
     assert found.nearer == pytest.approx(2.5 / 4)
     assert found.closest == pytest.approx(0.5 / 3)
@@ -48,10 +48,10 @@ def test_as_many_test_images_as_training_images() -> None:
     few = on_a_line([0.5], [0])
     many = on_a_line([k / 1000 for k in range(1000)], [0] * 1000)
     drawn = on_a_line([0.3337, 0.6663], [0, 0])
-    shares = [nearness(drawn, many, few, source(seed)).nearer for seed in range(200)]
+    shares = [measure_memorization(drawn, many, few, source(seed)).nearer for seed in range(200)]
     # A single place of the thousand is nearer to 0.3337 than 0.5 is in a third of the cases
     assert 0.2 < sum(shares) / 200 < 0.47
-    shares = [nearness(drawn, few, many, source(seed)).nearer for seed in range(200)]
+    shares = [measure_memorization(drawn, few, many, source(seed)).nearer for seed in range(200)]
     assert 0.53 < sum(shares) / 200 < 0.8
 
 
@@ -59,7 +59,9 @@ def test_the_closest_is_sought_among_all_training_images() -> None:
     """Ten of them and one test image; a copy of the last is a copy, whichever is drawn."""
     train = on_a_line(list(map(float, range(10))), [0] * 10)
     for seed in range(10):
-        found = nearness(on_a_line([9.0], [0]), train, on_a_line([20.0], [0]), source(seed))
+        found = measure_memorization(
+            on_a_line([9.0], [0]), train, on_a_line([20.0], [0]), source(seed)
+        )
         assert found.closest == 0
 
 
@@ -70,17 +72,17 @@ def cloud(count: int, seed: int) -> torch.Tensor:
 def test_copies_are_seen_and_likenesses_are_not() -> None:
     """Two classes of thirty images; sixty copies, blurred, or sixty more of the same kind."""
     labels = torch.tensor([0, 1] * 30)
-    train = Embedded(cloud(60, 1), labels)
-    test = Embedded(cloud(60, 2), labels)
-    copies = Embedded(train.embeddings + 0.3 * cloud(60, 3), labels)
-    found = nearness(copies, train, test, source())
+    train = Embeddings(cloud(60, 1), labels)
+    test = Embeddings(cloud(60, 2), labels)
+    copies = Embeddings(train.embeddings + 0.3 * cloud(60, 3), labels)
+    found = measure_memorization(copies, train, test, source())
     assert found.nearer > 0.95
     assert found.copied
     assert found.closest < 0.5
     low, high = found.by_chance
     assert 0.3 < low < 0.5 < high < 0.7
     for seed in range(4, 9):
-        alike = nearness(Embedded(cloud(60, seed), labels), train, test, source(seed))
+        alike = measure_memorization(Embeddings(cloud(60, seed), labels), train, test, source(seed))
         assert 0.25 < alike.nearer < 0.75
         assert alike.closest > 0.5
 
@@ -90,14 +92,16 @@ def test_chance_brings_what_it_says() -> None:
     labels = torch.zeros(20, dtype=torch.int64)
     above = 0
     for seed in range(40):
-        drawn, train, test = (Embedded(cloud(20, 100 + 3 * seed + k), labels) for k in range(3))
-        above += nearness(drawn, train, test, source(seed)).copied
+        drawn, train, test = (Embeddings(cloud(20, 100 + 3 * seed + k), labels) for k in range(3))
+        above += measure_memorization(drawn, train, test, source(seed)).copied
     assert above <= 5
 
 
 def test_without_a_class_of_all_three_there_is_nothing_to_say() -> None:
     with pytest.raises(ValueError, match="no class has synthetic, training and test images"):
-        nearness(on_a_line([0], [0]), on_a_line([0], [0]), on_a_line([0], [1]), source())
+        measure_memorization(
+            on_a_line([0], [0]), on_a_line([0], [0]), on_a_line([0], [1]), source()
+        )
 
 
 @pytest.fixture
@@ -113,6 +117,7 @@ def copied(*arguments: object) -> Any:
     return CliRunner().invoke(cli, ["audit", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_runs_images_are_held_against_its_clients(done: Path) -> None:
     result = copied("--run", done, "--out", "found.json")
     assert result.exit_code == 0, result.output
@@ -126,6 +131,7 @@ def test_a_runs_images_are_held_against_its_clients(done: Path) -> None:
     assert json.loads(Path("one.json").read_text()) == {"client-1": found["client-1"]}
 
 
+@pytest.mark.slow
 def test_images_that_are_training_images_are_noticed(
     done: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +156,7 @@ def test_images_that_are_training_images_are_noticed(
     assert "*" in result.output
 
 
+@pytest.mark.slow
 def test_a_client_without_images_is_named_and_the_others_are_compared(done: Path) -> None:
     manifest = done / "manifest.jsonl"
     rows = [line for line in manifest.read_text().splitlines() if '"client-1"' in line]
@@ -160,6 +167,7 @@ def test_a_client_without_images_is_named_and_the_others_are_compared(done: Path
     assert list(json.loads(Path("found.json").read_text())) == ["client-1"]
 
 
+@pytest.mark.slow
 def test_what_is_no_run_or_has_settings_is_refused(done: Path, tmp_path: Path) -> None:
     assert "is no run's folder" in copied("--run", tmp_path / "none").output
     refused = copied("method=oscar", "--run", done)

@@ -16,26 +16,25 @@ import pytest
 import torch
 
 from benchmarks.votes import chances
-from client_app.app import app, own_settings
+from client_app.app import app, client_settings
 from client_app.methods import votes as client_half
 from client_app.privacy.ledger import Ledger
-from client_app.privacy.mechanisms import happens_exp, permute_and_flip
+from client_app.privacy.mechanisms import bernoulli_exp, permute_and_flip
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Votes
 from osfl.payload.wire import PayloadError
 from server_app.app import run_job
-from server_app.expected import probe
+from server_app.expected import check_plausible
 from server_app.methods import votes
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, TIMESTEPS, analytic_kit, numbers
 from tests.helpers.analytic_clients import SHAPE, generator, images, job_of
-from tests.helpers.composition import CPU, PLAN, composed, config_of, prompts_of, server
+from tests.helpers.composition import CPU, PLAN, config_of, prompts_of, server
 from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import metrics, nodes
 
-__all__ = ["composed"]  # a fixture
 DRAWN = 40_000
 
 
@@ -50,7 +49,7 @@ def standard_errors(seen: float, expected: float) -> float:
 @pytest.mark.parametrize("gamma", [Fraction(0), Fraction(3, 10), Fraction(1), Fraction(5, 2)])
 def test_chance_is_exp_of_minus_gamma(gamma: Fraction) -> None:
     below = random.Random(1).randrange
-    seen = sum(happens_exp(gamma, below) for _ in range(DRAWN)) / DRAWN
+    seen = sum(bernoulli_exp(gamma, below) for _ in range(DRAWN)) / DRAWN
     if gamma == 0:
         assert seen == 1
     else:
@@ -122,7 +121,7 @@ def test_errors_are_the_denoisers_at_the_middles_of_the_schedules_parts(kit: Kit
     data = images(3, 1, 0, 3, 2)
     job = job_of(data, **TWO)
     latents, _ = client_half.posteriors(kit, data, job)
-    found = client_half.errors(kit, latents, data.labels, job)
+    found = client_half.candidate_errors(kit, latents, data.labels, job)
     source = generator(job.config.seed, "votes")
     mean, _ = analytic.encode(data.pixels.numpy())
     a = analytic.alphas_cumprod()
@@ -139,7 +138,7 @@ def test_errors_are_the_denoisers_at_the_middles_of_the_schedules_parts(kit: Kit
     np.testing.assert_allclose(numbers(found), expected, rtol=1e-4)
     assert np.abs(expected[:, 0] - expected[:, 1]).min() > 1e-4
     # One image's vote depends on no other image
-    alone = client_half.errors(kit, latents[3:4], data.labels[3:4], job)
+    alone = client_half.candidate_errors(kit, latents[3:4], data.labels[3:4], job)
     torch.testing.assert_close(alone[0], found[3])
 
 
@@ -151,7 +150,7 @@ def elections(
     def errors(kit: Kit, latents: torch.Tensor, labels: torch.Tensor, job: Any) -> torch.Tensor:
         return 1 - torch.nn.functional.one_hot(torch.tensor(votes), 3).float()
 
-    monkeypatch.setattr(client_half, "errors", errors)
+    monkeypatch.setattr(client_half, "candidate_errors", errors)
     settings = {**TWO, "votes__candidates": "x, image, style"}
 
     def made(**more: object) -> Votes:
@@ -195,7 +194,7 @@ def test_with_an_epsilon_the_mechanism_elects(kit: Kit, monkeypatch: pytest.Monk
 def test_the_lower_epsilon_holds(run: float, site: float, expected: float) -> None:
     config = parse_run_config(quick(method="votes", epsilon=float(run)))
     node = NodeConfig(partition_id=0, num_partitions=2, epsilon=float(site))
-    assert own_settings(config, node)[0].epsilon == expected
+    assert client_settings(config, node)[0].epsilon == expected
 
 
 @pytest.mark.parametrize("method", ["espresso", "fedcgs", "prompts-domain", "fedavg"])
@@ -204,9 +203,9 @@ def test_a_site_that_asks_for_privacy_sends_nothing_without_it(method: str, tiny
     config = parse_run_config(quick(method=method, kit=str(tiny_kit)))
     # Whatever the message is: a node may have been told so after it joined
     with pytest.raises(ConfigError, match=rf"node-config epsilon = 1: .*'{method}' provides none"):
-        own_settings(config, site)
+        client_settings(config, site)
     for private in ("votes", "prompts-only"):
-        own_settings(parse_run_config(quick(method=private, kit=str(tiny_kit))), site)
+        client_settings(parse_run_config(quick(method=private, kit=str(tiny_kit))), site)
 
 
 def test_a_run_cannot_ask_for_what_its_method_does_not_give() -> None:
@@ -243,6 +242,7 @@ def test_a_ledger_adds_up_what_is_given_away_and_stops_at_the_total(tmp_path: Pa
     assert site.file.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_a_payload_that_is_asked_for_again_is_the_same_one(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,11 +288,12 @@ def test_images_are_of_the_winner(tiny_kit: Path, composed: Any) -> None:
 def test_a_vote_for_nobody_is_refused() -> None:
     config = parse_run_config(quick(method="votes", votes__candidates="photo, sketch, neon"))
     sound = Votes(("three",), torch.tensor([2], dtype=torch.uint8))
-    probe(sound, "a", config)
+    check_plausible(sound, "a", config)
     with pytest.raises(PayloadError, match="winners: candidate 3; the run has 3, from 0"):
-        probe(replace(sound, winners=sound.winners + 1), "a", config)
+        check_plausible(replace(sound, winners=sound.winners + 1), "a", config)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_guarantees(home: Path, tiny_kit: Path) -> None:
     """One site lowers the run's 2 to 0.5."""
     config = quick(method="votes", kit=str(tiny_kit), epsilon=2.0)

@@ -13,14 +13,14 @@ import torch
 from scipy import stats
 
 from client_app import app as client
-from client_app.app import app, check_node, own_settings
+from client_app.app import app, check_node, client_settings
 from client_app.learning import conditions
 from client_app.methods import classifier, domain_vector, feddeo, feddisc, fedpft, oscar
 from client_app.privacy import dp_sgd, mechanisms
-from client_app.privacy.mechanisms import clipped, private_mean, spread, standard_normal
+from client_app.privacy.mechanisms import clip_rows, mean_distance, private_mean, standard_normal
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import Images
-from osfl.methods import METHODS, client_half
+from osfl.methods import METHODS, client_module
 from osfl.models.diffusion import Kit, load_embedding_noise
 from osfl.models.encoders import load_image_encoder
 from osfl.payload.kinds import Classifier, DomainVector, Embeddings, FeatureMixtures
@@ -35,7 +35,7 @@ from tests.helpers.loop_grid import LoopGrid
 from tests.helpers.settings import quick
 from tests.helpers.whole_runs import metrics, nodes
 
-APPROXIMATE = tuple(name for name, method in METHODS.items() if method.private == "approximate")
+APPROXIMATE = tuple(name for name, method in METHODS.items() if method.privacy == "approximate")
 
 
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
@@ -94,7 +94,7 @@ def test_chance_comes_from_the_operating_system() -> None:
 def test_differences_are_cut_to_the_limit() -> None:
     """Norms 5, 1 and 0, and two that are no numbers; cut to 2."""
     rows = torch.tensor([[3.0, 4.0], [0.6, 0.8], [0, 0], [math.nan, 1], [math.inf, 0]])
-    cut = clipped(rows.double().view(5, 1, 2), 2.0)
+    cut = clip_rows(rows.double().view(5, 1, 2), 2.0)
     expected = [[1.2, 1.6], [0.6, 0.8], [0, 0], [0, 0], [0, 0]]
     np.testing.assert_allclose(cut.view(5, 2), expected, rtol=1e-6)
 
@@ -130,8 +130,8 @@ def test_one_row_moves_the_mean_by_at_most_what_the_noise_is_for(
 def test_the_spread_of_prompts() -> None:
     """Of (0, 0), (6, 0), (0, 6), (6, 6) around (3, 3): the root of 18."""
     corners = torch.tensor([[0.0, 0], [6, 0], [0, 6], [6, 6]])
-    assert spread(corners.view(4, 1, 2)) == pytest.approx(18**0.5)
-    assert spread(torch.tensor([[3.0, 4.0]])) == pytest.approx(5)
+    assert mean_distance(corners.view(4, 1, 2)) == pytest.approx(18**0.5)
+    assert mean_distance(torch.tensor([[3.0, 4.0]])) == pytest.approx(5)
 
 
 # ---- The methods ----
@@ -306,18 +306,19 @@ def test_a_private_mean_of_captions_is_cut_around_the_prompts(
     near = sent(epsilon=1.0, clip_norm=0.01)
     moved = (near - prompts[[3, 8]]).flatten(1).norm(dim=1)
     # One class has three captions that are cut to as much, the other one
-    limit = 0.01 * spread(prompts)
+    limit = 0.01 * mean_distance(prompts)
     assert (moved <= limit * 1.001).all()
     assert float(moved[1]) == pytest.approx(limit, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", APPROXIMATE)
 def test_a_private_payload_is_another_one_each_time(
     tiny_kit: Path, tiny_unclip: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each release has the run's epsilon and delta; of a client there is one, or one a class."""
     data = digits_like(3, 3, 8)
-    half = client_half(method)
+    half = client_module(method)
     asked: list[tuple[float, ...]] = []
     real = mechanisms.private_mean
     real_multiplier = mechanisms.noise_multiplier
@@ -364,12 +365,12 @@ def noised_numbers(payload: Any) -> torch.Tensor:
 def test_the_lower_delta_holds(run: float, site: float, expected: float) -> None:
     config = parse_run_config(quick(method="oscar", epsilon=1.0, delta=run))
     node = NodeConfig(partition_id=0, num_partitions=2, delta=site)
-    assert own_settings(config, node)[0].delta == expected
+    assert client_settings(config, node)[0].delta == expected
 
 
 def test_a_site_takes_no_larger_delta_than_it_said() -> None:
     config = parse_run_config(quick(method="oscar", epsilon=1.0, delta=0.01))
-    own, _, _ = own_settings(config, NodeConfig(partition_id=0, num_partitions=2))
+    own, _, _ = client_settings(config, NodeConfig(partition_id=0, num_partitions=2))
     assert own.delta == 1e-5
 
 
@@ -533,15 +534,15 @@ def test_classes_add_nothing_to_a_private_vector() -> None:
         parse_run_config(quick(**settings, epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon=1.0)
     with pytest.raises(ConfigError, match="node-config epsilon = 1: this site .*class-lr = 0.1"):
-        own_settings(parse_run_config(quick(**settings)), site)
+        client_settings(parse_run_config(quick(**settings)), site)
 
 
 def test_a_total_needs_a_name_that_stays() -> None:
     config = parse_run_config(quick(method="votes", epsilon=1.0))
     site = NodeConfig(partition_id=0, num_partitions=2, epsilon_total=5.0)
     with pytest.raises(ConfigError, match="epsilon-total = 5: requires a client-id"):
-        own_settings(config, site)
-    assert own_settings(config, replace(site, client_id="ward-7"))[2] == "ward-7"
+        client_settings(config, site)
+    assert client_settings(config, replace(site, client_id="ward-7"))[2] == "ward-7"
 
 
 def test_a_node_without_the_accountant_says_what_to_install(
@@ -560,6 +561,7 @@ def test_every_method_says_what_could_be_learned() -> None:
         assert bool(method.reveals) == bool(method.payload or method.rounds), name
 
 
+@pytest.mark.slow
 def test_a_run_says_its_delta(home: Path, tiny_kit: Path) -> None:
     config = quick(method="oscar-pooled", kit=str(tiny_kit), epsilon=2.0, delta=1e-6)
     run_job(LoopGrid(app, config, nodes(2)), parse_run_config(config), "job")

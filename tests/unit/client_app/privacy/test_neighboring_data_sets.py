@@ -27,7 +27,7 @@ from server_app.expected import expected_payload
 from tests.helpers.analytic import random_pixels
 from tests.helpers.settings import quick
 
-PRIVATE = tuple(name for name, method in METHODS.items() if method.private)
+PRIVATE = tuple(name for name, method in METHODS.items() if method.privacy)
 # Where the guarantee covers an image's class, too
 ANY_CLASS = ("votes", *(name for name in PRIVATE if METHODS[name].payload == "Classifier"))
 CLASSES = ("three", "eight")
@@ -176,6 +176,7 @@ def pairs() -> list[tuple[str, str]]:
     return same + [(method, "other class") for method in ANY_CLASS]
 
 
+@pytest.mark.slow
 @pytest.mark.flops
 @pytest.mark.parametrize(("method", "replaced"), pairs())
 def test_one_image_changes_nothing_but_what_is_noisy(

@@ -133,7 +133,7 @@ def test_few_proxy_images_are_decoded_at_a_time(
     counts = [*counts, 0]
     peaks = [*peaks, 0]
     student, teacher = (nn.Sequential(nn.Flatten(), nn.Linear(192, 10)) for _ in range(2))
-    feddf.distil([student], [teacher], proxy, job, 1)
+    feddf.distill([student], [teacher], proxy, job, 1)
     # Once for the teachers, those of the 15 * 6 draws that differ, and once for every draw
     assert 90 + 40 < counts[1] < 90 + 80
     assert peaks[1] == 10
@@ -191,7 +191,7 @@ def test_a_step_goes_down_the_divergence_from_the_teacher() -> None:
         rounds__distillation_batch_size=6,
         rounds__distillation_lr=1e-3,
     )
-    feddf.distil([student], [teacher], proxy, job, 2)
+    feddf.distill([student], [teacher], proxy, job, 2)
     drawn = torch.randperm(50, generator=generator_of(0, "feddf", 2))[:6]
     images = proxy[drawn].double().numpy() / 255
     images = ((images - np.reshape(MEAN, (3, 1, 1))) / np.reshape(STD, (3, 1, 1))).reshape(6, -1)
@@ -219,7 +219,7 @@ def test_dropout_in_a_student_is_seeded() -> None:
         student = nn.Sequential(nn.Dropout(0.5), *linear(4))
         student[2].load_state_dict(start)
         torch.manual_seed(seed)
-        feddf.distil([student], [teacher], proxy, job, number)
+        feddf.distill([student], [teacher], proxy, job, number)
         made.append(student[2].weight)
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[1], made[2])
@@ -233,7 +233,7 @@ def test_students_learn_side_by_side_what_each_learns_alone() -> None:
     deep = nn.Sequential(nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6), nn.Linear(6, 10))
 
     def learn(*students: nn.Module) -> list[torch.Tensor]:
-        feddf.distil(students, teachers, proxy, job, 3)  # type: ignore[arg-type]
+        feddf.distill(students, teachers, proxy, job, 3)  # type: ignore[arg-type]
         assert not any(student.training for student in students)
         return [value for student in students for value in student.state_dict().values()]
 
@@ -305,6 +305,7 @@ def mixed_nodes() -> list[dict]:
     return [node | {"architecture": a} for node, a in zip(nodes(3), architectures, strict=True)]
 
 
+@pytest.mark.slow
 def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
     home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +333,7 @@ def test_each_architecture_has_its_own_mean_and_all_clients_teach_it(
         learned.append({architecture_of(s.state_dict()): copy_of(s) for s in students})
         replies.append({})
 
-    monkeypatch.setattr(feddf, "distil", distil)
+    monkeypatch.setattr(feddf, "distill", distil)
     grid = Recording(app, config, mixed_nodes(), tamper)
     run_job(grid, parse_run_config(config), "job")
 
@@ -425,7 +426,7 @@ def test_an_architecture_that_sent_nothing_goes_on_from_its_last_model(
         begun.append({architecture_of(s.state_dict()): copy_of(s) for s in students})
         assert len(teachers) == 1
 
-    monkeypatch.setattr(feddf, "distil", distil)
+    monkeypatch.setattr(feddf, "distill", distil)
     initial = new_classifier(strategy.settings[OWN], 10, str(tiny_kit), 0).state_dict()
     arrays = ArrayRecord({name: Array(value.numpy()) for name, value in initial.items()})
     messages = {

@@ -17,16 +17,16 @@ from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.models.classifiers import ClassifierError
 from osfl.payload.kinds import Domain
-from osfl.run_folder.layout import SUMS, RunFolder
+from osfl.run_folder.layout import CHECKSUMS, RunFolder
 from osfl.run_folder.status import Status
 from server_app.context import ServerJob
 from server_app.defenses import contribution
 from server_app.defenses.contribution import (
-    EVERYBODY,
-    held_out,
-    hits_without,
-    influences,
-    report_influences,
+    ALL_CLIENTS,
+    contributions_from_hits,
+    held_out_rows,
+    leave_one_out_hits,
+    report_contributions,
 )
 from server_app.synthesis.images import SyntheticSet
 from tests.helpers.settings import quick
@@ -56,7 +56,7 @@ def test_the_last_fifth_of_each_clients_class_tests() -> None:
     """Of eleven images two, of four one; of a public domain's none."""
     owners = "a" * 11 + "b" * 4 + "a" * 4 + "p" * 5
     images = numbered(owners, "0" * 15 + "1" * 4 + "0" * 5)
-    assert held_out(images, CLIENTS) == [9, 10, 14, 18]
+    assert held_out_rows(images, CLIENTS) == [9, 10, 14, 18]
 
 
 # ---- Who learns what ----
@@ -99,7 +99,7 @@ def test_nobody_is_tested_on_what_it_learned_or_learns_from_who_is_left_out(
     job: ServerJob, learned: list[list[int]]
 ) -> None:
     images = numbered(OWNERS, LABELS)
-    hits = hits_without(job, CLIENTS, images, TESTED)
+    hits = leave_one_out_hits(job, CLIENTS, images, TESTED)
     everybody = [row for row in range(13) if row not in TESTED]
     assert learned == [
         everybody,
@@ -107,7 +107,7 @@ def test_nobody_is_tested_on_what_it_learned_or_learns_from_who_is_left_out(
         [row for row in everybody if OWNERS[row] != "b"],
     ]
     # 2 is even and of class 0, 5 odd and of class 0, 8 even and of class 1, 11 odd and of class 1
-    assert list(hits) == [EVERYBODY, *CLIENTS]
+    assert list(hits) == [ALL_CLIENTS, *CLIENTS]
     assert all(found.tolist() == [True, False, False, True] for found in hits.values())
     # Half of the third of three trainings
     assert (job.status.state["done"], job.status.state["total"]) == (5, 6)
@@ -115,17 +115,17 @@ def test_nobody_is_tested_on_what_it_learned_or_learns_from_who_is_left_out(
 
 def test_a_server_that_goes_on_trains_what_lacks(job: ServerJob, learned: list[list[int]]) -> None:
     images = numbered(OWNERS, LABELS)
-    first = hits_without(job, CLIENTS, images, TESTED)
+    first = leave_one_out_hits(job, CLIENTS, images, TESTED)
     file = job.folder.path / "influence" / "done.json"
     kept = json.loads(file.read_text())
     learned.clear()
-    again = hits_without(job, CLIENTS, images, TESTED)
+    again = leave_one_out_hits(job, CLIENTS, images, TESTED)
     assert learned == []
     assert again.keys() == first.keys()
     assert all(torch.equal(again[left], first[left]) for left in first)
     del kept["hits"]["b"]
     file.write_text(json.dumps(kept))
-    hits_without(job, CLIENTS, images, TESTED)
+    leave_one_out_hits(job, CLIENTS, images, TESTED)
     assert [sorted({OWNERS[row] for row in rows}) for rows in learned] == [["a", "c"]]
 
 
@@ -143,9 +143,9 @@ def test_what_was_tested_is_kept_at_once(
 
     monkeypatch.setattr(contribution, "trained", ending)
     with pytest.raises(KeyboardInterrupt):
-        hits_without(job, CLIENTS, images, TESTED)
+        leave_one_out_hits(job, CLIENTS, images, TESTED)
     monkeypatch.setattr(contribution, "trained", plain)
-    hits_without(job, CLIENTS, images, TESTED)
+    leave_one_out_hits(job, CLIENTS, images, TESTED)
     assert len(learned) == 3
 
 
@@ -154,12 +154,12 @@ def test_other_images_of_the_same_owners_are_learned_anew(
 ) -> None:
     """A payload came again, and another one; and other images test."""
     images = numbered(OWNERS, LABELS)
-    hits_without(job, CLIENTS, images, TESTED)
+    leave_one_out_hits(job, CLIENTS, images, TESTED)
     changed = replace(images, pixels=images.pixels.clone())
     changed.pixels[0, 1, 2, 2] += 1
-    hits_without(job, CLIENTS, changed, TESTED)
+    leave_one_out_hits(job, CLIENTS, changed, TESTED)
     assert len(learned) == 6
-    hits_without(job, CLIENTS, changed, [1, 5, 8, 11])
+    leave_one_out_hits(job, CLIENTS, changed, [1, 5, 8, 11])
     assert len(learned) == 9
 
 
@@ -183,16 +183,16 @@ def test_of_other_images_and_of_what_is_damaged_all_is_done_again(
     learned: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hits_without(job, CLIENTS, numbered(OWNERS, LABELS), TESTED)
+    leave_one_out_hits(job, CLIENTS, numbered(OWNERS, LABELS), TESTED)
     file = job.folder.path / "influence" / "done.json"
     if isinstance(damage, str):
         file.write_text(damage)
     elif damage is not None:
-        hits = dict.fromkeys((EVERYBODY, *CLIENTS), damage)
+        hits = dict.fromkeys((ALL_CLIENTS, *CLIENTS), damage)
         file.write_text(json.dumps({**json.loads(file.read_text()), "hits": hits}))
     learned.clear()
     monkeypatch.setitem(globals(), "LABELS", labels)
-    hits_without(job, CLIENTS, numbered(owners, labels), TESTED)
+    leave_one_out_hits(job, CLIENTS, numbered(owners, labels), TESTED)
     assert len(learned) == 3
 
 
@@ -208,13 +208,13 @@ def test_figures_by_hand() -> None:
     """
     owners = "aaaabbc"
     seen = {
-        EVERYBODY: (1, 1, 1, 0, 1, 0, 0),
+        ALL_CLIENTS: (1, 1, 1, 0, 1, 0, 0),
         "a": (0, 0, 1, 0, 1, 1, 0),
         "b": (1, 1, 1, 1, 0, 0, 1),
         "c": (1, 1, 1, 0, 1, 0, 0),
     }
     hits = {left: torch.tensor(row, dtype=torch.bool) for left, row in seen.items()}
-    found = influences(hits, owners, [0] * 7)
+    found = contributions_from_hits(hits, owners, [0] * 7)
     assert list(found) == ["a", "b", "c"]
     assert (found["a"].seen, found["b"].seen, found["c"].seen) == (25.0, 0.0, 0.0)
     assert found["a"].own.points == 50.0
@@ -242,16 +242,18 @@ def test_few_images_accuse_nobody(each: int, harms: bool) -> None:
     """Each of three clients has so many. Without a all of the others' are seen, else none."""
     owners = "a" * each + "b" * each + "c" * each
     none = torch.zeros(3 * each, dtype=torch.bool)
-    found = influences({EVERYBODY: none, "a": ~none, "b": none, "c": none}, owners, [0] * 3 * each)
+    found = contributions_from_hits(
+        {ALL_CLIENTS: none, "a": ~none, "b": none, "c": none}, owners, [0] * 3 * each
+    )
     assert found["a"].others.points == -100.0
     assert [one.harms for one in found.values()] == [harms, False, False]
 
 
 def test_a_class_that_nobody_else_holds_is_not_asked_of_the_others() -> None:
     """a's second image is of class 1, which c has, and its first of class 0, which nobody has."""
-    seen = dict.fromkeys((EVERYBODY, *"abc"), (0, 1, 0, 1))
+    seen = dict.fromkeys((ALL_CLIENTS, *"abc"), (0, 1, 0, 1))
     hits = {left: torch.tensor(row, dtype=torch.bool) for left, row in seen.items()}
-    found = influences(hits, "aabc", [0, 1, 2, 1])
+    found = contributions_from_hits(hits, "aabc", [0, 1, 2, 1])
     assert (found["a"].seen, found["b"].seen, found["c"].seen) == (100.0, None, 100.0)
 
 
@@ -261,12 +263,12 @@ THREE = ("a", "b", "c")
 def gains(monkeypatch: pytest.MonkeyPatch, harm: int) -> None:
     """Without a, so many more of b's ten test images are seen; c's are seen by all."""
     hits = {
-        EVERYBODY: torch.tensor([True] * 10 + [False] * 10 + [True] * 10),
+        ALL_CLIENTS: torch.tensor([True] * 10 + [False] * 10 + [True] * 10),
         "a": torch.tensor([True] * (10 + harm) + [False] * (10 - harm) + [True] * 10),
         "b": torch.tensor([True] * 10 + [False] * 10 + [True] * 10),
         "c": torch.tensor([True] * 10 + [False] * 10 + [True] * 10),
     }
-    monkeypatch.setattr(contribution, "hits_without", lambda *given: hits)
+    monkeypatch.setattr(contribution, "leave_one_out_hits", lambda *given: hits)
 
 
 def payloads_of(clients: Sequence[str]) -> dict[str, Domain]:
@@ -280,7 +282,7 @@ def test_who_harms_the_others_beyond_chance_is_named(
     """Of two others one gains so many tenths, and the other nothing: half of that."""
     gains(monkeypatch, harm)
     images = numbered("a" * 50 + "b" * 50 + "c" * 50, "0" * 150)
-    report_influences(job, payloads_of(THREE), images)
+    report_contributions(job, payloads_of(THREE), images)
     said = job.status.state.get("warnings", [])
     assert len(said) == int(warned)
     if warned:
@@ -293,8 +295,8 @@ def test_who_harms_the_others_beyond_chance_is_named(
 
 def test_of_two_clients_nobody_is_measured(job: ServerJob, learned: list[list[int]]) -> None:
     """The others were left out since, or sent nothing; a table of more is taken away."""
-    job.folder.store_influences({"c": {}})
-    report_influences(job, payloads_of("abz"), numbered("aaabbbppp", "000000000"))
+    job.folder.store_contributions({"c": {}})
+    report_contributions(job, payloads_of("abz"), numbered("aaabbbppp", "000000000"))
     assert learned == []
     (warning,) = job.status.state["warnings"]
     assert warning == "influence: requires images of at least 3 clients; the run has 2"
@@ -308,7 +310,7 @@ def test_a_training_that_fails_costs_the_table_alone(
         raise ClassifierError("the loss is not finite")
 
     monkeypatch.setattr(contribution, "trained", diverged)
-    report_influences(job, payloads_of(THREE), numbered("aaabbbccc", "0" * 9))
+    report_contributions(job, payloads_of(THREE), numbered("aaabbbccc", "0" * 9))
     (warning,) = job.status.state["warnings"]
     assert warning == "influence: a training without a client failed: the loss is not finite"
     assert json.loads((job.folder.path / "influence" / "clients.json").read_text()) == {}
@@ -317,7 +319,7 @@ def test_a_training_that_fails_costs_the_table_alone(
 def test_it_is_not_done_unasked(tmp_path: Path, learned: list[list[int]]) -> None:
     config = parse_run_config(quick(method="feddeo"))
     job = ServerJob(config, RunFolder(tmp_path), Status(tmp_path), THREE)
-    report_influences(job, payloads_of(THREE), numbered("abc", "000"))
+    report_contributions(job, payloads_of(THREE), numbered("abc", "000"))
     assert learned == []
     assert not (tmp_path / "influence").exists()
 
@@ -356,7 +358,7 @@ def test_models_point_at_who_swaps_its_classes(liar: str, tmp_path: Path) -> Non
     }
     config = parse_run_config(quick(**settings))
     job = ServerJob(config, RunFolder(tmp_path), Status(tmp_path), tuple(clients))
-    report_influences(job, payloads_of(clients), coloured(clients, liar))
+    report_contributions(job, payloads_of(clients), coloured(clients, liar))
     found = json.loads((tmp_path / "influence" / "clients.json").read_text())
     seen = {client: about["seen"] for client, about in found.items()}
     given = {client: about["others"]["points"] for client, about in found.items()}
@@ -374,6 +376,7 @@ def test_models_point_at_who_swaps_its_classes(liar: str, tmp_path: Path) -> Non
 KINDS = ("own", "others")
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit: Path) -> None:
     asked: dict[str, Any] = {
         "method": "prompts-domain",
@@ -400,7 +403,7 @@ def test_a_finished_run_that_is_called_again_adds_the_table(home: Path, tiny_kit
         assert re.findall(r"[+-][\d.]+ ± [\d.]+", row) == gains
         assert f"{about['seen']:.1f}" in row
     assert after["accuracy"] == before["accuracy"]
-    assert "influence/clients.json" in (folder / SUMS).read_text()
+    assert "influence/clients.json" in (folder / CHECKSUMS).read_text()
     assert (folder / "models" / "FT.safetensors").stat().st_mtime_ns == model
     # And a run that does not ask does not show what may be of other images
     start(quick(**asked))

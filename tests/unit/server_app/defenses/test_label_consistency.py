@@ -23,16 +23,16 @@ from server_app import pipeline
 from server_app.context import ServerJob
 from server_app.defenses import label_consistency
 from server_app.defenses.label_consistency import (
-    Doubt,
-    Verdict,
-    agreements,
-    judged,
-    latents_of,
-    rows_judged,
-    without_doubted,
+    Flag,
+    Flags,
+    drop_flagged,
+    encode_images,
+    flag_clients,
+    score_label_consistency,
+    unet_rows,
 )
 from server_app.methods import feddeo, fedlmg
-from server_app.synthesis.images import SyntheticSet, render
+from server_app.synthesis.images import SyntheticSet, synthesize
 from tests.helpers import analytic
 from tests.helpers.analytic import CLASSES, analytic_kit, numbers, random_pixels
 from tests.helpers.settings import quick
@@ -110,7 +110,7 @@ def test_images_of_any_size_come_at_the_kits(side: int) -> None:
     cells = F.avg_pool2d(images, 2).numpy()
     mixed = np.einsum("oc,bchw->bohw", analytic.ENCODER, cells)
     expected = (mixed + analytic.ENCODER_BIAS[:, None, None]) * analytic.SCALING
-    np.testing.assert_allclose(numbers(latents_of(analytic_kit(), pixels)), expected, atol=1e-5)
+    np.testing.assert_allclose(numbers(encode_images(analytic_kit(), pixels)), expected, atol=1e-5)
 
 
 def numbered(owners: str, labels: str) -> SyntheticSet:
@@ -123,12 +123,13 @@ def job_of(robust: str = "exclude", **more: Any) -> Any:
     """A job that keeps what it says and stores."""
     kept: dict[str, Any] = {"said": [], "agreements": {}}
     status = SimpleNamespace(
-        warn_of=kept["said"].append,
+        add_warning=kept["said"].append,
         phase=lambda *_: None,
         advance=lambda *_: None,
     )
     folder = SimpleNamespace(
-        stored_agreements=lambda inputs: {}, store_agreements=kept["agreements"].__setitem__
+        stored_consistency_scores=lambda inputs: {},
+        store_consistency_scores=kept["agreements"].__setitem__,
     )
     return SimpleNamespace(
         classes=CLASSES,
@@ -147,11 +148,11 @@ PAYLOADS = dict.fromkeys("abc", Descriptions(CLASSES, torch.zeros(4, 12, 8)))
 def test_a_share_of_wins_by_hand() -> None:
     """Of two images against three others: 2 and 0 wins of 6. An equal error is half a win."""
     errors = torch.tensor([[0.2, 0.1, 0.3, 0.4], [0.9, 0.1, 0.2, 0.3]])
-    assert label_consistency.share_of_wins(errors) == pytest.approx(2 / 6)
-    assert label_consistency.share_of_wins(torch.tensor([[0.1, 0.2, 0.3, 0.1]])) == pytest.approx(
+    assert label_consistency.win_rate(errors) == pytest.approx(2 / 6)
+    assert label_consistency.win_rate(torch.tensor([[0.1, 0.2, 0.3, 0.1]])) == pytest.approx(
         2.5 / 3
     )
-    assert label_consistency.share_of_wins(torch.ones(4, 3)) == 0.5
+    assert label_consistency.win_rate(torch.ones(4, 3)) == 0.5
 
 
 Asked = list[tuple[list[int], torch.Tensor]]
@@ -173,7 +174,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         return found
 
     monkeypatch.setattr(
-        label_consistency, "latents_of", lambda kit, pixels: pixels[:, 0, 0, 0].double()
+        label_consistency, "encode_images", lambda kit, pixels: pixels[:, 0, 0, 0].double()
     )
     monkeypatch.setattr(label_consistency, "denoising_errors", errors)
     return seen
@@ -185,7 +186,7 @@ def test_each_clients_class_is_asked_for(asked: Asked, monkeypatch: pytest.Monke
     monkeypatch.setattr(label_consistency, "load_engine", lambda *_: kit)
     images = numbered("aaabbp", "001330")
     images = replace(images, clients=(*images.clients[:5], "public.oil"))
-    found = agreements(job_of(), PAYLOADS, images)
+    found = score_label_consistency(job_of(), PAYLOADS, images)
     assert found == {"a": {0: 0.5, 1: 1.0}, "b": {3: 0.5}}
     assert [rows for rows, _ in asked] == [[0, 1], [2], [3, 4]]
     prompts = kit.text(parse_run_config(quick()).prompts(CLASSES))
@@ -204,7 +205,7 @@ def test_some_images_and_rivals_are_drawn_anew_each_time(
     job = job_of()
     job.classes = tuple(f"class {number}" for number in range(20))
     for _ in range(8):
-        agreements(job, PAYLOADS, numbered("a" * 30, "3" * 30))
+        score_label_consistency(job, PAYLOADS, numbered("a" * 30, "3" * 30))
     for rows, prompts in asked:
         assert len(set(rows)) == 6
         chosen = prompts.flatten().int().tolist()
@@ -235,9 +236,9 @@ def test_what_a_dry_run_foretells_is_what_the_kit_is_asked(
     monkeypatch.setattr(Kit, "eps", counted)
     job = job_of()
     job.classes = tuple(f"class {number}" for number in range(classes))
-    agreements(job, PAYLOADS, numbered("a" * images, "3" * images))
+    score_label_consistency(job, PAYLOADS, numbered("a" * images, "3" * images))
     assert sum(seen) == rows
-    assert rows_judged(images, classes) == rows
+    assert unet_rows(images, classes) == rows
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,9 @@ def test_the_judge_samples_without_short_cuts(
         return analytic_kit()
 
     monkeypatch.setattr(label_consistency, "load_engine", load)
-    agreements(job_of(synthesis__dtype="bfloat16", **given), PAYLOADS, numbered("a", "0"))
+    score_label_consistency(
+        job_of(synthesis__dtype="bfloat16", **given), PAYLOADS, numbered("a", "0")
+    )
     ((source, found),) = settings
     assert source == "a kit"
     assert (found.cache_interval, found.lora, found.compile) == (1, "", "off")
@@ -278,65 +281,65 @@ HONEST = {"a": of(0.9, 0.9), "b": of(0.8, 1.0), "c": of(1.0, 1.0)}
 
 def test_a_client_nearer_to_chance_than_to_the_others_is_doubted() -> None:
     """Of d's classes the others' medians are 0.9 and 1.0: mean 0.95, middle 0.725."""
-    assert judged({**HONEST, "d": of(0.9, 0.56)}) == Verdict((), ())
-    (doubt,) = judged({**HONEST, "d": of(0.9, 0.54)}).doubts
-    assert doubt == Doubt("d", None, pytest.approx(0.72))
+    assert flag_clients({**HONEST, "d": of(0.9, 0.56)}) == Flags((), ())
+    (doubt,) = flag_clients({**HONEST, "d": of(0.9, 0.54)}).flags
+    assert doubt == Flag("d", None, pytest.approx(0.72))
     # Not its own share is in that median
-    assert judged({"a": of(0.95), "b": of(0.7)}) == Verdict((Doubt("b", None, 0.7),), ("a",))
+    assert flag_clients({"a": of(0.95), "b": of(0.7)}) == Flags((Flag("b", None, 0.7),), ("a",))
 
 
 def test_a_class_below_chance_is_doubted_of_a_client_that_is_not() -> None:
     found = {"a": of(0.9, 0.9, 0.9), "b": of(1.0, 1.0, 0.49), "c": of(1.0, 0.5, 1.0)}
-    assert judged(found).doubts == (Doubt("b", 2, 0.49),)
+    assert flag_clients(found).flags == (Flag("b", 2, 0.49),)
     # A liar's classes are doubted all at once
     lies = {**found, "d": of(0.4, 0.3, 0.2)}
-    assert judged(lies).doubts == (Doubt("b", 2, 0.49), Doubt("d", None, pytest.approx(0.3)))
+    assert flag_clients(lies).flags == (Flag("b", 2, 0.49), Flag("d", None, pytest.approx(0.3)))
 
 
 def test_a_class_that_the_kit_does_not_know_is_nobodys_fault() -> None:
     """Six honest clients, and class 1 is seen of none: nothing of it is judged."""
     found = {f"client-{number}": of(0.97, 0.97, 0.45) for number in range(6)}
-    assert judged(found) == Verdict((), ())
+    assert flag_clients(found) == Flags((), ())
     # Nor does it count for who is doubted by the other ones
-    (doubt,) = judged({**found, "client-0": of(0.6, 0.7, 1.0)}).doubts
-    assert doubt == Doubt("client-0", None, pytest.approx(0.65))
+    (doubt,) = flag_clients({**found, "client-0": of(0.6, 0.7, 1.0)}).flags
+    assert doubt == Flag("client-0", None, pytest.approx(0.65))
 
 
 def test_classes_are_held_against_the_same_classes_of_others() -> None:
     """c's class is hard, for d as well; nobody else has e's."""
     found = {"a": {0: 0.98}, "b": {0: 0.97}, "c": {1: 0.8}, "d": {1: 0.82}, "e": {2: 0.3}}
-    assert judged(found) == Verdict((), ("e",))
+    assert flag_clients(found) == Flags((), ("e",))
 
 
 def test_one_judged_class_of_several_condemns_no_client() -> None:
     """Two clients, each weak in one class: what each is good at the other cannot vouch for."""
     found = {"a": of(1.0, 0.3), "b": of(0.3, 1.0)}
-    assert set(judged(found).doubts) == {Doubt("a", 1, 0.3), Doubt("b", 0, 0.3)}
+    assert set(flag_clients(found).flags) == {Flag("a", 1, 0.3), Flag("b", 0, 0.3)}
     # With most of them judged it does: 0.3 and 0.5 of two in three
     found = {"a": of(0.3, 0.5, 1.0), "b": of(0.9, 0.9, 0.2), "c": of(0.9, 0.9, 0.3)}
-    assert judged(found).doubts[0] == Doubt("a", None, pytest.approx(0.4))
+    assert flag_clients(found).flags[0] == Flag("a", None, pytest.approx(0.4))
 
 
 @pytest.mark.parametrize("others", [of(0.75), of(0.5), of(0.1)])
 def test_a_kit_that_does_not_know_the_classes_judges_nobody(others: dict[int, float]) -> None:
     found = {"a": others, "b": others, "c": others, "d": of(0.0)}
-    assert judged(found) == Verdict((), ("a", "b", "c", "d"))
+    assert flag_clients(found) == Flags((), ("a", "b", "c", "d"))
 
 
 def test_half_of_all_may_lie_together() -> None:
     """Three of six: each liar is doubted, and the honest are left alone. Four of six: nobody is."""
     lies = {f"liar-{number}": of(0.4, 0.4) for number in range(3)}
     honest = {f"honest-{number}": of(0.95, 0.95) for number in range(3)}
-    verdict = judged({**honest, **lies})
-    assert {one.client for one in verdict.doubts} == set(lies)
-    assert set(verdict.unjudged) == set(honest)
+    verdict = flag_clients({**honest, **lies})
+    assert {one.client for one in verdict.flags} == set(lies)
+    assert set(verdict.unscored) == set(honest)
     fewer = {name: honest[name] for name in ("honest-0", "honest-1")}
-    more = judged({**fewer, **lies, "liar-3": of(0.4, 0.4)})
-    assert more.doubts == ()
+    more = flag_clients({**fewer, **lies, "liar-3": of(0.4, 0.4)})
+    assert more.flags == ()
 
 
 def test_a_client_alone_is_held_against_nobody() -> None:
-    assert judged({"a": of(0.1)}) == Verdict((), ("a",))
+    assert flag_clients({"a": of(0.1)}) == Flags((), ("a",))
 
 
 # ---- What is left out ----
@@ -347,7 +350,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, float]]:
     """What the kit sees: a lies, class 1 of c is of something else, and nobody else has d's."""
     found = {"a": of(0.4, 0.5), "b": of(1.0, 0.9), "c": {0: 1.0, 1: 0.3, 3: 1.0}, "d": {2: 1.0}}
     found |= {"e": of(1.0, 0.9), "f": {**of(1.0, 0.9), 3: 1.0}}
-    monkeypatch.setattr(label_consistency, "agreements", lambda *_: found)
+    monkeypatch.setattr(label_consistency, "score_label_consistency", lambda *_: found)
     return found
 
 
@@ -357,7 +360,7 @@ IMAGES = ("aabbcccd", "01010132")
 @pytest.mark.parametrize("robust", ["off", "report", "exclude"])
 def test_what_trains_is_what_robust_says(robust: str, seen: dict[str, dict[int, float]]) -> None:
     job = job_of(robust)
-    payloads, images = without_doubted(job, PAYLOADS, numbered(*IMAGES))
+    payloads, images = drop_flagged(job, PAYLOADS, numbered(*IMAGES))
     numbers_left = images.pixels[:, 0, 0, 0].tolist()
     left = robust == "exclude"
     assert numbers_left == ([2, 3, 4, 6, 7] if left else list(range(8)))
@@ -397,7 +400,7 @@ def test_where_nothing_would_be_left_all_train(seen: dict[str, dict[int, float]]
     seen.clear()
     seen |= {"a": of(0.0, 0.9, 0.9), "b": of(0.9, 0.9, 0.0)}
     job = job_of()
-    payloads, images = without_doubted(job, PAYLOADS, numbered("ab", "00"))
+    payloads, images = drop_flagged(job, PAYLOADS, numbered("ab", "00"))
     assert (set(payloads), len(images.labels)) == (set("abc"), 2)
     assert job.kept["said"][-1].endswith("would leave no image to train on; all were used")
 
@@ -407,24 +410,24 @@ def test_a_server_that_goes_on_judges_the_same_images_once(
 ) -> None:
     """Even if the kit, asked again, would say something else. Other images are judged anew."""
     job = run_folder(parse_run_config(quick(method="feddeo", robust="exclude")), tuple("abcd"))
-    first = without_doubted(job, PAYLOADS, numbered(*IMAGES))
+    first = drop_flagged(job, PAYLOADS, numbered(*IMAGES))
     seen["a"] = seen["b"]
-    again = without_doubted(job, PAYLOADS, numbered(*IMAGES))
+    again = drop_flagged(job, PAYLOADS, numbered(*IMAGES))
     assert again[0] == first[0]
     assert torch.equal(again[1].pixels, first[1].pixels)
     others = [numbered("aabbccdd", IMAGES[1]), numbered("aabbccdd", "01010130")]
     for images in others:
-        payloads, _ = without_doubted(job, PAYLOADS, images)
+        payloads, _ = drop_flagged(job, PAYLOADS, images)
         assert set(payloads) == set("abc")
     # So is what was damaged
     seen["a"] = of(0.4, 0.5)
-    without_doubted(job, PAYLOADS, numbered(*IMAGES))
+    drop_flagged(job, PAYLOADS, numbered(*IMAGES))
     file = job.folder.path / "agreement.json"
     inputs = json.loads(file.read_text())["inputs"]
     seen["a"] = seen["b"]
     for damage in ("{", json.dumps({"inputs": inputs, "clients": {"a": {"classes": 7}}})):
         file.write_text(damage)
-        assert set(without_doubted(job, PAYLOADS, numbered(*IMAGES))[0]) == set("abc")
+        assert set(drop_flagged(job, PAYLOADS, numbered(*IMAGES))[0]) == set("abc")
 
 
 def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +444,7 @@ def test_who_is_left_out_teaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pipeline, "render", lambda *_: numbered(*IMAGES))
     monkeypatch.setattr(pipeline, "without_doubted", believed)
     classifier = Classifier(CLASSES, "resnet18", {})
-    pipeline.synthesise_and_train(
+    pipeline.synthesize_and_train(
         job_of(),
         dict.fromkeys("ab", classifier),
         fedlmg.sampler,  # type: ignore[arg-type]
@@ -463,6 +466,7 @@ def rolled(payload: Descriptions) -> Descriptions:
     return replace(payload, vectors=payload.vectors.roll(1, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie", [rolled, lambda payload: replace(payload, vectors=1000 * payload.vectors)]
 )
@@ -485,12 +489,12 @@ def test_the_digits_kit_finds_a_liar(
     payload = honest(load_kit(find_kit(config.kit)), config)
     payloads = {"client-0": payload, "client-1": lie(payload), "client-2": payload}
     job = run_folder(config, tuple(payloads))
-    images = render(
+    images = synthesize(
         job,
-        pipeline.plan_held(job, payloads),
+        pipeline.plan_held_classes(job, payloads),
         lambda device: feddeo.sampler(job, device, payloads),
     )
-    kept, left = without_doubted(job, payloads, images)
+    kept, left = drop_flagged(job, payloads, images)
     assert set(kept) == set(left.clients) == {"client-0", "client-2"}
     assert len(left.labels) >= 36
     stored = json.loads((job.folder.path / "agreement.json").read_text())
@@ -517,6 +521,7 @@ def run_folder(tmp_path: Path) -> Callable[[Any, tuple[str, ...]], ServerJob]:
 # ---- A whole run ----
 
 
+@pytest.mark.slow
 def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
     """This kit was never trained: it knows few classes, and those by chance."""
     start(quick(method="feddeo", kit=str(tiny_kit), robust="report"))
@@ -532,6 +537,7 @@ def test_a_run_reports_what_the_kit_sees(home: Path, tiny_kit: Path) -> None:
     assert "scoring label consistency" in {phase["phase"] for phase in found["phases"]}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_asked_says_nothing(home: Path, tiny_kit: Path) -> None:
     start(quick(method="prompts-domain", kit=str(tiny_kit)))
     assert metrics(home)["agreement"] == {}

@@ -49,7 +49,7 @@ def job_of(check: str = "filter") -> Any:
         config=parse_run_config(
             quick(method="prompts-only", label_check=check, synthesis__images_per_class=2)
         ),
-        status=SimpleNamespace(warn_of=lambda text: said.append(text)),
+        status=SimpleNamespace(add_warning=lambda text: said.append(text)),
     )
 
 
@@ -65,7 +65,7 @@ def test_nobody_judges_what_it_learned_from(monkeypatch: pytest.MonkeyPatch) -> 
         return GlobalModel(Says(name == "opinion-1"), "resnet18", True)
 
     monkeypatch.setattr(label_filter, "train_global", train)
-    opinions = label_filter.second_opinions(job_of(), numbered())
+    opinions = label_filter.cross_fitted_predictions(job_of(), numbered())
     assert learned == {
         "opinion-1": ([0, 2, 4, 6], [0, 0, 1, 2]),
         "opinion-2": ([1, 3, 5, 7], [0, 1, 1, 2]),
@@ -80,7 +80,7 @@ def test_what_is_taken_for_another_class_is_left_out() -> None:
     rows = [[0.6, 0.3, 0.1], [0.4, 0.6, 0.0], [0.5, 0.4, 0.1], [0.1, 0.8, 0.1]]
     rows += [[0.5, 0.2, 0.3], [0.3, 0.4, 0.3], [0.9, 0.0, 0.1], [0.0, 0.6, 0.4]]
     opinions = torch.tensor(rows)
-    kept = label_filter.without_doubtful(job_of(), numbered(), opinions)
+    kept = label_filter.drop_noisy_labels(job_of(), numbered(), opinions)
     assert kept.pixels[:, 0, 0, 0].tolist() == [0, 2, 3, 5, 6, 7]
     assert kept.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert kept.clients == ("a", "b", "b", "a", "b", "b")
@@ -95,7 +95,7 @@ def test_the_global_model_learns_what_was_asked(
     trained: list[tuple] = []
     monkeypatch.setattr(pipeline, "second_opinions", lambda job, images: opinions)
     monkeypatch.setattr(pipeline, "train_global", lambda job, *given: trained.append(given))
-    pipeline.train_one(job_of(check), {}, numbered(4))
+    pipeline.train_global_model(job_of(check), {}, numbered(4))
     ((name, pixels, labels, teacher, weight),) = trained
     seen = pixels[:, 0, 0, 0].tolist()
     assert (name, weight) == ("FT", 1.0)

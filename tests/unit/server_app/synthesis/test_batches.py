@@ -29,6 +29,7 @@ def settings(**overrides: object) -> SynthesisConfig:
     return replace(parse_run_config(quick()).synthesis, **overrides)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_units_side_by_side_are_the_same_images(home: Path, tiny_kit: Path) -> None:
     """With classifier guidance, whose hooks on the teachers are a sampler's own."""
     made = {}
@@ -152,18 +153,18 @@ def test_the_fastest_is_chosen_measured_once_and_remembered(
     monkeypatch.setattr(engine, "_seconds_an_image", seconds)
     wanted = settings(unit_size=8, batch_size=0, units_at_once=0, threads=3)
     for _ in range(2):
-        found = engine.settled(str(tiny_kit), CPU, wanted)
+        found = engine.resolve_auto(str(tiny_kit), CPU, wanted)
         assert (found.batch_size, found.units_at_once) == (2, 3)
     # 5.4 is within a tenth of 5.0, so 8 is tried; 4.8 is not within a tenth of 4.0.
     assert seen == [(1, 1), (1, 2), (1, 4), (1, 8), (3, 1), (3, 2), (3, 4)]
     (home / "cache" / "calibration.json").write_text("{cut")
-    assert engine.settled(str(tiny_kit), CPU, wanted) == found
+    assert engine.resolve_auto(str(tiny_kit), CPU, wanted) == found
     assert len(seen) == 14
 
 
 def test_what_is_given_is_not_measured(tiny_kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_seconds_an_image", lambda *_: pytest.fail("measured"))
-    found = engine.settled(str(tiny_kit), CPU, settings(batch_size=50, units_at_once=2))
+    found = engine.resolve_auto(str(tiny_kit), CPU, settings(batch_size=50, units_at_once=2))
     assert (found.batch_size, found.units_at_once) == (8, 2)
 
 
@@ -173,7 +174,7 @@ def test_a_measurement_is_of_real_passes(
     monkeypatch.setattr(engine, "REPEATS", 1)
     before = torch.get_num_threads()
     wanted = settings(unit_size=2, batch_size=0, units_at_once=0, threads=2)
-    found = engine.settled(str(tiny_kit), CPU, wanted)
+    found = engine.resolve_auto(str(tiny_kit), CPU, wanted)
     ((_, known),) = json.loads((home / "cache" / "calibration.json").read_text()).items()
     taken = known["seconds an image"]
     assert all(seconds > 0 for seconds in taken.values())
@@ -217,10 +218,11 @@ def test_a_measurement_is_without_cached_features(
 
     monkeypatch.setattr(engine, "_load", noted)
     monkeypatch.setattr(engine, "_seconds_an_image", lambda *_: 1.0)
-    engine.settled(str(tiny_kit), CPU, settings(batch_size=0, cache_interval=3))
+    engine.resolve_auto(str(tiny_kit), CPU, settings(batch_size=0, cache_interval=3))
     assert loaded == [1]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_choice_that_it_began_with(
     tiny_kit: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +241,7 @@ def test_a_run_keeps_the_choice_that_it_began_with(
             chosen.append(given)
             return replace(given, batch_size=batch)
 
-        monkeypatch.setattr(engine, "settled", settle)
+        monkeypatch.setattr(engine, "resolve_auto", settle)
 
     monkeypatch.setattr(images, "_in_batches", noted)
     choose(3)

@@ -13,7 +13,7 @@ from osfl.run_folder.status import Status
 from osfl.util.prompts import DIGITS
 from server_app.context import ServerJob
 from server_app.methods import domain_vector, fedlmg
-from server_app.pipeline import plan_held
+from server_app.pipeline import plan_held_classes
 from server_app.synthesis.plan import ImageJob, balanced_counts, mix_classes, plan_counts
 from tests.helpers.settings import quick
 
@@ -67,9 +67,9 @@ def config_with(**settings: object) -> RunConfig:
 
 
 def test_a_run_that_asks_for_it_draws_so_many(home: Path) -> None:
-    plain = plan_held(job_of(home, config_with()), payloads())
+    plain = plan_held_classes(job_of(home, config_with()), payloads())
     assert Counter(image.label for image in plain) == {0: 15, 1: 10, 2: 5}
-    balanced = plan_held(job_of(home, config_with(class_balance=True)), payloads())
+    balanced = plan_held_classes(job_of(home, config_with(class_balance=True)), payloads())
     assert Counter(image.label for image in balanced) == {0: 15, 1: 15, 2: 15}
     # The same images as without, and more
     assert set(plain) < set(balanced)

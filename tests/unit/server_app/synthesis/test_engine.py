@@ -14,7 +14,7 @@ from osfl.kit.kits import KitError
 from osfl.models.classifiers import build_classifier
 from osfl.models.diffusion import Attention, Kit, Sampling, load_kit, load_pipeline, new_solver
 from osfl.run_folder.report.metrics import gather
-from osfl.util.devices import saves_memory
+from osfl.util.devices import uses_checkpointing
 from server_app.app import check_server
 from server_app.methods import fedlmg, prompts_only
 from server_app.synthesis import engine
@@ -231,11 +231,11 @@ def test_what_a_gpu_lets_choose() -> None:
     assert options["attention"] == ("default", "flash", "cudnn", "efficient")
     assert options["compile"] == ("off", "on")
     assert all(
-        saves_memory(how, torch.device(device))
+        uses_checkpointing(how, torch.device(device))
         for how, device in (("auto", "cuda"), ("on", "cpu"), ("on", "cuda"))
     )
     assert not any(
-        saves_memory(how, torch.device(device))
+        uses_checkpointing(how, torch.device(device))
         for how, device in (("auto", "cpu"), ("off", "cuda"))
     )
 
@@ -260,6 +260,7 @@ def test_images_are_rounded_not_cut(tiny_kit: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
+@pytest.mark.slow
 def test_other_weights_of_a_small_decoder_are_other_images(
     tiny_kit: Path, home: Path, tmp_path: Path
 ) -> None:
@@ -272,6 +273,7 @@ def test_other_weights_of_a_small_decoder_are_other_images(
     assert not units[0] & units[1]
 
 
+@pytest.mark.slow
 def test_other_settings_of_the_sampling_are_other_images(tiny_kit: Path, home: Path) -> None:
     """Who samples, and how many at a time, is not among them."""
 

@@ -150,7 +150,7 @@ def test_a_global_model_is_the_settings_the_seeds_and_the_teachers(job: ServerJo
     seed = job.config.seed
     for name, target, weight in (("FT", None, 0.0), ("MD", teacher, 3.0)):
         made = train_global(job, name, pixels, labels, target, weight)
-        expected = new_classifier(settings, 10, job.initialisation, seed)
+        expected = new_classifier(settings, 10, job.init_kit, seed)
         fit(
             expected,
             pixels,

@@ -17,7 +17,7 @@ from osfl.config import ConfigError, SynthesisConfig, parse_run_config
 from osfl.payload.wire import PayloadError
 from server_app.synthesis.plan import ImageJob, cut_units, plan_images
 from server_app.synthesis.workers import (
-    AHEAD,
+    UNITS_PER_ACTOR,
     MakeSampler,
     Sample,
     WorkerError,
@@ -29,7 +29,7 @@ from tests.helpers.settings import quick
 from tests.helpers.whole_runs import files, start
 
 # One cluster, not one for every process that runs tests
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 CPU = torch.device("cpu")
 # Twelve units of two
 UNITS = cut_units(plan_images("feddeo", 0, {"a": [0, 1], "b": [0, 1]}, 6), 2, {}, {})
@@ -154,7 +154,7 @@ def test_a_dead_actor_costs_its_unit_and_a_result_at_most(tmp_path: Path) -> Non
     assert len(died) >= 2
     # Again for each death: its unit, and a result that was on its way; and at the end the units
     # of an actor that is slow to begin, by the idle one
-    again = 2 * 2 + AHEAD
+    again = 2 * 2 + UNITS_PER_ACTOR
     assert sum(len(file.read_text()) for file in tmp_path.iterdir()) <= 12 + again
 
 
