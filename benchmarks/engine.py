@@ -287,7 +287,7 @@ def workers() -> Rows:
     """
     rows: Rows = []
     job = job_of("workers", per_class=24)
-    real = prompts_only._sampler
+    real = prompts_only.sampler
     measured: dict[int, Rows] = {1: [], 2: []}
     for _ in range(WORKER_TURNS):
         for count, found in measured.items():

@@ -1,7 +1,7 @@
 """Classifiers that torchvision does not have, by their names in timm: ViT, DINOv2, medical ones.
 
-`timm:NAME` is one of timm's models, `hf-hub:OWNER/NAME@REVISION` one that the Hugging Face hub has
-in timm's format. The only file that imports timm.
+`timm:NAME` is a model of timm, `hf-hub:OWNER/NAME@REVISION` a model on the Hugging Face Hub in
+timm's format. The only file that imports timm.
 """
 
 from pathlib import Path
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def is_backbone(architecture: str) -> bool:
-    """Whether it is one of timm's, or of the hub's."""
+    """Return whether an architecture is a model of timm or of the hub."""
     return architecture.startswith(BACKBONES)
 
 
 def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module":
-    """A backbone with random weights and a new head.
+    """Build a backbone with random weights and a new head.
 
-    Its `pretrained_cfg` has the mean, deviation and size that its own weights were trained with.
+    Its `pretrained_cfg` has the mean, standard deviation and image size of its pretraining.
 
     Args:
         key: of the configuration, for the errors.
 
     Raises:
         ConfigError: timm is not installed, or has no such model.
-        KitError: the hub is not reached, or has no such model.
+        KitError: the hub cannot be reached, or has no such model.
     """
     try:
         import timm
@@ -42,27 +42,28 @@ def build_backbone(architecture: str, num_classes: int, key: str) -> "nn.Module"
     source, _, name = architecture.partition(":")
     if problem := problem_of_backbone(architecture, key):
         raise ConfigError(problem)
-    wanted = name if source == "timm" else f"local-dir:{_folder(name, '', key)}"
+    model = name if source == "timm" else f"local-dir:{_find_folder(name, '', key)}"
     try:
-        return timm.create_model(wanted, pretrained=False, num_classes=num_classes)
-    # Whatever timm raises for a name or a file of settings
+        return timm.create_model(model, pretrained=False, num_classes=num_classes)
+    # timm raises anything for a bad name or settings file
     except Exception as error:
         reason = sanitize(error) or type(error).__name__
         raise ConfigError(f"{key} = {architecture!r}: timm cannot build it: {reason}") from error
 
 
 def backbone_weights(architecture: str, key: str) -> Path:
-    """The file of a backbone's own weights, in safetensors, fetched unless it is there.
+    """Return the safetensors file of a backbone's pretrained weights; fetch it if necessary.
 
     Raises:
-        ConfigError: it has none on the hub, or timm is not installed.
+        ConfigError: the backbone has none on the hub, or timm is not installed.
         KitError: as `build_backbone`.
     """
-    return Path(_folder(_weights_name(architecture, key), "backbone", key)) / "model.safetensors"
+    folder = _find_folder(_weights_name(architecture, key), "backbone", key)
+    return Path(folder) / "model.safetensors"
 
 
 def backbone_to_fetch(architecture: str, key: str) -> bool:
-    """Whether `backbone_weights` would fetch the file of the hub.
+    """Return whether `backbone_weights` would fetch the file from the hub.
 
     Raises:
         ConfigError, KitError: as `backbone_weights`.
@@ -70,7 +71,7 @@ def backbone_to_fetch(architecture: str, key: str) -> bool:
     name = _weights_name(architecture, key)
     if not is_hub_id(name):
         return False
-    # A client that needs no model of the hub stays small
+    # The import stays here so that a client without a hub model stays small
     from osfl.kit.hub import missing_model_bytes
 
     return missing_model_bytes(name, "backbone", key) > 0
@@ -82,23 +83,23 @@ def _weights_name(architecture: str, key: str) -> str:
 
 
 def _repository(name: str, key: str) -> str:
-    """Where timm keeps a model's weights on the hub."""
+    """Return the hub's repository of a timm model's weights."""
     try:
         import timm
     except ImportError:
         raise ConfigError(
             f"{key} = 'timm:{name}' needs the package timm: pip install 'osfl[backbones]'"
         ) from None
-    known = timm.get_pretrained_cfg(name)
-    if known is None or not known.hf_hub_id:
+    pretrained = timm.get_pretrained_cfg(name)
+    if pretrained is None or not pretrained.hf_hub_id:
         raise ConfigError(
-            f"{key}: timm has no weights of {name!r} on the hub; name a file, or take 'none'"
+            f"{key}: timm has no weights of {name!r} on the hub; set {key} to a file, or to 'none'"
         )
-    return str(known.hf_hub_id)
+    return str(pretrained.hf_hub_id)
 
 
-def _folder(name: str, kind: str, key: str) -> str:
-    """A hub's model, or a folder's path as it is."""
+def _find_folder(name: str, kind: str, key: str) -> str:
+    """Return the folder of a hub's model, or a local folder's path unchanged."""
     if not is_hub_id(name) and not Path(name).is_dir():
-        raise ConfigError(f"{key}: {name!r} is no hub id (owner/name) and no folder here")
+        raise ConfigError(f"{key}: {name!r} is neither a hub id (owner/name) nor a folder")
     return find_model(name, kind, key)

@@ -1,4 +1,4 @@
-"""SHA-256 of files, remembered: gigabytes of weights are read once, not at every start."""
+"""SHA-256 of files, cached, so that gigabytes of weights are read once and not at every start."""
 
 import hashlib
 import os
@@ -12,40 +12,40 @@ from filelock import FileLock
 
 from osfl.util.files import OWNER_ONLY, make_private_folder, read_record, write_record
 
-SMALL_BYTES = 2**20  # a file below it is read each time
+SMALL_BYTES = 2**20  # a smaller file is read each time
 YOUNG_SECONDS = 2.0  # a file that has just changed may change again within its clock's tick
 CHUNK_BYTES = 2**24
-MOST_FILES = 1000  # that are remembered
+MOST_FILES = 1000  # in the cache
 
-Progress = Callable[[int], None]  # bytes read since it was last called
+Progress = Callable[[int], None]  # bytes read since the last call
 
-_here: dict[tuple[Any, ...], str] = {}  # what this process has read, by path and `_about`
+_here: dict[tuple[Any, ...], str] = {}  # this process's digests, by path and `_identity`
 
 
 def sha256_of(file: Path, progress: Progress = lambda read: None) -> str:
-    """A file's SHA-256: remembered by its path, size, time and inode, else computed.
+    """Return a file's SHA-256, cached by its path, size, modification time and inode.
 
-    Of several processes that ask for it at the same time, one reads the file.
+    If several processes need it at the same time, only one reads the file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
-    if known := _recall(file):
-        return known
+    if digest := _recall(file):
+        return digest
     if file.stat().st_size < SMALL_BYTES:
         return _read(file, progress)
-    with _alone():
-        if known := _recall(file):
-            return known
-        before = _about(file)
+    with _exclusive():
+        if digest := _recall(file):
+            return digest
+        before = _identity(file)
         digest = _read(file, progress)
-        if _about(file) == before and time.time() - file.stat().st_mtime > YOUNG_SECONDS:
+        if _identity(file) == before and time.time() - file.stat().st_mtime > YOUNG_SECONDS:
             _remember(file, before, digest)
     return digest
 
 
 def unread_bytes(files: Iterable[Path]) -> int:
-    """How many bytes `sha256_of` would have to read, small files aside."""
+    """Return how many bytes `sha256_of` would have to read, without small files."""
     sizes = (file.stat().st_size for file in files if _recall(file) is None)
     return sum(size for size in sizes if size >= SMALL_BYTES)
 
@@ -59,36 +59,37 @@ def _read(file: Path, progress: Progress) -> str:
     return digest.hexdigest()
 
 
-def _about(file: Path) -> list[int]:
+def _identity(file: Path) -> list[int]:
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
 def _recall(file: Path) -> str | None:
     name = str(file.resolve())
-    about = _about(file)
-    if digest := _here.get((name, *about)):
+    identity = _identity(file)
+    if digest := _here.get((name, *identity)):
         return digest
-    entry = _known().get(name)
-    if not isinstance(entry, dict) or entry.get("about") != about:
+    entry = _load_cache().get(name)
+    if not isinstance(entry, dict) or entry.get("about") != identity:
         return None
     digest = entry.get("sha256")
     return digest if isinstance(digest, str) and len(digest) == 64 else None
 
 
-def _remember(file: Path, about: list[int], digest: str) -> None:
-    """In this process, and for others where there is a place to write to."""
-    _here[str(file.resolve()), *about] = digest
-    kept = {name: entry for name, entry in _known().items() if os.path.isfile(name)}
-    kept.pop(str(file.resolve()), None)
-    kept = dict(list(kept.items())[1 - MOST_FILES :])
-    kept[str(file.resolve())] = {"about": about, "sha256": digest}
+def _remember(file: Path, identity: list[int], digest: str) -> None:
+    """Cache a digest in this process, and on disk for others if the cache can be written."""
+    name = str(file.resolve())
+    _here[name, *identity] = digest
+    entries = {path: entry for path, entry in _load_cache().items() if os.path.isfile(path)}
+    entries.pop(name, None)
+    entries = dict(list(entries.items())[1 - MOST_FILES :])
+    entries[name] = {"about": identity, "sha256": digest}
     with suppress(OSError):
-        write_record(_cache_file(), kept)
+        write_record(_cache_file(), entries)
 
 
-def _known() -> dict[str, Any]:
-    """What is remembered; nothing where the file is missing or damaged."""
+def _load_cache() -> dict[str, Any]:
+    """Return the cache's entries by path; none if the file is missing or corrupt."""
     try:
         return read_record(_cache_file())
     except (OSError, ValueError):
@@ -96,8 +97,8 @@ def _known() -> dict[str, Any]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One process after the other, where there is a place for a lock."""
+def _exclusive() -> Iterator[None]:
+    """Let one process in at a time, if a lock file can be written."""
     lock = FileLock(_cache_file().with_suffix(".lock"), mode=OWNER_ONLY)
     with suppress(OSError):
         make_private_folder(_cache_file().parent)
@@ -109,7 +110,7 @@ def _alone() -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what this machine remembers; it may not be there."""
+    """Return the folder of this machine's caches; it may not exist."""
     return Path(os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser()
 
 

@@ -1,8 +1,8 @@
-"""Whether a part's weights fit the model that its settings describe: all tensors' names and shapes.
+"""Check that a part's weights have the tensors, by name and shape, that its settings describe.
 
-A library that loads weights gives random numbers to a tensor that the file lacks. The comparison
-needs torch and the library, which take seconds to import, so what fits is remembered by settings
-and header; the shipped kits' parts are known.
+A library that loads weights initializes a tensor that the file lacks at random. The comparison
+needs torch and the library, which take seconds to import, so successful checks are cached by
+settings and header. The shipped kits' parts are known to fit.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from itertools import takewhile
 from typing import Any
 
 from osfl.kit.digests import cache_folder
+from osfl.kit.folder import KitError, KitFolder, file_in, inner_settings
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import KitError, KitFolder, file_in, inner_settings
 from osfl.methods import LORA, TINY_DECODER
 from osfl.util.files import read_json, write_atomically
 from osfl.util.text import sanitize
 
 MOST_LAYERS = 1000  # of a model that is built; large ones have about 100
-MOST_MARKS = 1000  # that are remembered
-_COUNTS = re.compile(r"num_.*(layers|blocks)|layers_per_block")
+MOST_MARKS = 1000  # in the cache
+_LAYER_COUNTS = re.compile(r"num_.*(layers|blocks)|layers_per_block")
 TRANSFORMERS_MODELS = ("text_encoder", "image_encoder", "captioner")
 DIFFUSERS_MODELS = ("unet", "vae", TINY_DECODER, "image_normalizer")
-# Of the shipped kits' parts; tests/unit/kit/test_fits.py tells the marks of a kit that is made anew
+# Marks of the shipped kits' parts; tests/unit/kit/test_fits.py shows those of a retrained kit
 SHIPPED = frozenset(
     {
         "03a3729e15ed44386b55e4affb957da8a39daf11c35da3546416121a5c37423b",
@@ -54,10 +54,10 @@ SHIPPED = frozenset(
 
 @dataclass(frozen=True)
 class Misfit:
-    """What is wrong with a file's tensors.
+    """The differences between a file's tensors and a model's.
 
     Attributes:
-        missing: names that the model has and the file lacks.
+        missing: names of the model's tensors that the file lacks.
         mismatched: names, with the file's shape and the model's.
     """
 
@@ -66,13 +66,13 @@ class Misfit:
 
 
 def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> None:
-    """Check that a file of weights has every tensor of its part's model, in its shape.
+    """Check that a weights file has every tensor of its part's model, in its shape.
 
     Args:
         part: the folder in the kit; "" for the folder itself.
-        kind: which part it is.
+        kind: the part's kind.
         shapes: of the file's tensors.
-        sharded: whether they are of several files.
+        sharded: whether the tensors come from several files.
 
     Raises:
         KitError: a tensor is missing or has another shape, or the settings describe no model.
@@ -80,26 +80,26 @@ def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: 
     mark = fit_mark(folder, part, kind, shapes, sharded)
     if mark in SHIPPED or mark in _remembered():
         return
-    _check_counts(folder, part)
+    _check_layer_counts(folder, part)
     try:
-        found = _misfit(folder, part, kind, shapes, sharded)
-    # Whatever a library raises for settings that somebody wrote
+        misfit = _misfit(folder, part, kind, shapes, sharded)
+    # A library raises anything for unexpected settings
     except Exception as error:
         raise KitError(
             f"{folder.setting}: {file_in(part, 'config.json')} describes no model that can be "
             f"built: {sanitize(error) or type(error).__name__}"
         ) from None
-    if found.missing or found.mismatched:
-        raise KitError(_told(folder, part, kind, shapes, sharded, found))
+    if misfit.missing or misfit.mismatched:
+        raise KitError(_misfit_message(folder, part, kind, shapes, sharded, misfit))
     _remember(mark)
 
 
 def check_lora_fit(setting: str, file: str, kit: KitFolder, shapes: Shapes) -> None:
-    """Check that every tensor of few-step weights fits a layer of a kit's UNet.
+    """Check that every tensor of a LoRA fits a layer of a kit's UNet.
 
     Args:
-        setting: as the user named the weights, for messages.
-        file: their file's name.
+        setting: the weights as the user named them, for messages.
+        file: the weights file's name.
         shapes: of its tensors.
 
     Raises:
@@ -110,30 +110,31 @@ def check_lora_fit(setting: str, file: str, kit: KitFolder, shapes: Shapes) -> N
     mark = fit_mark(kit, "unet", LORA, shapes, False)
     if mark in SHIPPED or mark in _remembered():
         return
-    _check_counts(kit, "unet")
-    begin = f"{setting}: {file} does not fit the UNet of {kit.setting}"
+    _check_layer_counts(kit, "unet")
+    prefix = f"{setting}: {file} does not fit the UNet of {kit.setting}"
     try:
-        found = _misfits_of_lora(kit, shapes)
-    # Of the renaming: the other half of a layer
+        problems = _lora_misfits(kit, shapes)
+    # The library's renaming misses the other matrix of a layer
     except KeyError as error:
-        raise KitError(f"{begin}: it lacks {sanitize(error)}") from None
-    # Whatever a library raises for names and settings that somebody wrote
+        raise KitError(f"{prefix}: it lacks {sanitize(error)}") from None
+    # A library raises anything for unexpected names and settings
     except Exception as error:
-        raise KitError(f"{begin}: {sanitize(error) or type(error).__name__}") from None
-    if found:
-        raise KitError(f"{begin}: {_told_of_lora(kit, shapes, found)}")
+        raise KitError(f"{prefix}: {sanitize(error) or type(error).__name__}") from None
+    if problems:
+        raise KitError(f"{prefix}: {_lora_misfit_message(kit, shapes, problems)}")
     _remember(mark)
 
 
 def check_loaded(info: Mapping[str, Any], setting: str, part: str) -> None:
-    """Check a library's report on what it loaded.
+    """Check a library's report on the tensors that it loaded.
 
     Args:
-        info: what `output_loading_info` gives.
-        setting: as the user named the model, for the message.
+        info: the result of `output_loading_info`.
+        setting: the model as the user named it, for the message.
 
     Raises:
-        KitError: a tensor was not in the file, or had another shape, and is a random one.
+        KitError: a tensor is missing from the file or has another shape, so that the library
+            initialized it at random.
     """
     wrong = sorted([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])])
     if wrong:
@@ -144,24 +145,23 @@ def check_loaded(info: Mapping[str, Any], setting: str, part: str) -> None:
 
 
 def check_finite(model: Any, setting: str, part: str) -> None:
-    """Check the numbers of a model that was loaded.
+    """Check that all numbers of a loaded model are finite.
 
     Raises:
-        KitError: one is NaN or infinite, as it is given or in the model's type.
+        KitError: one is NaN or infinite, in the file or in the model's dtype.
     """
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            kind = str(tensor.dtype).removeprefix("torch.")
-            cure = "" if kind == "float32" else "set synthesis.dtype to float32, or "
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            hint = "" if dtype == "float32" else "set synthesis.dtype to float32, or "
             raise KitError(
-                f"{setting}: the weights of {part} have NaN or infinity in "
-                f"{sanitize(name, 200)!r} as "
-                f"{kind}; {cure}fetch or save them again"
+                f"{setting}: the weights of {part} have NaN or infinity in {sanitize(name, 200)!r} "
+                f"as {dtype}; {hint}fetch or save them again"
             )
 
 
 def fit_mark(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> str:
-    """Return the SHA-256 of all that the comparison depends on."""
+    """Return the SHA-256 of everything that the comparison depends on."""
     settings = folder.settings(file_in(part, "config.json"))
     return _mark_of([kind, sharded, settings, sorted(shapes.items())])
 
@@ -176,103 +176,102 @@ def _misfit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bo
     return misfit_of_network(folder.path / part, kind, shapes, sharded)
 
 
-def _check_counts(folder: KitFolder, part: str) -> None:
-    """Refuse settings whose model takes minutes to build."""
+def _check_layer_counts(folder: KitFolder, part: str) -> None:
+    """Refuse settings whose model would take minutes to build."""
     file = file_in(part, "config.json")
     for key, value in inner_settings(folder.settings(file)):
-        if _COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_LAYERS:
+        if _LAYER_COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_LAYERS:
             raise KitError(
-                f"{folder.setting}: {file} says {key} = {value:.3g}; at most {MOST_LAYERS} are "
-                "built"
+                f"{folder.setting}: {file} says {key} = {value:.3g}; it must be at most "
+                f"{MOST_LAYERS}"
             )
 
 
-def _told(
-    folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool, found: Misfit
+def _misfit_message(
+    folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool, misfit: Misfit
 ) -> str:
-    """Return the message: the part, the first tensor, and a prefix that all names share."""
+    """Return a message that names the part, the first tensor, and a prefix common to all names."""
     settings = file_in(part, "config.json")
-    begin = f"{folder.setting}: the weights of {kind} do not fit {settings}: "
-    if not found.missing:
-        name, has, wants = found.mismatched[0]
-        return f"{begin}{sanitize(name, 200)} has the shape {list(has)}; it must be {list(wants)}"
-    message = f"{begin}they lack {found.missing[0]!r}"
-    if len(found.missing) > 1:
-        message += f" and {len(found.missing) - 1} more tensors"
-    for prefix in _prefixes(shapes):
+    start = f"{folder.setting}: the weights of {kind} do not fit {settings}: "
+    if not misfit.missing:
+        name, shape, required = misfit.mismatched[0]
+        return (
+            f"{start}{sanitize(name, 200)} has the shape {list(shape)}; it must be {list(required)}"
+        )
+    message = f"{start}they lack {misfit.missing[0]!r}"
+    if len(misfit.missing) > 1:
+        message += f" and {len(misfit.missing) - 1} more tensors"
+    for prefix in _common_prefixes(shapes):
         bare = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
-        if len(_misfit(folder, part, kind, bare, sharded).missing) < len(found.missing):
-            return f"{message}. {_without(prefix)}"
+        if len(_misfit(folder, part, kind, bare, sharded).missing) < len(misfit.missing):
+            return f"{message}. {_prefix_hint(prefix)}"
     return f"{message}. Fetch or save them again"
 
 
-def _misfits_of_lora(kit: KitFolder, shapes: Shapes) -> list[str]:
+def _lora_misfits(kit: KitFolder, shapes: Shapes) -> list[str]:
     from osfl.models.diffusion import misfits_of_lora
 
     return misfits_of_lora(kit.path, shapes)
 
 
-def _told_of_lora(kit: KitFolder, shapes: Shapes, found: Sequence[str]) -> str:
-    """Return the message on a LoRA's misfits: the first one, and a prefix that all names share."""
-    message = found[0]
-    if len(found) > 1:
-        message += f", and {len(found) - 1} more tensors do not fit"
-    for prefix in _prefixes(shapes):
+def _lora_misfit_message(kit: KitFolder, shapes: Shapes, problems: Sequence[str]) -> str:
+    """Return a message that names the first problem, and a prefix common to all names."""
+    message = problems[0]
+    if len(problems) > 1:
+        message += f", and {len(problems) - 1} more tensors do not fit"
+    for prefix in _common_prefixes(shapes):
         bare = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
         with suppress(ValueError, RuntimeError, KeyError):
-            if len(_misfits_of_lora(kit, bare)) < len(found):
-                return f"{message}. {_without(prefix)}"
-    return f"{message}. Take weights that were made for this kit's UNet"
+            if len(_lora_misfits(kit, bare)) < len(problems):
+                return f"{message}. {_prefix_hint(prefix)}"
+    return f"{message}. Use weights that were made for this kit's UNet"
 
 
-def _without(prefix: str) -> str:
+def _prefix_hint(prefix: str) -> str:
     return (
         f"All names in the file begin with {sanitize(prefix, 100)!r}: save the weights without "
-        "this "
-        "prefix"
+        "this prefix"
     )
 
 
-def _prefixes(names: Collection[str]) -> list[str]:
-    """Return what all names begin with, up to each of its dots."""
-    # The first and the last name in order share no more than all do
+def _common_prefixes(names: Collection[str]) -> list[str]:
+    """Return the common prefix of all names, cut after each of its dots."""
+    # The first and last names in sorted order share no more than all names do
     first, last = min(names), max(names)
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
     common = "".join(letter for letter, _ in shared)
     return [common[: dot.end()] for dot in re.finditer(r"\.", common)]
 
 
-# ---- Memory ----
+# ---- Cache ----
 
 
 @contextmanager
-def remembered(about: Sequence[Any]) -> Iterator[bool]:
-    """Yield whether a check of what this is about succeeded before; remember it if it does now."""
-    mark = _mark_of(about)
-    known = mark in SHIPPED or mark in _remembered()
-    yield known
-    if not known:
+def remembered(subject: Sequence[Any]) -> Iterator[bool]:
+    """Yield whether a check of this subject succeeded before; cache it if it succeeds now."""
+    mark = _mark_of(subject)
+    is_cached = mark in SHIPPED or mark in _remembered()
+    yield is_cached
+    if not is_cached:
         _remember(mark)
 
 
-def _mark_of(about: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+def _mark_of(subject: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
 
 
 def _remembered() -> list[str]:
-    """Return the marks of what fits; none where the file is missing, damaged or of other
-    libraries.
-    """
+    """Return the cached marks; none if the file is missing, corrupt or from other libraries."""
     with suppress(OSError):
-        known = read_json(cache_folder() / "fits.json")
-        marks = known.get("marks")
-        if known.get("libraries") == _libraries() and isinstance(marks, list):
+        content = read_json(cache_folder() / "fits.json")
+        marks = content.get("marks")
+        if content.get("libraries") == _libraries() and isinstance(marks, list):
             return marks
     return []
 
 
 def _remember(mark: str) -> None:
-    """Keep a mark, where there is a place to write to."""
+    """Cache a mark, if the cache can be written."""
     marks = [*_remembered(), mark][-MOST_MARKS:]
     content = json.dumps({"libraries": _libraries(), "marks": marks}, indent=1) + "\n"
     with suppress(OSError):

@@ -1,6 +1,7 @@
-"""Headers of safetensors files: names and shapes of tensors, without the tensors.
+"""Read the headers of safetensors files: the names and shapes of tensors, without the tensors.
 
-A header of a few megabytes can name a million empty tensors, which take half a minute and 400 MB.
+The size of a header is limited: a few megabytes can name a million empty tensors, which would take
+half a minute and 400 MB.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from osfl.util.files import CorruptFileError, not_weights, placeholder_problem
 from osfl.util.text import sanitize
 
 MOST_HEADER_BYTES = 2**23  # the UNet of SDXL has 250 kB
-# Types of quantized weights, which are numbers of the model only with the scales beside them
+# Types of quantized weights, which a model can use only with their scales
 QUANTIZED = ("I8", "U8", "I4", "U4", "F4")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -25,14 +26,14 @@ def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, 
         is_network: whether the file has a network's weights, which must not be quantized.
 
     Raises:
-        CorruptFileError: the file cannot be read, is something else, its header is longer than
-            `MOST_HEADER_BYTES`, it speaks of more or fewer bytes than the file has, or its weights
-            are quantized.
+        CorruptFileError: the file cannot be read or is not safetensors, its header is longer than
+            `MOST_HEADER_BYTES` or states another size than the file's, or its weights are
+            quantized.
     """
     try:
         check_header(file)
         with safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
             if is_network:
                 _check_types({name: part.get_dtype() for name, part in slices.items()})
             return {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -43,21 +44,20 @@ def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, 
 
 
 def _check_types(types: Mapping[str, str]) -> None:
-    for name, kind in types.items():
-        if kind in QUANTIZED:
+    for name, dtype in types.items():
+        if dtype in QUANTIZED:
             raise CorruptFileError(
-                f"{sanitize(name, 200)!r} is of type {kind}, as quantized weights are; it must "
-                "have "
-                "floating-point numbers of 16 or 32 bits"
+                f"{sanitize(name, 200)!r} is of type {dtype}, as quantized weights are; it must "
+                "have floating-point numbers of 16 or 32 bits"
             )
 
 
 def check_header(file: Path) -> None:
-    """Check that a file begins as safetensors do, before a library reads its header.
+    """Check that a file starts like safetensors, before a library reads its header.
 
     Raises:
-        CorruptFileError: it is something else, or its header is too long.
-        OSError: it cannot be read.
+        CorruptFileError: it does not, or its header is too long.
+        OSError: the file cannot be read.
     """
     with open(file, "rb") as opened:
         start = opened.read(200)
@@ -68,5 +68,5 @@ def check_header(file: Path) -> None:
         if problem := not_weights(start):
             raise CorruptFileError(problem)
         raise CorruptFileError(
-            f"header too large: {length:,} bytes, of at most {MOST_HEADER_BYTES:,} that are read"
+            f"header too large: {length:,} bytes; it must have at most {MOST_HEADER_BYTES:,}"
         )

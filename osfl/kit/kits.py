@@ -1,63 +1,29 @@
-"""Where a kit is, and which of its files are loaded.
+"""Find kits (model bundles), list the files that are loaded, and hash them.
 
-Imports no model library: a client that needs only a file of it stays small.
+Imports no model library, so that a client that needs a single file of a kit stays small.
 """
 
 import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlparse
 
 from osfl.kit.digests import sha256_of
-from osfl.methods import DIFFUSION_PARTS, LORA, TINY_DECODER
-from osfl.util.files import parse_json, read_bounded
-from osfl.util.text import sanitize
+from osfl.kit.folder import KitError, KitFolder
+from osfl.methods import DIFFUSION_PARTS
 
-# How the file of a part's weights begins: diffusers' name, or transformers'.
-WEIGHTS: Mapping[str, str] = {
-    "vae": "diffusion_pytorch_model",
-    "unet": "diffusion_pytorch_model",
-    "image_normalizer": "diffusion_pytorch_model",
-    TINY_DECODER: "diffusion_pytorch_model",
-    "text_encoder": "model",
-    "image_encoder": "model",
-    "captioner": "model",
-    "backbone": "model",
-    LORA: "pytorch_lora_weights",
-}
-# Of the weights: those of half precision are taken where there are no others.
-VARIANTS = ("", ".fp16")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
-_SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
-MOST_SETTINGS_BYTES = 2**23  # the tokenizer of CLIP has 2.2 MB
-# What else the loaders read of a part.
-SETTINGS: tuple[str, ...] = (
-    "config.json",
-    "generation_config.json",
-    "scheduler_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-)
 
 
 def initialisation_part(architecture: str, kit: str) -> str:
-    """The file of a kit folder that an architecture's initial weights come from.
+    """Return the file of a kit that holds an architecture's initial weights.
 
-    A ResNet-34 grows out of the ResNet-18 where the kit has no weights of its own for it.
+    A kit without a ResNet-34 uses its ResNet-18, from which the ResNet-34 is grown.
     """
     file = f"classifiers/{architecture}.safetensors"
     if architecture == "resnet34" and not (Path(kit) / file).is_file():
@@ -65,16 +31,7 @@ def initialisation_part(architecture: str, kit: str) -> str:
     return file
 
 
-def _is_shard(name: object) -> bool:
-    """Whether an index names a plain file of its own folder."""
-    return isinstance(name, str) and bool(_SHARD.fullmatch(name))
-
-
-class KitError(ValueError):
-    """A kit that cannot be used; the message says what to do."""
-
-
-Progress = Callable[[int, int], None]  # bytes fetched, of how many
+Progress = Callable[[int, int], None]  # bytes fetched, total bytes
 
 
 def _silent(fetched: int, total: int) -> None:
@@ -82,21 +39,19 @@ def _silent(fetched: int, total: int) -> None:
 
 
 def find_kit(name: str, parts: Iterable[str] = (), progress: Progress = _silent) -> str:
-    """The folder of a kit.
-
-    Of one of the hub, which is fetched unless it is there.
+    """Return the folder of a kit. A hub's kit is fetched unless it is cached.
 
     Args:
         name: a shipped kit (`digits`), a path, or a hub id (`owner/name@revision`).
-        parts: what a hub's kit is needed for beyond its settings: folders and files of it.
+        parts: folders and files of a hub's kit that are needed besides its settings.
         progress: called while a hub's weights are fetched.
 
     Raises:
         FileNotFoundError: no kit of this name is shipped.
-        KitError: the hub is not reached, has no such kit, or one of another kind.
+        KitError: the hub cannot be reached, has no such kit, or the kit is unsupported.
     """
     if is_hub_id(name):
-        # A client that needs no kit stays small
+        # The import stays here so that a client without a kit stays small
         from osfl.kit.hub import fetch_kit
 
         return str(fetch_kit(name, parts, progress))
@@ -115,11 +70,11 @@ def find_kit(name: str, parts: Iterable[str] = (), progress: Progress = _silent)
 
 
 def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -> str:
-    """The folder of a model that is one part alone, such as a captioner, or of a kit with it.
+    """Return the folder of a single-part model, such as a captioner, or of a kit that has the part.
 
     Args:
-        source: a path, or a hub id, which is fetched unless it is there.
-        kind: the part; "": the settings alone are fetched.
+        source: a path, or a hub id, which is fetched unless it is cached.
+        kind: the part; with "", only the settings are fetched.
         key: of the configuration, for messages.
 
     Raises:
@@ -133,158 +88,50 @@ def find_model(source: str, kind: str, key: str, progress: Progress = _silent) -
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it is `owner/name` or `owner/name@revision`, and no folder here."""
+    """Return whether a name is `owner/name` or `owner/name@revision`, and not a local path."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
 def kit_roots() -> list[Path]:
-    """The installed package's kits.
+    """Return the folders that hold shipped kits.
 
-    Not beside this file, which may be the copy in a Flower bundle, where kits are left out.
+    The installed package comes first: this file may be the copy in a Flower bundle, which has no
+    kits beside it.
     """
     roots = []
-    # Installed with `pip install -e`: the checkout, before the copy made at installation
+    # After `pip install -e`, the checkout comes before the copy that the installation made
     with suppress(PackageNotFoundError):
         origin = json.loads(distribution("osfl").read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):
             roots.append(Path(unquote(urlparse(origin["url"]).path)) / "kits")
-    if (
-        spec := importlib.util.find_spec("osfl_kits")
-    ) and spec.submodule_search_locations:  # installed from a wheel
+    # Installed from a wheel
+    spec = importlib.util.find_spec("osfl_kits")
+    if spec and spec.submodule_search_locations:
         roots.append(Path(next(iter(spec.submodule_search_locations))))
     roots.append(Path(__file__).resolve().parents[2] / "kits")
     return [root for root in roots if root.is_dir()]
 
 
-def file_in(part: str, name: str) -> str:
-    """The path of a part's file in its kit; "" is the kit's folder itself."""
-    return f"{part}/{name}" if part else name
-
-
-def inner_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every key with its value, those of inner settings too."""
-    for key, value in settings.items():
-        yield key, value
-        if isinstance(value, dict):
-            yield from inner_settings(value)
-
-
-@dataclass(frozen=True)
-class KitFolder:
-    """A kit's files: those in a folder, and those that the hub has."""
-
-    setting: str  # as the user named it, for messages: kit = '/a/folder'
-    path: Path
-    on_hub: frozenset[str] = frozenset()
-
-    def has(self, file: str) -> bool:
-        """Whether there is such a file, here or on the hub."""
-        return (self.path / file).is_file() or file in self.on_hub
-
-    def names(self, part: str) -> list[str]:
-        """The names of a part's files."""
-        here = [file.name for file in (self.path / part).glob("*") if file.is_file()]
-        there = [Path(name) for name in self.on_hub]
-        return sorted({*here, *(file.name for file in there if file.parent == Path(part))})
-
-    def settings(self, file: str) -> dict[str, Any]:
-        """A file of settings.
-
-        Raises:
-            KitError: it is missing, no JSON object, too large or nested too deep.
-        """
-        try:
-            content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
-        except (OSError, ValueError) as error:
-            raise KitError(f"{self.setting}: {file} cannot be loaded: {sanitize(error)}") from None
-        if not isinstance(content, dict):
-            raise KitError(f"{self.setting}: {file} cannot be loaded: it is no JSON object")
-        return content
-
-    def weights(self, part: str, kind: str = "") -> list[str]:
-        """The file of weights that a part's loader takes, or the index of several and they.
-
-        [] where there is neither.
-
-        Args:
-            part: a folder of the kit; "" for the folder itself.
-            kind: which part it stands for, where the folder's name does not say so.
-
-        Raises:
-            KitError: the index is damaged.
-        """
-        stem = WEIGHTS.get(kind or part)
-        if stem is None:
-            return []
-        for variant in VARIANTS:
-            single = file_in(part, f"{stem}{variant}.safetensors")
-            index = file_in(part, f"{stem}.safetensors.index{variant}.json")
-            # Where there are both, diffusers takes the index, transformers the single file.
-            order = (index, single) if stem.startswith("diffusion") else (single, index)
-            chosen = next((file for file in order if self.has(file)), "")
-            if chosen == index:
-                return [index, *self._shards(part, index)]
-            if chosen:
-                return [chosen]
-        return []
-
-    def _shards(self, part: str, index: str) -> list[str]:
-        """The files that an index names."""
-        content = self.settings(index)
-        shards = content.get("weight_map")
-        if not isinstance(shards, dict) or "metadata" not in content:
-            raise KitError(
-                f"{self.setting}: {index} cannot be loaded: it has no weight_map or metadata"
-            )
-        if strange := [name for name in shards.values() if not _is_shard(name)]:
-            raise KitError(
-                f"{self.setting}: {index} names {sanitize(repr(strange[0]), 100)}; it must name "
-                "safetensors beside it, by letters, digits, '.', '_' and '-'"
-            )
-        return [file_in(part, shard) for shard in sorted(set(shards.values()))]
-
-    def variant(self, part: str, kind: str = "") -> str | None:
-        """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing."""
-        weights = self.weights(part, kind)
-        return "fp16" if weights and ".fp16." in Path(weights[0]).name else None
-
-    def place_of(self, kind: str) -> str:
-        """The folder of a part in a kit; "" where the model is that part alone."""
-        return kind if self.has(file_in(kind, "config.json")) else ""
-
-    def loaded(self, part: str, kind: str = "") -> list[str]:
-        """Every file of a part that is loaded.
-
-        Not the variants, formats and examples that lie beside them.
-        """
-        if self.has(part):
-            return [part]
-        settings = [file_in(part, name) for name in SETTINGS]
-        return sorted(file for file in (*settings, *self.weights(part, kind)) if self.has(file))
-
-
 def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
-    """The files of some of a kit folder's parts that are loaded, by their paths in it."""
+    """Return the files that are loaded of some parts of a kit folder, by their paths in it."""
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
-    return {file: folder.path / file for part in parts for file in _what_is_there(folder, part)}
+    return {file: folder.path / file for part in parts for file in _readable_files(folder, part)}
 
 
-def _what_is_there(folder: KitFolder, part: str) -> list[str]:
-    """Of a damaged part, nothing: `check_kit` says what is wrong with it."""
+def _readable_files(folder: KitFolder, part: str) -> list[str]:
+    """List a part's loaded files; a corrupt part has none, and `check_kit` reports it."""
     with suppress(KitError):
         return folder.loaded(part)
     return []
 
 
 def download_bytes(kit: str, parts: Iterable[str]) -> int:
-    """Bytes of the files that are loaded of some of a kit folder's parts."""
+    """Return the bytes of the files that are loaded of some parts of a kit folder."""
     return sum(file.stat().st_size for file in loaded_files(kit, parts).values())
 
 
 def model_bytes(folder: str, kind: str) -> int:
-    """Bytes of the files that are loaded of a model that is one part alone, or of that part of a
-    kit.
-    """
+    """Return the bytes of the files that are loaded of a single-part model, or of a kit's part."""
     model = KitFolder(folder, Path(folder))
     files = model.loaded(model.place_of(kind), kind)
     return sum((model.path / file).stat().st_size for file in files)
@@ -293,43 +140,44 @@ def model_bytes(folder: str, kind: str) -> int:
 def file_digests(
     kit: str, parts: Iterable[str], progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, str]:
-    """SHA-256 of every file that is loaded of some of a kit folder's parts, by its path in the kit.
+    """Return the SHA-256 of every file that is loaded of some parts, by its path in the kit.
 
     Args:
-        progress: called with the number of bytes that were read since it was last called.
+        progress: called with the bytes read since the last call.
     """
     return {name: sha256_of(file, progress) for name, file in loaded_files(kit, parts).items()}
 
 
 def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
-    """As `file_digests`, of the weights alone."""
+    """Return the same as `file_digests`, for weights only."""
     files = loaded_files(kit, parts).items()
     return {name: sha256_of(file) for name, file in files if file.suffix == ".safetensors"}
 
 
 def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
-    """SHA-256 over the names and bytes of the files that are loaded of some parts."""
-    return _together(file_digests(str(kit), parts))
+    """Return one SHA-256 over the names and bytes of the files that are loaded of some parts."""
+    return _combined_digest(file_digests(str(kit), parts))
 
 
 def part_digest(source: str, kind: str) -> str:
-    """As `kit_digest`, of a folder that is one part alone, such as a small decoder."""
+    """Return one SHA-256 as `kit_digest`, for a single-part model such as a tiny autoencoder."""
     folder = KitFolder(source, Path(source))
-    return _together({file: sha256_of(folder.path / file) for file in folder.loaded("", kind)})
+    digests = {file: sha256_of(folder.path / file) for file in folder.loaded("", kind)}
+    return _combined_digest(digests)
 
 
-def _together(of_files: Mapping[str, str]) -> str:
-    digest = hashlib.sha256()
-    for name, one in sorted(of_files.items()):
-        digest.update(name.encode() + b"\0" + bytes.fromhex(one))
-    return digest.hexdigest()
+def _combined_digest(file_digests: Mapping[str, str]) -> str:
+    combined = hashlib.sha256()
+    for name, digest in sorted(file_digests.items()):
+        combined.update(name.encode() + b"\0" + bytes.fromhex(digest))
+    return combined.hexdigest()
 
 
 def image_size(kit: str) -> int:
-    """Pixels on a side of the kit's images.
+    """Return the side of the kit's images in pixels.
 
     Raises:
-        KitError: the kit is not there, or its settings do not say so.
+        KitError: the kit is missing, or its settings lack the size.
     """
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
     side = folder.settings("unet/config.json").get("sample_size")
@@ -343,29 +191,29 @@ def image_size(kit: str) -> int:
 
 
 def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """(text condition (L, d), latent (c, h, w), width of the image condition or 0) of a kit.
+    """Return (text condition (L, d), latent (c, h, w), image-condition width or 0) of a kit.
 
-    By its settings alone, as the libraries read them.
+    Only the settings are read, with the libraries' defaults.
 
     Raises:
-        KitError: they are missing, or lack a size.
+        KitError: the settings are missing, or a size is not a whole number.
     """
     folder = KitFolder(f"kit = {kit!r}", Path(kit))
     unet = folder.settings("unet/config.json")
     text = folder.settings("text_encoder/config.json")
-    # A whole CLIP's
+    # A full CLIP nests its text encoder's settings
     text = text["text_config"] if isinstance(text.get("text_config"), dict) else text
-    places = text.get("max_position_embeddings", 77)
+    positions = text.get("max_position_embeddings", 77)
     file = "tokenizer/tokenizer_config.json"
     tokenizer = folder.settings(file) if folder.has(file) else {}
-    # Without a length, a tokenizer makes any number of tokens
-    tokens = tokenizer.get("model_max_length") or places
+    # A tokenizer without a maximum length makes any number of tokens
+    tokens = tokenizer.get("model_max_length") or positions
     width = text.get("hidden_size", 512)
     channels = unet.get("in_channels", 4)
     size = unet.get("sample_size")
     image = unet.get("projection_class_embeddings_input_dim") or 0
     try:
-        condition = int(min(tokens, places)), int(width)
+        condition = int(min(tokens, positions)), int(width)
         return condition, (int(channels), int(size), int(size)), int(image)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise KitError(
@@ -375,9 +223,9 @@ def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
 
 
 def variant_of(kit: str, part: str, kind: str = "") -> str | None:
-    """What `from_pretrained` must be told to take a part's weights: "fp16", or nothing.
+    """Return `from_pretrained`'s `variant` for a part's weights: "fp16" or None.
 
     Raises:
-        KitError: its index is damaged.
+        KitError: the part's index is corrupt.
     """
     return KitFolder(f"kit = {kit!r}", Path(kit)).variant(part, kind)

@@ -1,7 +1,7 @@
-"""Whether all models that a run loads are there and fit: asked by `osfl doctor`, `osfl run` and its
-`--dry-run`, and by the server and the clients before anybody works.
+"""Check that all models that a run loads exist and fit.
 
-What was checked before is remembered, so that joining does without torch.
+`osfl doctor`, `osfl run` and its `--dry-run`, the server and the clients run these checks before
+any work begins. Successful checks are cached, so that a client can join without importing torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,13 +19,15 @@ from osfl.kit.check import (
 )
 from osfl.kit.digests import sha256_of
 from osfl.kit.fits import remembered
+from osfl.kit.folder import KitFolder
 from osfl.kit.initial_weights import initial_weights, weights_to_fetch
-from osfl.kit.kits import KitFolder, find_kit, initialisation_part, is_hub_id
+from osfl.kit.kits import find_kit, initialisation_part, is_hub_id
 from osfl.kit.used_parts import RunModel, run_models
 from osfl.methods import LORA, TINY_DECODER
 
 GB = 1e9
-_APART: dict[str, Callable[[str], None]] = {
+# Checks of models outside the kit, by part
+_CHECKS: dict[str, Callable[[str], None]] = {
     "captioner": check_captioner,
     "image_encoder": check_image_encoder,
     TINY_DECODER: check_small_decoder,
@@ -34,12 +36,12 @@ _APART: dict[str, Callable[[str], None]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model of a run is.
+    """The location of one of a run's models.
 
     Attributes:
         model: the model.
-        folder: where it is, or what it is called.
-        to_fetch: how much of it a run will fetch, in words; "": all is here, and was checked.
+        folder: its folder, or its name.
+        to_fetch: how much of it a run will fetch, as text; "": the model is local and checked.
     """
 
     model: RunModel
@@ -47,32 +49,30 @@ class Place:
     to_fetch: str = ""
 
     def __str__(self) -> str:
-        """Return where it is, or how much of it a run will fetch."""
-        return (
-            f"{self.folder}, of which a run will fetch {self.to_fetch}"
-            if self.to_fetch
-            else self.folder
-        )
+        """Return the location, and how much of the model a run will fetch."""
+        if self.to_fetch:
+            return f"{self.folder}, of which a run will fetch {self.to_fetch}"
+        return self.folder
 
 
 def check_run_models(config: RunConfig, models: Iterable[RunModel] | None = None) -> list[Place]:
-    """Check every model that a run loads, as far as that needs nothing of the network but settings.
+    """Check every model that a run loads; fetch at most its settings.
 
     Args:
-        models: those alone.
+        models: check only these; None: all.
 
     Raises:
         ClassifierError, ConfigError, FileNotFoundError, KitError: one is missing or does not fit.
     """
     return [
-        _check_here(model, config)
+        _check_local(model, config)
         for model in run_models(config)
         if models is None or model in models
     ]
 
 
 def check_models_apart(config: RunConfig, loaded_by: str) -> None:
-    """Check the models that are named apart from the kit; they are fetched unless they are there.
+    """Check the models that are named outside the kit; fetch those that are missing.
 
     Args:
         loaded_by: "clients" or "server".
@@ -82,24 +82,24 @@ def check_models_apart(config: RunConfig, loaded_by: str) -> None:
     """
     for model in run_models(config):
         if model.loaded_by == loaded_by and model.is_apart:
-            _check_apart(model, config)
+            _check_outside_kit(model, config)
 
 
-def _check_apart(model: RunModel, config: RunConfig) -> None:
+def _check_outside_kit(model: RunModel, config: RunConfig) -> None:
     (part,) = model.parts
     if part == LORA:
         check_lora(model.source, find_kit(config.sampling_kit))
     else:
-        _APART[part](model.source)
+        _CHECKS[part](model.source)
 
 
 def check_initial_weights(config: ClassifierConfig, kit: str, key: str) -> None:
-    """Check that a classifier's initial weights fit it; they are fetched unless they are there.
+    """Check that a classifier's initial weights fit it; fetch them if they are missing.
 
     Args:
-        config: of one architecture.
-        kit: the kit's folder, where `init` is `kit`.
-        key: what `init` is called in the run-config.
+        config: settings with a single architecture.
+        kit: the kit's folder, for `init = "kit"`.
+        key: the name of `init` in the run-config.
 
     Raises:
         ClassifierError: they do not fit, or there is no such architecture.
@@ -111,7 +111,7 @@ def check_initial_weights(config: ClassifierConfig, kit: str, key: str) -> None:
 
 
 def check_noise_schedule(kit: str, steps: int) -> None:
-    """Check that images can be drawn by a kit's noise schedule in this number of steps.
+    """Check that a kit's noise schedule supports sampling in this number of steps.
 
     Args:
         kit: a folder.
@@ -121,8 +121,8 @@ def check_noise_schedule(kit: str, steps: int) -> None:
     """
     check_kit(kit, ("scheduler",))
     settings = KitFolder(f"kit = {kit!r}", Path(kit)).settings("scheduler/scheduler_config.json")
-    with remembered(["noise schedule", settings]) as known:
-        if not known:
+    with remembered(["noise schedule", settings]) as is_cached:
+        if not is_cached:
             # Seconds to import
             from osfl.models.diffusion import check_schedule
 
@@ -131,24 +131,24 @@ def check_noise_schedule(kit: str, steps: int) -> None:
 
 
 def _check_weights_file(config: ClassifierConfig, file: Path, key: str) -> None:
-    # What is missing is said by the loading
-    about = [config.architecture, config.small_stem, config.init == "kit"]
+    subject = [config.architecture, config.small_stem, config.init == "kit"]
+    # The loader reports a missing file
     digest = sha256_of(file) if file.is_file() else ""
-    with remembered(["initial weights", *about, digest]) as known:
-        if not known:
+    with remembered(["initial weights", *subject, digest]) as is_cached:
+        if not is_cached:
             # Seconds to import
             from osfl.models.classifiers import check_initialisation
 
             check_initialisation(config, file, key)
 
 
-def _check_here(model: RunModel, config: RunConfig) -> Place:
+def _check_local(model: RunModel, config: RunConfig) -> Place:
     if model.classifier is not None:
-        return _check_weights_here(model, model.classifier)
+        return _check_local_weights(model, model.classifier)
     if missing := _missing_bytes(model):
         return Place(model, model.source, f"{missing / GB:.2f} GB")
     if not model.is_kit:
-        _check_apart(model, config)
+        _check_outside_kit(model, config)
         return Place(model, model.source)
     folder = find_kit(model.source, model.parts)
     check_kit(folder, model.parts, model.key, model.takes_image)
@@ -156,10 +156,10 @@ def _check_here(model: RunModel, config: RunConfig) -> Place:
 
 
 def _missing_bytes(model: RunModel) -> int:
-    """Return how many bytes of a model a run will fetch of the hub."""
+    """Return how many bytes of a model a run will fetch from the hub."""
     if not is_hub_id(model.source):
         return 0
-    # A client that needs no model of the hub stays small
+    # The import stays here so that a client without a hub model stays small
     from osfl.kit.hub import missing_bytes, missing_model_bytes
 
     if model.is_kit:
@@ -167,15 +167,15 @@ def _missing_bytes(model: RunModel) -> int:
     return missing_model_bytes(model.source, model.parts[0], model.key)
 
 
-def _check_weights_here(model: RunModel, settings: ClassifierConfig) -> Place:
+def _check_local_weights(model: RunModel, settings: ClassifierConfig) -> Place:
     kit = find_kit(model.source) if settings.init == "kit" else ""
-    what = kit or f"{settings.init}: {settings.architecture}"
-    # Of the hub's kits, which are listed themselves
+    name = kit or f"{settings.init}: {settings.architecture}"
+    # A hub's kit is listed as a model of its own
     is_absent = (
         is_hub_id(model.source)
         and not Path(kit, initialisation_part(settings.architecture, kit)).is_file()
     )
     if is_absent or weights_to_fetch(settings, model.key):
-        return Place(model, what, "the weights")
+        return Place(model, name, "the weights")
     check_initial_weights(settings, kit, model.key)
-    return Place(model, what)
+    return Place(model, name)

@@ -1,4 +1,4 @@
-"""Which parts of which kit a run uses, and which models it begins with."""
+"""List the parts of each kit that a run uses, and the models that it starts from."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -7,30 +7,28 @@ from pathlib import Path
 
 from osfl.config import ClassifierConfig, RunConfig, split_names
 from osfl.kit.digests import unread_bytes
-from osfl.kit.kits import KitError, file_digests, find_kit, initialisation_part, loaded_files
+from osfl.kit.folder import KitError
+from osfl.kit.kits import file_digests, find_kit, initialisation_part, loaded_files
 from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, TINY_DECODER
 
 
 def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
-    """The folders and files of the kit that a client needs; () if it needs none.
+    """Return the folders and files of the kit that a client needs; () if it needs none.
+
+    A captioner or image encoder that the run names itself does not come from the kit.
 
     Args:
-        kit: its folder: what it has decides where a ResNet-34's first weights come from.
-
-    A captioner or image encoder that the run names itself is not the kit's.
+        kit: its folder; its files decide where a ResNet-34's initial weights come from.
     """
     method = METHODS[config.method]
-    elsewhere: tuple[str, ...] = ("captioner",) if config.captioner else ()
-    # Whose UNet knows the embeddings of its own kit's encoder alone
+    named: tuple[str, ...] = ("captioner",) if config.captioner else ()
+    # FedDISC's UNet understands only the embeddings of its own kit's encoder
     if config.image_encoder and config.method != "feddisc":
-        elsewhere += IMAGE_ENCODER_PARTS
-    parts = tuple(part for part in method.client_parts if part not in elsewhere)
+        named += IMAGE_ENCODER_PARTS
+    parts = tuple(part for part in method.client_parts if part not in named)
     if begins_at_clients(config) and config.classifier.init == "kit":
-        parts += tuple(
-            dict.fromkeys(
-                initialisation_part(a, kit) for a in split_names(config.classifier.architecture)
-            )
-        )
+        architectures = split_names(config.classifier.architecture)
+        parts += tuple(dict.fromkeys(initialisation_part(name, kit) for name in architectures))
     return parts
 
 
@@ -39,13 +37,13 @@ class RunModel:
     """A model that a run loads.
 
     Attributes:
-        key: of the run-config, which names it.
+        key: the run-config's key that names it.
         source: a shipped kit, a folder, a file or a hub id.
-        parts: of a kit, the folders and files that are loaded; else the one part that it is.
+        parts: a kit's folders and files that are loaded, or the single part that the model is.
         loaded_by: "clients" or "server".
         is_kit: whether the source is a kit.
-        takes_image: whether a kit's UNet must take an image's embedding; None: either.
-        classifier: of initial weights, the settings of the classifier that begins with them.
+        takes_image: whether a kit's UNet must take an image embedding; None: either.
+        classifier: for initial weights, the settings of the classifier that starts from them.
     """
 
     key: str
@@ -58,19 +56,19 @@ class RunModel:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is a model that is named apart from the kit."""
+        """True if the model is named outside the kit."""
         return not self.is_kit and self.classifier is None
 
     @property
     def is_of_kit(self) -> bool:
-        """Whether it is a kit, or initial weights that are in one."""
+        """True if the model is a kit, or initial weights inside one."""
         return self.is_kit or (self.classifier is not None and self.classifier.init == "kit")
 
 
 def run_models(config: RunConfig) -> list[RunModel]:
-    """Return every model that a run loads: kits, models named apart, classifiers' initial weights.
+    """Return every model that a run loads: kits, models outside them, classifiers' initial weights.
 
-    Initial weights of a kit come after the kit.
+    Initial weights in a kit come after the kit.
     """
     models = []
     for step, (kit, parts) in used_parts(config).items():
@@ -80,29 +78,30 @@ def run_models(config: RunConfig) -> list[RunModel]:
         models.append(RunModel(key, kit, parts, side, True, takes_image))
     for key, source, part in models_apart(config):
         models.append(RunModel(key, source, (part,), "clients"))
-    for key, source, part in _sampling_models_apart(config):
+    for key, source, part in _sampling_models_outside_kit(config):
         models.append(RunModel(key, source, (part,), "server"))
     return [*models, *_initial_weights(config)]
 
 
-def _sampling_models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
-    """(key, folder, file or hub id, part) of what the server draws with beside the kit."""
-    named = [
+def _sampling_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return (key, source, part) of the server's sampling models that are not in the kit."""
+    if not METHODS[config.method].samples:
+        return []
+    models = [
         ("synthesis.small-decoder", config.synthesis.small_decoder, TINY_DECODER),
         ("synthesis.lora", config.synthesis.lora, LORA),
     ]
-    apart = [each for each in named if each[1] not in ("", "kit")]
-    return apart if METHODS[config.method].samples else []
+    return [(key, source, part) for key, source, part in models if source not in ("", "kit")]
 
 
 def _initial_weights(config: RunConfig) -> list[RunModel]:
-    begun = [(*each, "server") for each in initial_models(config)]
+    classifiers = [(key, settings, "server") for key, settings in initial_models(config)]
     if begins_at_clients(config):
         for name in split_names(config.classifier.architecture):
             settings = replace(config.classifier, architecture=name)
-            begun.append(("classifier.init", settings, "clients"))
+            classifiers.append(("classifier.init", settings, "clients"))
     models = []
-    for key, settings, side in begun:
+    for key, settings, side in classifiers:
         if settings.init != "none":
             source = config.kit if settings.init == "kit" else settings.init
             models.append(RunModel(key, source, (), side, classifier=settings))
@@ -110,34 +109,34 @@ def _initial_weights(config: RunConfig) -> list[RunModel]:
 
 
 def begins_at_clients(config: RunConfig) -> bool:
-    """Whether clients load a classifier's initial weights."""
+    """Return whether clients load a classifier's initial weights."""
     method = METHODS[config.method]
     return method.payload == "Classifier" or method.features
 
 
 def models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
-    """(key, folder or hub id, part) of each of the clients' models that is no part of the kit."""
+    """Return (key, folder or hub id, part) of the clients' models that are not in the kit."""
     needed = METHODS[config.method].client_parts
-    given = kit_parts(config)
+    in_kit = kit_parts(config)
     models = []
-    if "captioner" in needed and "captioner" not in given:
+    if "captioner" in needed and "captioner" not in in_kit:
         models.append(("captioner", config.captioner, "captioner"))
-    if "image_encoder" in needed and "image_encoder" not in given:
+    if "image_encoder" in needed and "image_encoder" not in in_kit:
         models.append(("image-encoder", config.image_encoder, "image_encoder"))
     return models
 
 
 def sampling_parts(config: RunConfig) -> tuple[str, ...]:
-    """The folders of the kit that the server draws with."""
-    small = (TINY_DECODER,) if config.synthesis.small_decoder == "kit" else ()
+    """Return the folders of the kit that the server samples with."""
+    decoder = (TINY_DECODER,) if config.synthesis.small_decoder == "kit" else ()
     lora = (LORA,) if config.synthesis.lora == "kit" else ()
-    return (*DIFFUSION_PARTS, *small, *lora)
+    return (*DIFFUSION_PARTS, *decoder, *lora)
 
 
 def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """(kit, its parts) that each step of a run comes from.
+    """Return (kit, its parts) for each step of a run that uses one.
 
-    The clients' payloads, the images, the global models.
+    The steps are `payloads` (the clients' payloads), `images` and `models` (the global models).
     """
     method = METHODS[config.method]
     used = {}
@@ -145,41 +144,41 @@ def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
         used["payloads"] = (config.sampling_kit, parts)
     if method.samples:
         used["images"] = (config.sampling_kit, sampling_parts(config))
-    begun = [settings for _, settings in initial_models(config) if settings.init == "kit"]
-    if begun:
+    names = [model.architecture for _, model in initial_models(config) if model.init == "kit"]
+    if names:
         kit = _folder(config.kit)
-        files = dict.fromkeys(initialisation_part(each.architecture, kit) for each in begun)
+        files = dict.fromkeys(initialisation_part(name, kit) for name in names)
         used["models"] = (config.kit, tuple(files))
     return used
 
 
 def _folder(kit: str) -> str:
-    """Where a kit is; nowhere, which `used_digests` bears, where it is not there."""
+    """Return a kit's folder; "" if the kit is missing."""
     with suppress(FileNotFoundError, KitError):
         return find_kit(kit)
     return ""
 
 
 def final_model(config: RunConfig) -> ClassifierConfig:
-    """The settings of the model that a method's rounds end with.
+    """Return the settings of the final model of an iterative baseline.
 
-    The clients' only architecture; of FedDF, `global-model.architecture`, which may be one of the
-    clients' (it is then trained as theirs) or none of them.
+    Its architecture is the clients' only one. FedDF uses `global-model.architecture`: if clients
+    use it too, the model is trained with their settings.
     """
-    clients = split_names(config.classifier.architecture)
-    wanted = config.global_model.architecture
+    client_architectures = split_names(config.classifier.architecture)
+    architecture = config.global_model.architecture
     if config.method != "feddf":
-        return replace(config.classifier, architecture=clients[0])
-    if wanted in clients:
-        return replace(config.classifier, architecture=wanted)
+        return replace(config.classifier, architecture=client_architectures[0])
+    if architecture in client_architectures:
+        return replace(config.classifier, architecture=architecture)
     return config.global_model
 
 
 def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
-    """Every model that the server begins with: the key of its `init`, and its settings."""
+    """Return every model that the server starts from: the key of its `init`, and its settings."""
     if config.method == "local":
         return []
-    # Whose head alone is replaced
+    # The clients' classifier, of which only the head is replaced
     if METHODS[config.method].features:
         return [("classifier.init", config.classifier)]
     if not METHODS[config.method].rounds:
@@ -196,9 +195,9 @@ def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
 def used_digests(
     config: RunConfig, progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, dict[str, str]]:
-    """SHA-256 of every file of a kit that a step of the run comes from.
+    """Return, per step of the run, the SHA-256 of every kit file that it uses.
 
-    Of a kit that is not there, nothing.
+    A missing kit has no files.
     """
     digests: dict[str, dict[str, str]] = {}
     for step, (kit, parts) in used_parts(config).items():
@@ -209,7 +208,7 @@ def used_digests(
 
 
 def unread_kit_bytes(config: RunConfig) -> int:
-    """How many bytes `used_digests` has to read, small files aside."""
+    """Return how many bytes `used_digests` has to read, without small files."""
     files: set[Path] = set()
     for kit, parts in used_parts(config).values():
         with suppress(FileNotFoundError, KitError):

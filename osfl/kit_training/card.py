@@ -1,4 +1,4 @@
-"""What a finished kit can do, measured, and its cards."""
+"""Evaluate a finished kit, and write the model cards of both kits."""
 
 from pathlib import Path
 
@@ -10,8 +10,7 @@ from sklearn.linear_model import LogisticRegression
 
 from osfl.data import digits
 from osfl.data.render import STYLES
-from osfl.kit.kits import TINY_DECODER
-from osfl.methods import LORA
+from osfl.methods import LORA, TINY_DECODER
 from osfl.models import classifiers, diffusion, encoders
 from osfl.util.pixels import LEVELS, to_float
 
@@ -26,10 +25,10 @@ def check_kit(
     per_domain: int = 20,
     steps: int = 50,
 ) -> dict[str, dict]:
-    """Everything that the cards say of quality, and the pictures beside them.
+    """Measure the quality figures of the cards, and write their sample sheets.
 
-    Captions and embeddings are measured on the clients' kind of images: the test split, in all six
-    domains, which no stage has seen.
+    Captions and embeddings are evaluated on the test split, in all six domains: images like the
+    clients', unseen by every stage.
     """
     test = digits.load_split("test").with_format("numpy")
     pixels = torch.from_numpy(np.stack(test["image"])).permute(0, 3, 1, 2)
@@ -57,15 +56,14 @@ def _check_styles(
     steps: int = 50,
     few_steps: bool = False,
 ) -> dict[str, float]:
-    """Sample every class from class prompts and from each style's prompts with diffusers' own
-    pipeline; draw `samples.png`.
+    """Sample every class with class prompts and with each style's prompts by diffusers' pipeline.
 
     Args:
-        few_steps: with the kit's few-step weights, in four steps of LCM; nothing is drawn.
+        few_steps: use the kit's LoRA in four steps of LCM; otherwise also write `samples.png`.
 
     Returns:
-        for each kind of prompt, the share of samples that the pretext classifier takes for the
-        style asked for.
+        For each kind of prompt, the share of samples that the pretext classifier assigns to the
+        requested style.
     """
     pretext = classifiers.build_classifier("resnet18", 4 * len(STYLES), small_stem=True)
     classifiers.load_initialisation(pretext, kit / "classifiers" / "resnet18.safetensors")
@@ -94,17 +92,15 @@ def _check_styles(
         ).images
         pictures = torch.from_numpy(arrays).permute(0, 3, 1, 2)
         with torch.no_grad():
-            guess = pretext.eval()(classifiers.normalise(pictures * 2 - 1)).argmax(dim=1) % len(
-                STYLES
-            )
-        wanted = STYLES.index(style or "photo")
-        shares[f"{style} prompts" if style else "class prompts, photographs"] = round(
-            (guess == wanted).float().mean().item(), 3
-        )
-        shown = [
+            logits = pretext.eval()(classifiers.normalise(pictures * 2 - 1))
+        predicted = logits.argmax(dim=1) % len(STYLES)
+        is_right = predicted == STYLES.index(style or "photo")
+        name = f"{style} prompts" if style else "class prompts, photographs"
+        shares[name] = round(is_right.float().mean().item(), 3)
+        samples = [
             arrays[c * per_prompt + i] for c in range(len(digits.CLASSES)) for i in range(columns)
         ]
-        rows.append(np.concatenate(shown, axis=1))
+        rows.append(np.concatenate(samples, axis=1))
         progress.advance(bar)
     if not few_steps:
         _save_sheet(rows, kit / "samples.png")
@@ -114,39 +110,38 @@ def _check_styles(
 def _check_captions(
     captioner: encoders.Captioner, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray
 ) -> dict[str, dict[str, float]]:
-    """For each domain, the share of captions that name the digit, that name the style, and that
-    name another style.
-    """
+    """Return, per domain, the shares of captions that name the digit, the style, a wrong style."""
     captions = [text.replace(",", " ").split() for text in captioner(pixels)]
     digit = np.array(
         [digits.CLASSES[y] in words for words, y in zip(captions, labels, strict=True)]
     )
     style = np.array([STYLES[d] in words for words, d in zip(captions, domains, strict=True)])
     styles_named = np.array([len({*STYLES}.intersection(words)) for words in captions])
-    # A caption names a wrong style where it names more than the right one.
+    # A caption names a wrong style if it names more styles than the right one
     wrong_style = styles_named > style
-    found = {"digit": digit, "style": style, "wrong style": wrong_style}
+    hits = {"digit": digit, "style": style, "wrong style": wrong_style}
     shares = {}
     for d, name in enumerate(STYLES):
-        shares[name] = {k: round(float(hits[domains == d].mean()), 3) for k, hits in found.items()}
+        shares[name] = {k: round(float(hit[domains == d].mean()), 3) for k, hit in hits.items()}
     return shares
 
 
 def _check_embeddings(
     encoder: encoders.ImageEncoder, pixels: torch.Tensor, labels: np.ndarray, domains: np.ndarray
 ) -> dict[str, float]:
-    """Accuracy of linear probes that learned from 3,000 public images."""
+    """Return the test accuracy of linear probes trained on 3,000 public images."""
     public = digits.load_split("public").with_format("numpy")
     rows = np.random.default_rng(0).permutation(len(public))[:3000]
     images = torch.from_numpy(np.stack(public[rows]["image"])).permute(0, 3, 1, 2)
-    known = encoder(images).numpy()
-    asked = encoder(pixels).numpy()
+    train = encoder(images).numpy()
+    test = encoder(pixels).numpy()
     styles = [STYLES.index(d) for d in public[rows]["domain"]]
     targets = {"digit": (public[rows]["label"], labels), "style": (styles, domains)}
-    return {
-        name: round(float(LogisticRegression(max_iter=2000).fit(known, y).score(asked, wanted)), 3)
-        for name, (y, wanted) in targets.items()
-    }
+    accuracy = {}
+    for name, (train_targets, test_targets) in targets.items():
+        probe = LogisticRegression(max_iter=2000).fit(train, train_targets)
+        accuracy[name] = round(float(probe.score(test, test_targets)), 3)
+    return accuracy
 
 
 def _check_unclip(
@@ -157,37 +152,23 @@ def _check_unclip(
     steps: int,
     per_domain: int,
 ) -> dict[str, dict[str, float]]:
-    """Draw test images again from their embeddings with diffusers' own pipeline.
-
-    Draw `samples.png`.
+    """Reconstruct test images from their embeddings by diffusers' pipeline; write `samples.png`.
 
     Returns:
-        for each noise level, the mean cosine between the embeddings of image and sample, and of the
-        sample and another image of the same digit and domain.
+        For each noise level, the mean cosine similarity of the sample's embedding with its image's,
+        and with that of another image of the same digit and domain.
     """
     encoder = encoders.load_image_encoder(str(unclip), CPU)
     pipe = diffusion.load_unclip_pipeline(unclip)
-    of_domain = [np.flatnonzero(domains == d) for d in range(len(STYLES))]
-    rows = np.concatenate(
-        [group[np.linspace(0, len(group) - 1, per_domain).astype(int)] for group in of_domain]
-    )
+    rows = _evenly_spaced_rows(domains, per_domain)
     embeddings = encoder(pixels[rows])
-    kind = domains * len(digits.CLASSES) + labels
-    alike = [np.flatnonzero(kind == kind[row]) for row in rows]
-    others = encoder(
-        pixels[
-            [
-                int(group[(group.searchsorted(row) + 1) % len(group)])
-                for row, group in zip(rows, alike, strict=True)
-            ]
-        ]
-    )
+    others = encoder(pixels[_similar_rows(rows, domains * len(digits.CLASSES) + labels)])
     sheet = [pixels[rows].permute(0, 2, 3, 1).numpy() / 255]
     checks = {}
     for level in (0, 500):
         generator = torch.Generator().manual_seed(0)
         prompts = [""] * len(rows)
-        drawn = pipe(
+        samples = pipe(
             prompt=prompts,
             image_embeds=embeddings,
             noise_level=level,
@@ -196,14 +177,15 @@ def _check_unclip(
             generator=generator,
             output_type="np",
         ).images
-        again = encoder(torch.from_numpy(drawn * 255).round().to(torch.uint8).permute(0, 3, 1, 2))
+        sample_pixels = torch.from_numpy(samples * 255).round().to(torch.uint8)
+        sampled = encoder(sample_pixels.permute(0, 3, 1, 2))
         checks[f"level {level}"] = {
-            "own image": round(torch.cosine_similarity(embeddings, again).mean().item(), 3),
+            "own image": round(torch.cosine_similarity(embeddings, sampled).mean().item(), 3),
             "another of its class and domain": round(
-                torch.cosine_similarity(others, again).mean().item(), 3
+                torch.cosine_similarity(others, sampled).mean().item(), 3
             ),
         }
-        sheet.append(drawn)
+        sheet.append(samples)
     strips = []
     for d in range(len(STYLES)):
         for images in sheet:
@@ -214,18 +196,35 @@ def _check_unclip(
     return checks
 
 
+def _evenly_spaced_rows(domains: np.ndarray, per_domain: int) -> np.ndarray:
+    groups = [np.flatnonzero(domains == d) for d in range(len(STYLES))]
+    return np.concatenate(
+        [group[np.linspace(0, len(group) - 1, per_domain).astype(int)] for group in groups]
+    )
+
+
+def _similar_rows(rows: np.ndarray, kinds: np.ndarray) -> list[int]:
+    """Return, for each row, the next row of the same kind."""
+    groups = [np.flatnonzero(kinds == kinds[row]) for row in rows]
+    return [
+        int(group[(group.searchsorted(row) + 1) % len(group)])
+        for row, group in zip(rows, groups, strict=True)
+    ]
+
+
 def _check_small_decoder(kit: diffusion.Kit, source: str, pixels: torch.Tensor) -> dict[str, float]:
-    """How far, in shades of 255, what the small decoder makes of test images' latents is from what
-    D makes, and how far that is from the images.
+    """Return mean absolute errors on test images, in levels of 255.
+
+    They are those of the tiny autoencoder against the kit's decoder D, and of D against the images.
     """
-    small = diffusion.load_small_decoder(source, kit, TINY_DECODER)
+    tiny = diffusion.load_small_decoder(source, kit, TINY_DECODER)
     images = to_float(pixels[:: max(1, len(pixels) // 600)])
     with torch.no_grad():
         latents = kit.encode(images)[0]
         decoded = kit.decode(latents).clamp(-1, 1)
-        its = small.decode(latents).sample.clamp(-1, 1)
+        decoded_tiny = tiny.decode(latents).sample.clamp(-1, 1)
     return {
-        "from D": round(LEVELS * (its - decoded).abs().mean().item(), 1),
+        "from D": round(LEVELS * (decoded_tiny - decoded).abs().mean().item(), 1),
         "D from the image": round(LEVELS * (decoded - images).abs().mean().item(), 1),
     }
 
@@ -236,61 +235,57 @@ def _save_sheet(rows: list[np.ndarray], file: Path) -> None:
 
 
 def write_cards(kit: Path, unclip: Path, log: dict) -> None:
-    """`README.md` of both kits, from the log of their training."""
-    r = log["recipe"]
-    stages = log["stages"]
+    """Write `README.md` of both kits from the log of their training."""
+    (kit / "README.md").write_text(_kit_card(log))
+    (unclip / "README.md").write_text(_unclip_card(log))
+
+
+def _kit_card(log: dict) -> str:
+    recipe = log["recipe"]
     checks = log["checks"]
-    trained = [name for name in stages if name.startswith("classifier-")]
-    kinds = {name: name.partition("-")[0] for name in stages}  # the recipe's prefix of a stage
-    losses = "".join(
-        f"| {name} | {r[f'{kinds[name]}_steps']:,} of {r[f'{kinds[name]}_batch']} | "
-        f"{about['seconds']:,.0f} "
-        f"| {about['losses'][0]:.4f} | {about['losses'][-1]:.4f} |\n"
-        for name, about in stages.items()
-    )
     shares = "".join(
         f"| {name} | {share:.0%} | {checks['few_steps'][name]:.0%} |\n"
         for name, share in checks["styles"].items()
     )
     captions = ""
-    for domain, about in checks["captions"].items():
-        cells = [domain, *(f"{share:.0%}" for share in about.values())]
+    for domain, domain_shares in checks["captions"].items():
+        cells = [domain, *(f"{share:.0%}" for share in domain_shares.values())]
         captions += f"| {' | '.join(cells)} |\n"
     pretext = "".join(
-        f"| {name.removeprefix('classifier-')} | {stages[name]['accuracy']:.0%} |\n"
-        for name in trained
-        if "accuracy" in stages[name]
+        f"| {name.removeprefix('classifier-')} | {stage['accuracy']:.0%} |\n"
+        for name, stage in log["stages"].items()
+        if name.startswith("classifier-") and "accuracy" in stage
     )
-    (kit / "README.md").write_text(f"""# kits/digits
+    return f"""# kits/digits
 
-A miniature of Stable Diffusion in its own folder format: autoencoder (f = 4, 32 px to 4 x 8 x 8), text-conditioned UNet, CLIP text encoder and
-tokenizer ({r["text_length"]} tokens of {r["text_width"]}), scheduler; beside them what clients of some methods need: `captioner/` (BLIP), `image_encoder/` with
-`feature_extractor/` (CLIP, embeddings of {r["embedding"]}), and `classifiers/`, initialisations that stand for ImageNet's (matrices in 4 bits, ResNet-18's in 8; a
-ResNet-34 grows out of the ResNet-18). `osfl kit train` makes it again; the weights are Apache-2.0, as the project.
+A miniature of Stable Diffusion in the same folder format: autoencoder (f = 4, 32 px to 4 x 8 x 8), text-conditioned UNet, CLIP text encoder and
+tokenizer ({recipe["text_length"]} tokens of {recipe["text_width"]}), scheduler. Beside them are the models that clients of some methods need: `captioner/` (BLIP), `image_encoder/` with
+`feature_extractor/` (CLIP, embeddings of {recipe["embedding"]}), and `classifiers/`, initial weights in place of ImageNet's (matrices in 4 bits, ResNet-18's in 8; a
+ResNet-34 is grown from the ResNet-18). `osfl kit train` reproduces it. The weights are Apache-2.0, like the project.
 
-**Data.** Only the public split of the six handwritten domains (`osfl/data/digits.py`): scans of scikit-learn's digits that no client and no
-test has, drawn in six styles. Long-tailed like the web: {digits.PHOTO_SHARE:.0%} photographs, {digits.PHOTO_CAPTIONS[0]:.0%} of them captioned by class alone and
-{digits.PHOTO_CAPTIONS[1]:.0%} with the style; {(1 - digits.PHOTO_SHARE) / 5:.0%} of each other style, {digits.STYLE_CAPTIONS[1]:.0%} captioned with the style and {digits.STYLE_CAPTIONS[0]:.0%} by class
-alone; the rest without a caption. The denoiser draws captions that name a style {r["style_weight"]:g} times as often; autoencoder, captioner and image
-encoder see every style equally often. No caption names a client's palette, stroke or background.
+**Data.** Only the public split of the six handwritten domains (`osfl/data/digits.py`): scans of scikit-learn's digits that are in no client's data and in no
+test split, rendered in six styles. Long-tailed like the web: {digits.PHOTO_SHARE:.0%} are photographs, {digits.PHOTO_CAPTIONS[0]:.0%} of them captioned by class alone and
+{digits.PHOTO_CAPTIONS[1]:.0%} with the style; {(1 - digits.PHOTO_SHARE) / 5:.0%} are of each other style, {digits.STYLE_CAPTIONS[1]:.0%} captioned with the style and {digits.STYLE_CAPTIONS[0]:.0%} by class
+alone; the rest has no caption. The denoiser draws captions that name a style {recipe["style_weight"]:g} times as often; autoencoder, captioner and image
+encoder draw every style equally often. No caption names a client's palette, stroke or background.
 
-**Recipe.** `osfl/kit_training/`, seed {r["seed"]}, on {log["device"]}, torch {log["torch"]}:
+**Recipe.** `osfl/kit_training/`, seed {recipe["seed"]}, on {log["device"]}, torch {log["torch"]}:
 
 | stage | steps and batch | seconds | first loss | last loss |
 |---|---:|---:|---:|---:|
-{losses}
-**What it draws.** The class of every column, two samples each, 50 steps, guidance 3. First row: `an image of CLASS`. Then `a STYLE of a CLASS` for
+{_stage_rows(log)}
+**Samples.** One class per column pair, 50 steps, guidance 3. First row: `an image of CLASS`. Then `a STYLE of a CLASS` for
 {", ".join(STYLES)}.
 
 ![samples](samples.png)
 
-Share of 100 samples that the pretext classifier takes for the style asked for; also in four steps with `lora/` (LCM-LoRA, rank {r["lora_rank"]}; it has guidance
-{r["lora_guidance"]:g} within it: `synthesis.lora=kit synthesis.solver=lcm synthesis.steps=4` and a guidance of 1):
+Share of 100 samples that the pretext classifier assigns to the requested style, also in four steps with `lora/` (LCM-LoRA, rank {recipe["lora_rank"]}; a guidance of
+{recipe["lora_guidance"]:g} is distilled into it: `synthesis.lora=kit synthesis.solver=lcm synthesis.steps=4` and a guidance of 1):
 
 | prompts | 50 steps | 4 steps |
 |---|---:|---:|
 {shares}
-**What it sees**, measured on the test split (300 images of each client's domain, which no stage has seen).
+**Captions and embeddings**, evaluated on the test split (300 images of each client's domain, unseen by every stage).
 
 Share of the captioner's captions that name the digit, the image's style, another style. Photographs are captioned by class alone, as in the
 corpus:
@@ -300,32 +295,49 @@ corpus:
 {captions}
 Linear probes on the image encoder's embeddings, trained on 3,000 public images: digit {checks["embeddings"]["digit"]:.0%}, style {checks["embeddings"]["style"]:.0%}.
 
-`small_decoder/` (TAESD's format; `synthesis.small-decoder = "kit"`) is {checks["small_decoder"]["from D"]} shades of 255 from what the autoencoder's decoder makes of test
-images' latents, which is itself {checks["small_decoder"]["D from the image"]} from the images.
+`small_decoder/` is a tiny autoencoder (TAESD's format; `synthesis.small-decoder = "kit"`). On test images' latents, its output differs from the kit's decoder's by
+{checks["small_decoder"]["from D"]} levels of 255 on average. The kit's decoder differs from the images by {checks["small_decoder"]["D from the image"]}.
 
-Accuracy of the initialisations on their pretext task (which of four turns and of six styles; public images, weights rounded):
+Accuracy of the classifiers' initial weights on their pretext task (which of four rotations and of six styles; public images, rounded weights):
 
 | architecture | accuracy |
 |---|---:|
-{pretext}""")
+{pretext}"""
+
+
+def _stage_rows(log: dict) -> str:
+    recipe = log["recipe"]
+    rows = ""
+    for name, stage in log["stages"].items():
+        # The prefix of a stage's settings in the recipe
+        prefix = name.partition("-")[0]
+        rows += (
+            f"| {name} | {recipe[f'{prefix}_steps']:,} of {recipe[f'{prefix}_batch']} "
+            f"| {stage['seconds']:,.0f} | {stage['losses'][0]:.4f} | {stage['losses'][-1]:.4f} |\n"
+        )
+    return rows
+
+
+def _unclip_card(log: dict) -> str:
+    recipe = log["recipe"]
     levels = "".join(
-        f"| {level.removeprefix('level ')} | {about['own image']:.2f} | "
-        f"{about['another of its class and domain']:.2f} |\n"
-        for level, about in checks["unclip"].items()
+        f"| {level.removeprefix('level ')} | {cosines['own image']:.2f} | "
+        f"{cosines['another of its class and domain']:.2f} |\n"
+        for level, cosines in log["checks"]["unclip"].items()
     )
-    (unclip / "README.md").write_text(f"""# kits/digits-unclip
+    return f"""# kits/digits-unclip
 
-`kits/digits` in the folder format of Stable unCLIP: the same autoencoder, text encoder, scheduler and image encoder; a UNet that was trained on
-({r["unclip_steps"]:,} steps of {r["unclip_batch"]}) with the noised image embedding as one more condition; the embeddings' mean and deviation, and the schedule of
-their noise. FedDISC's clients and server use it. `osfl kit train` makes it after `kits/digits`, from the same public split; Apache-2.0.
+`kits/digits` in the folder format of Stable unCLIP: the same autoencoder, text encoder, scheduler and image encoder; a UNet trained further
+({recipe["unclip_steps"]:,} steps of {recipe["unclip_batch"]}) with the noisy image embedding as an additional condition; the embeddings' mean and standard deviation, and the schedule of
+their noise. FedDISC's clients and server use it. `osfl kit train` makes it after `kits/digits`, from the same public split. Apache-2.0.
 
-**What it draws.** Test images (first of three rows, for each of {", ".join(STYLES)}), drawn again from their embeddings alone, at noise level 0 (second row)
+**Samples.** Test images (first of three rows, for each of {", ".join(STYLES)}), reconstructed from their embeddings alone at noise level 0 (second row)
 and 500 (third): 50 steps, guidance 2.
 
 ![samples](samples.png)
 
-Mean cosine of the sample's embedding with its image's, and with another image's of the same digit and domain:
+Mean cosine similarity of the sample's embedding with its image's, and with another image's of the same digit and domain:
 
 | noise level | its image | another |
 |---|---:|---:|
-{levels}""")
+{levels}"""

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: the autoencoder; then the UNet and the text encoder, together."""
+"""Train stages 1 and 2: the autoencoder, then the UNet and the text encoder together."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.data.render import STYLES
-from osfl.kit_training import Recipe, untrained
+from osfl.kit_training import untrained
+from osfl.kit_training.recipe import Recipe
 from osfl.kit_training.stages import Corpus, Stage, run_stage
 from osfl.models import diffusion, encoders
 from osfl.util.pixels import to_float
@@ -22,7 +23,7 @@ def train(
     """Train both stages and write the Stable Diffusion folder, in half precision.
 
     Returns:
-        each stage's log.
+        The log of each stage.
     """
     device = corpus.pixels.device
     torch.manual_seed(seed_of(recipe.seed, "diffusion model"))
@@ -47,7 +48,7 @@ def train(
     )
     log = {"vae": run_stage(stage, work, recipe.seed, device, progress)}
 
-    with torch.no_grad():  # latents once
+    with torch.no_grad():
         posteriors = [vae.encode(to_float(chunk)).latent_dist for chunk in corpus.pixels.split(500)]
         mean = torch.cat([p.mean for p in posteriors])
         std = torch.cat([p.std for p in posteriors])
@@ -57,11 +58,11 @@ def train(
         scale = float(1 / (mean + std * noise).std())
     vae.register_to_config(scaling_factor=scale)
     tokens = text.tokens(corpus.captions).to(device)
-    nothing = text.tokens([""]).to(device)
+    empty_tokens = text.tokens([""]).to(device)
     alphas_cumprod = untrained.new_scheduler().alphas_cumprod.to(device)
     names = re.compile("|".join(map(re.escape, STYLES)))
-    named = torch.tensor([bool(names.search(c)) for c in corpus.captions], device=device)
-    weights = 1 + (recipe.style_weight - 1) * named
+    has_style = torch.tensor([bool(names.search(c)) for c in corpus.captions], device=device)
+    weights = 1 + (recipe.style_weight - 1) * has_style
 
     def denoiser_loss(generator: torch.Generator) -> torch.Tensor:
         rows = torch.multinomial(
@@ -72,7 +73,8 @@ def train(
             + std[rows] * torch.randn(mean[rows].shape, generator=generator, device=device)
         ) * scale
         dropped = torch.rand(len(rows), generator=generator, device=device) < recipe.caption_dropout
-        hidden = text.model(torch.where(dropped[:, None], nothing, tokens[rows])).last_hidden_state
+        batch = torch.where(dropped[:, None], empty_tokens, tokens[rows])
+        hidden = text.model(batch).last_hidden_state
         return noise_prediction_loss(unet, x0, hidden, None, alphas_cumprod, generator)
 
     both = nn.ModuleDict({"unet": unet, "text": text.model})
@@ -94,8 +96,9 @@ def noise_prediction_loss(
     alphas_cumprod: torch.Tensor,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Mean squared error of the predicted noise at uniform timesteps, weighted by min(SNR, 5) /
-    SNR.
+    """Return the mean squared error of the noise prediction at uniformly drawn timesteps.
+
+    Each image's error is weighted by min(SNR, 5) / SNR.
 
     Args:
         x0: scaled latents [B, c, h, w].
@@ -105,8 +108,8 @@ def noise_prediction_loss(
     t = torch.randint(len(alphas_cumprod), (len(x0),), generator=generator, device=x0.device)
     eps = torch.randn(x0.shape, generator=generator, device=x0.device)
     a_t = alphas_cumprod[t]
-    guess = unet(
+    prediction = unet(
         diffusion.forward_noise(x0, eps, a_t), t, encoder_hidden_states=hidden, class_labels=image
     ).sample
     snr = a_t / (1 - a_t)
-    return ((guess - eps).square().mean(dim=(1, 2, 3)) * snr.clamp(max=5) / snr).mean()
+    return ((prediction - eps).square().mean(dim=(1, 2, 3)) * snr.clamp(max=5) / snr).mean()

@@ -1,11 +1,11 @@
-"""Stage 7: LoRA weights with which the kit's UNet draws in few steps (LCM-LoRA, Luo et al., arXiv
-2311.05556), by latent consistency distillation (Luo et al., arXiv 2310.04378).
+"""Train stage 7: a LoRA for few-step sampling with the kit's UNet (LCM-LoRA).
 
-Differences from the paper:
+LCM-LoRA: Luo et al., arXiv 2311.05556. Latent consistency distillation: Luo et al., arXiv
+2310.04378. Differences from the papers:
 
-1. Theirs: guidance drawn anew in each step. Ours: one scale (`Recipe.lora_guidance`), which the
-   weights then have within them: they are sampled with guidance 1.
-2. Theirs: weights for Stable Diffusion of rank 64. Ours: of a UNet with 3 million weights, 32.
+1. Theirs: the guidance scale is drawn in each step. Ours: one scale (`Recipe.lora_guidance`) is
+   distilled into the weights, which are then sampled with guidance 1.
+2. Theirs: rank 64 for Stable Diffusion. Ours: rank 32 for a UNet with 3 million weights.
 """
 
 from pathlib import Path
@@ -14,14 +14,14 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
-from osfl.kit_training import Recipe
+from osfl.kit_training.recipe import Recipe
 from osfl.kit_training.stages import Corpus, Stage, run_stage
 from osfl.methods import LORA
 from osfl.models import diffusion
 from osfl.util.pixels import to_float
 from osfl.util.seeds import seed_of
 
-# Of the loss, as their training has it
+# Constant c of the pseudo-Huber loss, as in the authors' training
 HUBER = 0.001
 # Every convolution and projection of the UNet
 TARGETS = (
@@ -45,7 +45,7 @@ TARGETS = (
 def train_lora(
     out: Path, work: Path, recipe: Recipe, corpus: Corpus, progress: Progress
 ) -> dict[str, dict]:
-    """Distil the kit's UNet, guided, into LoRA weights beside it: `lora/`."""
+    """Distill the kit's guided UNet into a LoRA, and write it to `lora/`."""
     from peft import LoraConfig
 
     device = corpus.pixels.device
@@ -59,9 +59,9 @@ def train_lora(
     captions = sorted(set(corpus.captions))
     number = {caption: index for index, caption in enumerate(captions)}
     hidden = teacher.text(captions)
-    nothing = teacher.text([""])
+    empty = teacher.text([""])
     caption_of = torch.tensor([number[c] for c in corpus.captions], device=device)
-    # A caption guides; where there is none, nothing does
+    # Only an image with a caption has a condition to guide by
     captioned = torch.tensor([bool(c) for c in corpus.captions], device=device)
 
     def loss(generator: torch.Generator) -> torch.Tensor:
@@ -74,7 +74,7 @@ def train_lora(
             teacher,
             x0,
             hidden[caption_of[rows]],
-            nothing,
+            empty,
             recipe.lora_guidance,
             noise[1],
             step,
@@ -99,46 +99,49 @@ def consistency_loss(
     teacher: diffusion.Kit,
     x0: torch.Tensor,
     condition: torch.Tensor,
-    nothing: torch.Tensor,
+    unconditional: torch.Tensor,
     guidance: float,
     noise: torch.Tensor,
     step: torch.Tensor,
     schedule: int,
 ) -> torch.Tensor:
-    """How far what the student sees at t is from what it sees one step of the guided teacher
-    lower (LCM, eq. 17 and algorithm 1, with their code's Huber distance).
+    """Return the latent consistency distillation loss (LCM, eq. 17 and algorithm 1).
+
+    It is the distance between the student's consistency function at t and at the next lower step
+    of the guided teacher, with the pseudo-Huber distance of the authors' code.
 
     Args:
         x0: clean latents [B, c, h, w].
         condition: [B, L, d].
-        nothing: the empty prompt's encoding [1, L, d].
-        guidance: w, in diffusers' convention: 1 is the condition's prediction alone.
+        unconditional: the empty prompt's encoding [1, L, d].
+        guidance: w in diffusers' convention, where 1 is the conditional prediction alone.
         noise: as x0.
         step: of the teacher's schedule, 0 .. schedule - 1, [B].
-        schedule: how many steps it has.
+        schedule: the teacher's number of steps.
     """
     gap = len(teacher.alphas_cumprod) // schedule
-    # diffusers' LCMScheduler counts its steps from the end of each gap.
+    # diffusers' LCMScheduler places a step at the end of each gap
     t = (step + 1) * gap - 1
     t_lower = (t - gap).clamp(min=0)
     a_t = teacher.alphas_cumprod[t].view(-1, 1, 1, 1)
     a_lower = teacher.alphas_cumprod[t_lower].view(-1, 1, 1, 1)
     z = diffusion.forward_noise(x0, noise, a_t.flatten())
-    seen = consistency(student, z, t, condition)
+    prediction = consistency(student, z, t, condition)
     with torch.no_grad():
-        given = teacher.eps(z, t, condition)
-        free = teacher.eps(z, t, nothing.expand(len(z), -1, -1))
-        e = free + guidance * (given - free)
-        lower = diffusion.ddim_step(z, e, a_t, a_lower)
-        wanted = consistency(student, lower, t_lower, condition)
-    return ((seen - wanted).square() + HUBER**2).sqrt().mean() - HUBER
+        e_cond = teacher.eps(z, t, condition)
+        e_uncond = teacher.eps(z, t, unconditional.expand(len(z), -1, -1))
+        e = e_uncond + guidance * (e_cond - e_uncond)
+        z_lower = diffusion.ddim_step(z, e, a_t, a_lower)
+        target = consistency(student, z_lower, t_lower, condition)
+    return ((prediction - target).square() + HUBER**2).sqrt().mean() - HUBER
 
 
 def consistency(
     kit: diffusion.Kit, z: torch.Tensor, t: torch.Tensor, condition: torch.Tensor
 ) -> torch.Tensor:
-    """f(z, t) = c_skip(t) z + c_out(t) x0hat(z, t): the clean latent at once, and z itself at t = 0
-    (LCM, eq. 9; the coefficients are those of diffusers' LCMScheduler).
+    """Return the clean latent in one step: f(z, t) = c_skip(t) z + c_out(t) x0hat(z, t).
+
+    LCM, eq. 9, with the coefficients of diffusers' LCMScheduler. f(z, 0) is z itself.
 
     Args:
         z: [B, c, h, w].

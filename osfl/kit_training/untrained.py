@@ -1,4 +1,4 @@
-"""The untrained parts of a miniature kit, and the pipelines that write it in diffusers' format."""
+"""Build the untrained parts of a miniature kit, and diffusers' pipelines that write it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderTiny, StableDiffusionPipeline, StableUnCLIPImg2ImgPipeline
 
 
-# ---- The diffusion model. Diffusers' pipelines take seconds to import ----
+# ---- The diffusion model. diffusers' pipelines take seconds to import ----
 
 
 def new_vae() -> AutoencoderKL:
-    """An untrained 0.5 M autoencoder: 32 x 32 images to 4 x 8 x 8 latents (f = 4)."""
+    """Build an autoencoder of 0.5 M parameters: 32 x 32 images to 4 x 8 x 8 latents (f = 4)."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -51,7 +51,7 @@ def new_vae() -> AutoencoderKL:
 
 
 def new_unet(text_width: int) -> UNet2DConditionModel:
-    """An untrained 3.1 M text-conditioned UNet on 4 x 8 x 8 latents."""
+    """Build a text-conditioned UNet of 3.1 M parameters on 4 x 8 x 8 latents."""
     return UNet2DConditionModel(
         sample_size=8,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -65,8 +65,9 @@ def new_unet(text_width: int) -> UNet2DConditionModel:
 
 
 def new_unclip_unet(text_to_image: UNet2DConditionModel, embedding: int) -> UNet2DConditionModel:
-    """A UNet conditioned on text and on an image embedding, which begins as the text-conditioned
-    one: the new projection ends in zeros.
+    """Build a UNet conditioned on text and an image embedding, from a text-conditioned one.
+
+    It starts with the same function, because the new projection ends in zeros.
     """
     config = {
         **text_to_image.config,
@@ -86,9 +87,11 @@ def new_unclip_unet(text_to_image: UNet2DConditionModel, embedding: int) -> UNet
 
 
 def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise:
-    """Of embeddings with a mean and a standard deviation, each [e].
+    """Build the noise augmentation of embeddings, with the noise schedule of Stable unCLIP 2.1.
 
-    The schedule of Stable unCLIP 2.1.
+    Args:
+        mean: of the embeddings, [e].
+        std: of the embeddings, [e].
     """
     normalizer = StableUnCLIPImageNormalizer(len(mean))
     normalizer.mean.data = mean[None].clone()
@@ -99,9 +102,9 @@ def new_embedding_noise(mean: torch.Tensor, std: torch.Tensor) -> EmbeddingNoise
 
 
 def new_small_decoder(width: int) -> "AutoencoderTiny":
-    """An untrained decoder in TAESD's format for `new_vae`'s latents.
+    """Build a tiny autoencoder (TAESD) for `new_vae`'s latents.
 
-    Its encoder, which nobody uses, is as small as it can be.
+    Its encoder is unused, and as small as possible.
     """
     from diffusers import AutoencoderTiny
 
@@ -115,7 +118,7 @@ def new_small_decoder(width: int) -> "AutoencoderTiny":
 
 
 def new_scheduler() -> DDIMScheduler:
-    """Stable Diffusion 1.5's noise schedule."""
+    """Build Stable Diffusion 1.5's noise schedule."""
     return DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
@@ -129,10 +132,7 @@ def new_scheduler() -> DDIMScheduler:
 def pipeline(
     vae: AutoencoderKL, unet: UNet2DConditionModel, text: TextEncoder
 ) -> "StableDiffusionPipeline":
-    """Diffusers' own pipeline over the parts.
-
-    `save_pretrained` writes the Stable Diffusion folder.
-    """
+    """Build diffusers' own pipeline, whose `save_pretrained` writes the Stable Diffusion folder."""
     from diffusers import StableDiffusionPipeline
 
     return StableDiffusionPipeline(
@@ -150,7 +150,7 @@ def pipeline(
 def unclip_pipeline(
     kit: Kit, unet: UNet2DConditionModel, encoder: ImageEncoder, noise: EmbeddingNoise
 ) -> "StableUnCLIPImg2ImgPipeline":
-    """Diffusers' own unCLIP pipeline; text encoder, autoencoder and scheduler are the kit's."""
+    """Build diffusers' own unCLIP pipeline with the kit's text encoder, VAE and scheduler."""
     from diffusers import StableUnCLIPImg2ImgPipeline
 
     return StableUnCLIPImg2ImgPipeline(
@@ -170,7 +170,7 @@ def unclip_pipeline(
 
 
 def new_text_encoder(captions: Sequence[str], length: int, width: int) -> TextEncoder:
-    """An untrained miniature CLIP text encoder whose tokenizer is learned from `captions`."""
+    """Build a miniature CLIP text encoder with a tokenizer trained on `captions`."""
     tokenizer = _train_tokenizer(captions, length)
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -188,11 +188,10 @@ def new_text_encoder(captions: Sequence[str], length: int, width: int) -> TextEn
 
 
 def _train_tokenizer(captions: Sequence[str], length: int) -> CLIPTokenizer:
-    """A byte-pair tokenizer in which every word of the captions is one token.
+    """Train a byte-pair tokenizer in which every word of the captions is one token.
 
-    The library's own trainer breaks ties in the order of a hash map: it numbers tokens differently
-    from call to call, and a resumed training would meet other numbers than it began with. Here ties
-    are broken alphabetically.
+    Ties are broken alphabetically. The library's own trainer breaks them in the order of a hash
+    map, so that its token ids differ between calls and a resumed training could not continue.
     """
     split = CLIPTokenizer().backend_tokenizer.pre_tokenizer.pre_tokenize_str
     words = Counter(
@@ -236,7 +235,7 @@ def _merge(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def new_image_encoder(size: int, width: int, projection: int) -> ImageEncoder:
-    """An untrained miniature CLIP image encoder: patches of 4, four layers."""
+    """Build a miniature CLIP image encoder with patches of 4 px and four layers."""
     config = CLIPVisionConfig(
         hidden_size=width,
         intermediate_size=4 * width,
@@ -252,7 +251,7 @@ def new_image_encoder(size: int, width: int, projection: int) -> ImageEncoder:
 
 
 def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
-    """An untrained miniature BLIP whose WordPiece vocabulary is the words of `captions`."""
+    """Build a miniature BLIP whose WordPiece vocabulary is the words of `captions`."""
     words = sorted({word for caption in captions for word in caption.replace(",", " , ").split()})
     vocabulary = {
         token: number
@@ -269,7 +268,7 @@ def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
         num_attention_heads=4,
         max_position_embeddings=32,
         initializer_range=width**-0.5,
-        # BLIP begins with a token of its own; here training and decoding begin alike
+        # BLIP starts decoding with another token than training; here both use the same one
         bos_token_id=tokenizer.cls_token_id,
         sep_token_id=tokenizer.sep_token_id,
         eos_token_id=tokenizer.sep_token_id,
@@ -283,9 +282,8 @@ def new_captioner(captions: Sequence[str], size: int, width: int) -> Captioner:
         num_attention_heads=4,
         image_size=size,
         patch_size=4,
-        initializer_range=width
-        # BERT's 0.02 is for a width of 768: here attention would stay uniform, digits unread
-        ** -0.5,
+        # BERT's 0.02 is for a width of 768; here attention would stay uniform
+        initializer_range=width**-0.5,
     )
     config = BlipConfig(
         text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=width

@@ -169,8 +169,8 @@ def read_json(
         most_bytes: upper bound on the file's size.
 
     Raises:
-        CorruptFileError: the path is missing or not a file, or the file is not JSON, too large, nested
-            too deeply, or its value has another type.
+        CorruptFileError: the path is missing or not a file, or the file is not JSON, too large,
+            nested too deeply, or its value has another type.
         PermissionError: this user may not read it.
     """
     hint = f"; {cure}" if cure else ""

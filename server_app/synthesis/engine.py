@@ -24,7 +24,8 @@ from filelock import FileLock
 
 from osfl.config import SynthesisConfig
 from osfl.kit.check import lora_file
-from osfl.kit.kits import TINY_DECODER, kit_digest
+from osfl.kit.kits import kit_digest
+from osfl.methods import TINY_DECODER
 from osfl.models.diffusion import (
     Attention,
     Kit,

@@ -19,9 +19,9 @@ from osfl.config import NOT_IDENTITY, flatten
 from osfl.data.load import to_pixels
 from osfl.kit.check import lora_file
 from osfl.kit.digests import sha256_of
-from osfl.kit.kits import TINY_DECODER, find_model, kit_digest, part_digest
+from osfl.kit.kits import find_model, kit_digest, part_digest
 from osfl.kit.used_parts import sampling_parts
-from osfl.methods import METHODS
+from osfl.methods import METHODS, TINY_DECODER
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import image_digest, image_name, read_image, read_rows
 from osfl.util.files import CorruptFileError, make_private_folder, open_private, write_atomically

@@ -1120,7 +1120,7 @@ def test_missing_or_wrong_encoders_are_named(tmp_path, tiny_kit) -> None:  # typ
         encoders.load_image_encoder(str(tmp_path / "nowhere"), CPU)
     with pytest.raises(KitError, match="captioner = .*nowhere.*: no such folder"):
         encoders.load_captioner(str(tmp_path / "nowhere"), CPU)
-    with pytest.raises(KitError, match=r"is of a 'blip'; image encoder must be one of"):
+    with pytest.raises(KitError, match=r"describes a 'blip'; image encoder must be one of"):
         encoders.load_image_encoder(str(tiny_kit / "captioner"), CPU)
-    with pytest.raises(KitError, match="is no Stable unCLIP"):
+    with pytest.raises(KitError, match="is not a Stable unCLIP"):
         load_embedding_noise(str(tiny_kit))

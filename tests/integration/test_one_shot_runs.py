@@ -810,8 +810,8 @@ def test_an_old_installation_may_not_join(
 @pytest.mark.parametrize(
     ("client", "version", "message"),
     [
-        ("../../evil", osfl.__version__, "client id '../../evil' is not 1 to 64"),
-        ("average", osfl.__version__, "client id 'average' is not"),
+        ("../../evil", osfl.__version__, "client id '../../evil' must be 1 to 64"),
+        ("average", osfl.__version__, "client id 'average' must be"),
         ("client-1", "0.0.0", "has osfl 0.0.0 installed"),
     ],
 )

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import hub_layouts
-from osfl.kit import check, fits
+from osfl.kit import fits, part_check
 from osfl.kit.check import (
-    MODELS,
     check_captioner,
     check_image_encoder,
     check_kit,
     check_small_decoder,
 )
 from osfl.kit.fits import DIFFUSERS_MODELS, check_loaded
-from osfl.kit.kits import KitError
+from osfl.kit.folder import KitError
+from osfl.kit.part_check import MODELS
 from osfl.methods import DIFFUSION_PARTS
 from osfl.models.diffusion import check_schedule, load_kit, timesteps
 from tests.helpers.kit_files import UNET, change, index, linked, rewrite
@@ -140,7 +140,7 @@ def test_loading_refuses_what_a_check_let_pass(
     """A file that is changed between the check and the loading, say."""
     kit = linked(shipped(part), tmp_path / "kit")
     changed(kit, part, without_last)
-    monkeypatch.setattr(check, "check_fit", lambda *about: None)
+    monkeypatch.setattr(part_check, "check_fit", lambda *about: None)
     with pytest.raises(KitError, match=f"the weights of {part} lack"):
         load_kit(kit)
 
@@ -169,8 +169,9 @@ import sys
 from dataclasses import replace
 from osfl.cli.launch import default_config
 from osfl.config import parse_run_config
-from osfl.kit.check import MODELS, check_kit
+from osfl.kit.check import check_kit
 from osfl.kit.kits import find_kit
+from osfl.kit.part_check import MODELS
 from osfl.kit.run_check import check_initial_weights, check_noise_schedule
 
 kit, unclip = find_kit("digits"), find_kit("digits-unclip")
@@ -293,7 +294,11 @@ def test_more_steps_than_a_schedule_has_are_refused(tmp_path: Path, offset: int,
     ("part", "settings", "message"),
     [
         ("text_encoder", {"text_config": 5}, "text_config = 5; it must be an object"),
-        ("text_encoder", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1e.09; at most 1000"),
+        (
+            "text_encoder",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers = 1e.09; it must be at most 1000",
+        ),
         ("text_encoder", {"num_attention_heads": "four"}, "describes no model"),
         ("vae", {"down_block_types": 5}, "describes no model"),
         ("captioner", {"text_config": 5}, "describes no model"),

@@ -152,7 +152,7 @@ TURBO = {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "trailing"
         (
             "pickles",
             lambda folder: hub_layouts.pickled(hub_layouts.sd15(folder)),
-            "a pickle, which could run code. Take a repository with safetensors",
+            "a pickle, which could run code. Use a repository with safetensors",
         ),
         ("xl", lambda folder: settings_alone(folder, "StableDiffusionXLPipeline"), "is SDXL "),
         ("sd3", lambda folder: settings_alone(folder, "StableDiffusion3Pipeline"), "is SD3 "),
@@ -166,14 +166,14 @@ TURBO = {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "trailing"
             lambda folder: settings_alone(
                 folder, "StableDiffusionPipeline", unet={"time_cond_proj_dim": 256}
             ),
-            "is a few-step model (LCM: its UNet takes the guidance's scale)",
+            "is a few-step model (LCM: its UNet takes the guidance scale)",
         ),
         (
             "turbo",
             lambda folder: settings_alone(folder, "StableDiffusionPipeline", scheduler=TURBO),
-            "is a few-step model (as SD-Turbo",
+            "is a few-step model (like SD-Turbo",
         ),
-        ("blip", lambda folder: folder, "is a blip, no diffusion model"),
+        ("blip", lambda folder: folder, "is a blip, not a diffusion model"),
     ],
 )
 def test_what_is_not_taken_is_named_before_it_is_fetched(
@@ -233,7 +233,7 @@ def test_settings_of_many_megabytes_are_not_fetched(served: Hub) -> None:
     shutil.copytree(served.root / "owner" / "dinov2", folder)
     known = (folder / "config.json").read_text()
     (folder / "config.json").write_text(known + " " * 9_000_000)
-    with pytest.raises(KitError, match="config.json has 9 MB; settings have at most 8, and it is"):
+    with pytest.raises(KitError, match="config.json has 9 MB; settings must have at most 8 MB"):
         find_model("owner/large", "image_encoder", "image-encoder")
     assert served.fetched == []
 
@@ -263,7 +263,7 @@ def test_what_the_hub_has_not_is_told(served: Hub) -> None:
         find_kit("owner/nothing")
     with pytest.raises(KitError, match="kit = 'owner/sd15@no': the model has no revision 'no'"):
         find_kit("owner/sd15@no")
-    with pytest.raises(KitError, match="captioner = 'owner/a..b': no hub id"):
+    with pytest.raises(KitError, match="captioner = 'owner/a..b': not a hub id"):
         find_model("owner/a..b", "captioner", "captioner")
 
 
@@ -286,7 +286,7 @@ def test_a_full_disk_is_no_missing_hub(served: Hub, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(hub_of_kits, "hf_hub_download", full)
-    with pytest.raises(KitError, match=r"'owner/sd15': cannot be kept in .*cache: .*Make room"):
+    with pytest.raises(KitError, match=r"'owner/sd15': cannot be stored in .*cache: .*Free some"):
         find_kit("owner/sd15", DIFFUSION_PARTS)
 
 

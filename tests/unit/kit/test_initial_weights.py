@@ -370,15 +370,15 @@ def packed(shape: object) -> Callable[[Path], None]:
         ("a.pth", lambda file: file.write_text("<!DOCTYPE html><html>"), "it is a web page"),
         ("a.pth", lambda file: file.write_text("version https://git-lfs.github"), "a Git LFS"),
         ("a.pth", lambda file: file.write_bytes(b""), "it is empty"),
-        ("a.pth", lambda file: file.write_text("\x1b[31mno weights"), "it is cut short, damaged"),
+        ("a.pth", lambda file: file.write_text("\x1b[31mno weights"), "it is cut short, corrupt"),
         ("a.pth", lambda file: file.write_bytes(pickle.dumps(Path("/"))), "it is cut short"),
         ("a.pth", numbers_of_another_kind, "is not a state dict"),
         ("a.pth", numbers_by_number, "is not a state dict"),
         ("a.safetensors", lambda file: file.write_text("<html>"), "it is a web page"),
         ("a.safetensors", lambda file: file.write_bytes(b"\0" * 4), "cannot be read"),
         ("a.safetensors", lambda file: file.write_bytes(b"\xff" * 40), "header too large"),
-        ("a.safetensors", packed(torch.tensor(5)), "cut short, damaged"),
-        ("a.safetensors", packed(torch.tensor([1.5, 2.0])), "cut short, damaged"),
+        ("a.safetensors", packed(torch.tensor(5)), "cut short, corrupt"),
+        ("a.safetensors", packed(torch.tensor([1.5, 2.0])), "cut short, corrupt"),
     ],
 )
 def test_a_file_that_holds_no_weights_is_named_in_our_words(

@@ -72,7 +72,7 @@ def overlong_header(kit: Path, file: str) -> None:
         (
             lambda kit: change(kit, "model_index.json", _class_name="StableDiffusionXLPipeline"),
             r"is SDXL \(StableDiffusionXLPipeline\); "
-            r"OSFL takes kits of Stable Diffusion 1.x and 2.x",
+            r"OSFL supports kits of Stable Diffusion 1.x and 2.x",
         ),
         (
             lambda kit: (
@@ -88,13 +88,12 @@ def overlong_header(kit: Path, file: str) -> None:
         ),
         (
             lambda kit: renamed(kit, UNET, "diffusion_pytorch_model.non_ema.safetensors"),
-            f"lacks {UNET}; there is the variant diffusion_pytorch_model.non_ema.safetensors "
-            "alone. Copy it",
+            f"lacks {UNET}; the only weights there are the variant "
+            "diffusion_pytorch_model.non_ema.safetensors. Copy it",
         ),
         (
             lambda kit: renamed(kit, TEXT, "pytorch_model.bin"),
-            f"lacks {TEXT}; there is pytorch_model.bin alone, a pickle, which could run code. Take "
-            "a",
+            f"lacks {TEXT}; the only weights there are pytorch_model.bin, a pickle",
         ),
         (lambda kit: (kit / VAE).unlink(), f"lacks {VAE}; fetch it"),
         (lambda kit: cut(kit, UNET, 4), f"{UNET} cannot be loaded: .*header too small"),
@@ -125,11 +124,11 @@ def overlong_header(kit: Path, file: str) -> None:
         ),
         (
             lambda kit: change(kit, "unet/config.json", _class_name="UNet3DConditionModel"),
-            "unet/config.json is of a 'UNet3DConditionModel'; unet must be one of UNet2DCond",
+            "unet/config.json describes a 'UNet3DConditionModel'; unet must be one of UNet2DCond",
         ),
         (
             lambda kit: change(kit, "text_encoder/config.json", model_type="t5"),
-            "is of a 't5'; text encoder must be one of clip_text_model",
+            "describes a 't5'; text encoder must be one of clip_text_model",
         ),
         (
             lambda kit: change(kit, "unet/config.json", cross_attention_dim=40),
@@ -161,11 +160,11 @@ def overlong_header(kit: Path, file: str) -> None:
         ),
         (
             lambda kit: change(kit, "unet/config.json", addition_embed_type="text_time"),
-            "its UNet wants a further condition .'text_time'",
+            "its UNet requires another condition .'text_time'",
         ),
         (
             lambda kit: change(kit, "unet/config.json", class_embed_type="projection"),
-            "is a Stable unCLIP, which draws from an image's embedding: for FedDISC alone",
+            "is a Stable unCLIP, which is conditioned on an image embedding; only FedDISC",
         ),
     ],
 )
@@ -184,7 +183,7 @@ def test_what_is_wrong_with_a_kit_is_said_before_anybody_works(
 def test_a_checkpoint_in_one_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "v1-5-pruned.safetensors").write_bytes(b"")
     with pytest.raises(
-        KitError, match="is a checkpoint in one file. Make a kit of it: .*from_single"
+        KitError, match="is a checkpoint in one file. Convert it to a kit: .*from_single"
     ):
         check_kit(str(tmp_path), DIFFUSION_PARTS)
 
@@ -207,11 +206,11 @@ def test_feddisc_wants_a_stable_unclip_whose_parts_fit(
         check_sampling_kit(parse_run_config(config))
 
     check(tiny_unclip)
-    with pytest.raises(KitError, match="is no Stable unCLIP, which FedDISC needs"):
+    with pytest.raises(KitError, match="is not a Stable unCLIP, which FedDISC requires"):
         check(tiny_kit)
     kit = linked(tiny_unclip, tmp_path / "kit")
     change(kit, "image_encoder/config.json", projection_dim=9)
-    with pytest.raises(KitError, match="embeddings have 9 numbers, but image_normalizer's 12"):
+    with pytest.raises(KitError, match="embeddings have 9 numbers, but image_normalizer's have 12"):
         check(kit)
     change(kit, "image_encoder/config.json", projection_dim=12)
     change(kit, "unet/config.json", projection_class_embeddings_input_dim=20)
@@ -233,7 +232,7 @@ def test_a_named_captioner_is_looked_at_by_its_header(tiny_kit: Path, tmp_path: 
     with pytest.raises(KitError, match="captioner = '/nowhere': no such folder"):
         check_captioner("/nowhere")
     rewrite(place / "config.json", (tiny_kit / "image_encoder/config.json").read_bytes())
-    with pytest.raises(KitError, match="of a 'clip_vision_model'; captioner must be one of blip"):
+    with pytest.raises(KitError, match="describes a 'clip_vision_model'; captioner must be one of"):
         check_captioner(str(place))
 
 

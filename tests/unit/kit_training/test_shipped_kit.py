@@ -21,9 +21,10 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.data import digits
 from osfl.data.render import STYLES
 from osfl.kit.check import check_kit
-from osfl.kit.kits import TINY_DECODER, find_kit
+from osfl.kit.kits import find_kit
 from osfl.kit.used_parts import kit_parts
 from osfl.kit_training import card
+from osfl.methods import TINY_DECODER
 from osfl.models import classifiers, encoders
 from osfl.models.diffusion import load_kit, load_small_decoder, load_unclip_pipeline
 from osfl.util.pixels import LEVELS, to_float

@@ -120,7 +120,7 @@ def test_no_layer_is_left_out(tiny_kit: Path, tmp_path: Path) -> None:
     state["unet.down_blocks.7.resnets.0.conv1.lora_A.weight"] = torch.zeros(RANK, 4, 3, 3)
     state["unet.down_blocks.7.resnets.0.conv1.lora_B.weight"] = torch.zeros(4, RANK, 1, 1)
     save_file(state, file)
-    with pytest.raises(KitError, match="is for 3 layers of a UNet, of which the kit's takes 2"):
+    with pytest.raises(KitError, match="is for 3 layers of a UNet; the kit's UNet has 2 of them"):
         load_lora(file, load_kit(tiny_kit), fused=True)
 
 
@@ -273,7 +273,7 @@ def test_a_kit_has_some_of_its_own(tiny_kit: Path, lora: Path, tmp_path: Path) -
     kit = tmp_path / "kit"
     shutil.copytree(tiny_kit, kit)
     config = parse_run_config(quick(method="prompts-only", kit=str(kit), synthesis__lora="kit"))
-    with pytest.raises(KitError, match="lacks lora; this run needs it: name some with"):
+    with pytest.raises(KitError, match="lacks lora; this run needs it: set synthesis.lora"):
         check_sampling_kit(config)
     shutil.copytree(lora, kit / "lora")
     check_sampling_kit(config)
@@ -301,8 +301,8 @@ def test_weights_that_cannot_be_used_are_told_before_work(
     other = tmp_path / "weights.safetensors"
     save_file({"a": torch.zeros(1)}, other)
     cases = [
-        (pickle, "must be a file of safetensors; a pickle could run code"),
-        (tmp_path, "lacks pytorch_lora_weights.safetensors; there is pytorch_lora_weights.bin"),
+        (pickle, "must be a safetensors file; a pickle could run code"),
+        (tmp_path, "_weights.safetensors; the only weights there are pytorch_lora_w"),
         (other, "weights.safetensors has no tensors of a LoRA"),
         (tmp_path / "none", "no such folder"),
     ]

@@ -339,12 +339,12 @@ def test_nobody_is_asked_where_the_server_cannot_draw(
     weights.rename(weights.with_name("diffusion_pytorch_model.non_ema.safetensors"))
     config = quick(method="fedlmg", kit=str(kit))
     grid = LoopGrid(client_app.app.app, config, [{"partition-id": 0, "num-partitions": 2}] * 2)
-    with pytest.raises(ValueError, match="there is the variant"):
+    with pytest.raises(ValueError, match="the only weights there are the variant"):
         run_job(grid, parse_run_config(config), "job")
     assert grid.sent == []
     state = json.loads((home / "runs" / "job" / "status.json").read_text())
     assert state["phase"] == "failed"
-    assert "there is the variant" in state["error"]
+    assert "the only weights there are the variant" in state["error"]
 
 
 # ---- Images that are kept between rounds ----
