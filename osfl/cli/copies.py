@@ -31,8 +31,8 @@ def show_copies(run: Path, node_config: str, out: Path | None) -> None:
         out: a JSON file for what was found.
 
     Raises:
-        ConfigError, CorruptFileError, DataError, KitError: there is no such run, or what it needs is
-            missing.
+        ConfigError, CorruptFileError, DataError, KitError: there is no such run, or what it needs
+            is missing.
     """
     folder = RunFolder(run)
     settings = folder.stored_config()
