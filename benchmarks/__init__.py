@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from osfl.cli.compare import machine
+from osfl.tables.markdown import machine
 from osfl.util.files import PUBLIC, write_atomically
 
 if TYPE_CHECKING:

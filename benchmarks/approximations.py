@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from benchmarks import TABLES, command_line, write_table
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
@@ -32,6 +31,7 @@ from osfl.payload.kinds import Payload
 from osfl.payload.wire import decode
 from osfl.run_folder.layout import RunFolder, open_run_folder, read_image
 from osfl.run_folder.status import Status
+from osfl.settings import default_config
 from server_app.context import ServerJob
 from server_app.expected import expected_payload
 

@@ -16,8 +16,8 @@ from benchmarks import TABLES, command_line, listed, some_of, with_others, write
 from benchmarks.clients import Settings
 from osfl.cli import display
 from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
-from osfl.cli.launch import default_config
 from osfl.config import parse_run_config
+from osfl.settings import default_config
 from osfl.util.files import make_private_folder
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "audit"

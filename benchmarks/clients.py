@@ -12,13 +12,13 @@ from flwr.app import RecordDict
 
 from benchmarks.guidance import digest_of
 from client_app.handlers import train
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.kit.kits import find_kit
 from osfl.methods import METHODS
 from osfl.payload.kinds import Payload
 from osfl.payload.wire import decode, encode
+from osfl.settings import default_config
 from osfl.util.files import make_private_folder
 from server_app.expected import expected_payload
 

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from benchmarks import TABLES, command_line, write_table
 from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors, train_conditions
-from osfl.cli.launch import KEEP_MEMORY, default_config
+from osfl.cli.launch import KEEP_MEMORY
 from osfl.config import NodeConfig, RunConfig, SynthesisConfig, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
@@ -44,6 +44,7 @@ from osfl.kit.kits import find_kit, kit_digest
 from osfl.models.diffusion import Kit, forward_noise, load_kit, load_pipeline
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
+from osfl.settings import default_config
 from osfl.util.costs import Stopwatch
 from osfl.util.pixels import to_float
 from server_app.context import ServerJob

@@ -38,8 +38,6 @@ from client_app.context import ClientJob
 from client_app.learning.conditions import load_kit_for_training, posteriors
 from client_app.methods import domain_vector, feddeo, oscar, votes
 from client_app.privacy.mechanisms import private_mean_of_class
-from osfl.cli.compare import as_arguments
-from osfl.cli.launch import default_config
 from osfl.config import RunConfig, parse_run_config
 from osfl.data.digits import split_sources
 from osfl.data.load import Fit, Images, to_pixels
@@ -50,6 +48,8 @@ from osfl.models.diffusion import load_kit
 from osfl.models.encoders import load_captioner, load_text_encoder
 from osfl.payload.kinds import Descriptions, DomainVector, Encodings, Payload, Votes
 from osfl.payload.wire import decode, encode
+from osfl.settings import default_config
+from osfl.tables.table_file import as_arguments
 from osfl.util.files import make_private_folder, write_atomically
 from osfl.util.prompts import DIGITS
 from server_app.expected import expected_payload

@@ -17,7 +17,6 @@ import torch
 from benchmarks import TABLES, write_table
 from benchmarks.guidance import score
 from client_app.context import ClientJob
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
@@ -26,6 +25,7 @@ from osfl.methods import client_module, server_module
 from osfl.payload.kinds import Payload
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
+from osfl.settings import default_config
 from server_app.context import ServerJob
 
 CLIENTS = 6

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
@@ -40,6 +39,7 @@ from osfl.payload.wire import decode
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.report.metrics import accuracy_over_images
 from osfl.run_folder.status import Status
+from osfl.settings import default_config
 from osfl.util.costs import Stopwatch
 from server_app.context import ServerJob
 from server_app.expected import expected_payload

@@ -18,13 +18,13 @@ from statistics import mean
 from benchmarks import TABLES, command_line, listed, some_of, with_others, write_table
 from benchmarks.approximations import accuracy
 from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, sent
-from osfl.cli.compare import as_arguments
-from osfl.cli.launch import default_config
-from osfl.cli.paired import paired_difference
 from osfl.config import RunConfig, Scalar, parse_run_config
 from osfl.methods import server_module
 from osfl.run_folder.layout import open_run_folder
 from osfl.run_folder.status import Status
+from osfl.settings import default_config
+from osfl.tables.paired import paired_difference
+from osfl.tables.table_file import as_arguments
 from server_app.context import ServerJob
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "left-out"

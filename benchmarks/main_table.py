@@ -35,10 +35,11 @@ from benchmarks.clients import CLIENTS, DOMAINS, Settings, folder_name, for_clie
 from benchmarks.left_out import COMMON as RECIPE
 from benchmarks.left_out import SYSTEMS, against
 from benchmarks.server import job_in
-from osfl.cli.compare import as_arguments, machine
-from osfl.cli.launch import default_config
 from osfl.config import RunConfig, Scalar, parse_run_config
 from osfl.methods import server_module
+from osfl.settings import default_config
+from osfl.tables.markdown import machine
+from osfl.tables.table_file import as_arguments
 from osfl.util.costs import Stopwatch
 from osfl.util.files import make_private_folder, write_atomically
 

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import TABLES, write_table
-from osfl.cli.launch import resolve_config
 from osfl.config import NodeConfig, RunConfig
 from osfl.data.load import image_labels, load_images
 from osfl.models.classifiers import new_classifier
 from osfl.models.training import fit
+from osfl.settings import resolve_config
 
 WORK = Path(__file__).resolve().parent.parent / "runs" / "many-images"
 IMAGES = 60_000

@@ -21,11 +21,11 @@ from benchmarks.clients import CLIENTS, DOMAINS
 from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors
 from client_app.methods.votes import candidate_errors
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import load_images
 from osfl.kit.kits import find_kit
 from osfl.models.diffusion import load_kit
+from osfl.settings import default_config
 from osfl.util.prompts import DIGITS
 
 EPSILONS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)

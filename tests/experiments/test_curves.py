@@ -8,9 +8,9 @@ import torch
 
 from benchmarks import curves, left_out
 from benchmarks.clients import CLIENTS
-from osfl.cli.launch import default_config
 from osfl.methods import server_module
 from osfl.payload.kinds import Domain
+from osfl.settings import default_config
 from osfl.util.prompts import DIGITS
 from server_app.synthesis.images import SyntheticSet
 from tests.helpers.settings import quick

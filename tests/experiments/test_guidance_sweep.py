@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import guidance
-from osfl.cli.launch import default_config
 from osfl.config import flatten, parse_run_config
 from osfl.methods import METHODS
 from osfl.payload.kinds import Descriptions
+from osfl.settings import default_config
 from server_app.methods import feddeo, prompts_only
 from tests.helpers.client_jobs import CLASSES
 from tests.helpers.settings import quick

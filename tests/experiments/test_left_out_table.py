@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import left_out
 from benchmarks.clients import for_clients
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig
 from osfl.data.load import domain_name
 from osfl.methods import METHODS
+from osfl.settings import default_config
 from tests.helpers.settings import quick
 
 DEFAULTS = default_config()

@@ -15,10 +15,10 @@ import torch
 from benchmarks import clients, main_table
 from benchmarks.clients import DOMAINS, folder_name, for_clients
 from benchmarks.left_out import SYSTEMS
-from osfl.cli.launch import default_config
 from osfl.methods import METHODS
 from osfl.payload import wire
 from osfl.payload.kinds import Domain, DomainVector
+from osfl.settings import default_config
 from osfl.util.prompts import DIGITS
 from tests.helpers.settings import ROOT
 

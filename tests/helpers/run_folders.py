@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from osfl.cli.launch import default_config
+from osfl.settings import default_config
 
 
 def run_folder(folder: Path, tests: dict[str, dict], **config: object) -> Path:

@@ -1,6 +1,7 @@
 """Outcomes of runs for tables."""
 
-from osfl.cli import compare
+from osfl.tables.runner import Outcome
+from osfl.tables.table_file import Cell
 
 
 def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object) -> dict:
@@ -30,5 +31,5 @@ def metrics(method: str, accuracy: dict[str, dict[str, float]], **server: object
     }
 
 
-def outcome(row: str, seed: int, **kwargs) -> compare.Outcome:  # type: ignore[no-untyped-def]
-    return compare.Outcome(compare.Cell(row, seed, f"{row}-{seed}", ()), **kwargs)
+def outcome(row: str, seed: int, **kwargs) -> Outcome:  # type: ignore[no-untyped-def]
+    return Outcome(Cell(row, seed, f"{row}-{seed}", ()), **kwargs)

@@ -317,8 +317,8 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
     assert verified() == (
         0,
         [
-            "2 payloads as written, 20 images as written, 20 manifest rows as written, "
-            "1 model as written, 16 records as written"
+            "2 payloads intact, 20 images intact, 20 manifest rows intact, "
+            "1 model intact, 16 records intact"
         ],
     )
     manifest = folder / "manifest.jsonl"
@@ -350,8 +350,8 @@ def test_damage_is_found_and_mended(home: Path, tiny_kit: Path) -> None:
         "manifest.jsonl is corrupt",
     ]
     assert lines[-2] == (
-        "1 payload as written, 17 images as written, 19 manifest rows as written, "
-        "0 models as written, 15 records as written"
+        "1 payload intact, 17 images intact, 19 manifest rows intact, "
+        "0 models intact, 15 records intact"
     )
     blob[-1] ^= 1
     (folder / "payloads" / "client-1.pb").write_bytes(blob)

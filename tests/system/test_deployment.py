@@ -122,7 +122,7 @@ def nodes_are_known_by_their_names(federation: Federation) -> None:
     assert "revoked" not in rows
     unknown = call("revoke", "nobody")
     assert unknown.returncode == 1
-    assert "'nobody': no such node is registered; these are: " in unknown.stdout
+    assert "'nobody': no such node; registered nodes: " in unknown.stdout
     done = call("revoke", "late")
     told = f"late ({number}) is unregistered; its key is no longer accepted\n"
     assert done.stdout.endswith(told)

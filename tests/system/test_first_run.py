@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from osfl.settings import resolve_config
 from tests.helpers.settings import ROOT
 
 pytestmark = pytest.mark.system
@@ -138,11 +139,10 @@ def test_a_run_that_cannot_work_starts_nothing(
 def test_a_job_id_with_other_settings_is_refused_at_once(
     study: list[str], osfl: Callable, tmp_path: Path
 ) -> None:
-    from osfl.cli import launch
     from osfl.config import flatten
 
     settings = [*study, "method=fedcgs", "classifier.init=none", "job-id=mine"]
-    config, _ = launch.resolve_config([*settings, "seed=4"])
+    config, _ = resolve_config([*settings, "seed=4"])
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.json").write_text(json.dumps(flatten(config)))
     began = time.monotonic()
@@ -165,4 +165,4 @@ def test_a_run_that_is_not_there_names_those_that_are(osfl: Callable, tmp_path: 
     (tmp_path / "runs" / "study" / "config.json").write_text("{}")
     done = osfl("show", "runs/nothing")
     assert done.returncode == 1
-    assert "runs/nothing: no such folder; the runs in runs: study" in done.stdout
+    assert "runs/nothing: no such folder; runs in runs: study" in done.stdout

@@ -68,12 +68,12 @@ def test_rotation_never_leaves_a_node_out(tmp_path: Path) -> None:
         kept = (tmp_path / missing).rename(tmp_path / "kept")
         with pytest.raises(
             ConfigError,
-            match=r"exists. Use this authority, or make a new one beside it with --rotate",
+            match=r"exists. Use this authority, or add a new one with --rotate",
         ):
             certs.make_ca(tmp_path)
         kept.rename(tmp_path / missing)
     certs.make_ca(tmp_path, rotate=True)
-    with pytest.raises(ConfigError, match="still the old CA's"):
+    with pytest.raises(ConfigError, match="was issued by the old CA"):
         certs.drop_old_ca(tmp_path)
     assert handshake(tmp_path, tmp_path, "fl.example.org") == ""  # the old server, a node with both
     certs.make_server(tmp_path, ["fl.example.org"])
@@ -100,7 +100,7 @@ def test_node_keys_are_what_flower_reads(tmp_path: Path) -> None:
     public = load_ssh_public_key((tmp_path / "nodes" / "site-a.pub").read_bytes())
     assert private.public_key() == public
     assert private.curve.name == "secp384r1"  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="unregister the old one"):
+    with pytest.raises(ConfigError, match="unregister the node"):
         certs.make_node(tmp_path, "site-a")
     with pytest.raises(ConfigError, match="must be 1 to 64 letters"):
         certs.make_node(tmp_path, "../site-a")
@@ -136,7 +136,7 @@ def test_a_wrong_host_is_named(tmp_path: Path, host: str) -> None:
 
 
 def test_a_missing_or_strange_ca_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Make a certificate authority first: osfl certs ca"):
+    with pytest.raises(ConfigError, match="Create a certificate authority first: osfl certs ca"):
         certs.make_server(tmp_path, [])
     with pytest.raises(ConfigError, match="nothing to rotate"):
         certs.make_ca(tmp_path, rotate=True)
@@ -146,7 +146,7 @@ def test_a_missing_or_strange_ca_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the key of the first certificate in .*ca\.crt"):
         certs.make_server(tmp_path, [])
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(ConfigError, match="made where the CA's key is"):
+    with pytest.raises(ConfigError, match="requires the CA's key"):
         certs.make_server(tmp_path, [])
 
 
@@ -200,5 +200,5 @@ def test_an_expired_certificate_is_shown(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
     certs.make_ca(tmp_path)
     (tmp_path / "server.pem").write_text("nonsense")
-    with pytest.raises(ConfigError, match=r"server\.pem is not a certificate in PEM"):
+    with pytest.raises(ConfigError, match=r"server\.pem is not a PEM certificate"):
         certs.describe(tmp_path)

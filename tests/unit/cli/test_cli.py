@@ -14,10 +14,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import osfl as package
-from osfl.cli import doctor, launch
+from osfl.cli import doctor
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.methods import METHODS
+from osfl.settings import find_config, resolve_config, with_recommended
 from tests.helpers.settings import ROOT, quick
 
 HEAVY = {"torch", "flwr", "rich", "numpy", "psutil"}
@@ -98,14 +99,14 @@ def test_shipped_configs_are_found_from_anywhere(
 ) -> None:
     """A file that is here goes first."""
     monkeypatch.chdir(tmp_path)
-    assert launch.find_config("configs/demo.toml") == ROOT / "configs" / "demo.toml"
-    assert launch.find_config("configs/methods/feddeo.toml").is_file()
+    assert find_config("configs/demo.toml") == ROOT / "configs" / "demo.toml"
+    assert find_config("configs/methods/feddeo.toml").is_file()
     for name in ("demo.toml", "configs/../pyproject.toml", "configs/none.toml"):
         with pytest.raises(ConfigError, match=r"no such file.*configs/demo\.toml"):
-            launch.find_config(name)
+            find_config(name)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "demo.toml").write_text("seed = 3\n")
-    assert launch.resolve_config(["configs/demo.toml"])[0].seed == 3
+    assert resolve_config(["configs/demo.toml"])[0].seed == 3
 
 
 # ---- The doctor ----
@@ -124,10 +125,10 @@ def test_shipped_configs_are_found_from_anywhere(
 def test_who_names_no_file_and_no_method_gets_the_recommended(
     given: list[str] | None, recommended: bool
 ) -> None:
-    settings = launch.with_recommended(given)
+    settings = with_recommended(given)
     assert settings == [*(["configs/recommended.toml"] if recommended else []), *(given or [])]
     if recommended:
-        config, _ = launch.resolve_config(launch.with_recommended(["seed=7", "domain-vector.lr=1"]))
+        config, _ = resolve_config(with_recommended(["seed=7", "domain-vector.lr=1"]))
         assert (config.method, config.seed, config.domain_vector.lr) == ("domain-vector", 7, 1.0)
         assert config.global_model.schedule == "one-cycle"
 
@@ -199,11 +200,11 @@ def test_a_folder_of_somebody_else_is_named(tmp_path: Path) -> None:
 
 def test_epochs_that_are_set_later_end_the_steps_of_before() -> None:
     """configs/recommended.toml has 627 steps, which would go first."""
-    config, _ = launch.resolve_config(["configs/recommended.toml"])
+    config, _ = resolve_config(["configs/recommended.toml"])
     assert config.global_model.steps == 627
-    config, _ = launch.resolve_config(["configs/recommended.toml", "global-model.epochs=3"])
+    config, _ = resolve_config(["configs/recommended.toml", "global-model.epochs=3"])
     assert (config.global_model.steps, config.global_model.epochs) == (0, 3)
     assert config.domain_vector.steps == 600
     given = ["configs/recommended.toml", "global-model.epochs=3", "global-model.steps=9"]
-    config, _ = launch.resolve_config(given)
+    config, _ = resolve_config(given)
     assert config.global_model.steps == 9

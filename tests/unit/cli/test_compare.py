@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from osfl.cli import compare
 from osfl.config import ConfigError
+from osfl.tables.files import write_table
+from osfl.tables.markdown import _costs
+from osfl.tables.plot import plot
+from osfl.tables.records import as_csv, records_of
+from osfl.tables.runner import Outcome, Runner
+from osfl.tables.table_file import Cell, TableFile, read_table
 from tests.helpers.run_outcomes import metrics, outcome
 from tests.helpers.settings import ROOT, defaults, quick
 
@@ -35,7 +40,7 @@ def write(folder: Path, text: str = TABLE, name: str = "table.toml") -> Path:
 
 
 def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> None:
-    table = compare.read_table(write(tmp_path), ["synthesis.steps=3"])
+    table = read_table(write(tmp_path), ["synthesis.steps=3"])
     assert (table.title, table.seeds, list(table.rows)) == (
         "Two methods",
         (0, 1),
@@ -51,8 +56,7 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
     assert re.fullmatch("table-Espresso-C-G-s1-[0-9a-f]{8}", cells[3].job_id)
     assert len({c.job_id for c in cells}) == 4
     same, other = (
-        compare.read_table(write(tmp_path), [f"synthesis.steps={n}"]).cells()[3].job_id
-        for n in (3, 4)
+        read_table(write(tmp_path), [f"synthesis.steps={n}"]).cells()[3].job_id for n in (3, 4)
     )
     assert (same == cells[3].job_id, other == cells[3].job_id) == (True, False)
     expected = {
@@ -63,10 +67,10 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
         "seed=1",
     }
     assert set(cells[3].settings) == expected
-    assert [
-        c.row for c in compare.read_table(write(tmp_path), seeds="5", rows="ceiling").cells()
-    ] == ["ceiling"]
-    assert compare.read_table(write(tmp_path), seeds="5").seeds == (5,)
+    assert [c.row for c in read_table(write(tmp_path), seeds="5", rows="ceiling").cells()] == [
+        "ceiling"
+    ]
+    assert read_table(write(tmp_path), seeds="5").seeds == (5,)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +79,14 @@ def test_cells_are_rows_times_seeds_with_all_their_settings(tmp_path: Path) -> N
 )
 def test_a_row_that_adapts_is_another_run(tmp_path: Path, setting: str, same: bool) -> None:
     """What a run with a job id of its own may change, but for how the model is adapted."""
-    first = compare.read_table(write(tmp_path)).cells()[0]
-    other = compare.read_table(write(tmp_path), [setting]).cells()[0]
+    first = read_table(write(tmp_path)).cells()[0]
+    other = read_table(write(tmp_path), [setting]).cells()[0]
     assert (first.job_id == other.job_id) == same
 
 
 def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
     file = write(tmp_path, TABLE + '[grid]\n"synthesis.steps" = [2, 5]\nnum-clients = [2, 3]\n')
-    rows = compare.read_table(file).rows
+    rows = read_table(file).rows
     assert list(rows)[:4] == [f"ceiling steps={s} num-clients={n}" for s in (2, 5) for n in (2, 3)]
     assert len(rows) == 8
     assert (
@@ -102,11 +106,11 @@ def test_a_grid_multiplies_the_rows(tmp_path: Path) -> None:
             "[rows.a]\nfeddeo.epoch = 1",
             r"row 'a'.*feddeo.epoch: unknown key \(did you mean feddeo.epochs\?\)",
         ),
-        ("[rows.'a, b']", "name may have no comma"),
-        ("seeds = ['x']\n[rows.a]", "must be whole numbers"),
-        ("[rows.a]\nruns-dir = '/tmp'", "row 'a': runs-dir = '/tmp': is the table's to set"),
-        ("[common]\nseed = 3\n[rows.a]", "row 'a': seed = 3: is the table's to set"),
-        ("reference = 'b'\n[rows.a]", "reference = 'b': there is no such row; it has a"),
+        ("[rows.'a, b']", "name must not have a comma"),
+        ("seeds = ['x']\n[rows.a]", "must be integers"),
+        ("[rows.a]\nruns-dir = '/tmp'", "row 'a': runs-dir = '/tmp': the table sets this key"),
+        ("[common]\nseed = 3\n[rows.a]", "row 'a': seed = 3: the table sets this key"),
+        ("reference = 'b'\n[rows.a]", "reference = 'b': there is no such row; the rows are a"),
         ("[rows.a]\n[grid]\nseed = 3", r"\[grid\] seed: must be a list"),
     ],
 )
@@ -114,22 +118,22 @@ def test_a_wrong_table_is_named_before_anything_runs(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        compare.read_table(write(tmp_path, text)).cells()
-    with pytest.raises(ConfigError, match="'nobody': .* has no such row; it has ceiling"):
-        compare.read_table(write(tmp_path), rows="nobody")
+        read_table(write(tmp_path, text)).cells()
+    with pytest.raises(ConfigError, match="'nobody': .* has no such row; the rows are ceiling"):
+        read_table(write(tmp_path), rows="nobody")
 
 
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
 )
 def test_the_shipped_tables_are_sound(file: Path) -> None:
-    assert compare.read_table(file).cells()
+    assert read_table(file).cells()
 
 
 def test_the_digits_table_has_every_method() -> None:
     from osfl.methods import METHODS
 
-    rows = compare.read_table(ROOT / "configs" / "tables" / "digits.toml").rows
+    rows = read_table(ROOT / "configs" / "tables" / "digits.toml").rows
     assert {row["method"] for row in rows.values()} == set(METHODS)
     switches = [
         (row.get("espresso.gmm", True), row.get("espresso.z-sampling", True))
@@ -146,11 +150,11 @@ def test_costs_that_were_not_sent_are_said(tmp_path: Path) -> None:
         about["epsilon"] = 1.0
         for key in ("flops", "seconds", "peak_memory_mb"):
             about.pop(key)
-    records = compare.records_of(outcome("votes", 0, metrics=private))
+    records = records_of(outcome("votes", 0, metrics=private))
     assert records[0]["client_flops"] is None
-    assert compare._costs(records)[2:5] == ["not sent"] * 3
-    assert compare._costs(records)[0] == "1 kB"
-    assert "votes,0,40.0,40.0,40.0,1,1000,2000000.0,,,,0.25" in compare.as_csv(records)
+    assert _costs(records)[2:5] == ["not sent"] * 3
+    assert _costs(records)[0] == "1 kB"
+    assert "votes,0,40.0,40.0,40.0,1,1000,2000000.0,,,,0.25" in as_csv(records)
 
 
 def test_figures_by_hand(tmp_path: Path) -> None:
@@ -178,8 +182,8 @@ def test_figures_by_hand(tmp_path: Path) -> None:
         ),
         outcome("local", 1, error="no disk"),
     ]
-    table = compare.TableFile("t", "A title", (0, 1), {"FedX": {}, "local": {}})
-    records = compare.write_table(table, outcomes, tmp_path, "osfl compare t.toml", 2)
+    table = TableFile("t", "A title", (0, 1), {"FedX": {}, "local": {}})
+    records = write_table(table, outcomes, tmp_path, "osfl compare t.toml", 2)
     page = (tmp_path / "t.md").read_text()
     assert (
         "| FedX | 42.0 | 62.0 | **52.0** ± 2.8 | 1 kB | 2 MB | 3 TFLOP | 4 | 512 | 0.250 | 1 |"
@@ -190,9 +194,9 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert "- local, seed 1: no disk" in page
     assert (
         "; mean of seeds 0, 1, ± the standard deviation of the average; "
-        "the average of the clients is also that over all test images. Costs" in page
+        "the average over clients equals the average over all test images. Costs" in page
     )
-    assert "`osfl compare t.toml`, 2 runs at a time" in page
+    assert "`osfl compare t.toml`, 2 runs in parallel" in page
     lines = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))
     assert [(line["row"], line["seed"], line["average"], line["error"]) for line in lines] == [
         ("FedX", "0", "50.0", ""),
@@ -217,8 +221,8 @@ def test_an_adapted_model_has_a_row_beside_its_models(tmp_path: Path) -> None:
         outcome("X", 0, metrics=metrics("x", one)),
         outcome("Y", 0, metrics=metrics("y", two)),
     ]
-    table = compare.TableFile("t", "", (0,), {"X": {}, "Y": {}}, reference="X")
-    records = compare.write_table(table, outcomes, tmp_path, "osfl compare t.toml", 1)
+    table = TableFile("t", "", (0,), {"X": {}, "Y": {}}, reference="X")
+    records = write_table(table, outcomes, tmp_path, "osfl compare t.toml", 1)
     assert [(record["row"], record["average"]) for record in records] == [
         ("X", 40.0),
         ("X, adapted", 60.0),
@@ -227,10 +231,10 @@ def test_an_adapted_model_has_a_row_beside_its_models(tmp_path: Path) -> None:
         ("Y MD", 50.0),
     ]
     page = (tmp_path / "t.md").read_text()
-    assert "test images; adapted: what it made of it with its training images; seed 0" in page
-    assert page.count("adapted: what it made") == 1
+    assert "test images; adapted: after personalization on its own training images; seed 0" in page
+    assert page.count("adapted: after") == 1
     plain = [outcome("X", 0, metrics=metrics("x", {"FT": one["FT"]}))]
-    compare.write_table(table, plain, tmp_path, "osfl compare t.toml", 1)
+    write_table(table, plain, tmp_path, "osfl compare t.toml", 1)
     assert "adapted" not in (tmp_path / "t.md").read_text()
 
 
@@ -239,7 +243,7 @@ def test_rows_are_paired_by_seed(tmp_path: Path) -> None:
     is 4.97. 4, -10 and 5 are -0.33 with s = 8.39, and 20.83.
     """
 
-    def run(row: str, seed: int, average: float) -> compare.Outcome:
+    def run(row: str, seed: int, average: float) -> Outcome:
         figures = {"FT": {"a": average, "average": average}}
         return outcome(row, seed, metrics=metrics("fedx", figures))
 
@@ -253,16 +257,16 @@ def test_rows_are_paired_by_seed(tmp_path: Path) -> None:
         "elsewhere": {9: 38.0},
     }
     outcomes = [run(row, s, v) for row, figures in averages.items() for s, v in figures.items()]
-    table = compare.TableFile("t", "T", (0, 1, 2), {row: {} for row in averages}, reference="base")
-    compare.write_table(table, outcomes, tmp_path, "osfl compare t.toml", 2)
+    table = TableFile("t", "T", (0, 1, 2), {row: {} for row in averages}, reference="base")
+    write_table(table, outcomes, tmp_path, "osfl compare t.toml", 2)
     page = (tmp_path / "t.md").read_text()
-    assert "Average against base, in points, paired by seed; the interval of the mean" in page
+    assert "Difference of the average to base, in percentage points, paired by seed" in page
     assert r"| better | +6.0 \* | +1.0 to +11.0 | 3 |" in page
     assert r"| worse | -6.0 \* | -11.0 to -1.0 | 3 |" in page
     assert "| unsure | -0.3 | -21.2 to +20.5 | 3 |" in page
     assert r"| same | +1.5 \* | +1.5 to +1.5 | 2 |" in page
     assert "| once | -2.0 |  | 1 |" in page
-    assert "| elsewhere | +" not in page.partition("against")[2]
+    assert "| elsewhere | +" not in page.partition("Difference")[2]
     assert "| base | +0.0" not in page
 
 
@@ -277,7 +281,7 @@ def test_the_plots_axes_span_a_decade(tmp_path: Path, monkeypatch: pytest.Monkey
         lambda self, *args, **named: spans.extend(axes.get_xlim() for axes in self.axes),
     )
     about = {"average": 50.0, "download_bytes": 1e8}
-    compare.plot(
+    plot(
         [
             {"row": name, "upload_bytes": size, **about}
             for name, size in (("A", 44_739_300), ("B", 44_739_311))
@@ -303,19 +307,18 @@ def test_what_is_not_known_or_not_tested_is_said(tmp_path: Path) -> None:
         outcome("local", 0, metrics={**local, "not_tested": ["b"]}),
         outcome("hub", 0, metrics={**hub, "kit_not_counted": True}),
     ]
-    compare.write_table(
-        compare.TableFile("t", "", (0,), {"local": {}, "hub": {}}), outcomes, tmp_path, "", 1
-    )
+    write_table(TableFile("t", "", (0,), {"local": {}, "hub": {}}), outcomes, tmp_path, "", 1)
     page = (tmp_path / "t.md").read_text()
     assert "| local | 60.0 | **60.0** | 1 kB | 2 MB |" in page
-    assert "Not tested everywhere; the averages are over the others:\n\n- local, seed 0: b" in page
+    untested = "Some clients did not test every model; averages are over the others:\n\n- local"
+    assert f"{untested}, seed 0: b" in page
     assert "| 1 kB | 2 MB + kit |" in page
     assert "test images; seed 0; the average" in page
 
 
 def test_several_global_models_are_rows_of_their_own() -> None:
     two = {name: {"a": value, "average": value} for name, value in (("FT", 50.0), ("SD", 60.0))}
-    records = compare.records_of(outcome("FedLMG", 0, metrics=metrics("fedlmg", two)))
+    records = records_of(outcome("FedLMG", 0, metrics=metrics("fedlmg", two)))
     assert [(r["row"], r["average"]) for r in records] == [("FedLMG FT", 50.0), ("FedLMG SD", 60.0)]
 
 
@@ -367,16 +370,16 @@ def test_a_failure_before_an_interruption_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cell that failed has its error; one that the interruption ended has none of its own."""
-    runner = compare.Runner(tmp_path, 1)
+    runner = Runner(tmp_path, 1)
     bad, good, slow = (outcome(name, 0).cell for name in ("bad", "good", "slow"))
 
-    def run(cell: compare.Cell) -> compare.Outcome:
+    def run(cell: Cell) -> Outcome:
         if cell is bad:
             raise OSError("no disk")
         if cell is slow:
             runner._stopped.set()
-            return compare.Outcome(cell, error="stopped")
-        return compare.Outcome(cell, {"method": "fedx"})
+            return Outcome(cell, error="stopped")
+        return Outcome(cell, {"method": "fedx"})
 
     monkeypatch.setattr(runner, "run", run)
     runner.run_all([slow, good, bad])  # the last begins
@@ -388,12 +391,10 @@ def test_a_failure_before_an_interruption_is_kept(
 
 def test_quick_references_are_run_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed by seed, each from its last row to its first; the outcomes are in the table's order."""
-    runner = compare.Runner(tmp_path, 1)
+    runner = Runner(tmp_path, 1)
     ran = []
     cells = [outcome(row, seed).cell for seed in (3, 1) for row in ("ceiling", "local", "slow")]
-    monkeypatch.setattr(
-        runner, "run", lambda cell: ran.append(cell.job_id) or compare.Outcome(cell)
-    )
+    monkeypatch.setattr(runner, "run", lambda cell: ran.append(cell.job_id) or Outcome(cell))
     assert [o.cell for o in runner.run_all(cells)] == cells
     assert ran == ["slow-3", "local-3", "ceiling-3", "slow-1", "local-1", "ceiling-1"]
 
@@ -410,7 +411,7 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
         "'prompts-only'\n",
     )
     settings = settings_of(kit=str(tiny_kit), join_timeout=120.0)
-    done, cell = compare.read_table(file, settings).cells()
+    done, cell = read_table(file, settings).cells()
     finished = {
         "metrics.json": metrics("ceiling", {"real": {"a": 40.0, "average": 40.0}}),
         "status.json": {"phase": "finished"},
@@ -445,7 +446,7 @@ def test_an_interrupted_table_leaves_no_process_and_shows_what_is_done(
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "the same command goes on where it was" in output
+    assert "the same command resumes" in output
     assert "failed" not in output
     page = (tmp_path / "out" / "table.md").read_text()
     assert "| done | 40.0 |" in page

@@ -10,12 +10,12 @@ from datasets import Dataset, DatasetDict
 from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
-from osfl.cli import launch
 from osfl.cli.data_check import difference_hash, near_duplicates
 from osfl.cli.main import app
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.parts import check_images, class_names
 from osfl.methods import METHODS
+from osfl.settings import flat_toml, resolve_config
 from tests.helpers.settings import ROOT, defaults
 
 PRESETS = sorted(file.stem for file in (ROOT / "configs" / "data").glob("*.toml"))
@@ -66,8 +66,8 @@ def test_the_check_counts_and_names_what_is_broken(tmp_path: Path) -> None:
     assert sound.exit_code == 0, sound.output
     words = " ".join(sound.output.replace("│", " ").split())
     assert "north 6 4 2 of 2 3 3 64 x 64" in words
-    assert "0 cannot be read" in words
-    assert "0 of the test images look like" in words
+    assert "unreadable images: 0" in words
+    assert "near-duplicates of training images: 0" in words
     broken = tmp_path / "south" / "train" / "dog" / "1.png"
     broken.write_bytes(b"no picture")
     twin = (tmp_path / "north" / "train" / "cat" / "2.png").read_bytes()
@@ -75,8 +75,8 @@ def test_the_check_counts_and_names_what_is_broken(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
     words = " ".join(found.output.split())
     assert found.exit_code == 1
-    assert f"1 cannot be read {broken}: not a readable image" in words
-    assert "1 of the test images look like" in words
+    assert f"unreadable images: 1 {broken}: not a readable image" in words
+    assert "near-duplicates of training images: 1" in words
     assert "south/test/cat/0.png and north:" in words
     assert "north/train/cat/2.png" in words
 
@@ -100,7 +100,7 @@ def test_wrong_settings_are_told_in_a_line(settings: list[str], message: str) ->
 def copy_of(preset: str, folder: Path) -> dict:
     """A copy with the preset's columns, domains and splits: two images of each class and domain."""
     text = (ROOT / "configs" / "data" / f"{preset}.toml").read_text()
-    settings = launch.flat_toml(tomllib.loads(text))
+    settings = flat_toml(tomllib.loads(text))
     data = parse_run_config({**defaults(), **settings, "kit": "/kit"}).data
     names = data.classes.split(",") if "," in data.classes else [f"class {n}" for n in range(100)]
     rows: dict[str, list] = {data.image_column: [], data.label_column: [], data.domain_column: []}
@@ -126,12 +126,12 @@ def test_a_preset_fits_a_copy_of_its_data_set_with_every_method(
     more = ["kit=/kit", "feddisc.kit=/unclip", "rounds.proxy=/proxy"]
     if 'name = "folder"' in Path(file).read_text():
         for method in METHODS:
-            launch.resolve_config([file, *more, f"method={method}", "data.classes=cat,dog"])
+            resolve_config([file, *more, f"method={method}", "data.classes=cat,dog"])
         return
     settings = copy_of(preset, tmp_path / "copy")
     more.append(f"data.root={tmp_path / 'copy'}")
     for method in METHODS:
-        config, _ = launch.resolve_config([file, *more, f"method={method}"])
+        config, _ = resolve_config([file, *more, f"method={method}"])
     clients = settings["num-clients"]
     assert config.num_clients == clients
     assert len(class_names(config.data)) in (90, 100, len(config.data.classes.split(",")))

@@ -117,7 +117,7 @@ def test_a_dry_run_shows_and_leaves_nothing(
     assert result.exit_code == 0, result.output
     assert "seed" in result.output
     assert "a client sends " in result.output
-    assert "the server draws 20 images" in result.output
+    assert "the server synthesizes 20 images" in result.output
     assert not (home / "runs").exists()
     # How much deflating saves is known when it is done
     deflated = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", payload_codec="int4"))
@@ -148,7 +148,7 @@ def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> No
     huge = arguments(tiny_kit, method="feddeo", synthesis__images_per_class=1_000_000)
     result = CliRunner().invoke(cli, [*huge, "num-clients=100000"])
     assert result.exit_code == 1
-    assert "MB free; this run takes about" in result.output
+    assert "MB free; this run needs about" in result.output
 
 
 # ---- What a guarantee takes ----
@@ -235,7 +235,7 @@ def test_a_dry_run_says_what_noise_leaves(
     arguments = ["run", "--dry-run", "method=domain-vector", "num-clients=2", *more]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
-    assert "the guarantee's noise is as long as a mean can be (clip-norm)" in result.output
-    assert "learns by itself, in 60 passes (domain-vector.epochs); steps and" in result.output
-    assert ("most of that is noise" in result.output) == drowned
-    assert "it does not cover its list of classes, the counts of images, nor test" in result.output
+    assert "the noise is as large as the clipping bound (clip-norm)" in result.output
+    assert "trained on separately, in 60 passes (domain-vector.epochs); steps" in result.output
+    assert ("that mean is mostly noise" in result.output) == drowned
+    assert "but not its list of classes, the number of images, or" in result.output

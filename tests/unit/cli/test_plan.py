@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from osfl.cli.compare import as_markdown, read_table
-from osfl.cli.launch import UnseenDataError
 from osfl.cli.plan import plan_of, show_plan
 from osfl.config import ConfigError
 from osfl.models.diffusion import load_kit, unet_flops
+from osfl.settings import UnseenDataError
+from osfl.tables.markdown import as_markdown
+from osfl.tables.table_file import read_table
 from tests.helpers.settings import ROOT, quick
 
 PAPERS = sorted((ROOT / "configs" / "papers").glob("*.toml"))
@@ -93,7 +94,7 @@ def test_a_run_of_several_models_has_figures_of_each(tmp_path: Path) -> None:
             "[published.A]\naverage = 'high'",
             r"\[published.'A'\] average = 'high': must be",
         ),
-        ("[publish.A]\naverage = 1.0", "'publish' is unknown; a table file has title, source"),
+        ("[publish.A]\naverage = 1.0", "'publish' is unknown; the keys of a table file are title"),
     ],
 )
 def test_figures_that_belong_nowhere_are_refused(tmp_path: Path, more: str, message: str) -> None:
@@ -154,7 +155,7 @@ def test_what_is_not_here_is_asked_for_by_name(
         asked.append(config.data.name)
         raise UnseenDataError("hf:owner/far: the hub is not reached")
 
-    monkeypatch.setattr("osfl.cli.launch._classes", unreached)
+    monkeypatch.setattr("osfl.settings._classes", unreached)
     rows = """
     [rows.A]
     method = "fedavg"

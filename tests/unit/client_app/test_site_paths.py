@@ -311,7 +311,7 @@ def picture(file: Path) -> str:
 
 def test_rows_that_are_addresses_are_not_asked_for(tmp_path: Path, address: str) -> None:
     saved(tmp_path / "part", [address] * 8)
-    with pytest.raises(DataError, match="data.image-column = 'image': .*an address of the network"):
+    with pytest.raises(DataError, match="data.image-column = 'image': .*a URL or a file"):
         read(tmp_path / "part")
     assert not _Counting.asked
 
@@ -320,7 +320,7 @@ def test_rows_elsewhere_on_the_disk_are_not_opened(tmp_path: Path) -> None:
     outside = picture(tmp_path / "hospital" / "a.png")
     for place in (outside, f"{tmp_path}/part/../hospital/a.png", "a.png", f"file://{outside}"):
         saved(tmp_path / "part", [place] * 8)
-        with pytest.raises(DataError, match="a file outside the data set, which is not read"):
+        with pytest.raises(DataError, match="a file outside the data set, which is not allowed"):
             read(tmp_path / "part")
 
 
@@ -333,7 +333,7 @@ def test_rows_inside_the_data_set_are_read(tmp_path: Path) -> None:
 def test_media_are_neither_labels_nor_lists(tmp_path: Path, address: str) -> None:
     saved(tmp_path / "part", [address] * 8)
     for key in ("label", "domain"):
-        with pytest.raises(DataError, match=rf"data.{key}-column = 'image': .* media in it"):
+        with pytest.raises(DataError, match=rf"data.{key}-column = 'image': .* other media"):
             read(tmp_path / "part", **{f"data__{key}_column": "image"})
     rows = {"image": [[{"bytes": None, "path": address}]] * 8, "label": [0, 1] * 4}
     plain = Features(
@@ -344,6 +344,6 @@ def test_media_are_neither_labels_nor_lists(tmp_path: Path, address: str) -> Non
     )
     nested = Dataset.from_dict(rows, plain).cast_column("image", List(Image()))
     data = parse_run_config(quick(method="feddeo", **IN_A_DATA_SET, kit="o/n")).data
-    with pytest.raises(DataError, match="has no single images in it"):
+    with pytest.raises(DataError, match="does not contain single images"):
         check_rows(nested, data, tmp_path, "part")
     assert not _Counting.asked

@@ -297,7 +297,7 @@ def test_columns_and_splits_are_the_sites(
         asks(kind, config, site(part, epsilon=1.0))
     third = 0.4 if key == "test-share" else "third"
     for demand in ({}, {"epsilon": 1.0}):
-        with pytest.raises(PublicConfigError, match=f"data.{key} = .*: must be what this site's"):
+        with pytest.raises(PublicConfigError, match=f"data.{key} = .*: must equal"):
             asks(kind, config, {**site(part, **demand), key: third})
     parsed = parse_run_config(config)
     client_settings(
@@ -307,7 +307,7 @@ def test_columns_and_splits_are_the_sites(
 
 def test_the_classes_are_the_sites_where_it_names_them(part: Path, home: Path) -> None:
     for classes in ("dog,mouse", "mouse", "mouse,dog,cat"):
-        with pytest.raises(PublicConfigError, match="data.classes: must be the classes"):
+        with pytest.raises(PublicConfigError, match="data.classes: must equal the list"):
             asks("query.join", run_config(), site(part, classes=classes))
     asks("query.join", run_config(), site(part, classes="mouse, dog"))
 
@@ -321,7 +321,7 @@ def test_no_run_asks_for_the_values_of_a_column_of_texts(
     for kind in ("query.join", "train"):
         with pytest.raises(ClientError, match="^DATA"):
             asks(kind, config, node)
-    assert "its labels are texts" in caplog.text
+    assert "the labels are strings" in caplog.text
     asks("query.join", config, {**node, "classes": "Ada_Abel,Ada_Berg"})
 
 
@@ -378,7 +378,7 @@ def test_a_training_image_is_no_test_image(
     node = site(place, epsilon=1.0, test_results="exact")
     with pytest.raises(ClientError, match="^DATA"):
         asks(kind, run_config(), node)
-    assert "is a training image, too" in caplog.text
+    assert "is also a training image" in caplog.text
     asks(kind, run_config(), {**node, "test-results": "off"})
 
 
@@ -458,7 +458,7 @@ def test_no_choice_of_classes_hides_a_training_image_in_the_test(
     for classes in ("dog,mouse", "dog,cat"):
         with pytest.raises(ClientError, match="^DATA"):
             asks("query.join", run_config(**{**chosen, "data__classes": classes}), node)
-        assert "is a training image, too" in caplog.text
+        assert "is also a training image" in caplog.text
         caplog.clear()
 
 

@@ -4,7 +4,6 @@ import tomllib
 
 import pytest
 
-from osfl.cli.launch import resolve_config
 from osfl.config import (
     NOT_IDENTITY,
     ConfigError,
@@ -15,6 +14,7 @@ from osfl.config import (
     resolve_auto,
     schema,
 )
+from osfl.settings import resolve_config
 from tests.helpers.settings import ROOT, defaults
 
 
@@ -282,7 +282,7 @@ def test_lists_and_other_values_of_toml(tmp_path) -> None:  # type: ignore[no-un
     file.write_text('kit = "/models/mine"\n[data]\nname = "folder"\nclasses = ["dog", "cat"]\n')
     assert resolve_config([str(file)])[0].data.classes == "dog,cat"
     file.write_text("[feddeo]\nlr = 2024-01-01\n")
-    with pytest.raises(ConfigError, match=r"feddeo\.lr = 2024-01-01: must be a text, a number"):
+    with pytest.raises(ConfigError, match=r"feddeo\.lr = 2024-01-01: must be a string, a number"):
         resolve_config([str(file)])
     assert resolve_config(['fedlmg.strategies=["ft", "md"]'])[0].fedlmg.strategies == "ft,md"
 

@@ -9,10 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from osfl.cli import launch
-from osfl.cli.compare import read_table
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.config import toml as toml_files
+from osfl.settings import default_config, read_overrides, resolve_config, shipped, with_recommended
+from osfl.tables.table_file import read_table
 from osfl.util.text import quote
 
 MOST_SHOWN = 3000  # characters of an error
@@ -24,7 +25,7 @@ LONG = "x" * 3_000_000
 def test_files_of_any_editor_are_read(tmp_path: Path, mark: bytes, end: bytes) -> None:
     file = tmp_path / "a.toml"
     file.write_bytes(mark + end.join([b'method = "fedcgs"', b"num-clients = 2", b""]))
-    assert launch.read_overrides([str(file)]) == {"method": "fedcgs", "num-clients": 2}
+    assert read_overrides([str(file)]) == {"method": "fedcgs", "num-clients": 2}
     table = tmp_path / "table.toml"
     table.write_bytes(mark + end.join([b"[rows.a]", b'method = "local"', b""]))
     assert read_table(table).rows["a"] == {"method": "local"}
@@ -44,7 +45,7 @@ def test_another_encoding_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("seed = 1\n", encoding="utf-16")
     with pytest.raises(ConfigError, match=r"a\.toml: not valid TOML: .*save the file as UTF-8"):
-        launch.read_overrides([str(file)])
+        read_overrides([str(file)])
 
 
 def test_a_file_with_an_equals_sign_in_its_path_is_a_file(
@@ -55,8 +56,8 @@ def test_a_file_with_an_equals_sign_in_its_path_is_a_file(
     (tmp_path / "seed=1" / "c.toml").write_text('method = "fedcgs"\n')
     (tmp_path / "lr=2.toml").write_text("feddeo.lr = 0.2\n")
     for name in ("seed=1/c.toml", str(tmp_path / "seed=1" / "c.toml")):
-        assert launch.read_overrides([name]) == {"method": "fedcgs"}
-    assert launch.read_overrides(["lr=2.toml", "seed=1"]) == {"feddeo.lr": 0.2, "seed": 1}
+        assert read_overrides([name]) == {"method": "fedcgs"}
+    assert read_overrides(["lr=2.toml", "seed=1"]) == {"feddeo.lr": 0.2, "seed": 1}
 
 
 @pytest.mark.parametrize("text", ["𠮷田,犬", "🐈,🐕", "a\x1bb", "a\x7fb\x00", 'q"\\', "Ä, é"])
@@ -74,9 +75,9 @@ def test_what_is_written_for_flower_is_what_was_set(tmp_path: Path, text: str) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["seed={}"], r"seed = \{\}: must be a text, a number"),
-        (["seed={a=1}"], r"seed = \{'a': 1\}: must be a text, a number"),
-        (["seed=[[1]]"], r"seed = \[\[1\]\]: must be a text, a number"),
+        (["seed={}"], r"seed = \{\}: must be a string, a number"),
+        (["seed={a=1}"], r"seed = \{'a': 1\}: must be a string, a number"),
+        (["seed=[[1]]"], r"seed = \[\[1\]\]: must be a string, a number"),
         (["seed=" + "9" * 10_000], r"seed = '9+'… \(10,000 characters\): must be a whole number"),
         (["seed=0x" + "f" * 10_000], "seed = .*must be a whole number"),
         (["seed=1\nnum-clients=3"], r"seed = '1\\nnum-clients=3': must be a whole number"),
@@ -93,7 +94,7 @@ def test_what_is_written_for_flower_is_what_was_set(tmp_path: Path, text: str) -
 )
 def test_values_that_no_key_can_have_are_named(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        launch.resolve_config(arguments)
+        resolve_config(arguments)
     assert len(str(caught.value)) < MOST_SHOWN
 
 
@@ -120,14 +121,14 @@ HOSTILE = {
 def test_hostile_files_are_refused_in_a_few_words(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "a.toml"
     file.write_text(HOSTILE[kind])
-    for call in (lambda: launch.resolve_config([str(file)]), lambda: read_table(file)):
+    for call in (lambda: resolve_config([str(file)]), lambda: read_table(file)):
         with pytest.raises(ConfigError) as caught:
             call()
         assert 0 < len(str(caught.value)) < MOST_SHOWN
 
 
 def test_the_limits_leave_room_for_every_shipped_file() -> None:
-    files = launch.shipped("configs").rglob("*.toml")
+    files = shipped("configs").rglob("*.toml")
     assert all(file.stat().st_size < toml_files.MAX_BYTES / 20 for file in files)
 
 
@@ -140,8 +141,8 @@ def test_the_limits_leave_room_for_every_shipped_file() -> None:
         ("grid = [5]\n[rows.a]", r"grid = \[5\]: must be a section"),
         ("lacks = 'x'\n[rows.a]", r"lacks = 'x': must be a section"),
         ("published.a = 5\n[rows.a]", r"published\.a = 5: must be a section"),
-        ("title = 5\n[rows.a]", "title = 5: must be a text"),
-        ("seeds = '12'\n[rows.a]", "seeds = '12': must be whole numbers"),
+        ("title = 5\n[rows.a]", "title = 5: must be a string"),
+        ("seeds = '12'\n[rows.a]", "seeds = '12': must be a list of integers"),
     ],
 )
 def test_tables_of_the_wrong_kinds_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -177,9 +178,9 @@ def test_a_table_without_a_method_has_the_recommended_one(tmp_path: Path) -> Non
 def test_a_file_without_a_method_runs_what_the_same_arguments_run(tmp_path: Path) -> None:
     file = tmp_path / "study.toml"
     file.write_text("num-clients = 3\n[domain-vector]\nlr = 1.0\n")
-    by_file, _ = launch.resolve_config(launch.with_recommended([str(file)]))
+    by_file, _ = resolve_config(with_recommended([str(file)]))
     arguments = ["num-clients=3", "domain-vector.lr=1.0"]
-    by_arguments, _ = launch.resolve_config(launch.with_recommended(arguments))
+    by_arguments, _ = resolve_config(with_recommended(arguments))
     assert by_file == by_arguments
     assert (by_file.method, by_file.synthesis.images_per_class) == ("domain-vector", 30)
 
@@ -216,7 +217,7 @@ def test_defaults_follow_the_kind_of_the_data(
 ) -> None:
     """As the server and the clients parse what Flower hands them, whoever started the run."""
     size, stem, augmentation = expected
-    config = parse_run_config({**launch.default_config(), **data, **AUTO})
+    config = parse_run_config({**default_config(), **data, **AUTO})
     assert config.data.image_size == size
     for settings in (config.classifier, config.global_model):
         assert (settings.small_stem, settings.augmentation) == (stem, augmentation)
@@ -227,20 +228,20 @@ def test_what_is_set_wins(data: dict[str, str]) -> None:
     arguments = [f"{key}={value}" for key, value in data.items()]
     for stem in ("true", "false"):
         own = [f"data.image-size=48 classifier.small-stem={stem} global-model.augmentation=none"]
-        config, _ = launch.resolve_config([*arguments, *own[0].split()])
+        config, _ = resolve_config([*arguments, *own[0].split()])
         assert config.data.image_size == 48
         assert config.classifier.small_stem == (stem == "true")
         assert config.global_model.augmentation == "none"
-    asked, _ = launch.resolve_config([*arguments, "data.image-size=auto"])
+    asked, _ = resolve_config([*arguments, "data.image-size=auto"])
     assert asked.data.image_size == (224 if data else 32)
 
 
 def test_the_recommended_recipe_suits_photographs() -> None:
     photographs = ["data.name=folder", "data.classes=cat,dog", "kit=/models/mine"]
     for name in ("configs/recommended.toml", "configs/demo.toml"):
-        config, _ = launch.resolve_config([name, *photographs])
+        config, _ = resolve_config([name, *photographs])
         assert config.global_model.augmentation == "trivialaugment"
-        config, _ = launch.resolve_config([name])
+        config, _ = resolve_config([name])
         assert config.global_model.augmentation == "affine-color"
 
 

@@ -127,8 +127,8 @@ def test_numbers_that_are_no_classes_are_refused(
         config = data(tmp_path / "both", classes="cat,dog", partition="iid", test_split="test")
     with pytest.raises(
         DataError,
-        match=f"data.label-column = 'label': the column has the numbers {found}; data.classes has "
-        "2 names for 0 to 1. Number the classes from 0",
+        match=f"data.label-column = 'label': the column contains the numbers {found}; "
+        "data.classes has 2 names for 0 to 1. Number the classes from 0",
     ):
         check_images(config, where, 0)
 
@@ -173,7 +173,7 @@ def test_texts_of_no_class_at_all_are_refused_without_being_listed(tmp_path: Pat
     ("labels", "kind", "what"),
     [
         ([[0, 1]] * 4, Sequence(Value("int64")), "lists of up to 2 values"),
-        ([0.5] * 4, Value("float32"), "float values that are no whole numbers"),
+        ([0.5] * 4, Value("float32"), "float values that are not integers"),
         ([b"a"] * 4, Value("binary"), "values of type binary"),
         ([{"a": 1}] * 4, {"a": Value("int64")}, "values of type struct"),
         ([[[0, 1]]] * 4, Array2D((1, 2), "int64"), "values of type"),
@@ -189,7 +189,7 @@ def test_other_columns_are_refused_by_their_key_and_type(
     config = data(root, classes="cat,dog", **{f"{key}_column": "odd"})
     if key != "domain":
         config = data(root, classes="cat,dog", partition="iid", **{f"{key}_column": "odd"})
-    with pytest.raises(DataError, match=f"data.{key}-column = 'odd': the column holds .*{what}"):
+    with pytest.raises(DataError, match=f"data.{key}-column = 'odd': the column contains .*{what}"):
         check_images(config, node(0, 1), 0)
 
 
@@ -234,7 +234,7 @@ def test_a_column_of_other_things_is_told_once(
 ) -> None:
     root = saved(tmp_path / "a", [0, 1, 0, 1], Value("int64"), odd=(values, kind))
     config = data(root, classes="cat,dog", partition="iid", image_column="odd")
-    message = rf"data.image-column = 'odd': .* values of type ({what}); it must hold images"
+    message = rf"data.image-column = 'odd': .* values of type ({what}); it must contain images"
     with pytest.raises(DataError, match=message):
         check_images(config, node(0, 1), 0)
 
@@ -366,7 +366,7 @@ def test_two_domains_that_would_be_one_client_are_refused(
     column = ([*domains] * 4, Value("string"))
     root = saved(tmp_path / "a", [0, 0, 1, 1] * 2, Value("int64"), domain=column)
     config = data(root, classes="cat,dog", partition="domain")
-    message = "data.domain-column = 'domain': .* and .* would be the same name, .*; rename"
+    message = "data.domain-column = 'domain': .* and .* would have the same name, .*; rename"
     with pytest.raises(DataError, match=message):
         check_images(config, node(0, 1), 0)
     # Nothing is cut by the column
@@ -384,8 +384,8 @@ def test_one_domain_in_two_spellings_of_unicode_is_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["big cat", "big/cat"], "would be the same name, 'big_cat'; rename"),
-        (["-", "dog"], "stores the name '-', of which no letter is left"),
+        (["big cat", "big/cat"], "would have the same name, 'big_cat'; rename"),
+        (["-", "dog"], "stores the name '-', which has no letters or digits"),
     ],
 )
 def test_stored_names_that_are_no_classes_names_are_refused(

@@ -87,7 +87,7 @@ def test_a_patient_of_both_spellings_is_one(tmp_path: Path) -> None:
     names = ("Zo\N{LATIN SMALL LETTER E WITH DIAERESIS}", "Zoe\N{COMBINING DIAERESIS}")
     for name, animal in zip(names, ("cat", "dog"), strict=True):
         grey(tmp_path / "train" / animal / name / "1.png", 1)
-    with pytest.raises(DataError, match="too few images or folders within the classes"):
+    with pytest.raises(DataError, match="the classes have too few images or subfolders"):
         list_folder(FOLDER, NodeConfig(data_dir=str(tmp_path)), "test")
 
 
@@ -105,7 +105,7 @@ def test_another_folder_beside_train_is_not_passed_over(tmp_path: Path, name: st
     place = site(tmp_path)
     site(tmp_path, name)
     for split in ("train", "test"):
-        with pytest.raises(DataError, match=f"no folder test/ in it, but '{name}'; rename"):
+        with pytest.raises(DataError, match=f"no folder test/, but '{name}'. Rename"):
             list_folder(FOLDER, place, split)
 
 
@@ -152,7 +152,7 @@ def test_a_patient_on_both_sides_is_told_with_clients_and_folders(tmp_path: Path
         told = CliRunner().invoke(app, [*command, *settings(tmp_path, 2)], env={"COLUMNS": "900"})
         words = " ".join(told.output.split())
         assert told.exit_code == 0, told.output
-        assert "2 groups, patients say, have images in training and in test" in words
+        assert "groups (such as patients) with images in both training and test: 2" in words
         assert ada in words
         assert bea in words
 
@@ -162,7 +162,7 @@ def test_at_most_ten_patients_are_named(tmp_path: Path) -> None:
         site(tmp_path / "a", split)
     notes = check_clients(replace(FOLDER, root=str(tmp_path)), 1, 0)
     assert len(notes) == 12
-    assert notes[0].startswith("12 groups")
+    assert notes[0].endswith("in both training and test: 12")
     assert notes[-1] == "  and 2 more"
 
 

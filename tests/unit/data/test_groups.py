@@ -138,7 +138,7 @@ def test_a_group_at_two_clients_is_refused(tmp_path: Path, partition: str, split
             check_images(config, node(part, 2), 0)
         assert str(caught.value).startswith(
             "data.group-column = 'patient': group 'Ada' has images in the domains 'north' and "
-            f"'south', which data.partition = {partition!r} gives to two clients. Set "
+            f"'south', which data.partition = {partition!r} assigns to two clients. Set "
         )
     check_clients(replace(config, partition="iid"), 2, 0)
     check_images(replace(config, group_column=""), node(0, 2), 0)
@@ -190,8 +190,8 @@ def test_a_link_to_a_folder_above_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "problem"),
     [
-        ("cat ", "it has a blank at an end: rename the folder to 'cat'"),
-        (" cat", "it has a blank at an end: rename the folder to 'cat'"),
+        ("cat ", "it starts or ends with a blank: rename the folder to 'cat'"),
+        (" cat", "it starts or ends with a blank: rename the folder to 'cat'"),
         ("cat,big", "it has a comma, which separates the names in data.classes"),
         ("CAT", "rename the folder to 'cat'"),
         ("ｃat", "rename the folder to 'cat'"),

@@ -10,9 +10,9 @@ import pytest
 from tests.helpers.loopback_hub import REVISION, hub
 from tests.helpers.named_data import CLASSES, rows
 
-TOLD = "print(','.join(launch.resolve_config(sys.argv[1:])[0].data.classes.split(',')))"
+TOLD = "print(','.join(resolve_config(sys.argv[1:])[0].data.classes.split(',')))"
 FEDAVG = ("method=fedavg", "classifier.init=none")
-ASK = (sys.executable, "-c", f"import sys; from osfl.cli import launch; {TOLD}")
+ASK = (sys.executable, "-c", f"import sys; from osfl.settings import resolve_config; {TOLD}")
 
 
 def osfl(home: Path, address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -101,7 +101,7 @@ def test_a_card_names_no_files_of_this_machine(tmp_path: Path, there: bool) -> N
         told = osfl(tmp_path, server.address, *check)
     assert told.returncode == 1
     words = " ".join((told.stdout + told.stderr).split())
-    assert "its card names data files that are not there, or not the data set's own" in words
+    assert "its card names data files that are missing or outside the data set" in words
     assert "hospital" not in words
 
 
@@ -111,4 +111,4 @@ def test_a_name_that_the_hub_does_not_know_is_told(repositories: Path, tmp_path:
         told = osfl(tmp_path, server.address, *ASK, "data.name=hf:owner/no", *FEDAVG)
     assert told.returncode == 1
     assert "data.name = 'hf:owner/no': cannot be read" in told.stderr
-    assert "give data.root, the folder of a copy of it" in told.stderr
+    assert "set data.root to the folder of a copy" in told.stderr

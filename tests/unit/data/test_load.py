@@ -160,7 +160,7 @@ def test_skews_are_what_they_are_called() -> None:
 def test_a_client_beyond_the_data_is_told() -> None:
     with pytest.raises(DataError, match=r"partition-id = 6: the data has 6 parts.*no data"):
         load_images(DIGITS, NodeConfig(partition_id=6, num_partitions=7), "train", 0)
-    with pytest.raises(DataError, match="needs node-config partition-id"):
+    with pytest.raises(DataError, match="requires node-config partition-id"):
         load_images(DIGITS, NodeConfig(), "train", 0)
 
 
@@ -256,11 +256,11 @@ def test_a_site_without_a_class_that_is_large_enough_is_told(tmp_path: Path) -> 
     """When it joins; of the digits, when it trains."""
     node = make_folder(tmp_path, cat=pictures(2), dog=pictures(3))
     (tmp_path / "test").symlink_to(tmp_path / "train")
-    problem = "min-class-images = 4: no class here has as many; lower it"
+    problem = "min-class-images = 4: no class has as many images; lower it"
     with pytest.raises(DataError, match=problem):
         check_images(FOLDER, replace(node, min_class_images=4), 0)
     digits = NodeConfig(partition_id=0, num_partitions=6, min_class_images=11)
-    with pytest.raises(DataError, match="min-class-images = 11: no class here has as many"):
+    with pytest.raises(DataError, match="min-class-images = 11: no class has as many"):
         load_images(DIGITS, digits, "train", 0)
 
 
@@ -306,16 +306,16 @@ def test_simulated_clients_take_the_folders_of_one_root(tmp_path) -> None:  # ty
         node = NodeConfig(partition_id=k, num_partitions=2)
         assert simulated_folder(config, node) == tmp_path / name
         assert (load_images(config, node, "train", 0).pixels == 10 * (k + 1)).all()
-    with pytest.raises(DataError, match="has 2 clients' folders; set num-clients to at most that"):
+    with pytest.raises(DataError, match="has 2 folders of clients; set num-clients"):
         load_images(config, NodeConfig(partition_id=2), "train", 0)
     with pytest.raises(DataError, match=r"data\.root = '/nowhere': no such folder"):
         load_images(replace(FOLDER, root="/nowhere"), NodeConfig(partition_id=0), "train", 0)
 
 
 def test_missing_empty_and_unknown_folders_are_named(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(DataError, match="there is no folder train/"):
+    with pytest.raises(DataError, match="has no folder train/"):
         load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
-    with pytest.raises(DataError, match="needs node-config data-dir"):
+    with pytest.raises(DataError, match="requires node-config data-dir"):
         load_images(FOLDER, NodeConfig(), "train", 0)
     (tmp_path / "train" / "cat").mkdir(parents=True)
     with pytest.raises(DataError, match=r"train/cat: the class has no images"):
@@ -328,7 +328,7 @@ def test_missing_empty_and_unknown_folders_are_named(tmp_path) -> None:  # type:
         load_images(FOLDER, NodeConfig(data_dir=str(tmp_path)), "train", 0)
     for name, problem in (
         ("a\nb\x1b[2J", "'a b.\\[2J' is not .*; it has a character .*: rename the folder$"),
-        ("-yak", "'-yak' is not .*; it begins with '-', so no run can have it"),
+        ("-yak", "'-yak' is not .*; it begins with '-', so it cannot be"),
         ("CAT", r"'CAT' is not .*\); rename the folder to 'cat'$"),
     ):
         (tmp_path / "train" / "yak").rename(tmp_path / "train" / name)

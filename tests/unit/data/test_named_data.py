@@ -12,13 +12,13 @@ from datasets import Image as ImageColumn
 from flwr_datasets.partitioner import IidPartitioner
 from PIL import Image
 
-from osfl.cli import launch
 from osfl.config import ConfigError, DataConfig, NodeConfig, parse_run_config
 from osfl.data import named, shares
 from osfl.data.load import count_images, domain_name, image_labels, load_images
 from osfl.data.named import load_rows
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, class_names, client_name
+from osfl.settings import resolve_config
 from osfl.util.pixels import LazyPixels, concatenate
 from tests.helpers.named_data import CLASSES, DOMAINS, EACH, data, node, rows, shade
 from tests.helpers.settings import defaults
@@ -88,7 +88,7 @@ def test_a_split_is_not_both_trained_on_and_tested_on(parquet: Path, tmp_path: P
     # A saved part's own test split counts where the run names none
     DatasetDict(train=rows(), test=rows(4)).save_to_disk(tmp_path / "part")
     site = NodeConfig(data_dir=str(tmp_path / "part"))
-    with pytest.raises(DataError, match="data.train-split = 'test': is also the split of the test"):
+    with pytest.raises(DataError, match="data.train-split = 'test': must differ from the split"):
         load_images(data(train_split="test"), site, "train", 0)
 
 
@@ -166,21 +166,21 @@ def test_classes_are_told_by_their_stored_names(parquet: Path) -> None:
     assert set(images.labels.tolist()) == {0, 1}
     for pixels, label in zip(images.pixels, images.labels.tolist(), strict=True):
         assert int(pixels[1, 0, 0]) == greens[label]
-    with pytest.raises(DataError, match="no class 'cat'; it has alarm_clock, Dog, mouse"):
+    with pytest.raises(DataError, match="no class 'cat'; its classes are alarm_clock, Dog, mouse"):
         load_images(data(parquet, classes="cat,Dog"), node(0), "train", 0)
 
 
 def test_the_run_takes_the_stored_names(parquet: Path) -> None:
     chosen = ["data.name=hf:owner/toy", f"data.root={parquet}", "method=fedavg"]
     chosen.append("classifier.init=none")
-    config, overrides = launch.resolve_config(chosen)
+    config, overrides = resolve_config(chosen)
     assert class_names(config.data) == ("alarm_clock", "Dog", "mouse")
     assert overrides["data.classes"] == "alarm_clock,Dog,mouse"
-    config, _ = launch.resolve_config([*chosen, "data.classes=1-2"])
+    config, _ = resolve_config([*chosen, "data.classes=1-2"])
     assert class_names(config.data) == ("Dog", "mouse")
     with pytest.raises(ConfigError, match="'1-3': hf:owner/toy has the classes 0 to 2"):
-        launch.resolve_config([*chosen, "data.classes=1-3"])
-    with pytest.raises(DataError, match="data.classes: no class names"):
+        resolve_config([*chosen, "data.classes=1-3"])
+    with pytest.raises(DataError, match="data.classes: must contain class names"):
         class_names(data(parquet, classes=""))
 
 
@@ -263,7 +263,7 @@ def test_more_images_than_memory_are_decoded_as_they_are_taken(
     [
         ({"label_column": "y"}, "has no column 'y', only image, domain, label"),
         ({"image_column": "picture"}, "has no column 'picture'"),
-        ({"domain_column": "site"}, "needs data.domain-column, .* has "),
+        ({"domain_column": "site"}, "requires data.domain-column, .* are "),
         ({"train_split": "training"}, "data.train-split = 'training': .* the splits train, test"),
         ({"test_split": "valid"}, "data.test-split = 'valid': .* the splits train, test"),
     ],
@@ -276,7 +276,7 @@ def test_what_the_data_set_lacks_is_named(parquet: Path, settings: dict, message
 def test_parts_and_places_that_are_not_there_are_named(parquet: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="partition-id = 2: hf:owner/toy is cut into 2 parts"):
         check_images(data(parquet), node(2), 0)
-    with pytest.raises(DataError, match="needs node-config partition-id .* or data-dir"):
+    with pytest.raises(DataError, match="requires node-config partition-id.* or data-dir"):
         check_images(data(parquet), NodeConfig(), 0)
     with pytest.raises(DataError, match="60 images cannot be cut into 61 parts"):
         check_images(data(parquet, partition="iid"), node(0, 61), 0)
@@ -285,7 +285,7 @@ def test_parts_and_places_that_are_not_there_are_named(parquet: Path, tmp_path: 
     with pytest.raises(DataError, match="cannot be read .*hf:OWNER/NAME@REVISION"):
         check_images(data(tmp_path), node(0), 0)
     with pytest.raises(ConfigError, match="data.name = 'hf:toy': must be digits, folder, or hf:"):
-        launch.resolve_config(["data.name=hf:toy"])
+        resolve_config(["data.name=hf:toy"])
 
 
 def test_names_and_revisions() -> None:

@@ -12,7 +12,6 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 from typer.testing import CliRunner
 
-from osfl.cli import launch
 from osfl.cli.data_check import look
 from osfl.cli.main import app
 from osfl.config import NodeConfig, RunConfig
@@ -21,6 +20,7 @@ from osfl.data.load import load_images
 from osfl.data.partition import DataError
 from osfl.data.pictures import open_picture, stored_picture, to_pixels, traits_of
 from osfl.models.encoders import ImageEncoder
+from osfl.settings import resolve_config
 from osfl.util.pixels import MAX_ASPECT_RATIO, crop_long_side
 from server_app.baselines.proxy import ImageFiles
 from tests.helpers.image_folders import FOLDER, make_folder
@@ -98,7 +98,7 @@ def test_a_scan_beyond_our_own_limit_says_so(
     monkeypatch.setattr(pictures, "MOST_PIXELS", 24 * 20)
     assert len(load_images(FOLDER, one_file(tmp_path, encoded(noise(24, 20), "png")), "train", 0))
     node = one_file(tmp_path, encoded(noise(25, 20), "png"))
-    with pytest.raises(DataError, match=r"25 x 20 pixels; it must have at most 480: scale it down"):
+    with pytest.raises(DataError, match=r"25 x 20 pixels; an image must have at most 480: scale"):
         load_images(FOLDER, node, "train", 0)
 
 
@@ -165,9 +165,7 @@ def test_a_line_of_pixels_takes_little_memory(tmp_path: Path) -> None:
 
 def run_config(root: Path) -> RunConfig:
     settings = ["data.name=folder", f"data.root={root}", "data.classes=cat,dog", "method=local"]
-    return launch.resolve_config([*settings, *("classifier.init=none", "global-model.init=none")])[
-        0
-    ]
+    return resolve_config([*settings, *("classifier.init=none", "global-model.init=none")])[0]
 
 
 def waves(seed: int) -> np.ndarray:
@@ -264,9 +262,9 @@ def test_the_check_counts_frames_and_dark_files(tmp_path: Path) -> None:
     told = CliRunner().invoke(app, [*command, "data.classes=cat,dog"], env={"COLUMNS": "300"})
     words = " ".join(told.output.split())
     assert told.exit_code == 0, told.output
-    assert f"1 have several frames; a run reads the first alone {tmp_path}" in words
+    assert f"images with several frames, of which a run reads the first: 1 {tmp_path}" in words
     assert "cat/stack.tif: 2 frames" in words
-    assert "1 have 16 bits and less than a sixteenth of their brightness: rescale them" in words
+    assert "16-bit images that use less than a sixteenth of their range (rescale them): 1" in words
     assert "cat/dark.png" in words
 
 
@@ -283,9 +281,9 @@ def test_a_row_holds_bytes_a_path_or_nothing(tmp_path: Path) -> None:
     grey = to_pixels(stored_picture(content, "L"), 16)
     assert torch.equal(grey[0], grey[1])
     for value in (None, b"", {"bytes": None, "path": None}):
-        with pytest.raises(ValueError, match="the row holds no picture"):
+        with pytest.raises(ValueError, match="the row has no image"):
             stored_picture(value)
-    with pytest.raises(ValueError, match="the row holds an address"):
+    with pytest.raises(ValueError, match="the row has a URL"):
         stored_picture({"bytes": None, "path": "https://example.org/a.png"})
 
 
@@ -307,8 +305,8 @@ def test_whole_numbers_beyond_16_bits_are_refused(levels: tuple[int, int], tmp_p
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
         (b"<!DOCTYPE html><html>404</html>", "a web page"),
         (b"", "it is empty"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC, or a film; save it as JPEG or PNG"),
-        (b"hello", "no format of pictures that Pillow knows"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC, or a video; save it as JPEG or PNG"),
+        (b"hello", "Pillow does not know its format"),
     ],
 )
 def test_what_a_file_is_in_place_of_a_picture_is_named(

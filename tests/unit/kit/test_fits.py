@@ -167,7 +167,7 @@ def test_what_fits_is_remembered_by_settings_and_header(
 CHECK_SHIPPED = """
 import sys
 from dataclasses import replace
-from osfl.cli.launch import default_config
+from osfl.settings import default_config
 from osfl.config import parse_run_config
 from osfl.kit.check import check_kit
 from osfl.kit.kits import find_kit

@@ -15,8 +15,6 @@ from sklearn.svm import SVC
 from torch.utils.flop_counter import FlopCounterMode
 
 from osfl import kit_training
-from osfl.cli import compare
-from osfl.cli.launch import resolve_config
 from osfl.config import ConfigError, parse_run_config
 from osfl.data import digits
 from osfl.data.render import STYLES
@@ -27,6 +25,8 @@ from osfl.kit_training import card
 from osfl.methods import TINY_DECODER
 from osfl.models import classifiers, encoders
 from osfl.models.diffusion import load_kit, load_small_decoder, load_unclip_pipeline
+from osfl.settings import resolve_config
+from osfl.tables.table_file import read_table
 from osfl.util.pixels import LEVELS, to_float
 from server_app.methods.prompts_only import sample
 from server_app.synthesis.engine import load_engine
@@ -136,7 +136,7 @@ def test_style_prompts_give_the_style(shipped_kit: Path) -> None:
     "table", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
 )
 def test_the_shipped_kits_hold_what_every_row_of_the_tables_needs(table: Path) -> None:
-    for cell in compare.read_table(table, []).cells():
+    for cell in read_table(table, []).cells():
         config, _ = resolve_config(cell.settings)
         check_kit(find_kit(config.sampling_kit), kit_parts(config))
 

@@ -25,12 +25,13 @@ from PIL.PngImagePlugin import PngImageFile
 from typer.testing import CliRunner, Result
 
 from client_app.app import app
-from osfl.cli import compare
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
 from osfl.run_folder.layout import CHECKSUMS, RunFolder, open_run_folder, read_image, read_rows
 from osfl.run_folder.status import Status
 from osfl.run_folder.verify import verify_run, write_checksums
+from osfl.tables.runner import Runner
+from osfl.tables.table_file import Cell
 from osfl.util.files import CorruptFileError
 from server_app.app import run_job
 from server_app.baselines.run import _keep, _resume
@@ -374,8 +375,8 @@ def test_the_commands_name_what_is_damaged(run: Path, tmp_path: Path) -> None:
                 assert done.exit_code == int(hit), (name, how, done.output)
                 assert name in done.output or not hit, (name, how, done.output)
     with damaged(run / "metrics.json", "removed"), damaged(run / "status.json", "garbage"):
-        assert "this run has not finished (no run at all)" in say("show", run).output
-    assert "is no run's folder" in say("verify", tmp_path).output
+        assert "this run has not finished (not started)" in say("show", run).output
+    assert "is not the folder of a run" in say("verify", tmp_path).output
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "shards.json").write_bytes(GARBAGE)
     assert "shards.json is corrupt" in say("shards", run, tmp_path / "out").output
@@ -429,8 +430,8 @@ def test_show_prints_no_terminal_codes(run: Path) -> None:
 
 
 def test_a_table_runs_again_what_is_damaged(run: Path) -> None:
-    cell = compare.Cell("row", 0, "job", ())
-    runner = compare.Runner(run.parent, 1)
+    cell = Cell("row", 0, "job", ())
+    runner = Runner(run.parent, 1)
     assert runner._finished(cell)
     for name in ("metrics.json", "status.json"):
         for how in DAMAGES:

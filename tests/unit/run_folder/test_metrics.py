@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from osfl.cli import compare
-from osfl.cli.launch import default_config
 from osfl.run_folder.report.metrics import gather, write_report
+from osfl.settings import default_config
+from osfl.tables.files import write_table
+from osfl.tables.runner import Outcome
+from osfl.tables.table_file import TableFile, read_table
 from tests.helpers.run_folders import run_folder
 from tests.helpers.run_outcomes import metrics, outcome
 from tests.helpers.settings import ROOT
@@ -38,9 +40,9 @@ def test_the_report_shows_both(tmp_path: Path) -> None:
     assert figures[10:] == ["15.0", "15.8", "15.4", "20.0", "19.0", "19.5"]
 
 
-def table_of(tmp_path: Path, outcomes: list[compare.Outcome]) -> str:
+def table_of(tmp_path: Path, outcomes: list[Outcome]) -> str:
     rows: dict = {one.cell.row: {} for one in outcomes}
-    compare.write_table(compare.TableFile("t", "", (0,), rows), outcomes, tmp_path, "", 1)
+    write_table(TableFile("t", "", (0,), rows), outcomes, tmp_path, "", 1)
     return (tmp_path / "t.md").read_text()
 
 
@@ -63,7 +65,7 @@ def test_a_table_has_a_column_for_all_images_where_they_differ(tmp_path: Path) -
     assert "| FedX | 75.0 | 3.1 | **39.1** | 17.5 | 1 kB |" in page
     assert "| local | 62.5 | 26.6 | **44.5** | 33.8 | 1 kB |" in page
     assert "| some | 62.5 | nan | **62.5** | 62.5 | 1 kB |" in page
-    assert "average: of the clients; all images: over all clients' test images together" in page
+    assert "average: over clients; all images: over the test images of all clients" in page
     lines = list(csv.DictReader((tmp_path / "t.csv").read_text().splitlines()))
     assert [line["over_images"] for line in lines] == ["17.5", "33.75", "62.5"]
 
@@ -76,7 +78,7 @@ def test_a_table_without_a_difference_says_so(tmp_path: Path) -> None:
     one = {"FT": {"a": 40.0, "b": 60.0, "average": 50.0}}
     page = table_of(tmp_path, [outcome("FedX", 0, metrics=metrics("fedx", one))])
     assert "all images |" not in page
-    assert "the average of the clients is also that over all test images" in page
+    assert "the average over clients equals the average over all test images" in page
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_table_says_which_branches_feddeo_was_guided_by(
     "file", sorted((ROOT / "configs" / "tables").glob("*.toml")), ids=lambda file: file.stem
 )
 def test_shipped_rows_that_are_called_feddeo_run_both_of_its_branches(file: Path) -> None:
-    for name, row in compare.read_table(file).rows.items():
+    for name, row in read_table(file).rows.items():
         scales = {**default_config(), **row}
         if scales["method"] == "feddeo":
             both = all(scales[f"feddeo.guidance-{b}"] for b in ("text", "description"))
@@ -110,7 +112,7 @@ def test_shipped_rows_that_are_called_feddeo_run_both_of_its_branches(file: Path
 @pytest.mark.parametrize("name", ["digits", "label-skew"])
 def test_learned_conditions_have_as_many_steps_in_a_table(name: str) -> None:
     learns = ("feddeo", "espresso", "fedbip")
-    rows = compare.read_table(ROOT / "configs" / "tables" / f"{name}.toml").rows.values()
+    rows = read_table(ROOT / "configs" / "tables" / f"{name}.toml").rows.values()
     steps = {row[f"{row['method']}.steps"] for row in rows if row["method"] in learns}
     assert len(steps) == 1
     assert steps.pop() > 0

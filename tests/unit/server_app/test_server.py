@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 from osfl.cli import launch
-from osfl.cli.run import _run_on, innermost_cause
+from osfl.cli.run import _run_remotely, innermost_cause
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.digits import CLASSES
 from osfl.models import classifiers
@@ -337,7 +337,10 @@ def test_a_server_is_alone_in_its_folder(home: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        ("unknown", r"lost sight of run 7, which may go on \(see `flwr list there`\): why"),
+        (
+            "unknown",
+            r"lost the connection to run 7, .* running \(see `flwr list there`\): why",
+        ),
         ("finished:failed", "the run failed: why"),
     ],
 )
@@ -350,7 +353,7 @@ def test_a_federation_that_fails_or_is_out_of_sight_is_told(
     monkeypatch.setattr(launch, "outcome", lambda *_: next(answers))
     monkeypatch.setattr(launch, "follow_log", lambda *_: None)
     with pytest.raises(launch.LaunchError, match=message):
-        _run_on("there", {}, "job")
+        _run_remotely("there", {}, "job")
 
 
 def test_the_innermost_cause_of_the_last_failure_is_found() -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from client_app.app import app as client_app
 from client_app.errors import ClientError, sanitize_errors
-from osfl.cli import compare, launch
+from osfl.cli import launch
 from osfl.cli.display import client_rows, console, print_error
 from osfl.cli.main import app as cli
 from osfl.config import ConfigError, parse_run_config
@@ -27,6 +27,10 @@ from osfl.data.parts import DataError
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.report.metrics import write_report
 from osfl.run_folder.status import Status
+from osfl.tables.markdown import as_markdown
+from osfl.tables.records import records_of
+from osfl.tables.runner import Outcome
+from osfl.tables.table_file import Cell, TableFile
 from osfl.util.text import REPLACEMENT, name_problem, sanitize, sanitize_lines, sanitize_record
 from server_app.app import run_job
 from tests.helpers.loop_grid import LoopGrid
@@ -370,8 +374,8 @@ def test_an_error_on_a_terminal_is_plain(capsys: pytest.CaptureFixture) -> None:
 
 def test_a_table_in_markdown_has_its_cells_and_no_others() -> None:
     words = a_hostile_line("x")
-    table = compare.TableFile("t", words, (0,), {"a | b": {}, "c": {}})
-    outcomes = [compare.Outcome(compare.Cell("c", 0, "", ()), error=words * 1000)]
+    table = TableFile("t", words, (0,), {"a | b": {}, "c": {}})
+    outcomes = [Outcome(Cell("c", 0, "", ()), error=words * 1000)]
     good = {"row": "a | b", "seed": 0, "average": 1.0, "accuracy": {"x|y": 1.0}, "rounds": 1}
     good |= dict.fromkeys(("upload_bytes", "download_bytes", "client_flops"), 1)
     good |= dict.fromkeys(("client_seconds", "client_memory_mb", "server_seconds_per_image"), 1)
@@ -382,8 +386,8 @@ def test_a_table_in_markdown_has_its_cells_and_no_others() -> None:
         "kit_not_counted": False,
         "not_tested": ["p|q"],
     }
-    records = [good, *compare.records_of(outcomes[0])]
-    page = compare.as_markdown(table, records, "osfl compare", 1)
+    records = [good, *records_of(outcomes[0])]
+    page = as_markdown(table, records, "osfl compare", 1)
     assert is_clean(page)
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1

@@ -491,7 +491,7 @@ def test_a_finding_says_how_like_the_pictures_are() -> None:
     pictures, latents = command.findings(games, {"a": command.Guarantee(0.0, 0.0)}, 0)
     assert pictures.likeness == (25.0, 11.0)
     assert latents.likeness is None
-    assert command.words_of(pictures)["likeness"] == "25.0 dB, others 11.0"
+    assert command.words_of(pictures)["likeness"] == "25.0 dB, non-members 11.0"
     assert command.words_of(latents)["likeness"] == ""
 
 
@@ -509,9 +509,9 @@ def test_shares_have_intervals_and_the_command_says_what_they_hold_for(
     assert rate == command.share(1000, 1000, digits=1) == "100.0% [99.6%, 100.0%]"
     monkeypatch.chdir(home)
     said = " ".join(audited(tiny_kit, method="prompts-domain").output.split())
-    assert "intervals hold for these images and payloads" in said
+    assert "intervals are for these images and payloads" in said
     # Two clients and both together, each with all guesses and the surest fifth
-    assert "99 % for all 6 statistics together" in said
+    assert "99 % confidence for all 6 statistics together" in said
 
 
 def test_a_mixtures_likelihood_is_scikit_learns() -> None:
@@ -777,7 +777,7 @@ def test_an_audit_goes_on_where_it_was(
     """And another payload of the same images has other coins."""
     monkeypatch.chdir(home)
     made: list[str] = []
-    real = command._play
+    real = command._run_trial
 
     def counted(player: Any, repeat: int, *rest: Any) -> Any:
         made.append(f"{player.name} {repeat}")
@@ -785,7 +785,7 @@ def test_an_audit_goes_on_where_it_was(
             raise KeyboardInterrupt
         return real(player, repeat, *rest)
 
-    monkeypatch.setattr(command, "_play", counted)
+    monkeypatch.setattr(command, "_run_trial", counted)
     assert audited(tiny_kit, "--repeats", "2", method="prompts-domain").exit_code == 130
     assert audited(tiny_kit, "--repeats", "2", method="prompts-domain").exit_code == 0
     expected = ["client-0 0", "client-0 1", "client-0 1", "client-1 0", "client-1 1"]
@@ -887,7 +887,7 @@ def test_an_audit_finds_noise_that_was_left_out(
         settings |= one_image_a_class(home / "images")
     result = audited(kit, "--repeats", str(REPEATS.get(method, 2)), **settings)
     assert result.exit_code == (0 if noise else 1), result.output
-    assert ("the guarantee is broken" in result.output) != noise
+    assert ("the guarantee is refuted" in result.output) != noise
 
 
 @pytest.mark.parametrize(("epsilon", "code"), [(1.0, 1), (0.0, 0)])
@@ -903,7 +903,7 @@ def test_a_broken_guarantee_fails_the_audit(
     monkeypatch.setattr(command, "run_trial", all_right)
     result = audited(tiny_kit, "--out", "found.json", method="votes", epsilon=epsilon)
     assert result.exit_code == code, result.output
-    assert ("the guarantee is broken: client-0, client-1, all" in result.output) == bool(code)
+    assert ("the guarantee is refuted: client-0, client-1, all" in result.output) == bool(code)
     found = json.loads((home / "found.json").read_text())
     assert [one["broken"] for one in found] == [bool(code)] * 3
 

@@ -163,23 +163,23 @@ def test_a_client_without_images_is_named_and_the_others_are_compared(done: Path
     manifest.write_text("".join(f"{row}\n" for row in rows))
     result = copied("--run", done, "--out", "found.json")
     assert result.exit_code == 0, result.output
-    assert "client-0: the run has drawn no image for it" in result.output
+    assert "client-0: the run has no synthetic images of this client" in result.output
     assert list(json.loads(Path("found.json").read_text())) == ["client-1"]
 
 
 @pytest.mark.slow
 def test_what_is_no_run_or_has_settings_is_refused(done: Path, tmp_path: Path) -> None:
-    assert "is no run's folder" in copied("--run", tmp_path / "none").output
+    assert "is not the folder of a run" in copied("--run", tmp_path / "none").output
     refused = copied("method=oscar", "--run", done)
     assert refused.exit_code == 1
-    assert "method=oscar: with --run the settings are the run's" in refused.output
+    assert "method=oscar: --run uses the run's settings; leave out others" in refused.output
     node = 'partition-id=0 num-partitions=2 client-id="stranger"'
     refused = copied("--run", done, "--node-config", node)
     assert refused.exit_code == 1
-    assert "stranger: the run has drawn no image for it" in refused.output
-    assert "has images of none of these clients" in refused.output
+    assert "stranger: the run has no synthetic images of this client" in refused.output
+    assert "has no synthetic images of these clients" in refused.output
     picture = next(done.glob("images/client-0/*/*.png"))
     picture.write_bytes(b"x")
     refused = copied("--run", done)
     assert refused.exit_code == 1
-    assert "cannot be read; `osfl run` makes it anew" in refused.output
+    assert "is not readable; `osfl run` recreates it" in refused.output

@@ -446,5 +446,5 @@ def test_a_dry_run_says_that_it_trains_more(
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert "trains the global model 4 times more (influence)" in said(influence=True)
+    assert "trains the global model 4 more times (influence)" in said(influence=True)
     assert "influence" not in said()

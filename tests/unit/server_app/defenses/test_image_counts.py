@@ -14,13 +14,13 @@ from flwr.app import ConfigRecord, Message, MetricRecord
 from safetensors.torch import load_file
 
 from client_app.declared import declared_images
-from osfl.cli.launch import default_config
 from osfl.config import ConfigError, NodeConfig, parse_run_config
 from osfl.data.load import image_labels
 from osfl.payload import wire
 from osfl.payload.kinds import FeatureMixtures, FeatureStatistics
 from osfl.payload.messages import pack_payload, unpack_bytes, unpack_state
 from osfl.payload.wire import PayloadError
+from osfl.settings import default_config
 from server_app.app import payload_warnings
 from server_app.defenses.image_counts import (
     ALL,

@@ -415,5 +415,5 @@ def test_a_run_with_a_poisoned_payload_says_so_and_goes_on(
     assert text.replace("'", "&#39;") + folded in page
     shown = CliRunner().invoke(cli, ["show", str(home / "runs" / "bad")]).output
     shown = " ".join(shown.split())
-    assert "worth a look: client-1: part of its payload is" in shown
+    assert "warning: client-1: part of its payload is" in shown
     assert "vectors" not in shown
