@@ -68,7 +68,7 @@ histories: setup ## randomized fault injection into a real federation, with chec
 	$(BIN)/python tests/helpers/fault_injection.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
 
 mutants: setup ## mutation testing of the unit tests: SAMPLE=100 mutants, drawn with SEED=0, started within MINUTES=60
-	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)
+	$(BIN)/python -m benchmarks.tools.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)
 
 docs: setup ## build the documentation into site/; a broken link fails
 	$(UV) pip install --quiet --python $(BIN)/python -c requirements.txt -r pyproject.toml --extra docs

@@ -10,7 +10,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar
 from osfl.config.markers import (
     AUTO,
@@ -22,6 +21,7 @@ from osfl.config.markers import (
     Range,
     markers_of,
 )
+from osfl.settings import default_config
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration

@@ -26,7 +26,7 @@ def _targets(path: Path) -> set[str]:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add every file that a page links to, and the benchmarks' notes, tables and their links."""
-    pages = [*ROOT.glob("benchmarks/notes/*.md"), *ROOT.glob("benchmarks/tables/*.md")]
+    pages = [*ROOT.glob("benchmarks/notes/*.md"), *ROOT.glob("benchmarks/*/tables/*.md")]
     linked = {path.relative_to(ROOT).as_posix() for path in pages}
     for path in ROOT.glob("benchmarks/notes/*.md"):
         linked |= _targets(path)

@@ -77,7 +77,7 @@ SITES = ("site-0", "site-1")
 # Seconds in which a run in peace is asked for, collects, draws, trains and tests
 SPAN = 25.0
 WORK = Path(__file__).resolve().parents[2] / "runs" / "histories"
-TABLES = Path(__file__).resolve().parents[2] / "benchmarks" / "tables"
+TABLES = Path(__file__).resolve().parents[2] / "benchmarks" / "tools" / "tables"
 LONGEST = 12.0  # seconds that something stays away
 # Seconds for one command, beside those that a run in peace takes: a SuperLink whose clock was ahead
 # may take a site that was killed for online for six minutes, and refuses it until then
@@ -776,7 +776,9 @@ def main() -> None:
     parser.add_argument("count", type=int, help="how many seeds")
     parser.add_argument("--at-once", type=int, default=1, help="federations side by side")
     parser.add_argument("--again", action="store_true", help="also those that were played")
-    parser.add_argument("--table", action="store_true", help="write benchmarks/tables/histories.*")
+    parser.add_argument(
+        "--table", action="store_true", help="write benchmarks/tools/tables/histories.*"
+    )
     parser.add_argument("--span", type=float, help="seconds, as it was printed of a history")
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import hub_layouts
+from benchmarks.tools import hub_layouts
 from tests.helpers.hub_requests import asked
 from tests.helpers.loopback_hub import Hub, hub
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import hub_layouts
+from benchmarks.tools import hub_layouts
 from osfl.kit import fits, part_check
 from osfl.kit.check import (
     check_captioner,

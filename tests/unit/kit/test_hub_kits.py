@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import hub_layouts
+from benchmarks.tools import hub_layouts
 from client_app.app import app
 from osfl.cli.main import app as cli
 from osfl.config import parse_run_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import hub_layouts
+from benchmarks.tools import hub_layouts
 from osfl.kit.check import check_captioner, check_image_encoder, check_kit
 from osfl.methods import DIFFUSION_PARTS
 from osfl.models.diffusion import (

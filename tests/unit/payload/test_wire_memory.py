@@ -90,8 +90,8 @@ def test_small_bytes_do_not_become_large_objects(name: str) -> None:
 @pytest.mark.slow
 @linux
 def test_no_input_of_the_fuzz_costs_more_than_four_times_its_size() -> None:
-    """`python -m benchmarks.fuzz` for longer: benchmarks/tables/fuzz.md."""
-    command = [sys.executable, "-m", "benchmarks.fuzz", "--inputs", "72", "--json"]
+    """`python -m benchmarks.tools.fuzz` for longer: benchmarks/tools/tables/fuzz.md."""
+    command = [sys.executable, "-m", "benchmarks.tools.fuzz", "--inputs", "72", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutants import trials
-from benchmarks.mutants.__main__ import row, sample, shown, try_all
-from benchmarks.mutants.mutations import Mutant, find_mutants
-from benchmarks.mutants.trials import Project, load_verdicts, sources
+from benchmarks.tools.mutants import trials
+from benchmarks.tools.mutants.__main__ import row, sample, shown, try_all
+from benchmarks.tools.mutants.mutations import Mutant, find_mutants
+from benchmarks.tools.mutants.trials import Project, load_verdicts, sources
 
 CODE = '''
 import torch

@@ -16,7 +16,6 @@ from scipy.special import logsumexp
 from sklearn.mixture import GaussianMixture
 from typer.testing import CliRunner
 
-from benchmarks import audit as audit_table
 from client_app.audit import attacks, game, linear, statistics
 from client_app.audit.attacks import ATTACKS, attack, denoising_errors, leverage
 from client_app.audit.game import Pairs, Scores, draw_pairs, run_trial
@@ -688,22 +687,6 @@ def test_confidence_is_liras(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attack(job_of(images(0, 2)), Classifier(CLASSES, "x", {}))
     expected = [math.log(7 / 3), math.log(1 / 9)]
     np.testing.assert_allclose(found["confidence"], expected, rtol=1e-5)
-
-
-def test_a_table_keeps_its_other_rows(tmp_path: Path) -> None:
-    lines = [{"": "FedCGS: means"}, {"": "FedCGS: moments"}]
-    file = tmp_path / "audit.json"
-    names = ("FedPFT: mixture", "votes, epsilon 1: winners", "FedCGS: means")
-    kept = [{"": name, "x": 1} for name in names]
-    file.write_text(json.dumps({"rows": kept, "about": "this. Written"}))
-    found = audit_table.in_order(lines, file, "this.")
-    assert [line[""] for line in found] == [
-        "votes, epsilon 1: winners",
-        "FedCGS: means",
-        "FedCGS: moments",
-        "FedPFT: mixture",
-    ]
-    assert "x" not in found[1]
 
 
 # ---- The command ----

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.votes import chances
+from benchmarks.privacy.noisy_argmax import win_probabilities
 from client_app.app import app, client_settings
 from client_app.methods import votes as client_half
 from client_app.privacy.ledger import Ledger
@@ -64,7 +64,7 @@ def test_winners_come_as_often_as_permute_and_flip_says(
 ) -> None:
     below = random.Random(2).randrange
     seen = Counter(permute_and_flip(counts, epsilon, below) for _ in range(DRAWN))
-    expected = chances(counts, epsilon)
+    expected = win_probabilities(counts, epsilon)
     assert sum(expected) == pytest.approx(1)
     for candidate, probability in enumerate(expected):
         assert standard_errors(seen[candidate] / DRAWN, probability) < 4
@@ -82,7 +82,9 @@ def test_one_image_changes_no_probability_by_more_than_its_bound(epsilon: float)
             changes = [there - here for here, there in zip(one, other, strict=True)]
             bound = {(-1, 0, 1): epsilon, (0, 0, 1): epsilon / 2}.get(tuple(sorted(changes)))
             if bound is not None:
-                pairs = zip(chances(one, epsilon), chances(other, epsilon), strict=True)
+                pairs = zip(
+                    win_probabilities(one, epsilon), win_probabilities(other, epsilon), strict=True
+                )
                 assert all(abs(math.log(p / q)) <= bound + 1e-9 for p, q in pairs)
                 compared += 1
     assert compared > 100
