@@ -41,7 +41,7 @@ from tests.helpers.analytic_clients import (
 def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
     made = analytic_kit()
     for half in (feddeo_half, espresso_half, fedbip_half):
-        monkeypatch.setattr(half, "load_kit_to_learn", lambda job: made)
+        monkeypatch.setattr(half, "load_kit_for_training", lambda job: made)
     return made
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
 from osfl.models.classifiers import MEAN, STD, pack, unpack
@@ -297,7 +298,7 @@ def test_ddim_on_a_known_distribution() -> None:
     scheduler = SimpleNamespace(
         timesteps=torch.arange(981, 0, -20),
         set_timesteps=lambda n: None,
-        config=SimpleNamespace(num_train_timesteps=1000),
+        config=FrozenDict({"num_train_timesteps": 1000}),
         final_alpha_cumprod=torch.tensor(1.0),
     )
     kit = SimpleNamespace(

@@ -162,7 +162,7 @@ def test_what_is_drawn_is_the_main_tables_row_but_for_what_is_changed(
 
     sent = {client: Domain(DIGITS, name) for client, name in zip(CLIENTS, DOMAINS, strict=True)}
     monkeypatch.setattr(image_quality, "payloads_of", lambda settings: sent)
-    monkeypatch.setattr(federation, "synthesize", render)
+    monkeypatch.setattr(federation, "synthesize_plan", render)
     image_quality.synthetic_set(
         "prompts-domain", ("client-3",), 2, {"prompts-domain.guidance": 4.5}
     )

@@ -49,7 +49,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, 
     monkeypatch.setattr(
         training_ablation, "payloads_of", lambda settings: dict.fromkeys(CLIENTS, payload)
     )
-    monkeypatch.setattr(federation, "synthesize", render)
+    monkeypatch.setattr(federation, "synthesize_plan", render)
     monkeypatch.setattr(training_ablation, "train_global_model", train)
     monkeypatch.setattr(
         training_ablation, "validation_accuracies", lambda config, model: [float(model)] * 6

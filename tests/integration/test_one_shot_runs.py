@@ -228,7 +228,7 @@ def test_an_interrupted_server_makes_the_same_images(
         raise Killed
 
     monkeypatch.setattr(synthesis_images, "_commit", commit_one_then_die)
-    monkeypatch.setattr(synthesis_images, "UNWRITTEN", 0)
+    monkeypatch.setattr(synthesis_images, "MAX_UNWRITTEN_UNITS", 0)
     for finished in (1, 2, 3):  # two clients of 10 images in units of 8: four units
         with pytest.raises(Killed):
             start(config, "rough")
@@ -280,7 +280,7 @@ def test_a_disk_that_fills_loses_nothing(
     assert [file.name for file in (small_disk / "job" / "payloads").glob("*.pb")] == ["client-0.pb"]
     (small_disk / FILLER).unlink()
     monkeypatch.setattr(synthesis_images, "_commit", commit_and_fill)
-    monkeypatch.setattr(synthesis_images, "UNWRITTEN", 0)
+    monkeypatch.setattr(synthesis_images, "MAX_UNWRITTEN_UNITS", 0)
     asked: list[tuple[int, str]] = []
     with pytest.raises(OSError, match="No space left on device"):
         start(config, tamper=lambda index, kind, reply: asked.append((index, kind)) or reply)  # type: ignore[func-returns-value]
@@ -400,7 +400,7 @@ def test_a_disk_that_never_gives_back_an_image_ends_the_run(
         "_commit",
         lambda job, unit, pixels: (made.append(unit.name), commit(job, unit, pixels)),
     )
-    monkeypatch.setattr(synthesis_images, "read_picture", lambda file: None)
+    monkeypatch.setattr(synthesis_images, "read_image", lambda file: None)
     with pytest.raises(OSError, match="images that were written 3 times cannot be read"):
         start(quick(method="feddeo", kit=str(tiny_kit)))
     assert len(made) == 3 * len(set(made))

@@ -174,7 +174,7 @@ def test_with_a_guarantee_an_error_is_a_code(
     assert str(caught.value) == "DATA (its own log has the details)"
     assert caught.value.__cause__ is caught.value.__context__ is None
     # Nor does the traceback, which a simulation sends, say where it failed
-    assert caught.traceback[-1].name == "private_errors"
+    assert caught.traceback[-1].name == "encode_private_errors"
     assert "no label of" in caplog.text
 
 

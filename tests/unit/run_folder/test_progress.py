@@ -151,7 +151,7 @@ def test_the_status_tells_of_the_steps_within_a_unit(
     kit = load_kit(tiny_kit)
     seen = []
     within = job.status.step
-    monkeypatch.setattr(job.status, "within", lambda *step: seen.append(step) or within(*step))
+    monkeypatch.setattr(job.status, "step", lambda *step: seen.append(step) or within(*step))
     c = kit.text(["a"])
 
     def sample(jobs: Any) -> torch.Tensor:

@@ -665,7 +665,7 @@ def test_a_ridge_of_unknown_scale_is_numpys_at_the_likeliest_variances() -> None
 def test_a_vote_is_for_its_classes_winner_or_not(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of two, zero and two vote for 1, 1 and 0; zero elected 1, and two 0."""
     errors = 1 - torch.nn.functional.one_hot(torch.tensor([1, 1, 0]), 2).float()
-    monkeypatch.setattr(attacks.votes, "errors", lambda *_: errors)
+    monkeypatch.setattr(attacks.votes, "candidate_errors", lambda *_: errors)
     sent = Votes(("zero", "two"), torch.tensor([1, 0], dtype=torch.uint8))
     job = job_of(images(2, 0, 2), method="votes")
     assert attack(job, sent)["winners"].tolist() == [0, 1, 1]

@@ -144,7 +144,7 @@ def test_classifier_payload_is_the_trained_model(tiny_kit) -> None:  # type: ign
 
 
 def test_one_image_is_too_few_for_a_classifier(tiny_kit) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ClassifierError, match=r"1 image.*needs at least 2"):
+    with pytest.raises(ClassifierError, match=r"1 image.*requires at least 2"):
         classifier_half.make_payload(job_of(tiny_kit, images(0)))
 
 

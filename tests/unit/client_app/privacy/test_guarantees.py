@@ -141,7 +141,7 @@ def test_the_spread_of_prompts() -> None:
 def kit(monkeypatch: pytest.MonkeyPatch) -> Kit:
     made = analytic_kit()
     for half in (feddeo, domain_vector):
-        monkeypatch.setattr(half, "load_kit_to_learn", lambda job: made)
+        monkeypatch.setattr(half, "load_kit_for_training", lambda job: made)
     return made
 
 

@@ -104,7 +104,7 @@ def test_memory_that_does_not_suffice_is_that_clients_failure(
     """Also of a payload that is there when the server starts: it ended every start before."""
     config = quick(method="prompts-domain", kit=str(tiny_kit), min_clients=1)
     start(config)
-    probe = collecting.probe
+    probe = collecting.check_plausible
 
     def no_memory(payload, client, config):  # type: ignore[no-untyped-def]
         if client == "client-1":
