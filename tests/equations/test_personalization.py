@@ -349,7 +349,7 @@ def test_a_model_with_rounds_is_shown_as_it_came(home: Path, root: Path) -> None
     assert list(found["accuracy"]) == ["fedavg", "fedavg, adapted"]
     assert found["shown"] == "fedavg"
     page = (home / "runs" / "job" / "report.html").read_text()
-    assert "test images, also of the model that it adapted with its training images." in page
+    assert "test images, also for the model that it adapted to its training images." in page
 
 
 def test_who_adapts_is_not_asked_twice(
