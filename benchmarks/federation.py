@@ -23,7 +23,7 @@ from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names
 from osfl.kit.kits import find_kit
 from osfl.methods import METHODS, server_module
-from osfl.models.classifiers import confusion, logits_of
+from osfl.models.classifiers import compute_logits, count_confusion
 from osfl.payload.kinds import Payload
 from osfl.payload.wire import decode, encode
 from osfl.run_folder.layout import open_run_folder
@@ -241,12 +241,14 @@ def validation_accuracies(config: RunConfig, model: torch.nn.Module) -> list[flo
 def _accuracy(config: RunConfig, model: torch.nn.Module, client: int, split: str) -> float:
     images = load_images(config.data, node_of(client, config), split, 0)
     classes = len(class_names(config.data))
-    return accuracy_over_images({"": confusion(model, images.pixels, images.labels, classes, CPU)})
+    return accuracy_over_images(
+        {"": count_confusion(model, images.pixels, images.labels, classes, CPU)}
+    )
 
 
 def predictions(model: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     """Return the predicted classes [N] of images [N, 3, S, S] uint8."""
-    return logits_of(model, pixels, CPU).argmax(dim=1)
+    return compute_logits(model, pixels, CPU).argmax(dim=1)
 
 
 def accuracy(model: torch.nn.Module, images: Images | SyntheticSet) -> float:

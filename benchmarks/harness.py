@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from osfl.tables.markdown import machine
+from osfl.tables.markdown import describe_machine
 from osfl.tables.paired import paired_difference
 from osfl.util.files import PUBLIC, make_private_folder, write_atomically
 
@@ -228,7 +228,7 @@ def write_table(file: Path, rows: Sequence[Mapping[str, object]], caption: str) 
     head = list(dict.fromkeys(key for row in rows for key in row))
     cells = [head, ["---:"] * len(head), *([str(row.get(key, "")) for key in head] for row in rows)]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "flwr", "diffusers"))
-    caption = f"{caption} Written on {machine()}, {versions}."
+    caption = f"{caption} Written on {describe_machine()}, {versions}."
     page = "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", caption, ""])
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file.with_suffix(".md"), page.encode(), PUBLIC)
@@ -260,7 +260,7 @@ def write_figure(file: Path, figure: "Figure") -> None:
 def difference(values: Mapping[int, float], reference: Mapping[int, float]) -> str:
     """Return the mean paired difference with its interval, and a star where that excludes 0."""
     paired = paired_difference(values, reference)
-    star = " *" if paired.decided else ""
+    star = " *" if paired.is_significant else ""
     return f"{paired.mean:+.1f} [{paired.low:+.1f}, {paired.high:+.1f}]{star}"
 
 

@@ -43,13 +43,13 @@ from osfl.config import (
     parse_run_config,
     split_names,
 )
-from osfl.data.overlap import check_apart
+from osfl.data.overlap import check_disjoint
 from osfl.data.parts import check_images, client_name
 from osfl.data.pins import check_pins
 from osfl.kit.check import check_kit
 from osfl.kit.kits import find_kit, kit_digest, weights_digests
-from osfl.kit.run_check import check_initial_weights, check_models_apart
-from osfl.kit.used_parts import begins_at_clients, kit_parts
+from osfl.kit.run_check import check_initial_weights, check_models_outside_kit
+from osfl.kit.used_parts import clients_load_initial_weights, kit_parts
 from osfl.methods import METHODS
 from osfl.util.files import OWNER_ONLY, ensure_own_folder, make_private_folder
 
@@ -94,15 +94,15 @@ def check_node(config: RunConfig, node: NodeConfig) -> str:
     """
     check_images(config.data, node, config.seed)
     if node.requires_guarantee and node.sends_test_results:
-        check_apart(config.data, node)
+        check_disjoint(config.data, node)
     if config.guaranteed_delta and find_spec("dp_accounting") is None:
         raise PublicConfigError(
             f"epsilon = {config.epsilon:g}: with method {config.method!r} this node requires the "
             "package dp-accounting: pip install 'osfl[privacy]'"
         )
     kit = _kit(config, node)
-    check_models_apart(config, "clients")
-    if begins_at_clients(config):
+    check_models_outside_kit(config, "clients")
+    if clients_load_initial_weights(config):
         check_initial_weights(config.classifier, kit, "classifier.init")
     if node.models_dir:
         _check_models_dir(node.models_dir)

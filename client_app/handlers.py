@@ -27,8 +27,8 @@ from osfl.data.load import (
     load_images,
     small_classes,
 )
-from osfl.data.overlap import check_apart
-from osfl.data.parts import class_names, folder_notes, left_out_words
+from osfl.data.overlap import check_disjoint
+from osfl.data.parts import class_names, folder_notes, left_out_notes
 from osfl.methods import METHODS, client_module
 from osfl.payload import wire
 from osfl.payload.encryption import seal
@@ -66,7 +66,7 @@ def train(
             node.min_class_images,
             ", ".join(names[label] for label in small),
         )
-    for warning in left_out_words(config.data, node):
+    for warning in left_out_notes(config.data, node):
         log.warning("%s: %s", client, warning)
     for warning in folder_notes(config.data, {client: node}):
         log.warning("%s", warning)
@@ -100,12 +100,14 @@ def evaluate(content: RecordDict, config: RunConfig, node: NodeConfig, client: s
     guaranteed = bool(config.epsilon or node.requires_guarantee)
     sent = unpack_model(content)
     names = class_names(config.data)
-    model = classifiers.rebuild(sent.state, sent.architecture, len(names), sent.small_stem)
+    model = classifiers.rebuild_classifier(
+        sent.state, sent.architecture, len(names), sent.small_stem
+    )
     if not node.sends_test_results or (sent.adapts and guaranteed):
         _test_for_site(model, sent, config, node, client)
         return _withheld()
     if node.requires_guarantee:
-        check_apart(config.data, node)
+        check_disjoint(config.data, node)
     matrix = _test(model, sent, config, node, client)
     # With a DP guarantee the reply omits the running time, too
     seconds = 0.0 if guaranteed else watch.seconds
@@ -146,7 +148,7 @@ def _test(
     if sent.adapts:
         _adapt(model, config, node, client, device)
     images = load_images(config.data, node, "test", config.seed)
-    matrix = classifiers.confusion(model, images.pixels, images.labels, len(names), device)
+    matrix = classifiers.count_confusion(model, images.pixels, images.labels, len(names), device)
     if sent.adapts or not node.sends_test_results:
         correct = sum(row[label] for label, row in enumerate(matrix))
         model_name = "personalized" if sent.adapts else sent.name

@@ -11,7 +11,7 @@ from pathlib import Path
 from osfl.config import SITE_PATHS, ConfigError, NodeConfig, RunConfig, flatten, split_names
 from osfl.data.named import is_named, repository_of
 from osfl.kit.kits import is_hub_id, kit_roots
-from osfl.kit.used_parts import kit_parts, models_apart
+from osfl.kit.used_parts import kit_parts, models_outside_kit
 from osfl.methods import METHODS
 from osfl.util.text import sanitize
 
@@ -68,7 +68,7 @@ def allowed_folders(node: NodeConfig) -> list[Path]:
 def _used_keys(config: RunConfig, node: NodeConfig) -> set[str]:
     """Return the keys whose paths this client would read; the server alone may use others."""
     method = METHODS[config.method]
-    used = {key for key, _, _ in models_apart(config)}
+    used = {key for key, _, _ in models_outside_kit(config)}
     if kit_parts(config) and not (node.kit and config.sampling_kit == config.kit):
         used.add("kit" if config.sampling_kit == config.kit else "feddisc.kit")
     if method.rounds or method.features or method.payload == "Classifier":

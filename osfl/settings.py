@@ -10,7 +10,7 @@ from flwr.common.config import flatten_dict
 
 from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config, schema
 from osfl.config.toml import parse_toml, read_toml
-from osfl.data.named import chosen_classes, is_named
+from osfl.data.named import is_named, resolve_classes
 from osfl.data.partition import DataError
 from osfl.util.text import quote, sanitize
 
@@ -86,12 +86,14 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Scalar]:
         if equals and not _is_file(argument):
             layer = {key.strip(): _value(key.strip(), text.strip(" \t"))}
         else:
-            layer = flat_toml(read_toml(find_config(argument), argument))
-        overrides = laid_over(overrides, layer)
+            layer = flatten_toml(read_toml(find_config(argument), argument))
+        overrides = merge_settings(overrides, layer)
     return overrides
 
 
-def laid_over(settings: Mapping[str, Scalar], later: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def merge_settings(
+    settings: Mapping[str, Scalar], later: Mapping[str, Scalar]
+) -> dict[str, Scalar]:
     """Merge later settings over earlier ones.
 
     Epochs that are set later reset earlier steps to 0, which would take precedence over them.
@@ -102,7 +104,7 @@ def laid_over(settings: Mapping[str, Scalar], later: Mapping[str, Scalar]) -> di
 
 def _classes(config: RunConfig) -> tuple[str, ...]:
     try:
-        return chosen_classes(config.data)
+        return resolve_classes(config.data)
     except DataError as error:
         raise UnseenDataError(str(error)) from None
 
@@ -164,7 +166,7 @@ def find_config(name: str) -> Path:
     )
 
 
-def flat_toml(table: dict[str, Any]) -> dict[str, Scalar]:
+def flatten_toml(table: dict[str, Any]) -> dict[str, Scalar]:
     """Flatten a TOML table to dotted keys; lists become comma-separated strings.
 
     Raises:

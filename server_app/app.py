@@ -10,11 +10,11 @@ from flwr.serverapp import Grid, ServerApp
 
 from osfl.config import ConfigError, RunConfig, parse_run_config
 from osfl.data.parts import class_names
-from osfl.kit.kits import KitError, find_kit, image_size
+from osfl.kit.kits import KitError, find_kit, kit_image_size
 from osfl.kit.run_check import check_initial_weights, check_noise_schedule
 from osfl.kit.used_parts import initial_models
 from osfl.methods import METHODS, server_module
-from osfl.models.classifiers import blank_classifier
+from osfl.models.classifiers import meta_classifier
 from osfl.payload.encryption import fingerprint, load_key, public_bytes
 from osfl.payload.kinds import Payload
 from osfl.payload.wire import PayloadError
@@ -250,7 +250,7 @@ def check_server(config: RunConfig) -> None:
         kit = find_kit(config.kit) if settings.init == "kit" else ""
         check_initial_weights(settings, kit, key)
         if settings.init == "none":
-            blank_classifier(settings.architecture, classes, settings.small_stem)
+            meta_classifier(settings.architecture, classes, settings.small_stem)
     expected_tensors(config)
 
 
@@ -262,7 +262,7 @@ def estimate_disk_bytes(config: RunConfig) -> int:
     # One ResNet-18 per client and three global models
     weights = 50_000_000 * (config.num_clients + 3)
     try:
-        size = image_size(find_kit(config.sampling_kit))
+        size = kit_image_size(find_kit(config.sampling_kit))
     # check_server raises this error if the method needs the kit
     except (FileNotFoundError, KitError):
         size = config.data.image_size

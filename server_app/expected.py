@@ -9,7 +9,7 @@ from osfl.config import RunConfig, split_names
 from osfl.data.parts import class_names
 from osfl.kit.kits import find_kit, kit_shapes
 from osfl.methods import METHODS
-from osfl.models.classifiers import blank_classifier, headless, logits_of, rebuild
+from osfl.models.classifiers import compute_logits, meta_classifier, rebuild_classifier, remove_head
 from osfl.payload import wire
 from osfl.payload.fields import field_tensors, fields_of
 from osfl.payload.kinds import Classifier, FeatureStatistics, Payload, Votes, kind_of
@@ -27,7 +27,7 @@ def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
     architectures = {}
     if METHODS[config.method].payload == "Classifier":
         for architecture in split_names(settings.architecture):
-            state = blank_classifier(architecture, len(classes), settings.small_stem).state_dict()
+            state = meta_classifier(architecture, len(classes), settings.small_stem).state_dict()
             architectures[architecture] = {
                 name: (tuple(t.shape), t.dtype) for name, t in state.items()
             }
@@ -67,8 +67,8 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
     """
     if METHODS[config.method].features:
         settings = config.classifier
-        model = blank_classifier(settings.architecture, 2, settings.small_stem)
-        width = headless(model)[1]
+        model = meta_classifier(settings.architecture, 2, settings.small_stem)
+        width = remove_head(model)[1]
         is_spherical = config.fedpft.covariance == "spherical"
         return {"f": width, "K": config.fedpft.components, "v": 1 if is_spherical else width}
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
@@ -138,11 +138,11 @@ def check_plausible(payload: Payload, client: str, config: RunConfig) -> None:
     if isinstance(payload, Classifier):
         classes = len(class_names(config.data))
         small_stem = config.classifier.small_stem
-        model = rebuild(payload.state, payload.architecture, classes, small_stem)
+        model = rebuild_classifier(payload.state, payload.architecture, classes, small_stem)
         size = config.data.image_size
         noise = torch.randint(
             256, (6, 3, size, size), generator=generator_of(0, "probe"), dtype=torch.uint8
         )
         images = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
-        if not torch.isfinite(logits_of(model, images, torch.device("cpu"))).all():
+        if not torch.isfinite(compute_logits(model, images, torch.device("cpu"))).all():
             raise wire.PayloadError(client, "state", "its logits are not finite")

@@ -9,13 +9,13 @@ from osfl.config import ConfigError, RunConfig
 from osfl.config.problems import DIGITS_KITS, digits_kit_problem
 from osfl.kit.check import check_kit
 from osfl.kit.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
-from osfl.kit.run_check import check_models_apart
+from osfl.kit.run_check import check_models_outside_kit
 from osfl.kit.used_parts import (
+    digests_by_step,
     kit_parts,
+    parts_by_step,
     sampling_parts,
-    unread_kit_bytes,
-    used_digests,
-    used_parts,
+    uncached_kit_bytes,
 )
 from osfl.methods import METHODS
 from osfl.payload.kinds import Classifier, Payload
@@ -42,7 +42,7 @@ def fetch_kits(config: RunConfig, status: Status) -> None:
             status.phase(FETCHING, total // MB)
         status.advance(fetched // MB, total // MB)
 
-    for kit, parts in used_parts(config).values():
+    for kit, parts in parts_by_step(config).values():
         if is_hub_id(kit):
             find_kit(kit, parts, progress)
 
@@ -56,7 +56,7 @@ def check_subject(config: RunConfig) -> None:
     """
     if config.data.name == "digits":
         return
-    for kit, _ in used_parts(config).values():
+    for kit, _ in parts_by_step(config).values():
         if not is_hub_id(kit) and _is_of_digits(Path(find_kit(kit))):
             key = "feddisc.kit" if kit == config.feddisc.kit else "kit"
             raise KitError(digits_kit_problem(key, kit, config.data.name))
@@ -83,7 +83,7 @@ def check_sampling_kit(config: RunConfig) -> None:
         return
     kit = find_kit(config.sampling_kit)
     check_kit(kit, sampling_parts(config), image_condition=config.method == "feddisc")
-    check_models_apart(config, "server")
+    check_models_outside_kit(config, "server")
 
 
 def bind_job_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
@@ -96,7 +96,7 @@ def bind_job_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> Non
     Raises:
         ConfigError: a step began with other files.
     """
-    total = unread_kit_bytes(config) // MB
+    total = uncached_kit_bytes(config) // MB
     read = 0
     if total:
         status.phase("reading the kit (MB)", total)
@@ -106,7 +106,7 @@ def bind_job_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> Non
         read += count
         status.advance(min(read // MB, total), total)
 
-    digests = used_digests(config, progress)
+    digests = digests_by_step(config, progress)
     stored = folder.kit_digests()
     for step in digests:
         if folder.has_started(step) and digests[step] != stored.get(step, digests[step]):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.models import classifiers
-from osfl.models.classifiers import logits_of
+from osfl.models.classifiers import compute_logits
 from osfl.models.training import fit
 from osfl.payload.wire import PayloadError
 from osfl.util.costs import Stopwatch
@@ -128,7 +128,7 @@ def mean_teacher(
 def _softmax(
     client: str, model: nn.Module, pixels: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    p = F.softmax(logits_of(model, pixels, device), dim=1)
+    p = F.softmax(compute_logits(model, pixels, device), dim=1)
     if not torch.isfinite(p).all():
         raise PayloadError(client, "state", "its outputs on the synthetic images are not finite")
     return p

@@ -21,7 +21,7 @@ from benchmarks.harness import average, command_line
 from osfl.config import parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
-from osfl.models.classifiers import normalise, rebuild
+from osfl.models.classifiers import normalize, rebuild_classifier
 from osfl.util.pixels import to_float
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     weights = load_file(folder / "models" / f"{config.method}.safetensors")
     architecture = config.classifier.architecture
     classes = len(class_names(config.data))
-    model = rebuild(weights, architecture, classes, config.classifier.small_stem)
+    model = rebuild_classifier(weights, architecture, classes, config.classifier.small_stem)
     show("averaged", [accuracy(model.eval(), images) for images in test])
     pixels = torch.cat([images.pixels for images in train])
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ def main() -> None:
 
 def set_statistics(model: nn.Module, pixels: torch.Tensor) -> None:
     """Set the running statistics to those of images [N, 3, S, S] uint8, in place."""
-    update_bn([normalise(to_float(batch)) for batch in pixels.split(100)], model)
+    update_bn([normalize(to_float(batch)) for batch in pixels.split(100)], model)
 
 
 def show(name: str, accuracies: Sequence[float]) -> None:

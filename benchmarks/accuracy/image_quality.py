@@ -51,7 +51,7 @@ from benchmarks.federation import (
 from benchmarks.harness import Experiment, Line, average, command_line
 from benchmarks.recipe import settings_of
 from osfl.data.load import Images
-from osfl.models.classifiers import headless, normalise
+from osfl.models.classifiers import normalize, remove_head
 from osfl.util.files import write_atomically
 from osfl.util.pixels import to_float
 from server_app.pipeline import train_global_model
@@ -108,9 +108,9 @@ def correct(model: nn.Module, images: SyntheticSet | Images) -> torch.Tensor:
 @torch.no_grad()
 def features_of(model: nn.Module, images: SyntheticSet | Images) -> np.ndarray:
     """Return the input of a classifier's last layer [N, f]."""
-    body, _ = headless(deepcopy(model))
+    body, _ = remove_head(deepcopy(model))
     parts = torch.arange(len(images.labels)).split(BATCH)
-    features = [body(normalise(to_float(images.pixels[rows]), model)) for rows in parts]
+    features = [body(normalize(to_float(images.pixels[rows]), model)) for rows in parts]
     return torch.cat(features).double().numpy()
 
 

@@ -41,7 +41,7 @@ from benchmarks.harness import (
 )
 from benchmarks.recipe import COMMON, PARTITIONS, rows_of, settings_of
 from osfl.methods import server_module
-from osfl.tables.markdown import machine
+from osfl.tables.markdown import describe_machine
 from osfl.tables.table_file import as_arguments
 from osfl.util.costs import Stopwatch
 
@@ -84,7 +84,10 @@ def cell(row: str, seed: int, partition: str = "domain") -> Cell:
         job = server_job(config, cell_name(settings))
         (result,) = server_module(config.method).run(job, payloads_of(settings)).values()
         accuracies = [accuracy_on_test(config, result.model, k) for k in range(len(CLIENTS))]
-        cost = {"seconds": watch.seconds, "machine": f"{machine()}, torch {version('torch')}"}
+        cost = {
+            "seconds": watch.seconds,
+            "machine": f"{describe_machine()}, torch {version('torch')}",
+        }
         return {"row": row, "seed": seed, "accuracy": accuracies, **cost}
 
     result: Cell = experiment(partition).cell(cell_name(settings), compute)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.federation import CLIENTS, Settings, config_of
 from benchmarks.harness import Experiment, Line
-from osfl.cli.audit import ALL, COLUMNS, Finding, audited, find_players, words_of
+from osfl.cli.audit import ALL, COLUMNS, Finding, find_audited_clients, format_finding, run_audit
 from osfl.util.files import make_private_folder
 
 # The columns of `osfl audit` without client and attacked part
@@ -56,7 +56,7 @@ EXPERIMENT = Experiment(
 def findings_of(row: str) -> list[Finding]:
     """Audit a row's clients, and all of them together."""
     config = config_of({**ROWS[row], "num-clients": len(CLIENTS)})
-    return audited(config, list(find_players(config, "")), REPEATS, EXPERIMENT.work)
+    return run_audit(config, list(find_audited_clients(config, "")), REPEATS, EXPERIMENT.work)
 
 
 def lines_of(row: str, _: Sequence[int] = ()) -> Iterator[Line]:
@@ -73,7 +73,7 @@ def lines_of(row: str, _: Sequence[int] = ()) -> Iterator[Line]:
         }
         worst = max(areas, key=lambda client: areas[client])
         line = {"": f"{row}: {finding.attacked}"}
-        line |= {name: text for name, text in words_of(finding).items() if name in FIGURES}
+        line |= {name: text for name, text in format_finding(finding).items() if name in FIGURES}
         line["worst client's AUC"] = f"{areas[worst]:.2f} ({worst})"
         yield line
 

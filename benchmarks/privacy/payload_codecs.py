@@ -33,7 +33,7 @@ from benchmarks.harness import (
 )
 from benchmarks.recipe import CODED, settings_of
 from osfl.data.load import load_images
-from osfl.models.classifiers import rebuild
+from osfl.models.classifiers import rebuild_classifier
 from osfl.payload.kinds import Classifier, Payload
 from osfl.payload.wire import encode
 
@@ -132,7 +132,7 @@ def accuracy_of_classifiers(system: str, codec: str, seed: int) -> float:
     models = {}
     for client, payload in payloads_of(settings).items():
         assert isinstance(payload, Classifier)
-        models[client] = rebuild(
+        models[client] = rebuild_classifier(
             payload.state, payload.architecture, len(payload.classes), config.small_stem
         )
     return accuracy_on_own(settings, models)

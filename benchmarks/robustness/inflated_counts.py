@@ -44,7 +44,13 @@ from osfl.data.parts import class_names
 from osfl.kit.kits import find_kit
 from osfl.kit.used_parts import final_model
 from osfl.methods import server_module
-from osfl.models.classifiers import head_of, headless, logits_of, new_classifier, rebuild
+from osfl.models.classifiers import (
+    compute_logits,
+    linear_head,
+    new_classifier,
+    rebuild_classifier,
+    remove_head,
+)
 from osfl.payload.kinds import FeatureMixtures, FeatureStatistics, Payload
 from osfl.payload.messages import pack_state, unpack_state
 from osfl.util.files import make_private_folder, write_atomically
@@ -198,7 +204,7 @@ def accuracy_of(job: ServerJob, accepted: Mapping[str, Contribution]) -> float:
         return averaged(job, trained)
     payloads = {client: one for client, one in accepted.items() if not isinstance(one, Trained)}
     (result,) = server_module(job.config.method).run(job, payloads).values()
-    head = head_of(result.model)
+    head = linear_head(result.model)
     accuracies = []
     for features, labels in test_features(job.config.method, job.config.seed):
         with torch.no_grad():
@@ -214,11 +220,11 @@ def test_features(method: str, seed: int) -> list[tuple[torch.Tensor, torch.Tens
     config = config_of({**recipe.COMMON, "method": method, "seed": seed})
     classes = len(class_names(config.data))
     model = new_classifier(config.classifier, classes, find_kit(config.kit), seed)
-    backbone, _ = headless(model.eval())
+    backbone, _ = remove_head(model.eval())
     features = []
     for number in range(len(CLIENTS)):
         images = load_images(config.data, node_of(number, config), "test", 0)
-        features.append((logits_of(backbone, images.pixels, CPU), images.labels))
+        features.append((compute_logits(backbone, images.pixels, CPU), images.labels))
     return features
 
 
@@ -236,7 +242,9 @@ def averaged(job: ServerJob, trained: Mapping[str, Trained]) -> float:
     def compute() -> float:
         settings = job.config.classifier
         state = weighted_mean({client: one.state for client, one in trained.items()}, weights)
-        model = rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
+        model = rebuild_classifier(
+            state, settings.architecture, len(job.classes), settings.small_stem
+        )
         return mean(accuracy_on_test(job.config, model, number) for number in range(len(CLIENTS)))
 
     return float(EXPERIMENT.cell(f"averaged-{digest}", compute))

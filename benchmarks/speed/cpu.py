@@ -35,7 +35,7 @@ from benchmarks.federation import CPU
 from benchmarks.harness import ROOT, Experiment, command_line, last_line_of
 from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors, train_conditions
-from osfl.cli.launch import KEEP_MEMORY
+from osfl.cli.launch import MALLOC_SETTINGS
 from osfl.config import NodeConfig, RunConfig, SynthesisConfig, parse_run_config
 from osfl.data.load import load_images
 from osfl.data.parts import class_names
@@ -510,7 +510,7 @@ def memory() -> Rows:
     rows: Rows = []
     for count in (200, 2000):
         folder = str(WORK / f"grey-{count}")
-        words = last_line_of("benchmarks.speed.cpu", "grey", folder, str(count), **KEEP_MEMORY)
+        words = last_line_of("benchmarks.speed.cpu", "grey", folder, str(count), **MALLOC_SETTINGS)
         rows.append({"images": 10 * count, "peak MB": round(float(words.split()[-1]))})
     rows[1]["times the memory"] = round(rows[1]["peak MB"] / rows[0]["peak MB"], 3)
     return rows
@@ -546,10 +546,10 @@ def main() -> None:
     parser.add_argument("kind", choices=[*kinds, "draw", "grey"])
     parser.add_argument("of_a_child", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if not KEEP_MEMORY.items() <= os.environ.items():
+    if not MALLOC_SETTINGS.items() <= os.environ.items():
         # As in the ServerApp; malloc reads its settings when a process starts
         again = [sys.executable, "-m", "benchmarks.speed.cpu", *sys.argv[1:]]
-        os.execve(sys.executable, again, os.environ | KEEP_MEMORY)
+        os.execve(sys.executable, again, os.environ | MALLOC_SETTINGS)
     if arguments.kind in ("draw", "grey"):
         folder, count = arguments.of_a_child
         return (draw if arguments.kind == "draw" else grey)(Path(folder), int(count))

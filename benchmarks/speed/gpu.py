@@ -254,7 +254,7 @@ def guided(kit: Kit, steps: int, batches: tuple[int, ...]) -> Iterator[dict[str,
         flops = tera_flops(partial(sample, plan[:1]))
         yield row(name, batch, partial(sample, plan), kit.device, flops)
     yield from descriptions(kit, batch)
-    kit.checkpointed()  # the default on a GPU; last, because it stays on
+    kit.with_checkpointing()  # the default on a GPU; last, because it stays on
     for name, sample in samplers.items():
         if name in ("FedLMG", "FedCADO, 2 edits"):
             flops = tera_flops(partial(sample, plan[:1]))

@@ -18,8 +18,8 @@ from client_app.context import ClientJob
 from client_app.learning.conditions import posteriors
 from client_app.methods import votes
 from osfl.data.load import Images
-from osfl.models.classifiers import logits_of, rebuild
-from osfl.models.concepts import concept_prompt
+from osfl.models.classifiers import compute_logits, rebuild_classifier
+from osfl.models.concepts import encode_concept_prompt
 from osfl.models.diffusion import Kit, forward_noise, load_embedding_noise, load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder
 from osfl.payload.kinds import (
@@ -194,7 +194,7 @@ def _concepts(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
 
     def conditions(kit: Kit, labels: torch.Tensor, prompts: torch.Tensor) -> list[torch.Tensor]:
         rows = payload_rows(job, payload, labels)
-        prompt = concept_prompt(kit.text)
+        prompt = encode_concept_prompt(kit.text)
         return [prompt.filled(sent.domain.to(kit.device), sent.vectors[rows].to(kit.device))]
 
     kit = load_kit(job.kit, job.device)
@@ -292,9 +292,9 @@ def _feature_mixtures(job: ClientJob, payload: Payload) -> dict[str, torch.Tenso
 def _classifier(job: ClientJob, payload: Payload) -> dict[str, torch.Tensor]:
     sent = cast(Classifier, payload)
     settings = job.config.classifier
-    model = rebuild(sent.state, sent.architecture, len(job.classes), settings.small_stem)
+    model = rebuild_classifier(sent.state, sent.architecture, len(job.classes), settings.small_stem)
     images = job.load(job.config.data.image_size)
-    logits = logits_of(model, images.pixels, job.device).double()
+    logits = compute_logits(model, images.pixels, job.device).double()
     is_label = torch.nn.functional.one_hot(images.labels, len(job.classes)).bool()
     # LiRA (Carlini et al., arXiv 2112.03570), eq. 6: log(p_y / (1 - p_y))
     others = logits.masked_fill(is_label, -math.inf).logsumexp(dim=1)

@@ -27,7 +27,7 @@ from client_app.learning.conditions import image_digests, learn_condition_per_im
 from client_app.learning.features import width_and_features
 from client_app.methods import domain_vector, oscar
 from client_app.privacy.mechanisms import clip_rows, mean_distance, mean_over_tokens
-from osfl.models.classifiers import ClassifierError, head_of, new_classifier, rebuild
+from osfl.models.classifiers import ClassifierError, linear_head, new_classifier, rebuild_classifier
 from osfl.models.diffusion import load_embedding_noise, load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder, load_text_encoder
 from osfl.payload.kinds import (
@@ -272,10 +272,12 @@ def _update(job: ClientJob, payload: Classifier) -> torch.Tensor | None:
     if not job.config.epsilon:
         return None
     settings = job.config.classifier
-    trained = rebuild(payload.state, payload.architecture, len(job.classes), settings.small_stem)
+    trained = rebuild_classifier(
+        payload.state, payload.architecture, len(job.classes), settings.small_stem
+    )
     start = new_classifier(settings, len(job.classes), job.kit, job.config.seed, "classifier.init")
     try:
-        before, after = head_of(start), head_of(trained)
+        before, after = linear_head(start), linear_head(trained)
     except ClassifierError:
         return None
     changes = [after.weight - before.weight, (after.bias - before.bias).unsqueeze(1)]

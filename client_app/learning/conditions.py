@@ -23,7 +23,7 @@ from osfl.util.seeds import generator_of
 def load_kit_for_training(job: ClientJob) -> Kit:
     """Load the client's kit for training, with gradient checkpointing if its node asks for it."""
     kit = load_kit(job.kit, job.device)
-    return kit.checkpointed() if job.saves_memory else kit
+    return kit.with_checkpointing() if job.saves_memory else kit
 
 
 def posteriors(kit: Kit, images: Images, job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from client_app.context import ClientJob
 from osfl.data.load import Images
-from osfl.models.classifiers import headless, new_classifier, normalise
+from osfl.models.classifiers import new_classifier, normalize, remove_head
 from osfl.util.pixels import to_float
 
 BATCH = 64
@@ -27,7 +27,7 @@ def width_and_features(
     """
     settings = job.config.classifier
     model = new_classifier(settings, len(job.classes), job.kit, job.config.seed, "classifier.init")
-    backbone, width = headless(model.to(job.device).eval())
+    backbone, width = remove_head(model.to(job.device).eval())
     return width, _batches(job, images, backbone)
 
 
@@ -36,7 +36,7 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     batches = torch.arange(len(images)).split(BATCH)
     for rows in job.batched(batches, len(images), "image"):
-        x = normalise(to_float(images.pixels[rows].to(job.device)), backbone)
+        x = normalize(to_float(images.pixels[rows].to(job.device)), backbone)
         with torch.no_grad():
             features = job.meter.run(("features", len(rows)), partial(backbone, x))
         yield rows, features.double().cpu()

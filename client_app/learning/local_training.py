@@ -49,7 +49,9 @@ def train_round(content: RecordDict, job: ClientJob, folder: Path) -> RecordDict
     number = int(cast(int, request["server-round"]))
     images = job.load(job.config.data.image_size)
     state = unpack_state(content.array_records["model"])
-    model = classifiers.rebuild(state, settings.architecture, len(job.classes), settings.small_stem)
+    model = classifiers.rebuild_classifier(
+        state, settings.architecture, len(job.classes), settings.small_stem
+    )
     start = {name: p.detach().clone().to(job.device) for name, p in model.named_parameters()}
     penalty: Penalty | None = None
     correction: dict[str, torch.Tensor] = {}

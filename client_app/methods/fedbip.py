@@ -23,7 +23,7 @@ import torch
 
 from client_app.context import ClientJob
 from client_app.learning.conditions import load_kit_for_training, posteriors, train_shared_vectors
-from osfl.models.concepts import concept_prompt, concept_starts
+from osfl.models.concepts import encode_concept_prompt, initial_concepts
 from osfl.models.diffusion import Kit
 from osfl.payload.kinds import Concepts
 from osfl.util.minibatches import minibatches
@@ -76,8 +76,8 @@ def learn_words(
         mean, logvar: posteriors, [N, c, h, w].
     """
     settings = job.config.fedbip
-    prompt = concept_prompt(kit.text)
-    domain, vectors = concept_starts(kit.text, list(map(job.config.data.prompt_name, names)))
+    prompt = encode_concept_prompt(kit.text)
+    domain, vectors = initial_concepts(kit.text, list(map(job.config.data.prompt_name, names)))
     domain = domain.clone().requires_grad_()
     vectors = vectors.clone().requires_grad_()
     optimizer = torch.optim.Adam([domain, vectors], lr=settings.lr)

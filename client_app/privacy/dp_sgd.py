@@ -26,13 +26,13 @@ from torch.nn import functional as F
 from client_app.context import Progress
 from client_app.privacy.mechanisms import RandomBytes, noise_multiplier, standard_normal
 from osfl.config import RunConfig
-from osfl.models.classifiers import ClassifierError, normalise
+from osfl.models.classifiers import ClassifierError, normalize
 from osfl.models.training import (
     Augmentation,
     new_augmentation,
     new_average,
     new_schedule,
-    trained_part,
+    trainable_parameters,
 )
 from osfl.util.costs import FlopMeter
 from osfl.util.pixels import Pixels, to_float
@@ -77,7 +77,7 @@ def fit_private(
     limit = config.clip_gradient
     sigma = limit * noise_multiplier(rate, steps, config.epsilon, config.delta)
     model = model.to(device)
-    parameters = trained_part(model, settings.trained)
+    parameters = trainable_parameters(model, settings.trained)
     model.eval()
     optimizer = torch.optim.SGD(
         parameters, settings.lr, settings.momentum, weight_decay=settings.weight_decay
@@ -147,7 +147,7 @@ def _gradients_of(
     batch = pixels[rows]
     if augment is not None:
         batch = torch.stack([augment_separately(augment, image, random_bytes) for image in batch])
-    images = normalise(to_float(batch.to(device)), model)
+    images = normalize(to_float(batch.to(device)), model)
     return per_image_gradients(model, images, labels[rows].to(device), smoothing)
 
 

@@ -49,11 +49,11 @@ COLUMNS = (
 HEADINGS = {"right": "correct", "promised": "ε guaranteed", "likeness": "PSNR"}
 # Version of the attacks: scores of other versions in `work` are not used
 VERSION = 2
-AGAIN = "delete the file to repeat the trial"
+RETRY_HINT = "delete the file to repeat the trial"
 
 
 @dataclass(frozen=True)
-class Player:
+class AuditedClient:
     """A client under audit.
 
     Attributes:
@@ -126,9 +126,9 @@ def show_audit(
         typer.Exit: a guarantee was refuted.
     """
     config, _ = resolve_config(settings)
-    players = list(find_players(config, node_config))
+    players = list(find_audited_clients(config, node_config))
     make_private_folder(work)
-    results = audited(config, players, repeats, work)
+    results = run_audit(config, players, repeats, work)
     _show(results)
     if out is not None:
         rows = [{**vars(finding), "broken": finding.broken} for finding in results]
@@ -137,8 +137,8 @@ def show_audit(
         raise typer.Exit(1)
 
 
-def audited(
-    config: RunConfig, players: Sequence[Player], repeats: int, work: Path
+def run_audit(
+    config: RunConfig, players: Sequence[AuditedClient], repeats: int, work: Path
 ) -> list[Finding]:
     """Make the payloads and attack them, unless their scores are in `work` already.
 
@@ -146,20 +146,20 @@ def audited(
         ConfigError, DataError, KitError: a client's settings, data or models are unusable.
     """
     trials: dict[str, dict[str, list[Scores]]] = {}
-    with display.counting_bar() as bar:
+    with display.counting_progress() as bar:
         for player in players:
             for repeat in range(repeats):
                 title = f"{player.name}, payload {repeat + 1} of {repeats}"
-                for attacked, scores in played(player, repeat, work, bar, title).items():
+                for attacked, scores in load_or_run_trial(player, repeat, work, bar, title).items():
                     trials.setdefault(attacked, {}).setdefault(player.name, []).append(scores)
     guarantees = {
         player.name: Guarantee(player.config.epsilon, player.config.guaranteed_delta)
         for player in players
     }
-    return findings(trials, guarantees, config.seed)
+    return evaluate_trials(trials, guarantees, config.seed)
 
 
-def find_players(config: RunConfig, node_config: str) -> Iterator[Player]:
+def find_audited_clients(config: RunConfig, node_config: str) -> Iterator[AuditedClient]:
     """Yield this node, or every client of a simulation.
 
     Raises:
@@ -171,7 +171,7 @@ def find_players(config: RunConfig, node_config: str) -> Iterator[Player]:
         )
     for node in find_nodes(config, node_config):
         client_config, node, name = client_settings(config, node)
-        yield Player(client_config, node, name, check_node(client_config, node))
+        yield AuditedClient(client_config, node, name, check_node(client_config, node))
 
 
 def find_nodes(config: RunConfig, node_config: str) -> list[NodeConfig]:
@@ -188,7 +188,9 @@ def find_nodes(config: RunConfig, node_config: str) -> list[NodeConfig]:
     ]
 
 
-def played(player: Player, repeat: int, work: Path, bar: Progress, title: str) -> dict[str, Scores]:
+def load_or_run_trial(
+    player: AuditedClient, repeat: int, work: Path, bar: Progress, title: str
+) -> dict[str, Scores]:
     """Return the scores of one trial by attacked part, from `work` if they are there.
 
     Args:
@@ -214,7 +216,7 @@ def played(player: Player, repeat: int, work: Path, bar: Progress, title: str) -
             torch.tensor(numbers["members"], dtype=torch.float64),
             torch.tensor(numbers["others"], dtype=torch.float64),
         )
-        for attacked, numbers in read_json(file, cure=AGAIN).items()
+        for attacked, numbers in read_json(file, cure=RETRY_HINT).items()
     }
 
 
@@ -224,7 +226,9 @@ def _advance(
     bar.update(task, completed=completed, total=total, description=f"{title}, {unit}")
 
 
-def _run_trial(player: Player, repeat: int, work: Path, progress: JobProgress) -> dict[str, Scores]:
+def _run_trial(
+    player: AuditedClient, repeat: int, work: Path, progress: JobProgress
+) -> dict[str, Scores]:
     """Make a payload from randomly chosen images, attack it, and return the scores."""
     config, node = player.config, player.node
 
@@ -253,7 +257,7 @@ def _received(job: ClientJob, payload: Payload) -> Payload:
     return wire.decode(blob, expected_payload(config, "audit")(job.client))
 
 
-def findings(
+def evaluate_trials(
     games: dict[str, dict[str, list[Scores]]], guarantees: dict[str, Guarantee], seed: int
 ) -> list[Finding]:
     """Evaluate each attack on each client, and on all clients together.
@@ -318,7 +322,7 @@ def _finding(
     )
 
 
-ABOUT = (
+TABLE_NOTE = (
     "The 95 % intervals are for these images and payloads; other payloads may be outside. The "
     "threshold of the TPR allows one false positive per thousand pairs. ε at least: a lower bound "
     "at 99 % confidence for all {} statistics together, which are all guesses and the surest fifth "
@@ -327,7 +331,7 @@ ABOUT = (
 
 
 def _show(results: list[Finding]) -> None:
-    rows = [words_of(finding) for finding in results]
+    rows = [format_finding(finding) for finding in results]
     # Empty columns would only take space
     columns = [name for name in COLUMNS if any(row[name] for row in rows)]
     headings = [HEADINGS.get(name, name) for name in columns]
@@ -335,25 +339,25 @@ def _show(results: list[Finding]) -> None:
     for row in rows:
         table.add_row(*(row[name] for name in columns))
     display.console.print(table)
-    display.console.print(ABOUT.format(2 * len(results)), highlight=False)
+    display.console.print(TABLE_NOTE.format(2 * len(results)), highlight=False)
     if refuted := [finding.client for finding in results if finding.broken]:
         display.console.print(
             f"[bold red]the guarantee is refuted[/]: {', '.join(refuted)}", highlight=False
         )
 
 
-def words_of(finding: Finding) -> dict[str, str]:
+def format_finding(finding: Finding) -> dict[str, str]:
     """Format a finding by `COLUMNS`; shares and AUCs have 95 % confidence intervals."""
     auc, auc_low, auc_high = finding.auc
     rate = ""
     if finding.true_positives is not None:
         count, total = finding.true_positives
-        rate = share(count, total, digits=1)
+        rate = format_share(count, total, digits=1)
     cells = (
         finding.client,
         finding.attacked,
         f"{finding.pairs:,}",
-        share(finding.right, finding.pairs),
+        format_share(finding.right, finding.pairs),
         f"{auc:.2f} [{auc_low:.2f}, {auc_high:.2f}]",
         rate,
         f"{finding.measured:.2f}",
@@ -363,7 +367,7 @@ def words_of(finding: Finding) -> dict[str, str]:
     return dict(zip(COLUMNS, cells, strict=True))
 
 
-def share(count: int, total: int, digits: int = 0) -> str:
+def format_share(count: int, total: int, digits: int = 0) -> str:
     """Format a share in percent, with its 95 % interval (Clopper & Pearson)."""
     low, high = statistics.share_interval(count, total)
     return f"{count / total:.{digits}%} [{low:.{digits}%}, {high:.{digits}%}]"

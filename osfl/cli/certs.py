@@ -30,13 +30,13 @@ from osfl.util.files import PUBLIC, write_atomically
 from osfl.util.text import sanitize
 
 # Names in every server certificate, which the server's own processes connect to
-ALWAYS = (
+DEFAULT_HOSTS = (
     "localhost",
     "127.0.0.1",
     "::1",
 )
 # Certificates are valid from this long ago, because a node's clock may be slow
-SKEW = timedelta(minutes=5)
+CLOCK_SKEW = timedelta(minutes=5)
 
 
 def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
@@ -109,7 +109,7 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
 
     Args:
         folder: folder of the keys and certificates.
-        hosts: all names and addresses at which nodes reach the server, besides `ALWAYS`.
+        hosts: all names and addresses at which nodes reach the server, besides `DEFAULT_HOSTS`.
         days: days of validity, at most the CA's.
 
     Raises:
@@ -118,7 +118,7 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
     """
     authority = _authorities(folder)[0]
     signer = _authority_key(folder / "ca.key", authority)
-    names = list(dict.fromkeys([*hosts, *ALWAYS]))
+    names = list(dict.fromkeys([*hosts, *DEFAULT_HOSTS]))
     alternatives = x509.SubjectAlternativeName([_host(name) for name in names])
     key = ec.generate_private_key(ec.SECP384R1())
     days = min(days, (authority.not_valid_after_utc - datetime.now(UTC)).days)
@@ -216,7 +216,12 @@ def _builder(
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder(
-        issuer, subject, public, x509.random_serial_number(), now - SKEW, now + timedelta(days=days)
+        issuer,
+        subject,
+        public,
+        x509.random_serial_number(),
+        now - CLOCK_SKEW,
+        now + timedelta(days=days),
     )
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
 

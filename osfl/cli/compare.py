@@ -10,21 +10,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from osfl.cli import display
-from osfl.cli.run import end_as_interrupted
+from osfl.cli.run import handle_signals
 from osfl.kit.kits import find_kit, is_hub_id
-from osfl.kit.used_parts import used_parts
+from osfl.kit.used_parts import parts_by_step
 from osfl.run_folder.report.page import human_bytes
 from osfl.settings import find_config, resolve_config
 from osfl.tables.files import write_table
-from osfl.tables.records import by_row
-from osfl.tables.runner import MOST_ERROR, Outcome, Runner
+from osfl.tables.records import group_by_row
+from osfl.tables.runner import MAX_ERROR_LENGTH, Outcome, Runner
 from osfl.tables.table_file import Cell, TableFile, as_arguments, read_table
 from osfl.util.files import make_private_folder
 from osfl.util.text import sanitize
 
 
 @dataclass(frozen=True)
-class Side:
+class Resources:
     """The resources of parallel runs.
 
     Attributes:
@@ -43,7 +43,7 @@ def run_table(
     settings: Sequence[str],
     seeds: str,
     rows: str,
-    side: Side,
+    side: Resources,
     runs: Path,
     out: Path,
 ) -> None:
@@ -60,11 +60,11 @@ def run_table(
     Raises:
         typer.Exit: the table is invalid, the command was interrupted, or a run failed.
     """
-    end_as_interrupted()
+    handle_signals()
     interrupted = False
     outcomes: list[Outcome] = []
     try:
-        with display.named_errors():
+        with display.expected_errors():
             table = read_table(find_config(str(file)), settings, seeds, rows)
             _fetch_kits(table)
             outcomes, interrupted = _run_cells(table, runs.resolve(), side)
@@ -97,7 +97,7 @@ def show_dry_run(file: Path, settings: Sequence[str], seeds: str, rows: str, tfl
     """
     from osfl.cli.plan import show_plan
 
-    with display.named_errors():
+    with display.expected_errors():
         path = find_config(str(file))
         show_plan(read_table(path, settings, seeds, rows, without_data=True), tflops)
 
@@ -110,23 +110,24 @@ def _fetch_kits(table: TableFile) -> None:
     """
     for settings in table.rows.values():
         config, _ = resolve_config(as_arguments(settings))
-        for name, parts in used_parts(config).values():
+        for name, parts in parts_by_step(config).values():
             if is_hub_id(name):
                 find_kit(name, parts)
 
 
-def _run_cells(table: TableFile, runs: Path, side: Side) -> tuple[list[Outcome], bool]:
+def _run_cells(table: TableFile, runs: Path, side: Resources) -> tuple[list[Outcome], bool]:
     """Run all cells; return (outcomes, whether the user interrupted)."""
     cells = table.cells()
     make_private_folder(runs)
-    with display.counting_bar() as progress:
-        task = progress.add_task(display.words(table.name), total=len(cells))
+    with display.counting_progress() as progress:
+        task = progress.add_task(display.escape_text(table.name), total=len(cells))
 
         def note(cell: Cell, state: str) -> None:
             if state not in ("running", "tried again"):
                 progress.advance(task)
             progress.console.print(
-                f"{time.strftime('%H:%M:%S')} {display.words(cell.row)}, seed {cell.seed}: {state}",
+                f"{time.strftime('%H:%M:%S')} {display.escape_text(cell.row)}, seed {cell.seed}: "
+                f"{state}",
                 highlight=False,
             )
 
@@ -147,17 +148,17 @@ def _command_line(file: Path, settings: Sequence[str], seeds: str, rows: str) ->
 
 def _show(records: list[dict], stem: Path) -> None:
     table = Table("", "average", "upload", "rounds")
-    for name, group in by_row(records).items():
+    for name, group in group_by_row(records).items():
         mean = sum(record["average"] for record in group) / len(group)
         upload = human_bytes(group[0]["upload_bytes"])
-        table.add_row(display.words(name), f"{mean:.1f}", upload, str(group[0]["rounds"]))
+        table.add_row(display.escape_text(name), f"{mean:.1f}", upload, str(group[0]["rounds"]))
     display.console.print(table)
     plot = ", .png" if Path(f"{stem}.png").is_file() else ""
     display.console.print(f"table: [bold]{stem}.md[/], .csv{plot}", highlight=False, soft_wrap=True)
 
 
 def _show_missing(outcome: Outcome) -> None:
-    row = display.words(outcome.cell.row)
-    reason = escape(sanitize(outcome.error, MOST_ERROR))
+    row = display.escape_text(outcome.cell.row)
+    reason = escape(sanitize(outcome.error, MAX_ERROR_LENGTH))
     text = f"[bold red]missing[/] {row}, seed {outcome.cell.seed}: {reason}"
     display.console.print(text, soft_wrap=True)

@@ -22,7 +22,7 @@ from osfl.util.pixels import LazyPixels
 from osfl.util.seeds import generator_of
 
 
-def show_copies(run: Path, node_config: str, out: Path | None) -> None:
+def show_memorization(run: Path, node_config: str, out: Path | None) -> None:
     """Print the memorization test of each client.
 
     Args:
@@ -46,15 +46,15 @@ def show_copies(run: Path, node_config: str, out: Path | None) -> None:
         client = node.client_id or client_name(config.data, node, config.seed)
         files = [run / row["file"] for row in rows if row["client"] == client]
         if not files:
-            text = f"{display.words(client)}: the run has no synthetic images of this client"
+            text = f"{display.escape_text(client)}: the run has no synthetic images of this client"
             display.console.print(text)
             continue
         names = [row["class"] for row in rows if row["client"] == client]
-        finding = compared(config, node, client, files, names)
+        finding = measure_client_memorization(config, node, client, files, names)
         findings[client] = finding
         low, high = finding.by_chance
         table.add_row(
-            display.words(client),
+            display.escape_text(client),
             f"{finding.images:,}",
             f"{finding.nearer:.1%}{' *' if finding.copied else ''}",
             f"{low:.1%} to {high:.1%}",
@@ -71,7 +71,7 @@ def show_copies(run: Path, node_config: str, out: Path | None) -> None:
         write_atomically(out, json.dumps({k: asdict(v) for k, v in findings.items()}).encode())
 
 
-def compared(
+def measure_client_memorization(
     config: RunConfig, node: NodeConfig, client: str, files: Sequence[Path], names: Sequence[str]
 ) -> Memorization:
     """Compare a client's synthetic images with its training and test images.

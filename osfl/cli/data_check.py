@@ -21,17 +21,17 @@ from osfl.settings import resolve_config
 from osfl.util.text import sanitize
 
 # Side of the grid of an image's hash, which has 256 bits
-SIDE = 16
+HASH_SIDE = 16
 # Maximum number of bits in which the hashes of near-duplicates differ
-NEAR = 16
+MAX_HASH_DISTANCE = 16
 # Maximum number of files or pairs that are printed
-SHOWN = 10
+MAX_PRINTED = 10
 # Number of hashes that are compared with all others in one step
-AT_ONCE = 200
+CHUNK_SIZE = 200
 
 
 @dataclass
-class Pictures:
+class SplitStatistics:
     """Statistics of one client's images of one split.
 
     Attributes:
@@ -62,13 +62,13 @@ def show_check(settings: list[str]) -> None:
     weights = ("classifier.init=none", "global-model.init=none")
     config, _ = resolve_config([*settings, "method=local", *weights])
     notes = check_clients(config.data, config.num_clients, config.seed)
-    train: dict[str, Pictures] = {}
-    test: dict[str, Pictures] = {}
+    train: dict[str, SplitStatistics] = {}
+    test: dict[str, SplitStatistics] = {}
     for part in track(range(config.num_clients), "clients", console=display.console):
         node = NodeConfig(partition_id=part, num_partitions=config.num_clients)
         client = client_name(config.data, node, config.seed)
-        train[client] = look(config, node, "train")
-        test[client] = look(config, node, "test")
+        train[client] = inspect_split(config, node, "train")
+        test[client] = inspect_split(config, node, "test")
     _show_clients(config, train, test)
     broken = _of_all([*train.values(), *test.values()], "broken")
     _show_some("unreadable images", broken)
@@ -79,7 +79,7 @@ def show_check(settings: list[str]) -> None:
         raise typer.Exit(1)
 
 
-def look(config: RunConfig, node: NodeConfig, split: str) -> Pictures:
+def inspect_split(config: RunConfig, node: NodeConfig, split: str) -> SplitStatistics:
     """Open one client's images of a split, one after the other.
 
     Raises:
@@ -87,7 +87,7 @@ def look(config: RunConfig, node: NodeConfig, split: str) -> Pictures:
     """
     names = class_names(config.data)
     opened = open_images(config.data, node, split, config.seed)
-    pictures = Pictures()
+    pictures = SplitStatistics()
     for number, label in enumerate(opened.labels):
         pictures.counts[names[label]] += 1
         name = opened.name(number)
@@ -116,7 +116,7 @@ def difference_hash(image: Image.Image) -> np.ndarray:
     A bit is set where the downscaled grayscale image is lighter than to its left. The hashes of
     similar images differ in few bits, whatever their sizes.
     """
-    grayscale = image.convert("L").resize((SIDE + 1, SIDE), Image.Resampling.LANCZOS)
+    grayscale = image.convert("L").resize((HASH_SIDE + 1, HASH_SIDE), Image.Resampling.LANCZOS)
     levels = np.asarray(grayscale).astype(int)
     return np.packbits(levels[:, 1:] > levels[:, :-1]).view(np.uint64)
 
@@ -134,28 +134,30 @@ def near_duplicates(train: dict[str, np.ndarray], test: dict[str, np.ndarray]) -
     train_names = list(train)
     test_names = list(test)
     pairs = []
-    for start in range(0, len(test_hashes), AT_ONCE):
-        chunk = test_hashes[start : start + AT_ONCE]
+    for start in range(0, len(test_hashes), CHUNK_SIZE):
+        chunk = test_hashes[start : start + CHUNK_SIZE]
         distances = np.bitwise_count(chunk[:, None] ^ train_hashes).sum(axis=-1, dtype=int)
         nearest = distances.argmin(axis=1)
-        for row in np.flatnonzero(distances.min(axis=1) <= NEAR):
+        for row in np.flatnonzero(distances.min(axis=1) <= MAX_HASH_DISTANCE):
             pairs.append(f"{test_names[start + row]} and {train_names[nearest[row]]}")
     return pairs
 
 
-def _of_all(clients: Iterable[Pictures], attribute: str) -> list[str]:
+def _of_all(clients: Iterable[SplitStatistics], attribute: str) -> list[str]:
     lists = [getattr(pictures, attribute) for pictures in clients]
     return list(chain.from_iterable(lists))
 
 
-def _hashes(clients: dict[str, Pictures]) -> dict[str, np.ndarray]:
+def _hashes(clients: dict[str, SplitStatistics]) -> dict[str, np.ndarray]:
     merged = {}
     for client, pictures in clients.items():
         merged.update({f"{client}: {name}": value for name, value in pictures.hashes.items()})
     return merged
 
 
-def _show_clients(config: RunConfig, train: dict[str, Pictures], test: dict[str, Pictures]) -> None:
+def _show_clients(
+    config: RunConfig, train: dict[str, SplitStatistics], test: dict[str, SplitStatistics]
+) -> None:
     table = Table("client", "train", "test", "classes", "fewest", "most", "sizes (px)")
     for client, pictures in train.items():
         counts = pictures.counts.values()
@@ -179,7 +181,9 @@ def _sizes(sizes: Counter[tuple[int, int]]) -> str:
     return f"{len(sizes)} sizes, {min(shorter)} to {max(longer)}"
 
 
-def _show_notes(notes: list[str], train: dict[str, Pictures], test: dict[str, Pictures]) -> None:
+def _show_notes(
+    notes: list[str], train: dict[str, SplitStatistics], test: dict[str, SplitStatistics]
+) -> None:
     """Print what users may not expect of a run with these images."""
     for note in notes:
         display.console.print(sanitize(note, 1000), markup=False, soft_wrap=True)
@@ -195,7 +199,7 @@ def _show_notes(notes: list[str], train: dict[str, Pictures], test: dict[str, Pi
 def _show_some(title: str, lines: list[str]) -> None:
     """Print the number of lines, and the first of them."""
     display.console.print(f"{title}: {len(lines):,}")
-    for line in lines[:SHOWN]:
+    for line in lines[:MAX_PRINTED]:
         display.console.print(f"  {sanitize(line, 1000)}", markup=False, soft_wrap=True)
-    if len(lines) > SHOWN:
-        display.console.print(f"  and {len(lines) - SHOWN:,} more")
+    if len(lines) > MAX_PRINTED:
+        display.console.print(f"  and {len(lines) - MAX_PRINTED:,} more")

@@ -33,9 +33,9 @@ from osfl.run_folder.status import read_status, split_details
 from osfl.util.text import sanitize, sanitize_lines
 
 # Final phases of a run
-ENDS = ("finished", "failed")
+FINAL_PHASES = ("finished", "failed")
 # Seconds between two lines on a phase's progress
-EVERY_LINE = 60.0
+LINE_INTERVAL = 60.0
 
 
 console = Console(emoji=False)
@@ -89,20 +89,22 @@ class LineView:
         """Print what has changed."""
         for phase in state.get("phases", [])[self._phases :]:
             self._phases += 1
-            if phase["phase"] not in ENDS:
+            if phase["phase"] not in FINAL_PHASES:
                 self._print(phase["phase"])
         for client, client_state in state.get("clients", {}).items():
             if self._clients.get(client) != client_state:
                 self._clients[client] = client_state
                 self._print(f"{client}: {client_state}")
         completed = state.get("done", 0)
-        if completed != self._completed and time.monotonic() - self._last_line > EVERY_LINE:
+        if completed != self._completed and time.monotonic() - self._last_line > LINE_INTERVAL:
             self._completed = completed
             self._print(f"{state['phase']}: {completed} of {state['total']}")
 
     def _print(self, text: str) -> None:
         self._last_line = time.monotonic()
-        console.print(f"{time.strftime('%H:%M:%S')} {words(text)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{time.strftime('%H:%M:%S')} {escape_text(text)}", highlight=False, soft_wrap=True
+        )
 
 
 class LiveView:
@@ -125,15 +127,15 @@ class LiveView:
         phase = state.get("phase", "")
         if phase not in self._rows and phase != "failed":
             self._fill()
-        if phase and phase not in ENDS:
+        if phase and phase not in FINAL_PHASES:
             if phase not in self._rows:
-                self._rows[phase] = self._phases.add_task(words(phase), total=None)
+                self._rows[phase] = self._phases.add_task(escape_text(phase), total=None)
             step = "step {} of {}".format(*state["step"]) if state.get("step") else ""
             self._phases.update(
                 self._rows[phase],
                 completed=state["done"],
                 total=state["total"] or None,
-                description=words(f"{phase} {step}"),
+                description=escape_text(f"{phase} {step}"),
             )
         rows = client_rows(state.get("clients", {}), self._cache)
         self._live.update(Group(rows, self._phases))
@@ -160,11 +162,11 @@ def client_rows(states: Mapping[str, str], cache: Path | None) -> Table:
             with suppress(OSError, ValueError):
                 completed, total, task = file.read_text().split(maxsplit=2)
                 state = f"{task} {int(completed)} of {int(total)}"
-        table.add_row(words(client), words(state))
+        table.add_row(escape_text(client), escape_text(state))
     return table
 
 
-def words(text: object) -> str:
+def escape_text(text: object) -> str:
     """Sanitize a text and escape rich's markup in it."""
     return escape(sanitize(text))
 
@@ -176,7 +178,7 @@ def print_error(error: Exception) -> None:
 
 
 @contextmanager
-def named_errors() -> Iterator[None]:
+def expected_errors() -> Iterator[None]:
     """Print expected errors without a traceback, and exit with 1."""
     try:
         yield
@@ -185,7 +187,7 @@ def named_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def counting_bar() -> Progress:
+def counting_progress() -> Progress:
     """Return a progress bar with a description, a count and the elapsed time."""
     columns = (
         TextColumn("{task.description}"),
@@ -201,7 +203,7 @@ def _percent(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.1f}"
 
 
-def counter(bar: Progress, description: str) -> Callable[[int, int], None]:
+def progress_callback(bar: Progress, description: str) -> Callable[[int, int], None]:
     """Return a callback that shows (done, total) as a row of the bar, from its first call."""
     task = bar.add_task(description, visible=False)
 
@@ -215,17 +217,17 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     """Print the results of a run."""
     names = list(metrics["clients"])
     console.print(
-        f"[bold]{words(metrics['method'])}[/]: accuracy on each client's own test images (%)",
+        f"[bold]{escape_text(metrics['method'])}[/]: accuracy on each client's own test images (%)",
         highlight=False,
     )
     table = Table()
     table.add_column("client")
     for model in metrics["accuracy"]:
-        table.add_column(words(model), justify="right")
+        table.add_column(escape_text(model), justify="right")
     for name in (*names, "average"):
         cells = [_percent(row.get(name)) for row in metrics["accuracy"].values()]
         table.add_row(
-            words(name),
+            escape_text(name),
             *cells,
             style="bold" if name == "average" else "",
             end_section=name == names[-1],
@@ -234,18 +236,18 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     if withheld := metrics.get("withheld"):
         console.print(
             "[bold yellow]test results withheld[/] (node-config test-results): "
-            f"{', '.join(map(words, withheld))}; averages are over the others"
+            f"{', '.join(map(escape_text, withheld))}; averages are over the others"
         )
     if metrics["not_tested"]:
         console.print(
             "[bold yellow]clients that did not test every model[/]: "
-            f"{', '.join(map(words, metrics['not_tested']))}; averages are over the others"
+            f"{', '.join(map(escape_text, metrics['not_tested']))}; averages are over the others"
         )
     total_upload = sum(costs.get("upload_bytes", 0) for costs in metrics["clients"].values())
     upload = total_upload / max(1, len(metrics["clients"]))
     for warning in metrics.get("warnings", []):
         text, _ = split_details(warning)
-        console.print(f"warning: {words(text)}", highlight=False)
+        console.print(f"warning: {escape_text(text)}", highlight=False)
     server = metrics["server"]
     time_per_image = ""
     if server["seconds_per_image"]:

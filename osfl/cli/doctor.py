@@ -52,7 +52,7 @@ class Finding:
     state: str
     what: str
     text: str
-    cure: str = ""
+    hint: str = ""
 
 
 def show_findings(settings: Iterable[str], runs: Path | None) -> None:
@@ -61,7 +61,7 @@ def show_findings(settings: Iterable[str], runs: Path | None) -> None:
     Raises:
         typer.Exit: a check failed.
     """
-    with display.named_errors():
+    with display.expected_errors():
         states = [_show(finding) for finding in check_installation()]
         if FAIL not in states:
             from osfl.cli.run import runs_folder
@@ -78,8 +78,8 @@ def _show(finding: Finding) -> str:
     color = COLORS[finding.state]
     text = f"[{color}]{finding.state:<5}[/]{finding.what:<9}{escape(finding.text)}"
     display.console.print(text, highlight=False, soft_wrap=True)
-    if finding.cure:
-        display.console.print(" " * 14 + escape(finding.cure), highlight=False, soft_wrap=True)
+    if finding.hint:
+        display.console.print(" " * 14 + escape(finding.hint), highlight=False, soft_wrap=True)
     return finding.state
 
 
@@ -193,8 +193,8 @@ def check_models(config: RunConfig) -> Iterator[Finding]:
     from server_app.kit import check_subject
 
     models = run_models(config)
-    kits = [model for model in models if model.is_of_kit]
-    others = [model for model in models if not model.is_of_kit]
+    kits = [model for model in models if model.is_in_kit]
+    others = [model for model in models if not model.is_in_kit]
     finding = _finding("kit", lambda: check_run_models(config, kits), f"{config.method} needs none")
     if finding.state == OK:
         finding = _finding("kit", lambda: check_subject(config), finding.text)

@@ -93,7 +93,7 @@ class Noise:
 
     client: str
     images: int
-    needed: int
+    break_even_images: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def show_estimate(settings: Iterable[str], runs: Path | None, connection: str) -
     Raises:
         typer.Exit: the run cannot work; the reason was printed.
     """
-    with display.named_errors():
+    with display.expected_errors():
         try:
             config, _ = resolve_config(settings)
             launch.check_disk(runs_folder(config, runs, connection), estimate_disk_bytes(config))
@@ -139,12 +139,12 @@ def show_estimate(settings: Iterable[str], runs: Path | None, connection: str) -
 def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
     changed = Table("key", "value", title=f"{config.method}: settings other than the defaults")
     for key, value in estimate.changed.items():
-        changed.add_row(key, display.words(value))
+        changed.add_row(key, display.escape_text(value))
     if estimate.changed:
         display.console.print(changed)
     lines = _upload_lines(config, estimate, simulated)
     lines.append(f"the server synthesizes {estimate.images} images")
-    lines.append(f"for data.name = {config.data.name}: {chosen_by_data(config)}")
+    lines.append(f"for data.name = {config.data.name}: {format_data_defaults(config)}")
     if estimate.sampling is not None:
         scoring = "" if config.robust == "off" else " and scores"
         lines.append(
@@ -157,7 +157,7 @@ def _show(config: RunConfig, estimate: Estimate, simulated: bool) -> None:
         lines.append(f"the server trains the global model {times} more times (influence)")
     lines.append(f"the run's folder needs at most {human_bytes(estimate.disk_bytes)}")
     for line in lines:
-        display.console.print(display.words(line), highlight=False, soft_wrap=True)
+        display.console.print(display.escape_text(line), highlight=False, soft_wrap=True)
 
 
 def _upload_lines(config: RunConfig, estimate: Estimate, simulated: bool) -> list[str]:
@@ -181,9 +181,9 @@ def _privacy_lines(config: RunConfig, noise: Noise | None) -> list[str]:
     if noise is not None:
         lines.append(
             "the noise is as large as the clipping bound (clip-norm) in a mean of "
-            f"{noise.needed:,} images; {noise.client} has a mean of {noise.images:,}"
+            f"{noise.break_even_images:,} images; {noise.client} has a mean of {noise.images:,}"
         )
-        if noise.needed > noise.images:
+        if noise.break_even_images > noise.images:
             lines.append("so that mean is mostly noise: set a larger epsilon, or method=votes")
     if config.epsilon:
         lines.append(
@@ -218,20 +218,20 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     """
     if simulated:
         check_run_models(config)
-    clients = checked_clients(config, simulated)
+    clients = check_run_clients(config, simulated)
     rounds = config.rounds.count if METHODS[config.method].rounds else 1
     uploads = {name: rounds * upload_bytes(name, client) for name, client in clients.items()}
     images = planned_images(config, clients.values())
     sampling = None
     if METHODS[config.method].samples:
-        sampling = sampling_cost(config, images, judged_rows(config, clients.values()))
+        sampling = sampling_cost(config, images, scoring_rows(config, clients.values()))
     noise = worst_noise(clients) if simulated else None
     return Estimate(
         changed_keys(config), uploads, images, estimate_disk_bytes(config), sampling, noise
     )
 
 
-def checked_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
+def check_run_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
     """Check a run on this machine, and return the clients that send a payload, by id.
 
     Args:
@@ -241,7 +241,7 @@ def checked_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
         ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: the run cannot work.
     """
     check_server(config)
-    all_clients = simulated_clients(config) if simulated else unseen_clients(config)
+    all_clients = simulated_clients(config) if simulated else placeholder_clients(config)
     clients = {
         name: all_clients[name] for name in all_clients if name not in config.left_out_clients
     }
@@ -255,7 +255,7 @@ def checked_clients(config: RunConfig, simulated: bool) -> dict[str, Client]:
     return clients
 
 
-def chosen_by_data(config: RunConfig) -> str:
+def format_data_defaults(config: RunConfig) -> str:
     """Format the settings whose default depends on the data."""
     flat = flatten(config)
     defaults = resolve_auto({**default_config(), "data.name": config.data.name})
@@ -289,7 +289,7 @@ def simulated_clients(config: RunConfig) -> dict[str, Client]:
     return clients
 
 
-def unseen_clients(config: RunConfig) -> dict[str, Client]:
+def placeholder_clients(config: RunConfig) -> dict[str, Client]:
     """Return placeholders for remote clients, each with one image of every class."""
     labels = tuple(range(len(class_names(config.data))))
     architectures = split_names(config.classifier.architecture)
@@ -353,7 +353,7 @@ def worst_noise(clients: Mapping[str, Client]) -> Noise | None:
     """Return the noisy mean with the lowest signal-to-noise ratio, or None."""
     noisy_means = []
     for name, client in clients.items():
-        dimensions = noised_numbers(client.config) if client.config.epsilon else 0
+        dimensions = noise_dimensions(client.config) if client.config.epsilon else 0
         if dimensions == 0:
             continue
         # As in private_mean: for one image, in units of the clipping bound
@@ -363,10 +363,10 @@ def worst_noise(clients: Mapping[str, Client]) -> Noise | None:
         is_over_all_images = client.config.method == "domain-vector"
         images = len(labels) if is_over_all_images else min(map(labels.count, client.held))
         noisy_means.append(Noise(name, images, needed))
-    return max(noisy_means, key=lambda noise: noise.needed / noise.images, default=None)
+    return max(noisy_means, key=lambda noise: noise.break_even_images / noise.images, default=None)
 
 
-def noised_numbers(config: RunConfig) -> int:
+def noise_dimensions(config: RunConfig) -> int:
     """Return the dimensions of a mean that determine the noise's norm; 0 without noisy means."""
     match METHODS[config.method].payload:
         case "Descriptions" | "DomainVector":
@@ -392,7 +392,7 @@ def planned_images(config: RunConfig, clients: Iterable[Client]) -> int:
     """Return the number of synthetic images, including those of public domains."""
     if not METHODS[config.method].samples:
         return 0
-    labels_by_client = [drawn_classes(client) for client in clients]
+    labels_by_client = [synthesized_labels(client) for client in clients]
     images = sum(map(len, labels_by_client))
     if config.class_balance:
         # Every class gets as many images as the class of the most clients
@@ -402,7 +402,7 @@ def planned_images(config: RunConfig, clients: Iterable[Client]) -> int:
     return (images + public) * config.synthesis.images_per_class
 
 
-def drawn_classes(client: Client) -> list[int]:
+def synthesized_labels(client: Client) -> list[int]:
     """Return the labels that the server synthesizes for a client.
 
     These are the client's own labels, or all labels if the method does not send them, or if it
@@ -415,7 +415,7 @@ def drawn_classes(client: Client) -> list[int]:
     return list(range(len(class_names(config.data)))) if has_all_classes else client.held
 
 
-def judged_rows(config: RunConfig, clients: Iterable[Client]) -> int:
+def scoring_rows(config: RunConfig, clients: Iterable[Client]) -> int:
     """Return the number of UNet rows that score label consistency, if `robust` is on."""
     if config.robust == "off":
         return 0
@@ -424,7 +424,7 @@ def judged_rows(config: RunConfig, clients: Iterable[Client]) -> int:
 
     num_classes = len(class_names(config.data))
     rows_per_class = unet_rows(config.synthesis.images_per_class, num_classes)
-    return rows_per_class * sum(len(drawn_classes(client)) for client in clients)
+    return rows_per_class * sum(len(synthesized_labels(client)) for client in clients)
 
 
 def sampling_cost(config: RunConfig, images: int, more_rows: int = 0) -> Sampling:
@@ -454,7 +454,7 @@ def sampling_cost(config: RunConfig, images: int, more_rows: int = 0) -> Samplin
     unit_size = unoptimized.unit_size
     batch = min(unoptimized.batch_size or unit_size, unit_size)
     seconds, flops = seconds_and_flops(kit, branches(config) * batch)
-    rows = images * rows_an_image(config, timesteps(kit.scheduler, unoptimized.steps)) + more_rows
+    rows = images * rows_per_image(config, timesteps(kit.scheduler, unoptimized.steps)) + more_rows
     return Sampling(rows * flops, rows * seconds)
 
 
@@ -472,7 +472,7 @@ def branches(config: RunConfig) -> int:
     return 1 if guidance == 1 else 2
 
 
-def rows_an_image(config: RunConfig, timesteps: Sequence[int]) -> int:
+def rows_per_image(config: RunConfig, timesteps: Sequence[int]) -> int:
     """Return the number of UNet rows per image.
 
     A gradient through the UNet counts as one more pass, and guidance is assumed at every step.

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from osfl.cli import display
 from osfl.cli.display import Table
 from osfl.config import ClassifierConfig
-from osfl.kit.initial_weights import initial_weights
+from osfl.kit.initial_weights import find_initial_weights
 from osfl.kit.kits import download_bytes, find_kit, find_model, model_bytes
 from osfl.kit.used_parts import RunModel, run_models
 from osfl.run_folder.report.page import human_bytes
@@ -33,12 +33,12 @@ def show_fetch(settings: list[str], client: bool) -> None:
         size = human_bytes(download_bytes(folder, parts))
         table.add_row(name, ", ".join(parts), size, folder)
     for model in models:
-        if model.is_apart:
+        if model.is_outside_kit:
             (kind,) = model.parts
             folder = find_model(model.source, kind, model.key)
             table.add_row(model.source, kind, human_bytes(model_bytes(folder, kind)), folder)
     for key, classifier in _pretrained(models):
-        if file := initial_weights(classifier, "", key):
+        if file := find_initial_weights(classifier, "", key):
             size = human_bytes(file.stat().st_size)
             name = f"{classifier.init}: {classifier.architecture}"
             table.add_row(name, key, size, str(file.parent))

@@ -15,12 +15,12 @@ from contextlib import suppress
 import psutil
 
 # In the environment of every process of a run: Flower's settings are in the run's folder
-MARK = "FLWR_HOME"
+FOLDER_VARIABLE = "FLWR_HOME"
 # Maximum attempts to end processes that keep starting others
-MOST_ROUNDS = 20
+MAX_ATTEMPTS = 20
 
 
-def begin_guard(folder: str) -> subprocess.Popen:
+def start_guard(folder: str) -> subprocess.Popen:
     """Start the guard of a run's folder, which acts when its input is closed."""
     # Not as a module, and with -P: no file in the working directory or beside this one can shadow
     # a library
@@ -42,7 +42,7 @@ def end_run_processes(folder: str) -> None:
     Args:
         folder: the run's temporary folder, by which its processes are identified.
     """
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ATTEMPTS):
         processes = _run_processes(folder)
         if not processes:
             return
@@ -53,7 +53,7 @@ def _run_processes(folder: str) -> list[psutil.Process]:
     processes = set[psutil.Process]()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            home = process.environ().get(MARK, "")
+            home = process.environ().get(FOLDER_VARIABLE, "")
             if os.path.dirname(home) == folder:
                 processes |= {process, *process.children(recursive=True)}
     return list(processes)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tomli_w
 
-from osfl.cli.guard import begin_guard, end_run_processes
+from osfl.cli.guard import end_run_processes, start_guard
 from osfl.config import Scalar
 from osfl.settings import PACKAGES, shipped
 from osfl.util.ray_folder import MAX_PATH_BYTES, ray_variables
@@ -41,7 +41,7 @@ _FLOWER_SWITCHES = {
 # Every training step allocates and frees the same large tensors. By default glibc returns them to
 # the kernel, which clears every page again: 7 % of a training step on a CPU. Only the first arena
 # can retain them, and the ServerApp's thread would get another one.
-KEEP_MEMORY = {
+MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(2**28),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_ARENA_MAX": "1",
@@ -50,16 +50,16 @@ KEEP_MEMORY = {
 
 # Commands such as `flwr list osfl` would mistake a folder `osfl` in the working directory for an
 # app, so they run in a folder without one
-HERE = Path(__file__).parent
+WORKING_FOLDER = Path(__file__).parent
 # Color codes of Flower's log levels
 _COLOR = re.compile(rb"\x1b\[[0-9;]{0,9}m")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Maximum characters of Flower's messages that are shown
-MOST_SAID = 2000
+MAX_MESSAGE_LENGTH = 2000
 # Maximum characters of a line of the log
-MOST_LINE = 10_000
+MAX_LINE_LENGTH = 10_000
 # Bytes of Flower's bundles, and of Ray's logs and sockets
-TEMPORARY_ROOM = 50_000_000
+MIN_TEMPORARY_SPACE = 50_000_000
 
 
 class LaunchError(RuntimeError):
@@ -119,7 +119,7 @@ def flower_environment() -> dict[str, str]:
     """Return the environment with Flower's switches set and its commands on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {
-        **KEEP_MEMORY,
+        **MALLOC_SETTINGS,
         **os.environ,
         **_FLOWER_SWITCHES,
         "PATH": path,
@@ -196,7 +196,7 @@ def _guarded_folder() -> Iterator[Path]:
     """Yield a run's temporary folder, and end the run's processes and delete it in any case."""
     with tempfile.TemporaryDirectory(prefix="osfl-", ignore_cleanup_errors=True) as scratch:
         # Before the run's first process, because a signal may arrive at any time
-        guard = begin_guard(scratch)
+        guard = start_guard(scratch)
         try:
             yield Path(scratch)
         finally:
@@ -212,10 +212,10 @@ def check_temporary_folder() -> None:
     """
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    if free < TEMPORARY_ROOM:
+    if free < MIN_TEMPORARY_SPACE:
         raise LaunchError(
             f"the temporary folder {folder} has {free / 1e6:,.1f} MB free; a run needs "
-            f"{TEMPORARY_ROOM / 1e6:,.0f} MB. Free some space, or set TMPDIR to another folder"
+            f"{MIN_TEMPORARY_SPACE / 1e6:,.0f} MB. Free some space, or set TMPDIR to another folder"
         )
 
 
@@ -276,12 +276,14 @@ def submit(
             ]
         # An interrupted `flwr run` does not delete its bundle
         run_environment = {**environment, "TMPDIR": scratch}
-        result = subprocess.run(command, cwd=HERE, env=run_environment, capture_output=True)
+        result = subprocess.run(
+            command, cwd=WORKING_FOLDER, env=run_environment, capture_output=True
+        )
     try:
         reply = json.loads(result.stdout[result.stdout.index(b"{") :])
         if reply["success"]:
             return int(reply["run-id"])
-        reason = sanitize_lines(reply.get("error-message", reply), MOST_SAID)
+        reason = sanitize_lines(reply.get("error-message", reply), MAX_MESSAGE_LENGTH)
     except (ValueError, KeyError):
         reason = _tail(result.stdout + result.stderr)
     raise LaunchError(f"Flower did not start the run: {reason}")
@@ -298,12 +300,12 @@ def outcome(
     command = ["flwr", "list", connection, "--run-id", str(run_id), "--format", "json"]
     end = time.monotonic() + seconds
     while True:
-        result = subprocess.run(command, cwd=HERE, env=environment, capture_output=True)
+        result = subprocess.run(command, cwd=WORKING_FOLDER, env=environment, capture_output=True)
         try:
             run = json.loads(result.stdout[result.stdout.index(b"{") :])["runs"][0]
             status = sanitize(run["status"])
             details = run.get("status-details") or run.get("details") or ""
-            details = sanitize_lines(details, MOST_SAID)
+            details = sanitize_lines(details, MAX_MESSAGE_LENGTH)
         except (ValueError, KeyError, IndexError):
             status = "unknown"
             details = _error_in(result.stdout) or _tail(result.stdout + result.stderr)
@@ -318,12 +320,16 @@ def follow_log(
     command = ["flwr", "log", str(run_id), connection, "--stream"]
     unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, cwd=HERE, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=WORKING_FOLDER,
+        env=unbuffered,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as streaming:
         assert streaming.stdout is not None
         try:
-            while line := streaming.stdout.readline(MOST_LINE):
-                show(sanitize(_COLOR.sub(b"", line).rstrip(b"\n"), MOST_LINE))
+            while line := streaming.stdout.readline(MAX_LINE_LENGTH):
+                show(sanitize(_COLOR.sub(b"", line).rstrip(b"\n"), MAX_LINE_LENGTH))
         finally:
             streaming.terminate()
 
@@ -332,11 +338,11 @@ def _error_in(output: bytes) -> str:
     """Return the last line of the error message in a Flower command's JSON output, or ""."""
     try:
         message = json.loads(output[output.index(b"{") :])["error-message"]
-        return sanitize(message.strip().splitlines()[-1], MOST_SAID)
+        return sanitize(message.strip().splitlines()[-1], MAX_MESSAGE_LENGTH)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return ""
 
 
 def _tail(output: bytes) -> str:
     """Return the end of a program's output."""
-    return sanitize_lines(output[-MOST_SAID:].strip(), MOST_SAID)
+    return sanitize_lines(output[-MAX_MESSAGE_LENGTH:].strip(), MAX_MESSAGE_LENGTH)

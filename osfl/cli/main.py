@@ -49,7 +49,7 @@ app.add_typer(data_app, name="data")
 nodes_app = typer.Typer(help="List and revoke a federation's nodes.", rich_markup_mode=None)
 app.add_typer(nodes_app, name="nodes")
 # Maximum number of a run's corrupt files that are printed
-SHOWN = 20
+MAX_PRINTED = 20
 
 Settings = Annotated[
     list[str] | None,
@@ -87,7 +87,7 @@ def _with_method(settings: list[str] | None) -> list[str]:
     from osfl.cli import display
     from osfl.settings import RECOMMENDED, read_overrides, with_recommended
 
-    with display.named_errors():
+    with display.expected_errors():
         complete = with_recommended(settings)
         if len(complete) > len(settings or []):
             method = read_overrides(complete)["method"]
@@ -146,7 +146,7 @@ def run(
         from osfl.settings import resolve_config
 
         # Before the slow imports of torch and the models' libraries
-        with display.named_errors():
+        with display.expected_errors():
             resolve_config(complete)
         from osfl.cli.estimate import show_estimate
 
@@ -197,7 +197,7 @@ def fetch(
     from osfl.cli import display
     from osfl.cli.fetch import show_fetch
 
-    with display.named_errors():
+    with display.expected_errors():
         show_fetch(_with_method(settings), client)
 
 
@@ -210,7 +210,7 @@ def data_check(settings: Settings = None) -> None:
     from osfl.cli import display
     from osfl.cli.data_check import show_check
 
-    with display.named_errors():
+    with display.expected_errors():
         show_check(settings or [])
 
 
@@ -246,14 +246,14 @@ def audit(
     """
     from osfl.cli import display
     from osfl.cli.audit import show_audit
-    from osfl.cli.copies import show_copies
+    from osfl.cli.copies import show_memorization
     from osfl.config import ConfigError
 
-    with display.named_errors():
+    with display.expected_errors():
         if run is not None and settings:
             raise ConfigError(f"{settings[0]}: --run uses the run's settings; leave out others")
         if run is not None:
-            show_copies(run, node_config, out)
+            show_memorization(run, node_config, out)
             return
         show_audit(_with_method(settings), node_config, repeats, work, out)
 
@@ -275,7 +275,7 @@ def nodes(context: typer.Context, connection: FederationConnection = "") -> None
 
     context.obj = connection
     if context.invoked_subcommand is None:
-        with display.named_errors():
+        with display.expected_errors():
             show_nodes(connection)
 
 
@@ -292,7 +292,7 @@ def nodes_revoke(
     from osfl.cli import display
     from osfl.cli.nodes import revoke
 
-    with display.named_errors():
+    with display.expected_errors():
         revoke(connection or context.obj, name)
 
 
@@ -307,7 +307,7 @@ def show(
     from osfl.run_folder.report.metrics import read_metrics
     from osfl.run_folder.status import read_status
 
-    with display.named_errors():
+    with display.expected_errors():
         if not folder.is_dir():
             suggestion = Path("runs") / folder.name
             if suggestion.is_dir():
@@ -330,16 +330,16 @@ def verify(
     from osfl.run_folder.verify import contains_run, verify_run
     from osfl.util.text import sanitize
 
-    with display.named_errors():
+    with display.expected_errors():
         if not contains_run(folder):
             raise ConfigError(f"{folder} is not the folder of a run")
-        with display.counting_bar() as bar:
-            findings = verify_run(folder, display.counter(bar, "reading images"))
+        with display.counting_progress() as bar:
+            findings = verify_run(folder, display.progress_callback(bar, "reading images"))
         wrong = [problem for finding in findings for problem in finding.problems]
-        for problem in wrong[:SHOWN]:
+        for problem in wrong[:MAX_PRINTED]:
             print(sanitize(problem, 1000))
-        if len(wrong) > SHOWN:
-            print(f"and {len(wrong) - SHOWN} more")
+        if len(wrong) > MAX_PRINTED:
+            print(f"and {len(wrong) - MAX_PRINTED} more")
         print(", ".join(f"{finding.counted} intact" for finding in findings))
         if wrong:
             raise ConfigError(
@@ -359,9 +359,11 @@ def shards(
     from osfl.cli import display
     from osfl.run_folder.shards import write_shards
 
-    with display.named_errors():
-        with display.counting_bar() as bar:
-            files = write_shards(folder, out, size, display.counter(bar, "writing images"))
+    with display.expected_errors():
+        with display.counting_progress() as bar:
+            files = write_shards(
+                folder, out, size, display.progress_callback(bar, "writing images")
+            )
         print(f"{len(files)} shards in {out}")
 
 
@@ -406,12 +408,12 @@ def compare(
 
     Example: osfl compare configs/tables/digits.toml --seeds 0
     """
-    from osfl.cli.compare import Side, run_table, show_dry_run
+    from osfl.cli.compare import Resources, run_table, show_dry_run
 
     if dry_run:
         show_dry_run(table, settings or [], seeds, rows, tflops)
         return
-    side = Side(at_once, client_cpus or min(at_once, os.cpu_count() or 1), client_gpus)
+    side = Resources(at_once, client_cpus or min(at_once, os.cpu_count() or 1), client_gpus)
     run_table(table, settings or [], seeds, rows, side, runs, out)
 
 
@@ -439,7 +441,7 @@ def certs_ca(
     from osfl.cli import certs, display
     from osfl.config import ConfigError
 
-    with display.named_errors():
+    with display.expected_errors():
         if rotate and drop_old:
             raise ConfigError(
                 "--rotate begins a rotation, and --drop-old ends it once the server has its new "
@@ -466,7 +468,7 @@ def certs_server(
     """
     from osfl.cli import certs, display
 
-    with display.named_errors():
+    with display.expected_errors():
         file = certs.make_server(folder, host, days)
     display.console.print(
         f"for the server: {file.with_suffix('.key')}, {file}", highlight=False, soft_wrap=True
@@ -484,7 +486,7 @@ def certs_node(
     """
     from osfl.cli import certs, display
 
-    with display.named_errors():
+    with display.expected_errors():
         for name in names:
             file = certs.make_node(folder, name)
             display.console.print(f"only for {name}: {file}", highlight=False, soft_wrap=True)
@@ -499,7 +501,7 @@ def certs_sealing(folder: CertsFolder) -> None:
     """
     from osfl.cli import certs, display
 
-    with display.named_errors():
+    with display.expected_errors():
         file, digest = certs.make_sealing_key(folder)
         display.console.print(f"only for the ServerApp: {file}", highlight=False, soft_wrap=True)
         display.console.print(f"seal-to: {digest}", highlight=False, soft_wrap=True)
@@ -515,14 +517,14 @@ def certs_show(folder: CertsFolder) -> None:
 
     from osfl.cli import certs, display
 
-    with display.named_errors():
+    with display.expected_errors():
         rows = certs.describe(folder)
     now = datetime.now(UTC)
     table = Table("file", "for", "valid until")
     for file, names, until in rows:
         table.add_row(
             file,
-            display.words(names),
+            display.escape_text(names),
             f"{until:%Y-%m-%d %H:%M} UTC" + (" [bold red]expired[/]" if until < now else ""),
         )
     display.console.print(table)

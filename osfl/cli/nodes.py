@@ -36,10 +36,10 @@ def show_nodes(connection: str) -> None:
         times = {"online": node.last_activated_at, "offline": node.last_deactivated_at}
         since = times.get(node.status) or node.registered_at
         table.add_row(
-            display.words(node.name or "(no name)"),
+            display.escape_text(node.name or "(no name)"),
             str(node.node_id),
-            display.words(node.status),
-            display.words(since[:16].replace("T", " ")),
+            display.escape_text(node.status),
+            display.escape_text(since[:16].replace("T", " ")),
         )
     display.console.print(table)
 

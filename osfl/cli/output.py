@@ -58,13 +58,13 @@ def watched_output() -> Iterator[None]:
             watched.flush()
     except OutputError as error:
         _discard(stream)
-        say_on_stderr(f"error {error}")
+        print_to_stderr(f"error {error}")
         raise SystemExit(1) from None
     finally:
         sys.stdout = stream
 
 
-def say_on_stderr(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print a line on stderr, unless it is closed too."""
     if sys.stderr is None:
         return

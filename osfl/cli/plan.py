@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from osfl.cli import display
 from osfl.cli.display import Table
-from osfl.cli.estimate import planned_images, rows_an_image, unseen_clients, upload_bytes
+from osfl.cli.estimate import placeholder_clients, planned_images, rows_per_image, upload_bytes
 from osfl.config import RunConfig
 from osfl.kit.kits import KitError, find_kit
 from osfl.methods import METHODS
-from osfl.models.diffusion import check_schedule, timesteps, unet_flops
+from osfl.models.diffusion import load_noise_schedule, timesteps, unet_flops
 from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.settings import resolve_config
 from osfl.tables.table_file import TableFile, as_arguments
@@ -42,11 +42,11 @@ class Row:
     unknown: str = ""
 
 
-def plan_of(table: TableFile) -> dict[str, Row]:
+def estimate_rows(table: TableFile) -> dict[str, Row]:
     """Estimate every row of a table."""
     rows = {}
     for name, settings in table.rows.items():
-        if reason := table.unseen.get(name):
+        if reason := table.unavailable.get(name):
             rows[name] = Row(len(table.seeds), unknown=reason)
             continue
         config, _ = resolve_config(as_arguments(settings))
@@ -55,7 +55,7 @@ def plan_of(table: TableFile) -> dict[str, Row]:
 
 
 def _row(config: RunConfig, runs: int) -> Row:
-    clients = unseen_clients(config)
+    clients = placeholder_clients(config)
     name, client = next(iter(clients.items()))
     images = runs * planned_images(config, clients.values())
     disk = runs * estimate_disk_bytes(config)
@@ -70,8 +70,8 @@ def _row(config: RunConfig, runs: int) -> Row:
 
 def _flops(config: RunConfig, images: int) -> float:
     kit = find_kit(config.sampling_kit)
-    steps = timesteps(check_schedule(kit), config.synthesis.steps)
-    return float(images) * rows_an_image(config, steps) * unet_flops(kit)
+    steps = timesteps(load_noise_schedule(kit), config.synthesis.steps)
+    return float(images) * rows_per_image(config, steps) * unet_flops(kit)
 
 
 def show_plan(table: TableFile, tflops: float) -> None:
@@ -80,10 +80,10 @@ def show_plan(table: TableFile, tflops: float) -> None:
     Args:
         tflops: the assumed throughput of a GPU during synthesis, in TFLOP/s.
     """
-    rows = plan_of(table)
+    rows = estimate_rows(table)
     printed = Table("", "runs", "images", "UNet", "GPU h", "upload per client", "disk")
     for name, row in rows.items():
-        printed.add_row(display.words(name), *_cells(row, tflops))
+        printed.add_row(display.escape_text(name), *_cells(row, tflops))
     runs, images, flops, hours, _, disk = _cells(_total(rows), tflops)
     # Uploads are per run, and have no total
     printed.add_row("all", runs, images, flops, hours, "", disk)
@@ -96,7 +96,7 @@ def show_plan(table: TableFile, tflops: float) -> None:
     lines += [f"?: {reason}" for reason in reasons]
     lines += [f"not in this table: {row}: {reason}" for row, reason in table.lacks.items()]
     for line in lines:
-        display.console.print(display.words(line), highlight=False, soft_wrap=True)
+        display.console.print(display.escape_text(line), highlight=False, soft_wrap=True)
 
 
 def _total(rows: Mapping[str, Row]) -> Row:

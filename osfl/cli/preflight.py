@@ -86,7 +86,7 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
             work.
     """
     from osfl.cli import launch
-    from osfl.cli.estimate import checked_clients
+    from osfl.cli.estimate import check_run_clients
     from osfl.kit.run_check import check_run_models
     from osfl.run_folder.layout import RunFolder
     from server_app.app import estimate_disk_bytes
@@ -95,7 +95,7 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
         launch.check_disk(runs, estimate_disk_bytes(config))
     notes = check_data(config)
     if not any(place.to_fetch for place in check_run_models(config)):
-        checked_clients(config, simulated=True)
+        check_run_clients(config, simulated=True)
     return notes
 
 
@@ -122,13 +122,13 @@ def check_architectures(config: RunConfig) -> None:
     from osfl.config import split_names
     from osfl.config.names import BACKBONES
     from osfl.data.parts import class_names
-    from osfl.models.classifiers import blank_classifier
+    from osfl.models.classifiers import meta_classifier
 
     for settings in (config.classifier, config.global_model):
         for architecture in split_names(settings.architecture):
             # A timm architecture may be one of the hub
             if not architecture.startswith(BACKBONES):
-                blank_classifier(architecture, len(class_names(config.data)), settings.small_stem)
+                meta_classifier(architecture, len(class_names(config.data)), settings.small_stem)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from osfl.cli import display, launch
-from osfl.cli.output import OutputError, say_on_stderr
+from osfl.cli.output import OutputError, print_to_stderr
 from osfl.cli.preflight import check_run
 from osfl.config import ConfigError, RunConfig, Scalar, flatten, is_identifier
 from osfl.data.partition import DataError
@@ -57,7 +57,7 @@ def run(
     Raises:
         typer.Exit: the run is invalid, failed, or was interrupted.
     """
-    end_as_interrupted()
+    handle_signals()
     job_id = ""
     try:
         config, overrides = resolve_config(settings)
@@ -92,11 +92,11 @@ def run(
         display.console.print(_resume_hint(connection, job_id), markup=False, highlight=False)
         raise typer.Exit(130) from None
     except OutputError:
-        say_on_stderr(_resume_hint(connection, job_id))
+        print_to_stderr(_resume_hint(connection, job_id))
         raise
 
 
-def end_as_interrupted() -> None:
+def handle_signals() -> None:
     """Handle SIGTERM and SIGHUP like Ctrl-C, which also ends the SuperLink and its clients.
 
     A signal that is ignored, as by `nohup`, stays ignored.
@@ -171,7 +171,7 @@ def _simulate(
             with open_private(logs, "w") as sink:
                 command = ["flwr", "log", str(run_id), "osfl", "--stream"]
                 streaming = subprocess.Popen(
-                    command, cwd=launch.HERE, env=environment, stdout=sink, stderr=sink
+                    command, cwd=launch.WORKING_FOLDER, env=environment, stdout=sink, stderr=sink
                 )
             with streaming:
                 try:
@@ -212,7 +212,7 @@ def innermost_cause(log: str) -> str:
     while index and parts[index].startswith(TRACEBACK) and parts[index].count(TRACEBACK) == 1:
         index -= 1
     exceptions = _EXCEPTION.findall(parts[index])
-    return sanitize(exceptions[-1], launch.MOST_SAID) if exceptions else ""
+    return sanitize(exceptions[-1], launch.MAX_MESSAGE_LENGTH) if exceptions else ""
 
 
 def _run_remotely(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
@@ -242,7 +242,7 @@ def _run_remotely(connection: str, overrides: dict[str, Scalar], job_id: str) ->
     if followed.metrics:
         display.print_metrics(followed.metrics)
         display.console.print(
-            f"on the server, report: [bold]{display.words(followed.metrics['report'])}[/]",
+            f"on the server, report: [bold]{display.escape_text(followed.metrics['report'])}[/]",
             highlight=False,
             soft_wrap=True,
         )

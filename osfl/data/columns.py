@@ -27,7 +27,7 @@ class Column:
         is_boolean: whether 0 and 1 are stored as False and True.
     """
 
-    place: str
+    location: str
     values: np.ndarray
     is_missing: np.ndarray
     names: tuple[str, ...] | None = None
@@ -44,7 +44,7 @@ class Column:
         Raises:
             DataError: a number has no name, although the data set stores names.
         """
-        return [composed(folder_name(word)) for word in self.words()]
+        return [normalize_name(folder_name(word)) for word in self.words()]
 
     def words(self) -> list[str]:
         """Return each value as the string in the data set; "" for missing values.
@@ -56,7 +56,7 @@ class Column:
             words = [str(value) for value in self.values]
         else:
             numbers = np.where(self.is_missing, 0, self.values)
-            _check_range(self.place, numbers, len(self.names), "the data set's column")
+            _check_range(self.location, numbers, len(self.names), "the data set's column")
             words = [self.names[number] for number in numbers]
         rows = zip(words, self.is_missing, strict=True)
         return ["" if missing else word for word, missing in rows]
@@ -137,7 +137,7 @@ def _wrong_type(place: str, content: str) -> DataError:
     )
 
 
-def check_pictures(feature: Any, column: str, source: str) -> None:
+def check_image_column(feature: Any, column: str, source: str) -> None:
     """Check that a column contains images, {bytes, path}, or bytes.
 
     Raises:
@@ -164,7 +164,7 @@ def check_distinct(place: str, words: Iterable[str]) -> None:
         DataError: two names have the same identifier.
     """
     spelled: dict[str, str] = {}
-    for word in sorted({composed(word).strip() for word in words}):
+    for word in sorted({normalize_name(word).strip() for word in words}):
         name = folder_name(word)
         other = spelled.setdefault(name, word)
         if other != word:
@@ -190,16 +190,17 @@ def class_indices(column: Column, classes: Sequence[str], source: str) -> np.nda
         column = replace(column, names=tuple(sorted(classes, key=str.casefold)))
     if column.is_number and not _are_values(classes):
         numbers = np.where(column.is_missing, 0, column.values)
-        _check_range(column.place, numbers, len(classes), "data.classes")
+        _check_range(column.location, numbers, len(classes), "data.classes")
         return np.where(column.is_missing, -1, column.values)
-    indices = {composed(name): index for index, name in enumerate(classes)}
+    indices = {normalize_name(name): index for index, name in enumerate(classes)}
     if column.names is not None:
         _check_stored(column.names, classes, source)
     texts, inverse = np.unique(np.array(column.texts(), dtype=str), return_inverse=True)
     table = np.array([indices.get(text, -1) for text in texts], dtype=np.int64)
     if (texts != "").any() and (table < 0).all() and column.names is None:
         raise DataError(
-            f"{column.place}: no label of {source} is one of data.classes; set data.classes to the "
+            f"{column.location}: no label of {source} is one of data.classes; set data.classes "
+            "to the "
             "labels, or data.label-column to another column"
         )
     return table[inverse] if len(table) else np.empty(0, np.int64)
@@ -237,8 +238,8 @@ def check_complete(
 
 def _check_stored(names: Sequence[str], classes: Sequence[str], source: str) -> None:
     """Check that a data set stores a name for each class of the run."""
-    stored = {composed(folder_name(name)) for name in names}
-    if missing := [name for name in classes if composed(name) not in stored]:
+    stored = {normalize_name(folder_name(name)) for name in names}
+    if missing := [name for name in classes if normalize_name(name) not in stored]:
         raise DataError(
             f"data.classes: {source} has no class {missing[0]!r}; its classes are "
             f"{sanitize(', '.join(map(folder_name, names)), 500)}"
@@ -261,6 +262,6 @@ def _are_values(classes: Sequence[str]) -> bool:
     return all(name.isdecimal() and str(int(name)) == name for name in classes)
 
 
-def composed(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a name in Unicode's NFC, for comparisons."""
     return unicodedata.normalize("NFC", name)

@@ -15,20 +15,20 @@ from PIL import Image
 
 from osfl.config import DataConfig, NodeConfig
 from osfl.data.named import domain_of, load_rows
-from osfl.data.partition import DataError, cut
+from osfl.data.partition import DataError, cut_parts
 from osfl.data.parts import (
     count_parts,
     has_rows,
     list_folder,
-    of_large_classes,
+    select_large_classes,
     simulated_folder,
 )
 from osfl.data.pictures import (
     FileTraits,
     Fit,
     check_range,
-    open_picture,
-    stored_picture,
+    open_image,
+    open_stored_image,
     to_pixels,
     traits_of,
 )
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Seconds that the check before a run spends on opening images
 HEADER_SECONDS = 5
 # Maximum bytes of pixels that are decoded up front; larger sets are decoded as they are used
-MOST_BYTES = 2**30
+MAX_DECODED_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def load_images(
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedImages:
     """One node's images, before decoding.
 
     Attributes:
@@ -156,7 +156,7 @@ def _named(name: str) -> Iterator[None]:
         ) from error
 
 
-def open_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> Opened:
+def open_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> OpenedImages:
     """Return the images of one node, without decoding them.
 
     Raises:
@@ -165,8 +165,8 @@ def open_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
     opened = _all_images(config, node, split, seed)
     if split != "train":
         return opened
-    rows = of_large_classes(opened.labels, node.min_class_images)
-    return Opened(
+    rows = select_large_classes(opened.labels, node.min_class_images)
+    return OpenedImages(
         [opened.labels[row] for row in rows],
         lambda number: opened.read(rows[number]),
         lambda number: opened.name(rows[number]),
@@ -205,12 +205,12 @@ def small_classes(config: DataConfig, node: NodeConfig, seed: int) -> list[int]:
     return sorted(label for label, count in counts.items() if count < node.min_class_images)
 
 
-def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> Opened:
+def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> OpenedImages:
     if config.name != "digits" and not has_rows(config, node):
         files = list_folder(config, node, split)
-        return Opened(
+        return OpenedImages(
             [label for _, label in files],
-            lambda number: open_picture(files[number][0]),
+            lambda number: open_image(files[number][0]),
             lambda number: sanitize(files[number][0], 1000),
         )
     if has_rows(config, node):
@@ -221,19 +221,19 @@ def _all_images(config: DataConfig, node: NodeConfig, split: str, seed: int) -> 
         source = "digits"
     images = rows.select_columns(["image"])
     mode = getattr(images.features["image"], "mode", None)
-    return Opened(
+    return OpenedImages(
         list(rows["label"]),
-        lambda number: stored_picture(images[number]["image"], mode),
+        lambda number: open_stored_image(images[number]["image"], mode),
         lambda number: f"{source}, {split} image {number} of this client",
     )
 
 
-def _decoded(opened: Opened, fit: Fit) -> Images:
+def _decoded(opened: OpenedImages, fit: Fit) -> Images:
     """Decode all images now, or if they are many, as they are used."""
     labels = torch.tensor(opened.labels)
     read = partial(opened.pixels, fit)
     first = read(0)
-    if len(labels) * first.nbytes > MOST_BYTES:
+    if len(labels) * first.nbytes > MAX_DECODED_BYTES:
         return Images(LazyPixels(read, len(labels)), labels)
     pixels = [first]
     for number in range(1, len(labels)):
@@ -259,7 +259,7 @@ def _digits_partition(config: DataConfig, node: NodeConfig, split: str, seed: in
         by_domain = NaturalIdPartitioner(partition_by="domain")
         by_domain.dataset = rows
         return by_domain.load_partition(node.partition_id)
-    parts = cut(config, np.asarray(rows["label"]), count, seed, even=split != "train")
+    parts = cut_parts(config, np.asarray(rows["label"]), count, seed, even=split != "train")
     return rows.select(parts[node.partition_id])
 
 
@@ -277,7 +277,7 @@ def image_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) ->
     labels = _all_labels(config, node, split, seed)
     if split != "train":
         return labels
-    return [labels[row] for row in of_large_classes(labels, node.min_class_images)]
+    return [labels[row] for row in select_large_classes(labels, node.min_class_images)]
 
 
 def _all_labels(config: DataConfig, node: NodeConfig, split: str, seed: int) -> list[int]:

@@ -16,14 +16,14 @@ from osfl.config import DataConfig, NodeConfig, split_names
 from osfl.data.columns import (
     check_complete,
     check_distinct,
-    check_pictures,
+    check_image_column,
     class_indices,
     read_column,
     stored_names,
 )
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError, Rows, node_rows
-from osfl.data.shares import capped, group_numbers, is_test, side
+from osfl.data.shares import cap_per_class, group_numbers, held_out_mask, split_rows
 from osfl.util.text import folder_name, sanitize
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def stored_classes(config: DataConfig) -> tuple[str, ...]:
     return classes
 
 
-def chosen_classes(config: DataConfig) -> tuple[str, ...]:
+def resolve_classes(config: DataConfig) -> tuple[str, ...]:
     """Return the classes that `data.classes` stands for.
 
     "" stands for all stored names, and `0-89` for the first ninety. Other values are names.
@@ -148,12 +148,12 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         rows = node_rows(config, table, part, parts, seed, even=is_held_out)
     if not held_out and node.requires_guarantee:
         _check_no_groups(config)
-        for_test = is_test(train.total, config.test_share)[train.places[rows]]
+        for_test = held_out_mask(train.total, config.test_share)[train.places[rows]]
         rows = rows[for_test == (split == "test")]
     elif not held_out:
-        rows = side(rows, Rows(labels, groups=groups), config.test_share, split)
+        rows = split_rows(rows, Rows(labels, groups=groups), config.test_share, split)
     if split == "train" and config.max_per_class:
-        rows = capped(rows, labels, config.max_per_class, seed)
+        rows = cap_per_class(rows, labels, config.max_per_class, seed)
     if not len(rows):
         raise DataError(_no_rows(config, node, split))
     return chosen.select(np.sort(rows))
@@ -201,7 +201,7 @@ def domain_names(config: DataConfig) -> tuple[str, ...]:
     return tuple(sorted(set(_labelled(config, "", config.train_split, "train").rows["domain"])))
 
 
-def left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
+def count_left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
     """Count the rows that are left out of a node's data set, by reason.
 
     Raises:
@@ -213,7 +213,7 @@ def left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
-def side_of(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
+def stored_images(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
     """Return all stored images of a split, before decoding, partitioning and capping.
 
     Args:
@@ -229,7 +229,7 @@ def side_of(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
     rows = _pictures(stored, config.image_column, source)
     if held_out:
         return rows
-    for_test = is_test(len(rows), config.test_share)
+    for_test = held_out_mask(len(rows), config.test_share)
     return rows.select(np.flatnonzero(for_test == (split == "test")))
 
 
@@ -373,7 +373,7 @@ def _feature(features: "Features", column: str, source: str) -> object:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabeledRows:
     """The rows of a split that have a class of the run.
 
     Attributes:
@@ -394,7 +394,7 @@ class Labelled:
 
 
 @lru_cache(maxsize=4)
-def _labelled(config: DataConfig, folder: str, split: str, key: str) -> Labelled:
+def _labelled(config: DataConfig, folder: str, split: str, key: str) -> LabeledRows:
     """Return the rows of a split that have a class of the run.
 
     Args:
@@ -428,7 +428,7 @@ def _labelled(config: DataConfig, folder: str, split: str, key: str) -> Labelled
     places = np.flatnonzero(is_valid)
     valid_rows = rows if is_valid.all() else rows.select(places)
     has_texts = not column.is_number and column.names is None
-    return Labelled(valid_rows, counts, column.names is not None, has_texts, places, len(rows))
+    return LabeledRows(valid_rows, counts, column.names is not None, has_texts, places, len(rows))
 
 
 def _stored_rows(config: DataConfig, folder: str, split: str, key: str) -> "Dataset":
@@ -449,7 +449,7 @@ def _pictures(stored: "Dataset", column: str, source: str) -> "Dataset":
     from datasets import Image
 
     feature = _feature(stored.features, column, source)
-    check_pictures(feature, column, source)
+    check_image_column(feature, column, source)
     rows = stored.select_columns([column])
     if column != "image":
         rows = rows.rename_column(column, "image")
@@ -458,7 +458,7 @@ def _pictures(stored: "Dataset", column: str, source: str) -> "Dataset":
     return rows
 
 
-def _check_label_kind(labelled: Labelled, config: DataConfig) -> None:
+def _check_label_kind(labelled: LabeledRows, config: DataConfig) -> None:
     """Check that a server cannot probe a column's values through `data.classes`.
 
     Raises:
@@ -490,7 +490,7 @@ def _domains(stored: "Dataset", config: DataConfig, folder: str) -> list[str] | 
         column = read_column(stored, config.domain_column, "data.domain-column")
         if is_cut:
             # Two domains of the same name would become one client
-            check_distinct(column.place, column.words())
+            check_distinct(column.location, column.words())
         return column.texts()
     except DataError:
         # The column only happens to have this name, and no partition depends on it

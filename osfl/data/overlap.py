@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from osfl.config import DataConfig, NodeConfig
-from osfl.data.named import side_of
+from osfl.data.named import stored_images
 from osfl.data.partition import DataError
 from osfl.data.parts import has_rows, list_folder
 
 
-def check_apart(config: DataConfig, node: NodeConfig) -> None:
+def check_disjoint(config: DataConfig, node: NodeConfig) -> None:
     """Check that no test image of this site is also a training image, by the files' bytes.
 
     Test results have no guarantee, and would reveal information about that training image.
@@ -37,7 +37,7 @@ def _digests(config: DataConfig, node: NodeConfig, split: str) -> Iterator[bytes
         for file, _ in list_folder(config, node, split):
             yield hashlib.sha256(file.read_bytes()).digest()
         return
-    for row in side_of(config, node, split):
+    for row in stored_images(config, node, split):
         yield hashlib.sha256(_stored(row["image"])).digest()
 
 

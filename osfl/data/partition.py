@@ -27,15 +27,17 @@ def partitioner_of(config: DataConfig, count: int, seed: int, even: bool) -> "Pa
         seed: of a random partition.
         even: return one for equal random parts, regardless of `data.partition`, for test images.
     """
-    from flwr_datasets import partitioner as cut
+    from flwr_datasets import partitioner
 
     if even or config.partition == "iid":
-        return cut.IidPartitioner(num_partitions=count)
+        return partitioner.IidPartitioner(num_partitions=count)
     if config.partition == "label":
-        return cut.ShardPartitioner(
+        return partitioner.ShardPartitioner(
             count, "label", num_shards_per_partition=config.shards_per_client, seed=seed
         )
-    return cut.DirichletPartitioner(count, "label", config.alpha, min_partition_size=1, seed=seed)
+    return partitioner.DirichletPartitioner(
+        count, "label", config.alpha, min_partition_size=1, seed=seed
+    )
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ def node_rows(
         part %= parts
     _check_part(config, part, parts)
     if table.groups is None:
-        return np.sort(rows[cut(config, table.labels[rows], parts, seed, even)[part]])
-    units = grouped(rows, table.groups)
+        return np.sort(rows[cut_parts(config, table.labels[rows], parts, seed, even)[part]])
+    units = split_by_group(rows, table.groups)
     labels = np.array([most_frequent(table.labels[unit]) for unit in units])
-    chosen = cut(config, labels, parts, seed, even)[part]
+    chosen = cut_parts(config, labels, parts, seed, even)[part]
     return np.sort(np.concatenate([units[number] for number in chosen]))
 
 
@@ -115,7 +117,7 @@ def _check_part(config: DataConfig, part: int, parts: int) -> None:
 _CUTS: OrderedDict[tuple, list[np.ndarray]] = OrderedDict()
 
 
-def cut(
+def cut_parts(
     config: DataConfig, labels: np.ndarray, parts: int, seed: int, even: bool = False
 ) -> list[np.ndarray]:
     """Return the row indices of all parts, from a cache.
@@ -229,7 +231,7 @@ def _most_parts(config: DataConfig, rows: "Dataset", parts: int, seed: int) -> i
 # ---- Groups ----
 
 
-def grouped(rows: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
+def split_by_group(rows: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
     """Split rows by group, in the order of the groups' numbers.
 
     Args:

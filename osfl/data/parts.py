@@ -13,27 +13,27 @@ from pathlib import Path
 import numpy as np
 
 from osfl.config import DataConfig, NodeConfig, is_identifier, split_names
-from osfl.data.columns import composed
+from osfl.data.columns import normalize_name
 from osfl.data.named import (
     check_root,
+    count_left_out,
     domain_names,
     domain_of,
     has_saved_part,
     is_named,
-    left_out,
     load_rows,
 )
-from osfl.data.partition import DataError, Rows, check_count, cut
+from osfl.data.partition import DataError, Rows, check_count, cut_parts
 from osfl.data.render import CLASSES, STYLES
-from osfl.data.shares import group_numbers, side
+from osfl.data.shares import group_numbers, split_rows
 from osfl.util.text import name_problem, quote, sanitize
 
 # Over all clients; as in `osfl.data.digits`, which takes seconds to import
 _DIGITS_PER_CLASS = 10 * len(STYLES)
 # Maximum depth of folders in a class's folder, such as those of patients and their visits
-DEEPEST = 8
+MAX_DEPTH = 8
 # Files and folders that Windows, macOS archives, Linux and network storage create
-OF_SYSTEMS = frozenset(
+SYSTEM_FILES = frozenset(
     (
         "thumbs.db",
         "ehthumbs.db",
@@ -50,7 +50,7 @@ OF_SYSTEMS = frozenset(
     )
 )
 # Maximum number of overlapping groups that are named
-SHOWN = 10
+MAX_NAMED_GROUPS = 10
 # Characters that are not allowed in a client's name, which is part of file names
 _INVALID = re.compile(r"[^A-Za-z0-9_-]+")
 
@@ -139,7 +139,7 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
         else:
             labels = [label for _, label in list_folder(config, node, split)]
         if split == "train":
-            of_large_classes(labels, node.min_class_images)
+            select_large_classes(labels, node.min_class_images)
 
 
 def check_clients(config: DataConfig, clients: int, seed: int) -> list[str]:
@@ -156,20 +156,20 @@ def check_clients(config: DataConfig, clients: int, seed: int) -> list[str]:
         nodes[client_name(config, node, seed)] = node
     if config.name == "digits" and config.partition == "dirichlet":
         digits = np.repeat(range(len(CLASSES)), _DIGITS_PER_CLASS)
-        cut(config, digits, clients, seed)
-    return [*left_out_words(config, NodeConfig()), *folder_notes(config, nodes)]
+        cut_parts(config, digits, clients, seed)
+    return [*left_out_notes(config, NodeConfig()), *folder_notes(config, nodes)]
 
 
-def left_out_words(config: DataConfig, node: NodeConfig) -> list[str]:
+def left_out_notes(config: DataConfig, node: NodeConfig) -> list[str]:
     """Return notes on the rows that are left out of a node's data set."""
     if not has_rows(config, node):
         return []
     source = node.data_dir or config.name
-    counts = left_out(config, node)
+    counts = count_left_out(config, node)
     return [f"{source}: {count:,} rows left out, with {reason}" for reason, count in counts.items()]
 
 
-def of_large_classes(labels: Sequence[int], least: int) -> list[int]:
+def select_large_classes(labels: Sequence[int], least: int) -> list[int]:
     """Return the indices of the images whose class has at least `least` images.
 
     Raises:
@@ -236,8 +236,12 @@ def _groups_on_both_sides(config: DataConfig, nodes: Mapping[str, NodeConfig]) -
     if not overlaps:
         return []
     lines = [f"groups (such as patients) with images in both training and test: {len(overlaps):,}"]
-    lines += list(overlaps.values())[:SHOWN]
-    return [*lines, f"  and {len(overlaps) - SHOWN:,} more"] if len(overlaps) > SHOWN else lines
+    lines += list(overlaps.values())[:MAX_NAMED_GROUPS]
+    return (
+        [*lines, f"  and {len(overlaps) - MAX_NAMED_GROUPS:,} more"]
+        if len(overlaps) > MAX_NAMED_GROUPS
+        else lines
+    )
 
 
 def _group_folders(config: DataConfig, node: NodeConfig, split: str) -> dict[str, Path]:
@@ -256,7 +260,7 @@ def _group_folders(config: DataConfig, node: NodeConfig, split: str) -> dict[str
 def _group_of(file: Path, root: Path) -> str:
     """Return the name of the folder in its class's folder that a file belongs to, or ""."""
     names = file.relative_to(root).parts
-    return composed(names[1]) if len(names) > 2 else ""
+    return normalize_name(names[1]) if len(names) > 2 else ""
 
 
 def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:
@@ -286,7 +290,7 @@ def _list_classes(config: DataConfig, root: Path) -> list[tuple[Path, int]]:
     folders = _class_folders(root, names)
     images = []
     for label, name in enumerate(names):
-        if (folder := folders.get(composed(name))) is None:
+        if (folder := folders.get(normalize_name(name))) is None:
             continue
         files = list(_files_below(folder))
         if not files:
@@ -308,7 +312,7 @@ def _cut_side(
     names = np.array(class_names(config))
     _, labels = np.unique(names[[label for _, label in images]], return_inverse=True)
     groups = group_numbers([_group_of(file, root) for file, _ in images])
-    rows = side(np.arange(len(images)), Rows(labels, groups=groups), config.test_share, split)
+    rows = split_rows(np.arange(len(images)), Rows(labels, groups=groups), config.test_share, split)
     if not len(rows):
         raise DataError(
             f"{sanitize(root, 1000)}: the classes have too few images or subfolders to cut a share "
@@ -323,7 +327,7 @@ def _check_no_test(node: NodeConfig, home: Path) -> None:
     Raises:
         DataError: another folder may contain the test images, or this site demands a guarantee.
     """
-    others = [path.name for path in visible(home) if path.is_dir() and path.name != "train"]
+    others = [path.name for path in list_visible(home) if path.is_dir() and path.name != "train"]
     if others:
         raise DataError(
             f"{sanitize(home, 1000)}: has no folder test/, but {sanitize(others[0], 120)!r}. "
@@ -392,14 +396,14 @@ def _split_folder(home: Path, split: str) -> Path:
     return root
 
 
-def visible(folder: Path) -> list[Path]:
+def list_visible(folder: Path) -> list[Path]:
     """Return a folder's content, sorted, without hidden files and those of operating systems."""
-    return sorted(path for path in folder.iterdir() if not is_passed_over(path.name))
+    return sorted(path for path in folder.iterdir() if not is_hidden(path.name))
 
 
-def is_passed_over(name: str) -> bool:
+def is_hidden(name: str) -> bool:
     """Check whether a file or folder is hidden, or was created by an operating system."""
-    return name.startswith(".") or name.casefold() in OF_SYSTEMS
+    return name.startswith(".") or name.casefold() in SYSTEM_FILES
 
 
 def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
@@ -408,12 +412,12 @@ def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
     Raises:
         DataError: a folder is not one of the run's classes, or two folders are the same class.
     """
-    classes = {composed(name) for name in names}
+    classes = {normalize_name(name) for name in names}
     folders: dict[str, Path] = {}
-    for folder in visible(root):
+    for folder in list_visible(root):
         if not folder.is_dir():
             continue
-        name = composed(folder.name)
+        name = normalize_name(folder.name)
         if name not in classes:
             raise DataError(
                 f"{sanitize(root, 1000)}: {sanitize(folder.name, 120)!r} is not one of "
@@ -435,12 +439,13 @@ def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
     Raises:
         DataError: the folders are nested too deeply, as by a link to a parent folder.
     """
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise DataError(
-            f"{sanitize(folder, 1000)}: more than {DEEPEST} folders deep within a class; move the "
+            f"{sanitize(folder, 1000)}: more than {MAX_DEPTH} folders deep within a class; move "
+            "the "
             "images up, or remove a link to a parent folder"
         )
-    for path in visible(folder):
+    for path in list_visible(folder):
         if path.is_dir():
             yield from _files_below(path, depth + 1)
         else:
@@ -478,7 +483,7 @@ def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
         return None
     check_root(config.root)
     root = Path(config.root).expanduser()
-    folders = [path for path in visible(root) if path.is_dir()]
+    folders = [path for path in list_visible(root) if path.is_dir()]
     if node.partition_id >= len(folders):
         raise DataError(
             f"data.root = {config.root!r} has {len(folders)} folders of clients; set num-clients "

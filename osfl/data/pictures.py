@@ -14,11 +14,11 @@ from osfl.util.files import placeholder_problem
 from osfl.util.pixels import crop_long_side
 
 # A scan of 20,000 x 25,000 pixels, which needs about 4 GB of memory for decoding
-MOST_PIXELS = 500_000_000
+MAX_PIXELS = 500_000_000
 # Maximum value of a 16-bit pixel
-MOST_LEVEL = 2**16 - 1
+MAX_LEVEL = 2**16 - 1
 # The part of the 16-bit range that 12-bit images use
-TWELVE_BITS = 1 / 16
+TWELVE_BIT_SHARE = 1 / 16
 _OPENING = Lock()
 
 # How images are resized: to a side length in pixels (resize the short side, crop the center), or
@@ -26,14 +26,14 @@ _OPENING = Lock()
 Fit = int | Callable[[torch.Tensor], torch.Tensor]
 
 
-def open_picture(source: Path | bytes) -> Image.Image:
+def open_image(source: Path | bytes) -> Image.Image:
     """Open an image without decoding it.
 
     Pillow warns of images above 89 million pixels and rejects those above 179 million, to protect
     servers from untrusted files. A site trusts its own scans.
 
     Raises:
-        ValueError: the image has more than `MOST_PIXELS` pixels, or an unknown format.
+        ValueError: the image has more than `MAX_PIXELS` pixels, or an unknown format.
         Exception: whatever Pillow raises for a corrupt file.
     """
     with _OPENING:
@@ -46,10 +46,10 @@ def open_picture(source: Path | bytes) -> Image.Image:
         finally:
             Image.MAX_IMAGE_PIXELS = limit
     width, height = image.size
-    if width * height > MOST_PIXELS:
+    if width * height > MAX_PIXELS:
         image.close()
         raise ValueError(
-            f"{width:,} x {height:,} pixels; an image must have at most {MOST_PIXELS:,}: scale it "
+            f"{width:,} x {height:,} pixels; an image must have at most {MAX_PIXELS:,}: scale it "
             "down"
         )
     return image
@@ -67,7 +67,7 @@ def _unknown(source: Path | bytes) -> str:
     return placeholder_problem(start) or "Pillow does not know its format"
 
 
-def stored_picture(value: object, mode: str | None = None) -> Image.Image:
+def open_stored_image(value: object, mode: str | None = None) -> Image.Image:
     """Open an image of a data set's row.
 
     Args:
@@ -76,18 +76,18 @@ def stored_picture(value: object, mode: str | None = None) -> Image.Image:
 
     Raises:
         ValueError: the row has no image, or a URL.
-        Exception: as `open_picture`.
+        Exception: as `open_image`.
     """
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes) and value:
-        image = open_picture(value)
+        image = open_image(value)
     elif isinstance(value, str) and "://" in value:
         raise ValueError("the row has a URL instead of an image")
     elif isinstance(value, str) and value:
-        image = open_picture(Path(value))
+        image = open_image(Path(value))
     else:
         raise ValueError("the row has no image")
     if mode and mode != image.mode:
@@ -120,10 +120,10 @@ def to_pixels(image: Image.Image, fit: Fit) -> torch.Tensor:
     if image.mode.startswith("I"):
         levels = np.asarray(image).astype(np.float64)
         # 32-bit or signed pixels, such as a CT's Hounsfield units
-        if levels.min() < 0 or levels.max() > MOST_LEVEL:
+        if levels.min() < 0 or levels.max() > MAX_LEVEL:
             raise ValueError(
                 f"pixels from {levels.min():.0f} to {levels.max():.0f}; they must be from 0 to "
-                f"{MOST_LEVEL}: rescale them, and save it with 8 or 16 bits"
+                f"{MAX_LEVEL}: rescale them, and save it with 8 or 16 bits"
             )
         image = Image.fromarray((levels / 257).round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -164,9 +164,9 @@ def traits_of(image: Image.Image) -> FileTraits:
     layouts = [str(tile.args) for tile in getattr(image, "tile", [])]
     is_dark = False
     if image.mode.startswith("I"):
-        is_dark = float(np.asarray(image).max()) < 2**16 * TWELVE_BITS
+        is_dark = float(np.asarray(image).max()) < 2**16 * TWELVE_BIT_SHARE
     elif any(";16" in layout for layout in layouts):
-        is_dark = int(np.asarray(image.convert("RGB")).max()) < 2**8 * TWELVE_BITS
+        is_dark = int(np.asarray(image.convert("RGB")).max()) < 2**8 * TWELVE_BIT_SHARE
     return FileTraits(_count_frames(image), is_dark)
 
 

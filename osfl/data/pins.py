@@ -9,7 +9,7 @@ have no guarantee.
 from osfl.config import ConfigError, DataConfig, NodeConfig, split_names
 
 # Defaults of the run-config, which a site that demands a guarantee accepts without pinning them
-USUAL: dict[str, str | float] = {
+DEFAULTS: dict[str, str | float] = {
     "image_column": "image",
     "label_column": "label",
     "domain_column": "domain",
@@ -31,7 +31,7 @@ def check_pins(config: DataConfig, node: NodeConfig) -> None:
         raise ConfigError(
             "data.classes: must equal the list of classes in this site's node-config, in order"
         )
-    for field, default in USUAL.items():
+    for field, default in DEFAULTS.items():
         _check_pin(field, getattr(config, field), getattr(node, field), default, node)
     if node.requires_guarantee and config.max_per_class:
         raise ConfigError(

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from osfl.data.partition import Rows, grouped, most_frequent
+from osfl.data.partition import Rows, most_frequent, split_by_group
 
 # Seed of every site's test share, independent of the run's seed
 SHARE_SEED = [*b"test share"]
 
 
-def side(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
+def split_rows(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
     """Return a node's test rows, which are `share` of every class, or its training rows.
 
     Args:
@@ -47,7 +47,7 @@ def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str) -> np
     return np.concatenate(chosen) if chosen else rows
 
 
-def is_test(total: int, share: float) -> np.ndarray:
+def held_out_mask(total: int, share: float) -> np.ndarray:
     """Return which of all stored rows are test rows, regardless of labels, as [total] bool.
 
     A guarantee holds for replacing one image, possibly by one of another class. A cut by class
@@ -65,7 +65,7 @@ def _grouped_share(rows: np.ndarray, table: Rows, share: float, split: str) -> n
     Of two or more groups, at least one is for testing and one for training.
     """
     assert table.groups is not None
-    units = grouped(rows, table.groups)
+    units = split_by_group(rows, table.groups)
     labels = np.array([most_frequent(table.labels[unit]) for unit in units])
     chosen: list[np.ndarray] = []
     for _, members in _by_class(np.arange(len(units)), labels):
@@ -93,7 +93,7 @@ def _choose_by_size(sizes: Sequence[int], target: float) -> list[int]:
     return chosen
 
 
-def capped(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.ndarray:
+def cap_per_class(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.ndarray:
     """Choose at most `most` rows of every class at random."""
     chosen = []
     for label, members in _by_class(rows, labels):

@@ -62,7 +62,7 @@ def backbone_weights(architecture: str, key: str) -> Path:
     return Path(folder) / "model.safetensors"
 
 
-def backbone_to_fetch(architecture: str, key: str) -> bool:
+def backbone_needs_fetch(architecture: str, key: str) -> bool:
     """Return whether `backbone_weights` would fetch the file from the hub.
 
     Raises:

@@ -12,7 +12,7 @@ from osfl.kit.fits import check_lora_fit
 from osfl.kit.folder import KitError, KitFolder
 from osfl.kit.kits import find_model
 from osfl.kit.part_check import (
-    SCHEDULE_WORDS,
+    SCHEDULE_CHOICES,
     SCHEDULER_TIMESTEPS,
     check_part,
     check_tensors,
@@ -61,7 +61,7 @@ def check_steps(settings: Mapping[str, Any], steps: int) -> None:
     """
     count = settings.get("num_train_timesteps", SCHEDULER_TIMESTEPS)
     offset = settings.get("steps_offset", 0)
-    spacing = settings.get("timestep_spacing", SCHEDULE_WORDS["timestep_spacing"][0])
+    spacing = settings.get("timestep_spacing", SCHEDULE_CHOICES["timestep_spacing"][0])
     # The other spacings begin at the last timestep
     first = (steps - 1) * (count // steps) + offset if spacing == "leading" else count - 1
     if steps > count or first >= count:
@@ -78,7 +78,7 @@ def check_captioner(source: str) -> None:
         KitError: as `check_kit`.
     """
     folder = open_kit(find_model(source, "captioner", "captioner"), "captioner")
-    part = folder.place_of("captioner")
+    part = folder.part_folder("captioner")
     check_part(folder, part, "captioner")
     check_tensors(folder, part, "captioner", check_weights(folder, part, "captioner"))
 
@@ -90,7 +90,7 @@ def check_image_encoder(source: str) -> None:
         KitError: as `check_kit`.
     """
     folder = open_kit(find_model(source, "image_encoder", "image-encoder"), "image-encoder")
-    part = folder.place_of("image_encoder")
+    part = folder.part_folder("image_encoder")
     check_part(folder, part, "image_encoder")
     shapes = check_weights(folder, part, "image_encoder")
     settings = "feature_extractor" if part else ""

@@ -22,11 +22,11 @@ OTHER_PIPELINES = {
     "LatentConsistency": f"{FEW_STEPS} (LCM)",
 }
 # Schedulers of distilled models, and of models whose UNet's output means something else
-DISTILLED = ("LCMScheduler", "TCDScheduler")
+DISTILLED_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 OTHER_PREDICTIONS = {"FlowMatch": "flow", "EDM": "EDM's mix of image and noise"}
-LARGEST_SAMPLE = 4096  # latent pixels on a side; 128 give an image of 1024
+MAX_SAMPLE_SIZE = 4096  # latent pixels on a side; 128 give an image of 1024
 # Hint for each part that a kit may lack
-INSTEAD = {
+MISSING_PART_HINTS = {
     "captioner": "set captioner to a model",
     "image_encoder": "set image-encoder to a model (FedDISC requires its kit's own)",
     "feature_extractor": "set image-encoder to a model (FedDISC requires its kit's own)",
@@ -59,7 +59,9 @@ def check_each_part(folder: KitFolder, parts: tuple[str, ...], kind: str = "") -
     if "unet" in parts:
         _check_pipeline(folder)
     if missing := [part for part in parts if part and not (folder.has(part) or folder.names(part))]:
-        hints = dict.fromkeys(INSTEAD.get(part, "use a complete kit") for part in missing)
+        hints = dict.fromkeys(
+            MISSING_PART_HINTS.get(part, "use a complete kit") for part in missing
+        )
         pronoun = "it" if len(missing) == 1 else "them"
         raise KitError(
             f"{folder.setting} lacks {', '.join(missing)}; this run needs {pronoun}: "
@@ -142,8 +144,8 @@ def _check_diffusion_model(
             f"{in_channels}{hint}"
         )
     size = unet.get("sample_size")
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST_SAMPLE:
-        requirement = f"a whole number from 1 to {LARGEST_SAMPLE}"
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_SAMPLE_SIZE:
+        requirement = f"a whole number from 1 to {MAX_SAMPLE_SIZE}"
         raise bad_setting(folder, "unet/config.json", unet, "sample_size", requirement)
     if small_decoder:
         decoder = folder.settings(f"{TINY_DECODER}/config.json")
@@ -175,7 +177,7 @@ def _check_not_distilled(
     evidence = ""
     if unet.get("time_cond_proj_dim"):
         evidence = "LCM: its UNet takes the guidance scale"
-    if scheduler.get("_class_name") in DISTILLED:
+    if scheduler.get("_class_name") in DISTILLED_SCHEDULERS:
         evidence = f"its scheduler is a {scheduler['_class_name']}"
     euler = str(scheduler.get("_class_name")).startswith("Euler")
     if euler and scheduler.get("timestep_spacing") == "trailing":

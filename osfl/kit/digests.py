@@ -13,16 +13,16 @@ from filelock import FileLock
 from osfl.util.files import OWNER_ONLY, make_private_folder, read_record, write_record
 
 SMALL_BYTES = 2**20  # a smaller file is read each time
-YOUNG_SECONDS = 2.0  # a file that has just changed may change again within its clock's tick
+SETTLE_SECONDS = 2.0  # a file that has just changed may change again within its clock's tick
 CHUNK_BYTES = 2**24
-MOST_FILES = 1000  # in the cache
+MAX_FILES = 1000  # in the cache
 
 Progress = Callable[[int], None]  # bytes read since the last call
 
-_here: dict[tuple[Any, ...], str] = {}  # this process's digests, by path and `_identity`
+_memory_cache: dict[tuple[Any, ...], str] = {}  # this process's digests, by path and `_identity`
 
 
-def sha256_of(file: Path, progress: Progress = lambda read: None) -> str:
+def file_sha256(file: Path, progress: Progress = lambda read: None) -> str:
     """Return a file's SHA-256, cached by its path, size, modification time and inode.
 
     If several processes need it at the same time, only one reads the file.
@@ -39,13 +39,13 @@ def sha256_of(file: Path, progress: Progress = lambda read: None) -> str:
             return digest
         before = _identity(file)
         digest = _read(file, progress)
-        if _identity(file) == before and time.time() - file.stat().st_mtime > YOUNG_SECONDS:
+        if _identity(file) == before and time.time() - file.stat().st_mtime > SETTLE_SECONDS:
             _remember(file, before, digest)
     return digest
 
 
-def unread_bytes(files: Iterable[Path]) -> int:
-    """Return how many bytes `sha256_of` would have to read, without small files."""
+def uncached_bytes(files: Iterable[Path]) -> int:
+    """Return how many bytes `file_sha256` would have to read, without small files."""
     sizes = (file.stat().st_size for file in files if _recall(file) is None)
     return sum(size for size in sizes if size >= SMALL_BYTES)
 
@@ -67,7 +67,7 @@ def _identity(file: Path) -> list[int]:
 def _recall(file: Path) -> str | None:
     name = str(file.resolve())
     identity = _identity(file)
-    if digest := _here.get((name, *identity)):
+    if digest := _memory_cache.get((name, *identity)):
         return digest
     entry = _load_cache().get(name)
     if not isinstance(entry, dict) or entry.get("about") != identity:
@@ -79,10 +79,10 @@ def _recall(file: Path) -> str | None:
 def _remember(file: Path, identity: list[int], digest: str) -> None:
     """Cache a digest in this process, and on disk for others if the cache can be written."""
     name = str(file.resolve())
-    _here[name, *identity] = digest
+    _memory_cache[name, *identity] = digest
     entries = {path: entry for path, entry in _load_cache().items() if os.path.isfile(path)}
     entries.pop(name, None)
-    entries = dict(list(entries.items())[1 - MOST_FILES :])
+    entries = dict(list(entries.items())[1 - MAX_FILES :])
     entries[name] = {"about": identity, "sha256": digest}
     with suppress(OSError):
         write_record(_cache_file(), entries)

@@ -17,19 +17,19 @@ from itertools import takewhile
 from typing import Any
 
 from osfl.kit.digests import cache_folder
-from osfl.kit.folder import KitError, KitFolder, file_in, inner_settings
+from osfl.kit.folder import KitError, KitFolder, part_path, walk_settings
 from osfl.kit.headers import Shapes
 from osfl.methods import LORA, TINY_DECODER
 from osfl.util.files import read_json, write_atomically
 from osfl.util.text import sanitize
 
-MOST_LAYERS = 1000  # of a model that is built; large ones have about 100
-MOST_MARKS = 1000  # in the cache
+MAX_LAYERS = 1000  # of a model that is built; large ones have about 100
+MAX_MARKS = 1000  # in the cache
 _LAYER_COUNTS = re.compile(r"num_.*(layers|blocks)|layers_per_block")
 TRANSFORMERS_MODELS = ("text_encoder", "image_encoder", "captioner")
 DIFFUSERS_MODELS = ("unet", "vae", TINY_DECODER, "image_normalizer")
 # Marks of the shipped kits' parts; tests/unit/kit/test_fits.py shows those of a retrained kit
-SHIPPED = frozenset(
+SHIPPED_MARKS = frozenset(
     {
         "03a3729e15ed44386b55e4affb957da8a39daf11c35da3546416121a5c37423b",
         "09d34729386b8b1b6566e108a2467c589b5dcad75a076f87d71987ed9df0f849",
@@ -65,7 +65,9 @@ class Misfit:
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 
 
-def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> None:
+def check_tensor_shapes(
+    folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool
+) -> None:
     """Check that a weights file has every tensor of its part's model, in its shape.
 
     Args:
@@ -78,7 +80,7 @@ def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: 
         KitError: a tensor is missing or has another shape, or the settings describe no model.
     """
     mark = fit_mark(folder, part, kind, shapes, sharded)
-    if mark in SHIPPED or mark in _remembered():
+    if mark in SHIPPED_MARKS or mark in _cached_marks():
         return
     _check_layer_counts(folder, part)
     try:
@@ -86,7 +88,7 @@ def check_fit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: 
     # A library raises anything for unexpected settings
     except Exception as error:
         raise KitError(
-            f"{folder.setting}: {file_in(part, 'config.json')} describes no model that can be "
+            f"{folder.setting}: {part_path(part, 'config.json')} describes no model that can be "
             f"built: {sanitize(error) or type(error).__name__}"
         ) from None
     if misfit.missing or misfit.mismatched:
@@ -108,7 +110,7 @@ def check_lora_fit(setting: str, file: str, kit: KitFolder, shapes: Shapes) -> N
     if importlib.util.find_spec("peft") is None:
         raise KitError(f"{setting} needs the package peft: pip install 'osfl[lora]'")
     mark = fit_mark(kit, "unet", LORA, shapes, False)
-    if mark in SHIPPED or mark in _remembered():
+    if mark in SHIPPED_MARKS or mark in _cached_marks():
         return
     _check_layer_counts(kit, "unet")
     prefix = f"{setting}: {file} does not fit the UNet of {kit.setting}"
@@ -162,28 +164,28 @@ def check_finite(model: Any, setting: str, part: str) -> None:
 
 def fit_mark(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> str:
     """Return the SHA-256 of everything that the comparison depends on."""
-    settings = folder.settings(file_in(part, "config.json"))
+    settings = folder.settings(part_path(part, "config.json"))
     return _mark_of([kind, sharded, settings, sorted(shapes.items())])
 
 
 def _misfit(folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool) -> Misfit:
     if kind in TRANSFORMERS_MODELS:
-        from osfl.models.encoders import misfit_of_encoder
+        from osfl.models.encoders import encoder_misfit
 
-        return misfit_of_encoder(folder.path / part, kind, shapes)
-    from osfl.models.diffusion import misfit_of_network
+        return encoder_misfit(folder.path / part, kind, shapes)
+    from osfl.models.diffusion import network_misfit
 
-    return misfit_of_network(folder.path / part, kind, shapes, sharded)
+    return network_misfit(folder.path / part, kind, shapes, sharded)
 
 
 def _check_layer_counts(folder: KitFolder, part: str) -> None:
     """Refuse settings whose model would take minutes to build."""
-    file = file_in(part, "config.json")
-    for key, value in inner_settings(folder.settings(file)):
-        if _LAYER_COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_LAYERS:
+    file = part_path(part, "config.json")
+    for key, value in walk_settings(folder.settings(file)):
+        if _LAYER_COUNTS.fullmatch(key) and isinstance(value, int) and value > MAX_LAYERS:
             raise KitError(
                 f"{folder.setting}: {file} says {key} = {value:.3g}; it must be at most "
-                f"{MOST_LAYERS}"
+                f"{MAX_LAYERS}"
             )
 
 
@@ -191,7 +193,7 @@ def _misfit_message(
     folder: KitFolder, part: str, kind: str, shapes: Shapes, sharded: bool, misfit: Misfit
 ) -> str:
     """Return a message that names the part, the first tensor, and a prefix common to all names."""
-    settings = file_in(part, "config.json")
+    settings = part_path(part, "config.json")
     start = f"{folder.setting}: the weights of {kind} do not fit {settings}: "
     if not misfit.missing:
         name, shape, required = misfit.mismatched[0]
@@ -209,9 +211,9 @@ def _misfit_message(
 
 
 def _lora_misfits(kit: KitFolder, shapes: Shapes) -> list[str]:
-    from osfl.models.diffusion import misfits_of_lora
+    from osfl.models.diffusion import lora_misfits
 
-    return misfits_of_lora(kit.path, shapes)
+    return lora_misfits(kit.path, shapes)
 
 
 def _lora_misfit_message(kit: KitFolder, shapes: Shapes, problems: Sequence[str]) -> str:
@@ -247,10 +249,10 @@ def _common_prefixes(names: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def remembered(subject: Sequence[Any]) -> Iterator[bool]:
+def cached_check(subject: Sequence[Any]) -> Iterator[bool]:
     """Yield whether a check of this subject succeeded before; cache it if it succeeds now."""
     mark = _mark_of(subject)
-    is_cached = mark in SHIPPED or mark in _remembered()
+    is_cached = mark in SHIPPED_MARKS or mark in _cached_marks()
     yield is_cached
     if not is_cached:
         _remember(mark)
@@ -260,7 +262,7 @@ def _mark_of(subject: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
 
 
-def _remembered() -> list[str]:
+def _cached_marks() -> list[str]:
     """Return the cached marks; none if the file is missing, corrupt or from other libraries."""
     with suppress(OSError):
         content = read_json(cache_folder() / "fits.json")
@@ -272,7 +274,7 @@ def _remembered() -> list[str]:
 
 def _remember(mark: str) -> None:
     """Cache a mark, if the cache can be written."""
-    marks = [*_remembered(), mark][-MOST_MARKS:]
+    marks = [*_cached_marks(), mark][-MAX_MARKS:]
     content = json.dumps({"libraries": _libraries(), "marks": marks}, indent=1) + "\n"
     with suppress(OSError):
         write_atomically(cache_folder() / "fits.json", content.encode())

@@ -25,7 +25,7 @@ WEIGHTS: Mapping[str, str] = {
 # Half-precision weights are used only if there are no others
 VARIANTS = ("", ".fp16")
 _SHARD = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
-MOST_SETTINGS_BYTES = 2**23  # CLIP's tokenizer has 2.2 MB
+MAX_SETTINGS_BYTES = 2**23  # CLIP's tokenizer has 2.2 MB
 # Files of a part that the loaders read besides the weights
 SETTINGS: tuple[str, ...] = (
     "config.json",
@@ -47,17 +47,17 @@ class KitError(ValueError):
     """A kit that cannot be used. The message says what to do."""
 
 
-def file_in(part: str, name: str) -> str:
+def part_path(part: str, name: str) -> str:
     """Return the path of a part's file in its kit; "" is the kit's folder itself."""
     return f"{part}/{name}" if part else name
 
 
-def inner_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def walk_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every key with its value, those of nested objects too."""
     for key, value in settings.items():
         yield key, value
         if isinstance(value, dict):
-            yield from inner_settings(value)
+            yield from walk_settings(value)
 
 
 def _is_shard(name: object) -> bool:
@@ -90,7 +90,7 @@ class KitFolder:
             KitError: it is missing, not a JSON object, too large or nested too deep.
         """
         try:
-            content = parse_json(read_bounded(self.path / file, MOST_SETTINGS_BYTES))
+            content = parse_json(read_bounded(self.path / file, MAX_SETTINGS_BYTES))
         except (OSError, ValueError) as error:
             raise KitError(f"{self.setting}: {file} cannot be loaded: {sanitize(error)}") from None
         if not isinstance(content, dict):
@@ -113,8 +113,8 @@ class KitFolder:
         if stem is None:
             return []
         for variant in VARIANTS:
-            single = file_in(part, f"{stem}{variant}.safetensors")
-            index = file_in(part, f"{stem}.safetensors.index{variant}.json")
+            single = part_path(part, f"{stem}{variant}.safetensors")
+            index = part_path(part, f"{stem}.safetensors.index{variant}.json")
             # If both exist, diffusers reads the index, transformers the single file
             order = (index, single) if stem.startswith("diffusion") else (single, index)
             chosen = next((file for file in order if self.has(file)), "")
@@ -137,23 +137,23 @@ class KitFolder:
                 f"{self.setting}: {index} names {sanitize(repr(invalid[0]), 100)}; it must name "
                 "safetensors files beside it, with letters, digits, '.', '_' and '-' only"
             )
-        return [file_in(part, shard) for shard in sorted(set(shards.values()))]
+        return [part_path(part, shard) for shard in sorted(set(shards.values()))]
 
     def variant(self, part: str, kind: str = "") -> str | None:
         """Return `from_pretrained`'s `variant` for a part's weights: "fp16" or None."""
         weights = self.weights(part, kind)
         return "fp16" if weights and ".fp16." in Path(weights[0]).name else None
 
-    def place_of(self, kind: str) -> str:
+    def part_folder(self, kind: str) -> str:
         """Return the folder of a part in a kit; "" if the model is that part alone."""
-        return kind if self.has(file_in(kind, "config.json")) else ""
+        return kind if self.has(part_path(kind, "config.json")) else ""
 
-    def loaded(self, part: str, kind: str = "") -> list[str]:
+    def loaded_files(self, part: str, kind: str = "") -> list[str]:
         """Return every file of a part that is loaded.
 
         Variants, other formats and examples beside them are left out.
         """
         if self.has(part):
             return [part]
-        settings = [file_in(part, name) for name in SETTINGS]
+        settings = [part_path(part, name) for name in SETTINGS]
         return sorted(file for file in (*settings, *self.weights(part, kind)) if self.has(file))

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from osfl.util.files import CorruptFileError, not_weights, placeholder_problem
 from osfl.util.text import sanitize
 
-MOST_HEADER_BYTES = 2**23  # the UNet of SDXL has 250 kB
+MAX_HEADER_BYTES = 2**23  # the UNet of SDXL has 250 kB
 # Types of quantized weights, which a model can use only with their scales
 QUANTIZED = ("I8", "U8", "I4", "U4", "F4")
 
@@ -27,7 +27,7 @@ def tensor_shapes(file: Path, is_network: bool = False) -> dict[str, tuple[int, 
 
     Raises:
         CorruptFileError: the file cannot be read or is not safetensors, its header is longer than
-            `MOST_HEADER_BYTES` or states another size than the file's, or its weights are
+            `MAX_HEADER_BYTES` or states another size than the file's, or its weights are
             quantized.
     """
     try:
@@ -64,9 +64,9 @@ def check_header(file: Path) -> None:
     if problem := placeholder_problem(start):
         raise CorruptFileError(problem)
     length = int.from_bytes(start[:8], "little")
-    if length > MOST_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:
         if problem := not_weights(start):
             raise CorruptFileError(problem)
         raise CorruptFileError(
-            f"header too large: {length:,} bytes; it must have at most {MOST_HEADER_BYTES:,}"
+            f"header too large: {length:,} bytes; it must have at most {MAX_HEADER_BYTES:,}"
         )

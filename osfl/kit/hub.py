@@ -30,13 +30,13 @@ from huggingface_hub.hf_api import RepoFile
 from tqdm.auto import tqdm
 
 from osfl.kit.compatibility import check_settings
-from osfl.kit.digests import sha256_of
-from osfl.kit.folder import MOST_SETTINGS_BYTES, SETTINGS, KitError, KitFolder
+from osfl.kit.digests import file_sha256
+from osfl.kit.folder import MAX_SETTINGS_BYTES, SETTINGS, KitError, KitFolder
 from osfl.util.text import sanitize
 
-HUB_SECONDS = 10.0  # timeout for the hub's answer
+HUB_TIMEOUT_SECONDS = 10.0  # timeout for the hub's answer
 # The small files of every part; the weights are chosen by them
-SMALL = (
+SETTINGS_PATTERNS = (
     "model_index.json",
     *(f"*{name}" for name in SETTINGS),
     "*.safetensors.index.json",
@@ -90,7 +90,7 @@ def missing_model_bytes(name: str, kind: str, key: str) -> int:
     """
     with _kit_errors(key, name):
         model = _fetch_settings(key, name)
-        return sum(_missing_files(model, name, (model.place_of(kind),), kind).values())
+        return sum(_missing_files(model, name, (model.part_folder(kind),), kind).values())
 
 
 def fetch_model(name: str, kind: str, key: str, progress: Progress) -> Path:
@@ -102,7 +102,7 @@ def fetch_model(name: str, kind: str, key: str, progress: Progress) -> Path:
     """
     with _kit_errors(key, name):
         model = _fetch_settings(key, name)
-        parts = (model.place_of(kind),) if kind else ()
+        parts = (model.part_folder(kind),) if kind else ()
         _fetch_parts(model, name, parts, kind, progress)
     return model.path
 
@@ -148,16 +148,18 @@ def _fetch_settings(key: str, name: str) -> KitFolder:
     """
     repository, _, revision = name.partition("@")
     revision = revision or "main"
-    download = partial(snapshot_download, repository, revision=revision, allow_patterns=[*SMALL])
+    download = partial(
+        snapshot_download, repository, revision=revision, allow_patterns=[*SETTINGS_PATTERNS]
+    )
     try:
         folder = Path(download(local_files_only=True))
         # A copy made by an older library may be incomplete: it has no cached tree
         files = get_cached_repo_tree(repository, revision=folder.name)
     except (LocalEntryNotFoundError, CachedRepoTreeNotFoundError):
         # `snapshot_download` itself has no timeout for an unresponsive hub
-        HfApi().model_info(repository, revision=revision, timeout=HUB_SECONDS)
+        HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT_SECONDS)
         listing = snapshot_download(
-            repository, revision=revision, allow_patterns=[*SMALL], dry_run=True
+            repository, revision=revision, allow_patterns=[*SETTINGS_PATTERNS], dry_run=True
         )
         _check_sizes(f"{key} = {name!r}", listing)
         folder = Path(download())
@@ -174,10 +176,10 @@ def _check_sizes(setting: str, files: Iterable[DryRunFileInfo]) -> None:
     """
     for file in files:
         size = file.file_size or 0
-        if size > MOST_SETTINGS_BYTES:
+        if size > MAX_SETTINGS_BYTES:
             raise KitError(
                 f"{setting}: {sanitize(file.filename, 200)} has {size / 1e6:,.0f} MB; settings "
-                f"must have at most {MOST_SETTINGS_BYTES / 1e6:,.0f} MB. The model is not fetched"
+                f"must have at most {MAX_SETTINGS_BYTES / 1e6:,.0f} MB. The model is not fetched"
             )
 
 
@@ -194,7 +196,9 @@ def _fetch_parts(
     sizes = _missing_files(model, name, parts, kind)
     repository = name.partition("@")[0]
     stated = _stated_digests(model, repository, [*sizes])
-    for file in sorted({file for part in parts for file in model.loaded(part, kind)} - {*sizes}):
+    for file in sorted(
+        {file for part in parts for file in model.loaded_files(part, kind)} - {*sizes}
+    ):
         _check_digest(model, file, "")
     commit = model.path.name
     total = sum(sizes.values())
@@ -233,7 +237,7 @@ def _check_digest(model: KitFolder, file: str, stated: str) -> None:
     link = model.path / file
     copy = link.resolve()
     expected = {stated.lower(), *_SHA256.findall(copy.name)} - {""}
-    if expected and expected != {sha256_of(copy)}:
+    if expected and expected != {file_sha256(copy)}:
         link.unlink()
         copy.unlink(missing_ok=True)
         raise KitError(
@@ -253,7 +257,7 @@ def _missing_files(
     if not parts:
         return {}
     check_settings(model, parts, kind)
-    needed = {file for part in parts for file in model.loaded(part, kind)}
+    needed = {file for part in parts for file in model.loaded_files(part, kind)}
     files = get_cached_repo_tree(name.partition("@")[0], revision=model.path.name)
     sizes = {file.path: file.size for file in files if file.path in needed}
     return {file: sizes[file] for file in sorted(sizes) if not (model.path / file).is_file()}

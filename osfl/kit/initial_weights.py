@@ -9,11 +9,11 @@ from pathlib import Path
 from filelock import FileLock
 
 from osfl.config import ClassifierConfig, ConfigError
-from osfl.kit.backbones import backbone_to_fetch, backbone_weights
-from osfl.kit.kits import initialisation_part
+from osfl.kit.backbones import backbone_needs_fetch, backbone_weights
+from osfl.kit.kits import initial_weights_file
 
 
-def initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Path | None:
+def find_initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Path | None:
     """Return the file that `init` stands for; None: random weights.
 
     Args:
@@ -28,7 +28,7 @@ def initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Pa
     if config.init == "none":
         return None
     if config.init == "kit":
-        return Path(kit) / initialisation_part(config.architecture, kit)
+        return Path(kit) / initial_weights_file(config.architecture, kit)
     if config.init == "pretrained":
         return backbone_weights(config.architecture, key)
     if config.init == "imagenet":
@@ -44,14 +44,14 @@ def initial_weights(config: ClassifierConfig, kit: str, key: str = "init") -> Pa
     return path
 
 
-def weights_to_fetch(config: ClassifierConfig, key: str = "init") -> bool:
-    """Return whether `initial_weights` would fetch the file from the network.
+def weights_need_fetch(config: ClassifierConfig, key: str = "init") -> bool:
+    """Return whether `find_initial_weights` would fetch the file from the network.
 
     Raises:
-        ConfigError, KitError: as `initial_weights`.
+        ConfigError, KitError: as `find_initial_weights`.
     """
     if config.init == "pretrained":
-        return backbone_to_fetch(config.architecture, key)
+        return backbone_needs_fetch(config.architecture, key)
     return config.init == "imagenet" and not _torchvision_file(config.architecture, key).is_file()
 
 

@@ -13,14 +13,14 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from osfl.kit.digests import sha256_of
+from osfl.kit.digests import file_sha256
 from osfl.kit.folder import KitError, KitFolder
 from osfl.methods import DIFFUSION_PARTS
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
-def initialisation_part(architecture: str, kit: str) -> str:
+def initial_weights_file(architecture: str, kit: str) -> str:
     """Return the file of a kit that holds an architecture's initial weights.
 
     A kit without a ResNet-34 uses its ResNet-18, from which the ResNet-34 is grown.
@@ -121,7 +121,7 @@ def loaded_files(kit: str, parts: Iterable[str]) -> dict[str, Path]:
 def _readable_files(folder: KitFolder, part: str) -> list[str]:
     """List a part's loaded files; a corrupt part has none, and `check_kit` reports it."""
     with suppress(KitError):
-        return folder.loaded(part)
+        return folder.loaded_files(part)
     return []
 
 
@@ -133,7 +133,7 @@ def download_bytes(kit: str, parts: Iterable[str]) -> int:
 def model_bytes(folder: str, kind: str) -> int:
     """Return the bytes of the files that are loaded of a single-part model, or of a kit's part."""
     model = KitFolder(folder, Path(folder))
-    files = model.loaded(model.place_of(kind), kind)
+    files = model.loaded_files(model.part_folder(kind), kind)
     return sum((model.path / file).stat().st_size for file in files)
 
 
@@ -145,13 +145,13 @@ def file_digests(
     Args:
         progress: called with the bytes read since the last call.
     """
-    return {name: sha256_of(file, progress) for name, file in loaded_files(kit, parts).items()}
+    return {name: file_sha256(file, progress) for name, file in loaded_files(kit, parts).items()}
 
 
 def weights_digests(kit: str, parts: Iterable[str]) -> dict[str, str]:
     """Return the same as `file_digests`, for weights only."""
     files = loaded_files(kit, parts).items()
-    return {name: sha256_of(file) for name, file in files if file.suffix == ".safetensors"}
+    return {name: file_sha256(file) for name, file in files if file.suffix == ".safetensors"}
 
 
 def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
@@ -162,7 +162,7 @@ def kit_digest(kit: str | Path, parts: Iterable[str] = DIFFUSION_PARTS) -> str:
 def part_digest(source: str, kind: str) -> str:
     """Return one SHA-256 as `kit_digest`, for a single-part model such as a tiny autoencoder."""
     folder = KitFolder(source, Path(source))
-    digests = {file: sha256_of(folder.path / file) for file in folder.loaded("", kind)}
+    digests = {file: file_sha256(folder.path / file) for file in folder.loaded_files("", kind)}
     return _combined_digest(digests)
 
 
@@ -173,7 +173,7 @@ def _combined_digest(file_digests: Mapping[str, str]) -> str:
     return combined.hexdigest()
 
 
-def image_size(kit: str) -> int:
+def kit_image_size(kit: str) -> int:
     """Return the side of the kit's images in pixels.
 
     Raises:
@@ -222,7 +222,7 @@ def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
         ) from None
 
 
-def variant_of(kit: str, part: str, kind: str = "") -> str | None:
+def weights_variant(kit: str, part: str, kind: str = "") -> str | None:
     """Return `from_pretrained`'s `variant` for a part's weights: "fp16" or None.
 
     Raises:

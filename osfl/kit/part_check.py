@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from osfl.kit.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_fit, check_lora_fit
-from osfl.kit.folder import SETTINGS, WEIGHTS, KitError, KitFolder, file_in, inner_settings
+from osfl.kit.fits import DIFFUSERS_MODELS, TRANSFORMERS_MODELS, check_lora_fit, check_tensor_shapes
+from osfl.kit.folder import SETTINGS, WEIGHTS, KitError, KitFolder, part_path, walk_settings
 from osfl.kit.headers import Shapes, tensor_shapes
 from osfl.methods import LORA, TINY_DECODER
 from osfl.util.files import CorruptFileError, placeholder_problem
@@ -33,7 +33,7 @@ SUPPORTED = (
 # Parts that a library loads by their settings
 MODELS = (*DIFFUSERS_MODELS, *TRANSFORMERS_MODELS)
 # A part needs at least one file of each group
-NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+REQUIRED_FILES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "tokenizer": (("tokenizer.json", "vocab.json"),),
     "scheduler": (("scheduler_config.json",),),
     "image_noising_scheduler": (("scheduler_config.json",),),
@@ -49,7 +49,7 @@ SCHEDULERS = ("scheduler", "image_noising_scheduler")
 REQUIRED_TOKENS = ("bos_token", "eos_token")
 OPTIONAL_TOKENS = ("pad_token", "unk_token")
 # Choices of a noise schedule, the default first, and the ranges of its numbers
-SCHEDULE_WORDS: Mapping[str, tuple[Any, ...]] = {
+SCHEDULE_CHOICES: Mapping[str, tuple[Any, ...]] = {
     "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
     "timestep_spacing": ("leading", "linspace", "trailing"),
     "set_alpha_to_one": (True, False),
@@ -80,16 +80,16 @@ def check_part(folder: KitFolder, part: str, kind: str) -> None:
     if kind == "image_encoder" and part:
         _check_settings_files(folder, "feature_extractor")
     if kind in SCHEDULERS:
-        _check_scheduler(folder, file_in(part, "scheduler_config.json"))
+        _check_scheduler(folder, part_path(part, "scheduler_config.json"))
     if kind == "tokenizer":
         _check_tokenizer(folder, part)
-    for group in NEEDED.get(kind, ()):
+    for group in REQUIRED_FILES.get(kind, ()):
         require_one_of(folder, part, group)
     if kind not in WEIGHTS:
         return
     if kind != LORA:
         require_one_of(folder, part, ("config.json",))
-        config = folder.settings(file_in(part, "config.json"))
+        config = folder.settings(part_path(part, "config.json"))
         _check_model_type(folder, part, kind, config)
         if kind == "vae":
             _check_latents(folder, part, config)
@@ -103,7 +103,7 @@ def _check_settings_files(folder: KitFolder, part: str) -> None:
     Raises:
         KitError: a file cannot be read, or requests code of the model's own.
     """
-    for file in (file_in(part, name) for name in SETTINGS):
+    for file in (part_path(part, name) for name in SETTINGS):
         if not (folder.path / file).is_file():
             continue
         if not file.endswith(".json"):
@@ -127,7 +127,7 @@ def check_code(folder: KitFolder, file: str, settings: Mapping[str, Any]) -> Non
     Raises:
         KitError: they do.
     """
-    for key, value in inner_settings(settings):
+    for key, value in walk_settings(settings):
         if key in CODE_KEYS and value:
             raise KitError(
                 f"{folder.setting}: {file} has {key}, which names Python code of the model's own. "
@@ -147,7 +147,7 @@ def _check_scheduler(folder: KitFolder, file: str) -> None:
     settings = folder.settings(file)
     if not isinstance(settings.get("_class_name", ""), str):
         raise bad_setting(folder, file, settings, "_class_name", "a string")
-    for key, allowed in SCHEDULE_WORDS.items():
+    for key, allowed in SCHEDULE_CHOICES.items():
         if settings.get(key, allowed[0]) not in allowed:
             choices = ", ".join(map(repr, allowed))
             raise bad_setting(folder, file, settings, key, f"one of {choices}")
@@ -176,10 +176,10 @@ def _check_tokenizer(folder: KitFolder, part: str) -> None:
     Raises:
         KitError: one of them has the wrong type, or tokenizer.json lacks the tokenizer.
     """
-    file = file_in(part, "tokenizer.json")
+    file = part_path(part, "tokenizer.json")
     if folder.has(file) and not isinstance(folder.settings(file).get("model"), dict):
         raise KitError(f"{folder.setting}: {file} lacks its object model; fetch it again")
-    file = file_in(part, "tokenizer_config.json")
+    file = part_path(part, "tokenizer_config.json")
     if not folder.has(file):
         return
     settings = folder.settings(file)
@@ -209,7 +209,7 @@ def _check_special_tokens(folder: KitFolder, part: str, settings: Mapping[str, A
         token = settings.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         if vocabulary and isinstance(text, str) and text not in vocabulary:
-            file = file_in(part, "tokenizer_config.json")
+            file = part_path(part, "tokenizer_config.json")
             raise KitError(
                 f"{folder.setting}: {file} names the special token {sanitize(text, 80)!r}, which "
                 f"its vocabulary lacks; set {key} to one of its tokens"
@@ -218,9 +218,9 @@ def _check_special_tokens(folder: KitFolder, part: str, settings: Mapping[str, A
 
 def _vocabulary(folder: KitFolder, part: str) -> set[str]:
     """Return a tokenizer's tokens; the empty set if its files do not list them."""
-    file = file_in(part, "tokenizer.json")
+    file = part_path(part, "tokenizer.json")
     if not folder.has(file):
-        file = file_in(part, "vocab.json")
+        file = part_path(part, "vocab.json")
         return set(folder.settings(file)) if folder.has(file) else set()
     settings = folder.settings(file)
     tokens = settings["model"].get("vocab")
@@ -240,7 +240,7 @@ def _check_latents(folder: KitFolder, part: str, config: Mapping[str, Any]) -> N
         KitError: the scale is not positive, or the latents are also shifted, which Stable
             Diffusion's are not.
     """
-    file = file_in(part, "config.json")
+    file = part_path(part, "config.json")
     scale = config.get("scaling_factor", 1.0)
     if not (_is_number(scale) and 0 < scale < math.inf):
         raise bad_setting(folder, file, config, "scaling_factor", "a number above 0")
@@ -254,7 +254,7 @@ def _check_model_type(folder: KitFolder, part: str, kind: str, config: Mapping[s
     # timm refuses an unknown model when it builds it
     if kind == "backbone":
         return
-    file = file_in(part, "config.json")
+    file = part_path(part, "config.json")
     if config.get("quantization_config"):
         requirement = "absent: use weights of 16 or 32 bits"
         raise bad_setting(folder, file, config, "quantization_config", requirement)
@@ -279,7 +279,7 @@ def text_settings(folder: KitFolder, part: str, config: Mapping[str, Any]) -> Ma
     """
     text = config.get("text_config", config)
     if not isinstance(text, dict):
-        file = file_in(part, "config.json")
+        file = part_path(part, "config.json")
         raise bad_setting(folder, file, config, "text_config", "an object of settings")
     return text
 
@@ -298,8 +298,8 @@ def require_one_of(folder: KitFolder, part: str, group: tuple[str, ...]) -> None
     Raises:
         KitError: it has none.
     """
-    if not any(folder.has(file_in(part, name)) for name in group):
-        names = " or ".join(file_in(part, name) for name in group)
+    if not any(folder.has(part_path(part, name)) for name in group):
+        names = " or ".join(part_path(part, name) for name in group)
         raise KitError(f"{folder.setting} lacks {names}")
 
 
@@ -322,7 +322,7 @@ def check_weights(folder: KitFolder, part: str, kind: str) -> Shapes:
     for file in folder.weights(part, kind):
         if file.endswith(".safetensors"):
             shapes |= _tensor_shapes(folder, file, is_network=True)
-    _check_sizes(folder, part, kind, folder.settings(file_in(part, "config.json")), shapes)
+    _check_sizes(folder, part, kind, folder.settings(part_path(part, "config.json")), shapes)
     return shapes
 
 
@@ -334,7 +334,7 @@ def check_tensors(folder: KitFolder, part: str, kind: str, shapes: Shapes) -> No
     """
     if kind in MODELS:
         sharded = folder.weights(part, kind)[0].endswith(".json")
-        check_fit(folder, part, kind, shapes, sharded)
+        check_tensor_shapes(folder, part, kind, shapes, sharded)
     if kind == LORA:
         check_lora_fit(folder.setting, folder.weights(part, kind)[0], folder, shapes)
 
@@ -372,7 +372,7 @@ def _tensor_shapes(folder: KitFolder, file: str, is_network: bool = False) -> Sh
 
 def _missing_weights_message(folder: KitFolder, part: str, stem: str) -> str:
     names = folder.names(part)
-    message = f"{folder.setting} lacks {file_in(part, f'{stem}.safetensors')}"
+    message = f"{folder.setting} lacks {part_path(part, f'{stem}.safetensors')}"
     variants = [n for n in names if n.startswith(f"{stem}.") and n.endswith(".safetensors")]
     pickles = [n for n in names if n.endswith((".bin", ".ckpt", ".pt", ".pth"))]
     if variants:
@@ -411,7 +411,7 @@ def _check_sizes(
         ),
         "image_normalizer": (("mean", 1, "embedding_dim", config.get("embedding_dim")),),
     }.get(kind, ())
-    path = partial(file_in, part)
+    path = partial(part_path, part)
     if not shapes:
         raise KitError(f"{folder.setting}: {path(WEIGHTS[kind])}.safetensors has no tensors")
     for suffix, axis, name, value in expected:

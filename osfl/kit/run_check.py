@@ -17,11 +17,11 @@ from osfl.kit.check import (
     check_small_decoder,
     check_steps,
 )
-from osfl.kit.digests import sha256_of
-from osfl.kit.fits import remembered
+from osfl.kit.digests import file_sha256
+from osfl.kit.fits import cached_check
 from osfl.kit.folder import KitFolder
-from osfl.kit.initial_weights import initial_weights, weights_to_fetch
-from osfl.kit.kits import find_kit, initialisation_part, is_hub_id
+from osfl.kit.initial_weights import find_initial_weights, weights_need_fetch
+from osfl.kit.kits import find_kit, initial_weights_file, is_hub_id
 from osfl.kit.used_parts import RunModel, run_models
 from osfl.methods import LORA, TINY_DECODER
 
@@ -35,7 +35,7 @@ _CHECKS: dict[str, Callable[[str], None]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelLocation:
     """The location of one of a run's models.
 
     Attributes:
@@ -55,7 +55,9 @@ class Place:
         return self.folder
 
 
-def check_run_models(config: RunConfig, models: Iterable[RunModel] | None = None) -> list[Place]:
+def check_run_models(
+    config: RunConfig, models: Iterable[RunModel] | None = None
+) -> list[ModelLocation]:
     """Check every model that a run loads; fetch at most its settings.
 
     Args:
@@ -71,7 +73,7 @@ def check_run_models(config: RunConfig, models: Iterable[RunModel] | None = None
     ]
 
 
-def check_models_apart(config: RunConfig, loaded_by: str) -> None:
+def check_models_outside_kit(config: RunConfig, loaded_by: str) -> None:
     """Check the models that are named outside the kit; fetch those that are missing.
 
     Args:
@@ -81,7 +83,7 @@ def check_models_apart(config: RunConfig, loaded_by: str) -> None:
         KitError: one is missing or does not fit.
     """
     for model in run_models(config):
-        if model.loaded_by == loaded_by and model.is_apart:
+        if model.loaded_by == loaded_by and model.is_outside_kit:
             _check_outside_kit(model, config)
 
 
@@ -105,7 +107,7 @@ def check_initial_weights(config: ClassifierConfig, kit: str, key: str) -> None:
         ClassifierError: they do not fit, or there is no such architecture.
         ConfigError, KitError: there is no such file, or it cannot be fetched.
     """
-    file = initial_weights(config, kit, key)
+    file = find_initial_weights(config, kit, key)
     if file is not None:
         _check_weights_file(config, file, key)
 
@@ -121,38 +123,38 @@ def check_noise_schedule(kit: str, steps: int) -> None:
     """
     check_kit(kit, ("scheduler",))
     settings = KitFolder(f"kit = {kit!r}", Path(kit)).settings("scheduler/scheduler_config.json")
-    with remembered(["noise schedule", settings]) as is_cached:
+    with cached_check(["noise schedule", settings]) as is_cached:
         if not is_cached:
             # Seconds to import
-            from osfl.models.diffusion import check_schedule
+            from osfl.models.diffusion import load_noise_schedule
 
-            check_schedule(kit)
+            load_noise_schedule(kit)
     check_steps(settings, steps)
 
 
 def _check_weights_file(config: ClassifierConfig, file: Path, key: str) -> None:
     subject = [config.architecture, config.small_stem, config.init == "kit"]
     # The loader reports a missing file
-    digest = sha256_of(file) if file.is_file() else ""
-    with remembered(["initial weights", *subject, digest]) as is_cached:
+    digest = file_sha256(file) if file.is_file() else ""
+    with cached_check(["initial weights", *subject, digest]) as is_cached:
         if not is_cached:
             # Seconds to import
-            from osfl.models.classifiers import check_initialisation
+            from osfl.models.classifiers import check_weights_file
 
-            check_initialisation(config, file, key)
+            check_weights_file(config, file, key)
 
 
-def _check_local(model: RunModel, config: RunConfig) -> Place:
+def _check_local(model: RunModel, config: RunConfig) -> ModelLocation:
     if model.classifier is not None:
         return _check_local_weights(model, model.classifier)
     if missing := _missing_bytes(model):
-        return Place(model, model.source, f"{missing / GB:.2f} GB")
+        return ModelLocation(model, model.source, f"{missing / GB:.2f} GB")
     if not model.is_kit:
         _check_outside_kit(model, config)
-        return Place(model, model.source)
+        return ModelLocation(model, model.source)
     folder = find_kit(model.source, model.parts)
     check_kit(folder, model.parts, model.key, model.takes_image)
-    return Place(model, folder)
+    return ModelLocation(model, folder)
 
 
 def _missing_bytes(model: RunModel) -> int:
@@ -167,15 +169,15 @@ def _missing_bytes(model: RunModel) -> int:
     return missing_model_bytes(model.source, model.parts[0], model.key)
 
 
-def _check_local_weights(model: RunModel, settings: ClassifierConfig) -> Place:
+def _check_local_weights(model: RunModel, settings: ClassifierConfig) -> ModelLocation:
     kit = find_kit(model.source) if settings.init == "kit" else ""
     name = kit or f"{settings.init}: {settings.architecture}"
     # A hub's kit is listed as a model of its own
     is_absent = (
         is_hub_id(model.source)
-        and not Path(kit, initialisation_part(settings.architecture, kit)).is_file()
+        and not Path(kit, initial_weights_file(settings.architecture, kit)).is_file()
     )
-    if is_absent or weights_to_fetch(settings, model.key):
-        return Place(model, name, "the weights")
+    if is_absent or weights_need_fetch(settings, model.key):
+        return ModelLocation(model, name, "the weights")
     check_initial_weights(settings, kit, model.key)
-    return Place(model, name)
+    return ModelLocation(model, name)

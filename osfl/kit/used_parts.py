@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from osfl.config import ClassifierConfig, RunConfig, split_names
-from osfl.kit.digests import unread_bytes
+from osfl.kit.digests import uncached_bytes
 from osfl.kit.folder import KitError
-from osfl.kit.kits import file_digests, find_kit, initialisation_part, loaded_files
+from osfl.kit.kits import file_digests, find_kit, initial_weights_file, loaded_files
 from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, TINY_DECODER
 
 
@@ -26,9 +26,9 @@ def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
     if config.image_encoder and config.method != "feddisc":
         named += IMAGE_ENCODER_PARTS
     parts = tuple(part for part in method.client_parts if part not in named)
-    if begins_at_clients(config) and config.classifier.init == "kit":
+    if clients_load_initial_weights(config) and config.classifier.init == "kit":
         architectures = split_names(config.classifier.architecture)
-        parts += tuple(dict.fromkeys(initialisation_part(name, kit) for name in architectures))
+        parts += tuple(dict.fromkeys(initial_weights_file(name, kit) for name in architectures))
     return parts
 
 
@@ -55,12 +55,12 @@ class RunModel:
     classifier: ClassifierConfig | None = None
 
     @property
-    def is_apart(self) -> bool:
+    def is_outside_kit(self) -> bool:
         """True if the model is named outside the kit."""
         return not self.is_kit and self.classifier is None
 
     @property
-    def is_of_kit(self) -> bool:
+    def is_in_kit(self) -> bool:
         """True if the model is a kit, or initial weights inside one."""
         return self.is_kit or (self.classifier is not None and self.classifier.init == "kit")
 
@@ -71,12 +71,12 @@ def run_models(config: RunConfig) -> list[RunModel]:
     Initial weights in a kit come after the kit.
     """
     models = []
-    for step, (kit, parts) in used_parts(config).items():
+    for step, (kit, parts) in parts_by_step(config).items():
         key = "feddisc.kit" if kit != config.kit else "kit"
         side = "clients" if step == "payloads" else "server"
         takes_image = config.method == "feddisc" if step == "images" else None
         models.append(RunModel(key, kit, parts, side, True, takes_image))
-    for key, source, part in models_apart(config):
+    for key, source, part in models_outside_kit(config):
         models.append(RunModel(key, source, (part,), "clients"))
     for key, source, part in _sampling_models_outside_kit(config):
         models.append(RunModel(key, source, (part,), "server"))
@@ -96,7 +96,7 @@ def _sampling_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]
 
 def _initial_weights(config: RunConfig) -> list[RunModel]:
     classifiers = [(key, settings, "server") for key, settings in initial_models(config)]
-    if begins_at_clients(config):
+    if clients_load_initial_weights(config):
         for name in split_names(config.classifier.architecture):
             settings = replace(config.classifier, architecture=name)
             classifiers.append(("classifier.init", settings, "clients"))
@@ -108,13 +108,13 @@ def _initial_weights(config: RunConfig) -> list[RunModel]:
     return list(dict.fromkeys(models))
 
 
-def begins_at_clients(config: RunConfig) -> bool:
+def clients_load_initial_weights(config: RunConfig) -> bool:
     """Return whether clients load a classifier's initial weights."""
     method = METHODS[config.method]
     return method.payload == "Classifier" or method.features
 
 
-def models_apart(config: RunConfig) -> list[tuple[str, str, str]]:
+def models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
     """Return (key, folder or hub id, part) of the clients' models that are not in the kit."""
     needed = METHODS[config.method].client_parts
     in_kit = kit_parts(config)
@@ -133,7 +133,7 @@ def sampling_parts(config: RunConfig) -> tuple[str, ...]:
     return (*DIFFUSION_PARTS, *decoder, *lora)
 
 
-def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
+def parts_by_step(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Return (kit, its parts) for each step of a run that uses one.
 
     The steps are `payloads` (the clients' payloads), `images` and `models` (the global models).
@@ -147,7 +147,7 @@ def used_parts(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
     names = [model.architecture for _, model in initial_models(config) if model.init == "kit"]
     if names:
         kit = _folder(config.kit)
-        files = dict.fromkeys(initialisation_part(name, kit) for name in names)
+        files = dict.fromkeys(initial_weights_file(name, kit) for name in names)
         used["models"] = (config.kit, tuple(files))
     return used
 
@@ -192,7 +192,7 @@ def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
     return models
 
 
-def used_digests(
+def digests_by_step(
     config: RunConfig, progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, dict[str, str]]:
     """Return, per step of the run, the SHA-256 of every kit file that it uses.
@@ -200,17 +200,17 @@ def used_digests(
     A missing kit has no files.
     """
     digests: dict[str, dict[str, str]] = {}
-    for step, (kit, parts) in used_parts(config).items():
+    for step, (kit, parts) in parts_by_step(config).items():
         digests[step] = {}
         with suppress(FileNotFoundError, KitError):
             digests[step] = file_digests(find_kit(kit), parts, progress)
     return digests
 
 
-def unread_kit_bytes(config: RunConfig) -> int:
-    """Return how many bytes `used_digests` has to read, without small files."""
+def uncached_kit_bytes(config: RunConfig) -> int:
+    """Return how many bytes `digests_by_step` has to read, without small files."""
     files: set[Path] = set()
-    for kit, parts in used_parts(config).values():
+    for kit, parts in parts_by_step(config).values():
         with suppress(FileNotFoundError, KitError):
             files.update(loaded_files(find_kit(kit), parts).values())
-    return unread_bytes(files)
+    return uncached_bytes(files)

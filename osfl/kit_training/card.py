@@ -66,7 +66,7 @@ def _check_styles(
         requested style.
     """
     pretext = classifiers.build_classifier("resnet18", 4 * len(STYLES), small_stem=True)
-    classifiers.load_initialisation(pretext, kit / "classifiers" / "resnet18.safetensors")
+    classifiers.load_initial_weights(pretext, kit / "classifiers" / "resnet18.safetensors")
     pipe = diffusion.load_pipeline(kit)
     guidance = 3.0
     if few_steps:
@@ -92,7 +92,7 @@ def _check_styles(
         ).images
         pictures = torch.from_numpy(arrays).permute(0, 3, 1, 2)
         with torch.no_grad():
-            logits = pretext.eval()(classifiers.normalise(pictures * 2 - 1))
+            logits = pretext.eval()(classifiers.normalize(pictures * 2 - 1))
         predicted = logits.argmax(dim=1) % len(STYLES)
         is_right = predicted == STYLES.index(style or "photo")
         name = f"{style} prompts" if style else "class prompts, photographs"

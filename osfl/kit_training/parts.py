@@ -48,7 +48,7 @@ def train_classifiers(
         turns = torch.randint(4, (len(rows),), generator=generator, device=device)
         images = zip(corpus.images(rows), turns, strict=True)
         rotated = torch.stack([torch.rot90(image, int(turn), (1, 2)) for image, turn in images])
-        return classifiers.normalise(rotated), turns * len(STYLES) + corpus.style[rows]
+        return classifiers.normalize(rotated), turns * len(STYLES) + corpus.style[rows]
 
     (out / "classifiers").mkdir(exist_ok=True)
     for architecture in recipe.classifiers:
@@ -76,7 +76,7 @@ def train_classifiers(
         classifiers.round_weights(model, bits)
         generator = torch.Generator(device).manual_seed(seed_of(recipe.seed, name, "check"))
         log[name]["accuracy"] = _pretext_accuracy(model, pretext, generator)
-        classifiers.save_initialisation(
+        classifiers.save_initial_weights(
             model.cpu(), out / "classifiers" / f"{architecture}.safetensors", bits
         )
     return log

@@ -16,7 +16,7 @@ from osfl.config import ClassifierConfig, ConfigError
 from osfl.kit.backbones import build_backbone, is_backbone
 from osfl.kit.folder import KitError
 from osfl.kit.headers import check_header
-from osfl.kit.initial_weights import initial_weights
+from osfl.kit.initial_weights import find_initial_weights
 from osfl.util.files import PUBLIC, CorruptFileError, placeholder_problem, write_atomically
 from osfl.util.pixels import Pixels, to_float
 from osfl.util.seeds import seed_of
@@ -41,7 +41,7 @@ class ClassifierError(ValueError):
 def build_classifier(architecture: str, num_classes: int, small_stem: bool = False) -> nn.Module:
     """Build a classifier of torchvision or timm with random weights.
 
-    Its input [B, 3, H, W] comes from `normalise`; its output is logits [B, C].
+    Its input [B, 3, H, W] comes from `normalize`; its output is logits [B, C].
 
     Args:
         architecture: a torchvision model, such as `resnet18`; or a name of `osfl.kit.backbones`.
@@ -117,7 +117,7 @@ def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
         )
 
 
-def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
+def meta_classifier(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
     """Build `build_classifier`'s model on the meta device, without weights.
 
     Random initialization, which would be overwritten, takes most of the time.
@@ -136,7 +136,7 @@ def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> n
         return build_classifier(architecture, num_classes, small_stem).to("meta")
 
 
-def rebuild(
+def rebuild_classifier(
     state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool
 ) -> nn.Module:
     """Rebuild a trained classifier from its state dict, in eval mode.
@@ -147,7 +147,7 @@ def rebuild(
         ClassifierError: as `build_classifier`.
         RuntimeError: the state dict is another architecture's.
     """
-    model = blank_classifier(architecture, num_classes, small_stem)
+    model = meta_classifier(architecture, num_classes, small_stem)
     # An average of models has fractional batch counters
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     model.load_state_dict(
@@ -157,7 +157,7 @@ def rebuild(
     return model.eval()
 
 
-def normalise(images: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
+def normalize(images: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
     """Convert images [B, 3, H, W] in [-1, 1] to a classifier's input.
 
     They are clamped, resized if the model has a fixed input size, and normalized.
@@ -189,7 +189,7 @@ def _read_state(file: Path, key: str) -> dict[str, torch.Tensor]:
     try:
         if file.suffix == ".safetensors":
             check_header(file)
-            weights = unpack(load_file(file))
+            weights = dequantize(load_file(file))
         else:
             weights = _unpickled(file)
     except (CorruptFileError, SafetensorError, OSError) as error:
@@ -215,7 +215,7 @@ def _unpickled(file: Path) -> Any:
     return torch.load(file, weights_only=True, map_location="cpu")
 
 
-def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None:
+def load_initial_weights(model: nn.Module, file: Path, key: str = "init") -> None:
     """Load every fitting tensor of a file (safetensors, or a torchvision `.pth`), in place.
 
     The head stays random.
@@ -252,17 +252,17 @@ def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None
         )
 
 
-def save_initialisation(model: nn.Module, file: Path, bits: int = 8) -> None:
+def save_initial_weights(model: nn.Module, file: Path, bits: int = 8) -> None:
     """Write initial weights as safetensors, with matrices in 8 or 4 bits to keep them small."""
-    write_atomically(file, save(pack(model.state_dict(), bits)), PUBLIC)
+    write_atomically(file, save(quantize(model.state_dict(), bits)), PUBLIC)
 
 
 def round_weights(model: nn.Module, bits: int) -> None:
-    """Round the weights, in place, to the values that `save_initialisation` stores."""
-    model.load_state_dict(unpack(pack(model.state_dict(), bits)))
+    """Round the weights, in place, to the values that `save_initial_weights` stores."""
+    model.load_state_dict(dequantize(quantize(model.state_dict(), bits)))
 
 
-def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tensor]:
+def quantize(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tensor]:
     """Quantize matrices and convolutions, with one scale per output channel (`NAME.scale`).
 
     8 bits are stored as int8; 4 bits as two numbers per uint8, with their shape (`NAME.shape`).
@@ -292,8 +292,8 @@ def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tenso
     return packed
 
 
-def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Invert `pack`, up to rounding.
+def dequantize(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Invert `quantize`, up to rounding.
 
     The error is at most half a step: 1/254 (8 bits) or 1/14 (4 bits) of the channel's largest
     weight.
@@ -318,7 +318,7 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return state
 
 
-def deepen(shallow: nn.Module, deep: nn.Module) -> None:
+def grow_resnet(shallow: nn.Module, deep: nn.Module) -> None:
     """Initialize a deeper ResNet with the function of a shallower one of the same blocks, in place
     (Net2DeeperNet, Chen et al. 2016).
 
@@ -342,19 +342,19 @@ def deepen(shallow: nn.Module, deep: nn.Module) -> None:
     deep.load_state_dict(state)
 
 
-def check_initialisation(config: ClassifierConfig, file: Path, key: str) -> None:
+def check_weights_file(config: ClassifierConfig, file: Path, key: str) -> None:
     """Check on the meta device that a file has a classifier's tensors, except the head.
 
     Raises:
-        ClassifierError: as `build_classifier` and `load_initialisation`.
+        ClassifierError: as `build_classifier` and `load_initial_weights`.
     """
     # The kit's file for a ResNet-34 may be its ResNet-18
     architecture = file.stem if config.init == "kit" else config.architecture
-    model = blank_classifier(architecture, 2, config.small_stem)
+    model = meta_classifier(architecture, 2, config.small_stem)
     with warnings.catch_warnings():
         # torch warns that copying to the meta device does nothing, which is the intention here
         warnings.filterwarnings("ignore", message=".*no-op")
-        load_initialisation(model, file, key)
+        load_initial_weights(model, file, key)
 
 
 def new_classifier(
@@ -368,26 +368,26 @@ def new_classifier(
         key: the name of `init` in the run-config, for the errors.
 
     Raises:
-        ClassifierError: as `build_classifier` and `load_initialisation`.
-        ConfigError: as `initial_weights`.
+        ClassifierError: as `build_classifier` and `load_initial_weights`.
+        ConfigError: as `find_initial_weights`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "classifier"))
         model = build_classifier(config.architecture, num_classes, config.small_stem)
-        weights = initial_weights(config, kit, key)
+        weights = find_initial_weights(config, kit, key)
         if weights is None:
             return model
         # The kit has no ResNet-34 of its own
         if config.init == "kit" and weights.stem != config.architecture:
             shallow = build_classifier(weights.stem, num_classes, config.small_stem)
-            load_initialisation(shallow, weights, key)
-            deepen(shallow, model)
+            load_initial_weights(shallow, weights, key)
+            grow_resnet(shallow, model)
         else:
-            load_initialisation(model, weights, key)
+            load_initial_weights(model, weights, key)
     return model
 
 
-def headless(model: nn.Module) -> tuple[nn.Module, int]:
+def remove_head(model: nn.Module) -> tuple[nn.Module, int]:
     """Remove a classifier's last linear layer, in place; return it and its feature width.
 
     Raises:
@@ -410,7 +410,7 @@ def replace_head(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> 
         head.bias.copy_(bias)
 
 
-def head_of(model: nn.Module) -> nn.Linear:
+def linear_head(model: nn.Module) -> nn.Linear:
     """Return a classifier's last linear layer.
 
     Raises:
@@ -430,18 +430,18 @@ def _head(model: nn.Module) -> tuple[str, nn.Linear]:
 
 
 @torch.no_grad()
-def logits_of(model: nn.Module, pixels: Pixels, device: torch.device) -> torch.Tensor:
+def compute_logits(model: nn.Module, pixels: Pixels, device: torch.device) -> torch.Tensor:
     """Return logits [N, C] on the CPU for uint8 images [N, 3, S, S]; put the model in eval mode."""
     model = model.to(device).eval()
     return torch.cat(
         [
-            model(normalise(to_float(chunk.to(device)), model)).cpu()
+            model(normalize(to_float(chunk.to(device)), model)).cpu()
             for chunk in pixels.contiguous().split(256)
         ]
     )
 
 
-def confusion(
+def count_confusion(
     model: nn.Module,
     pixels: Pixels,
     labels: torch.Tensor,
@@ -452,5 +452,5 @@ def confusion(
     # Seconds to import, and only a test of a model needs it
     from sklearn.metrics import confusion_matrix
 
-    predicted = logits_of(model, pixels, device).argmax(dim=1)
+    predicted = compute_logits(model, pixels, device).argmax(dim=1)
     return confusion_matrix(labels, predicted, labels=range(num_classes)).tolist()

@@ -17,8 +17,8 @@ class ConceptPrompt:
     """The encoding of the prompt without padding; its length does not depend on the class names."""
 
     base: torch.Tensor  # [Lu, d]: begin, a, S, style, of, a, V, end
-    domain_place: int
-    class_place: int
+    domain_position: int
+    class_position: int
 
     def filled(self, domain: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
         """Return conditions [B, Lu, d] with S ([B, d] or [d]) and V [B, d] in place of x.
@@ -26,21 +26,21 @@ class ConceptPrompt:
         Differentiable in both.
         """
         condition = self.base.repeat(len(vectors), 1, 1)
-        condition[:, self.domain_place] = domain.to(condition.dtype)
-        condition[:, self.class_place] = vectors.to(condition.dtype)
+        condition[:, self.domain_position] = domain.to(condition.dtype)
+        condition[:, self.class_position] = vectors.to(condition.dtype)
         return condition
 
 
-def concept_prompt(text: TextEncoder) -> ConceptPrompt:
+def encode_concept_prompt(text: TextEncoder) -> ConceptPrompt:
     """Encode the prompt with x for S and V; a short encoder drops words before V."""
     length = min(text.count_tokens(PROMPT) + 2, text.shape[0])
     # CLIP's text encoder is causal: padding after the end changes nothing before it
     return ConceptPrompt(text([PROMPT])[0, :length], _domain_position(text), length - 2)
 
 
-def concept_starts(text: TextEncoder, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def initial_concepts(text: TextEncoder, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the initial S [d], at x, and V [C, d], at the last token of each class name."""
-    prompts = concept_prompts(names)
+    prompts = initial_prompts(names)
     encodings = text(prompts)
     last = text.shape[0] - 2
     positions = [min(text.count_tokens(prompt), last) for prompt in prompts]
@@ -53,6 +53,6 @@ def _domain_position(text: TextEncoder) -> int:
     return text.count_tokens("a") + 1
 
 
-def concept_prompts(names: Sequence[str]) -> list[str]:
+def initial_prompts(names: Sequence[str]) -> list[str]:
     """Return the initial prompt of each class, with x for S."""
     return [fill_prompt("a x style of a {class}", {"class": name}) for name in names]

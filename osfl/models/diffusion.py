@@ -28,7 +28,7 @@ from osfl.kit.check import check_kit, check_small_decoder, check_steps
 from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.folder import KitError
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import find_model, kit_shapes, variant_of
+from osfl.kit.kits import find_model, kit_shapes, weights_variant
 from osfl.methods import DIFFUSION_PARTS, TINY_DECODER
 from osfl.models.encoders import TextEncoder, load_text_encoder
 from osfl.util.text import sanitize
@@ -143,7 +143,7 @@ class Kit:
             return self.decode(z)
         return self.small_decoder.decode(z.to(self.dtype)).sample.to(z.dtype)
 
-    def checkpointed(self) -> "Kit":
+    def with_checkpointing(self) -> "Kit":
         """Enable gradient checkpointing, in place: same numbers, less memory.
 
         Activations are recomputed in the backward pass (Chen et al., arXiv 1604.06174).
@@ -188,12 +188,12 @@ def load_kit(
 
     Raises:
         KitError: the folder or a part is missing, its parts do not fit each other, or as
-            `check_schedule`.
+            `load_noise_schedule`.
     """
     source = str(path)
     device = torch.device(device)
     check_kit(source, DIFFUSION_PARTS)
-    scheduler = check_schedule(source)
+    scheduler = load_noise_schedule(source)
     vae = _network(source, "vae", dtype)
     unet = _network(source, "unet", dtype)
     try:
@@ -231,7 +231,7 @@ def _network(
             torch_dtype=dtype,
             low_cpu_mem_usage=False,
             use_safetensors=True,
-            variant=variant_of(source, part, kind),
+            variant=weights_variant(source, part, kind),
             output_loading_info=True,
         )
     # The library raises anything for unexpected settings
@@ -256,7 +256,7 @@ def _network_class(kind: str) -> Any:
     }[kind]
 
 
-def misfit_of_network(folder: Path, kind: str, shapes: Shapes, sharded: bool) -> Misfit:
+def network_misfit(folder: Path, kind: str, shapes: Shapes, sharded: bool) -> Misfit:
     """Compare a file's tensors with those of the network that a folder's settings describe.
 
     Args:
@@ -278,7 +278,7 @@ def misfit_of_network(folder: Path, kind: str, shapes: Shapes, sharded: bool) ->
     return Misfit(tuple(missing), tuple(mismatched))
 
 
-def check_schedule(source: str) -> DDIMScheduler:
+def load_noise_schedule(source: str) -> DDIMScheduler:
     """Load a kit's noise schedule from its scheduler's settings alone.
 
     Raises:
@@ -391,7 +391,7 @@ def _with_peft_names(
     return convert_unet_state_dict_to_peft(state), alphas
 
 
-def misfits_of_lora(kit: Path, shapes: Shapes) -> list[str]:
+def lora_misfits(kit: Path, shapes: Shapes) -> list[str]:
     """Compare the tensors of a LoRA with the layers of a kit's UNet.
 
     A text encoder's tensors are ignored, as they are when the weights are loaded.

@@ -32,7 +32,7 @@ from osfl.kit.check import check_captioner, check_image_encoder
 from osfl.kit.fits import Misfit, check_finite, check_loaded
 from osfl.kit.folder import KitError
 from osfl.kit.headers import Shapes
-from osfl.kit.kits import find_model, variant_of
+from osfl.kit.kits import find_model, weights_variant
 from osfl.kit.part_check import CAPTIONERS, IMAGE_ENCODERS
 from osfl.util.costs import FlopMeter
 from osfl.util.pixels import crop_long_side
@@ -91,7 +91,7 @@ def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> Tex
         subfolder="text_encoder",
         dtype=dtype,
         use_safetensors=True,
-        variant=variant_of(kit, "text_encoder"),
+        variant=weights_variant(kit, "text_encoder"),
         trust_remote_code=False,
         output_loading_info=True,
     )
@@ -133,7 +133,7 @@ def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
     return tokenizer
 
 
-def misfit_of_encoder(folder: Path, kind: str, shapes: Shapes) -> Misfit:
+def encoder_misfit(folder: Path, kind: str, shapes: Shapes) -> Misfit:
     """Compare a file's tensors with those of the model that a folder's settings describe.
 
     transformers itself loads the tensors on the meta device, so that it also maps old names.
@@ -301,7 +301,7 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
             subfolder=part,
             dtype=torch.float32,
             use_safetensors=True,
-            variant=variant_of(source, part, "image_encoder"),
+            variant=weights_variant(source, part, "image_encoder"),
             trust_remote_code=False,
             output_loading_info=True,
         )
@@ -358,7 +358,7 @@ def load_captioner(source: str, device: torch.device) -> Captioner:
             folder,
             dtype=torch.float32,
             use_safetensors=True,
-            variant=variant_of(str(folder), "", "captioner"),
+            variant=weights_variant(str(folder), "", "captioner"),
             trust_remote_code=False,
             output_loading_info=True,
         )

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from osfl.config import ClassifierConfig
-from osfl.models.classifiers import ClassifierError, head_of, normalise
+from osfl.models.classifiers import ClassifierError, linear_head, normalize
 from osfl.util.costs import FlopMeter
 from osfl.util.minibatches import minibatches
 from osfl.util.pixels import LazyPixels, Pixels, to_float
@@ -89,7 +89,7 @@ def fit(
             rows = rows.to(device)
             if augment is not None:
                 batch = torch.stack([augment(image) for image in batch]).to(device)
-            images = normalise(to_float(batch), model)
+            images = normalize(to_float(batch), model)
             targets = labels[rows]
             if mix is not None:
                 images, targets = mix(images, targets)
@@ -127,7 +127,7 @@ class _Trainer:
             device.type, torch.bfloat16, enabled=_in_bfloat16(config, device)
         )
         self.optimizer = torch.optim.SGD(
-            trained_part(model, config.trained),
+            trainable_parameters(model, config.trained),
             config.lr,
             config.momentum,
             weight_decay=config.weight_decay,
@@ -203,7 +203,7 @@ def _prefetch(
             yield rows.to(device), images
 
 
-def trained_part(model: nn.Module, name: str) -> list[nn.Parameter]:
+def trainable_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     """Return the parameters to train: `all`, or the `head`'s (a linear probe).
 
     For the head, all other parameters are frozen and the model is put in eval mode, so that
@@ -214,7 +214,7 @@ def trained_part(model: nn.Module, name: str) -> list[nn.Parameter]:
     """
     if name == "all":
         return list(model.parameters())
-    head = head_of(model)
+    head = linear_head(model)
     model.eval().requires_grad_(False)
     head.requires_grad_(True)
     return list(head.parameters())
@@ -293,7 +293,7 @@ def new_mixing(name: str, model: nn.Module, pixels: Pixels) -> Mixing | None:
     training = model.training
     with torch.no_grad():
         images = pixels[torch.tensor([0, 1])].to(next(model.parameters()).device)
-        num_classes = model.eval()(normalise(to_float(images), model)).shape[1]
+        num_classes = model.eval()(normalize(to_float(images), model)).shape[1]
     model.train(training)
     return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=1.0, num_classes=num_classes)
 

@@ -11,13 +11,13 @@ import numpy as np
 from osfl.run_folder.report.metrics import ADAPTED_SUFFIX
 from osfl.run_folder.report.page import human_bytes, human_flops
 from osfl.tables.paired import paired_difference
-from osfl.tables.records import by_row, first_measured
-from osfl.tables.runner import MOST_ERROR
+from osfl.tables.records import first_measured, group_by_row
+from osfl.tables.runner import MAX_ERROR_LENGTH
 from osfl.tables.table_file import TableFile
 from osfl.util.text import sanitize
 
 # Maximum number of clients with columns of their own
-MOST_CLIENTS = 8
+MAX_CLIENT_COLUMNS = 8
 COST_COLUMNS = (
     "upload",
     "download",
@@ -38,7 +38,7 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
         command: the command line that made the table.
         at_once: number of runs in parallel, on which times depend.
     """
-    groups = by_row(records)
+    groups = group_by_row(records)
     parts = [
         f"**{sanitize(table.title)}**",
         _main_table(groups, records),
@@ -61,7 +61,7 @@ def as_markdown(table: TableFile, records: list[dict[str, Any]], command: str, a
 def _main_table(groups: Groups, records: list[dict[str, Any]]) -> str:
     """Format the means over the seeds, with the standard deviation of the average."""
     clients = sorted({client for record in records for client in record.get("accuracy", {})})
-    client_columns = clients if len(clients) <= MOST_CLIENTS else []
+    client_columns = clients if len(clients) <= MAX_CLIENT_COLUMNS else []
     has_over_images = _averages_differ(groups)
     header = [*map(_escape, client_columns), "average"]
     header += ["all images"] if has_over_images else []
@@ -112,7 +112,8 @@ def _caption(groups: Groups, records: list[dict[str, Any]], command: str, at_onc
         f"{adapted}; {over_seeds}; {averages}. Costs are those of the most expensive client. "
         "Uploads and downloads are serialized sizes; downloads include the parts of the kit, "
         "unless a size is unknown (+ kit). "
-        f"Command: `{command}`, {at_once} runs in parallel. {machine()}, {', '.join(libraries)}."
+        f"Command: `{command}`, {at_once} runs in parallel. {describe_machine()}, "
+        f"{', '.join(libraries)}."
     )
     for name, group in groups.items():
         if branches := group[0]["branches"]:
@@ -137,7 +138,7 @@ def _compare_with_reference(reference: str, groups: Groups) -> str:
         if row == reference or not figures.keys() & averages[reference].keys():
             continue
         difference = paired_difference(figures, averages[reference])
-        star = r" \*" if difference.decided else ""
+        star = r" \*" if difference.is_significant else ""
         interval = ""
         if not np.isnan(difference.low):
             interval = f"{difference.low:+.1f} to {difference.high:+.1f}"
@@ -180,7 +181,7 @@ def _figure(record: dict[str, Any], column: str) -> float:
 
 def _escape(text: object) -> str:
     """Sanitize text and escape Markdown: cells, code, links, images and HTML."""
-    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", sanitize(text, MOST_ERROR))
+    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", sanitize(text, MAX_ERROR_LENGTH))
 
 
 def _costs(group: list[dict[str, Any]]) -> list[str]:
@@ -203,7 +204,7 @@ def _costs(group: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Describe this machine: cores, processor or GPU, and Python's version."""
     import torch
 

@@ -25,7 +25,7 @@ class Difference:
     seeds: int
 
     @property
-    def decided(self) -> bool:
+    def is_significant(self) -> bool:
         """True if the confidence interval excludes 0."""
         return self.low > 0 or self.high < 0
 

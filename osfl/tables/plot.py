@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from osfl.tables.records import by_row
+from osfl.tables.records import group_by_row
 from osfl.util.files import write_atomically
 
 
@@ -19,7 +19,7 @@ def plot(records: list[dict[str, Any]], file: Path) -> None:
 
     figure = Figure(figsize=(13, 6))
     panels = figure.subplots(1, 2, sharey=True)
-    groups = by_row(records)
+    groups = group_by_row(records)
     colors = {name: f"C{number % 10}" for number, name in enumerate(groups)}
     markers = {name: "osD^vP*X"[number // 10 % 8] for number, name in enumerate(groups)}
     for panel, keys, title in zip(

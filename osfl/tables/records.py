@@ -131,7 +131,7 @@ def first_measured(records: list[dict[str, Any]]) -> dict[str, Any]:
     return next((record for record in records if "average" in record), {})
 
 
-def by_row(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def group_by_row(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Group the records that have figures by row, in the file's order."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:

@@ -20,9 +20,9 @@ from osfl.util.files import CorruptFileError
 from osfl.util.text import sanitize
 
 # Maximum characters of a run's error
-MOST_ERROR = 1000
+MAX_ERROR_LENGTH = 1000
 # Characters at the end of a run's output that are searched for its error
-MOST_OUTPUT = 20_000
+MAX_OUTPUT_LENGTH = 20_000
 
 
 @dataclass
@@ -95,7 +95,9 @@ class Runner:
         # Any failure of one cell must leave the others running
         except Exception as error:
             self.note(cell, "failed")
-            outcome = Outcome(cell, error=f"{type(error).__name__}: {sanitize(error, MOST_ERROR)}")
+            outcome = Outcome(
+                cell, error=f"{type(error).__name__}: {sanitize(error, MAX_ERROR_LENGTH)}"
+            )
         if not (outcome.error and self._stopped.is_set()):
             self.outcomes[cell] = outcome
         return outcome
@@ -123,9 +125,9 @@ class Runner:
             return outcome
         if self._stopped.is_set():
             return Outcome(cell, error="stopped")
-        last_words = " ".join(output[-MOST_OUTPUT:].split()[-80:])
+        last_words = " ".join(output[-MAX_OUTPUT_LENGTH:].split()[-80:])
         message = last_words.rpartition("error ")[2]
-        error = sanitize(message, MOST_ERROR) or f"osfl run exited with {code}"
+        error = sanitize(message, MAX_ERROR_LENGTH) or f"osfl run exited with {code}"
         self.note(cell, "failed")
         return Outcome(cell, error=error)
 

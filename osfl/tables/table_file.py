@@ -37,21 +37,21 @@ from typing import Any
 
 from osfl.config import NOT_IDENTITY, ConfigError, Scalar, flatten
 from osfl.config.toml import read_toml
-from osfl.kit.used_parts import used_digests
+from osfl.kit.used_parts import digests_by_step
 from osfl.settings import (
     RECOMMENDED,
     UnseenDataError,
     find_config,
-    flat_toml,
-    laid_over,
+    flatten_toml,
+    merge_settings,
     read_overrides,
     resolve_config,
 )
 from osfl.util.text import quote, sanitize
 
-PARTS = ("title", "source", "seeds", "reference", "common", "rows", "grid", "published", "lacks")
+KEYS = ("title", "source", "seeds", "reference", "common", "rows", "grid", "published", "lacks")
 SECTIONS = ("common", "rows", "grid", "published", "lacks")
-TEXTS = ("title", "source", "reference")
+STRING_KEYS = ("title", "source", "reference")
 # The global models of FedCADO and FedLMG
 MODELS = ("FT", "MD", "SD")
 # Keys that the table sets for every run
@@ -92,7 +92,7 @@ class TableFile:
     source: str = ""
     published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
-    unseen: Mapping[str, str] = field(default_factory=dict)
+    unavailable: Mapping[str, str] = field(default_factory=dict)
     reference: str = ""
 
     def cells(self) -> list[Cell]:
@@ -118,7 +118,7 @@ def _cell(table: str, row: str, settings: tuple[str, ...], seed: int) -> Cell:
         if key not in NOT_IDENTITY or (config.adaptation.steps and key.startswith("adaptation."))
     }
     digest = hashlib.sha256(
-        json.dumps([identity, used_digests(config)], sort_keys=True).encode()
+        json.dumps([identity, digests_by_step(config)], sort_keys=True).encode()
     ).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9_]+", "-", f"{table}-{row}").strip("-")[:45]
     return Cell(row, seed, f"{name}-s{seed}-{digest}", settings)
@@ -171,10 +171,10 @@ def _check_content(file: Path, content: dict[str, Any]) -> None:
     Raises:
         ConfigError: one is invalid.
     """
-    if unknown := set(content) - set(PARTS):
+    if unknown := set(content) - set(KEYS):
         raise ConfigError(
             f"{file}: {quote(sorted(unknown)[0])} is unknown; the keys of a table file are "
-            f"{', '.join(PARTS)}"
+            f"{', '.join(KEYS)}"
         )
     _check_types(file, content)
     if not content.get("rows"):
@@ -199,7 +199,7 @@ def _expand_rows(file: Path, content: dict[str, Any]) -> dict[str, dict[str, Sca
         for values in product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
             labels = [f"{key.rpartition('.')[2]}={_text(value)}" for key, value in point.items()]
-            rows[" ".join([name, *labels])] = laid_over(_with_preset(file, common, row), point)
+            rows[" ".join([name, *labels])] = merge_settings(_with_preset(file, common, row), point)
     return rows
 
 
@@ -251,7 +251,7 @@ def _check_types(file: Path, content: dict[str, Any]) -> None:
         if not isinstance(value, dict):
             name = sanitize(name)
             raise ConfigError(f"{file}: {name} = {quote(value)}: must be a section, [{name}]")
-    for name in TEXTS:
+    for name in STRING_KEYS:
         if not isinstance(content.get(name, ""), str):
             raise ConfigError(f"{file}: {name} = {quote(content[name])}: must be a string")
     if not isinstance(content.get("seeds", []), list):
@@ -282,7 +282,7 @@ def _check_rows(
         try:
             settings.update(read_overrides(overrides))
             if "method" not in settings:
-                settings.update(laid_over(read_overrides([RECOMMENDED]), settings))
+                settings.update(merge_settings(read_overrides([RECOMMENDED]), settings))
             for key in RESERVED:
                 if key not in settings:
                     continue
@@ -313,7 +313,7 @@ def _with_preset(file: Path, common: dict[str, Any], row: dict[str, Any]) -> dic
     Raises:
         ConfigError: the preset does not exist.
     """
-    settings = laid_over(flat_toml(common), flat_toml(row))
+    settings = merge_settings(flatten_toml(common), flatten_toml(row))
     preset = settings.pop("preset", "")
     if not preset:
         return settings
@@ -321,7 +321,7 @@ def _with_preset(file: Path, common: dict[str, Any], row: dict[str, Any]) -> dic
         preset_settings = read_toml(find_config(f"configs/data/{preset}.toml"))
     except ConfigError as error:
         raise ConfigError(f"{file}: preset = {quote(preset)}: {error}") from None
-    return {**flat_toml(preset_settings), **settings}
+    return {**flatten_toml(preset_settings), **settings}
 
 
 def _published(file: Path, content: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.kit.used_parts import final_model, initial_models
-from osfl.models.classifiers import logits_of, normalise, rebuild
+from osfl.models.classifiers import compute_logits, normalize, rebuild_classifier
 from osfl.util.pixels import to_float
 from osfl.util.seeds import generator_of, seed_of
 from server_app.baselines.fedavg import all_clients
@@ -137,7 +137,7 @@ class FedDF(FedAvg):
     def _model(self, architecture: str, arrays: ArrayRecord) -> nn.Module:
         small_stem = self.settings[architecture].small_stem
         state = arrays.to_torch_state_dict()
-        return rebuild(state, architecture, len(self.job.classes), small_stem)
+        return rebuild_classifier(state, architecture, len(self.job.classes), small_stem)
 
 
 def _architecture_of(reply: Message) -> str:
@@ -182,7 +182,7 @@ def distill(
             for student, optimizer in zip(students, optimizers, strict=True):
                 # FedDF, eq. 2: KL(softmax(mean of the teachers' logits) || student)
                 loss = F.kl_div(
-                    F.log_softmax(student(normalise(images, student)), dim=1),
+                    F.log_softmax(student(normalize(images, student)), dim=1),
                     probabilities,
                     reduction="batchmean",
                 )
@@ -200,7 +200,7 @@ def ensemble(
     means = []
     for chunk in rows.split(CHUNK):
         images = pixels(proxy, chunk)
-        logits = [logits_of(teacher, images, device) for teacher in teachers]
+        logits = [compute_logits(teacher, images, device) for teacher in teachers]
         means.append(torch.stack(logits).mean(dim=0))
     return F.softmax(torch.cat(means), dim=1)
 

@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from osfl.models.classifiers import blank_classifier
+from osfl.models.classifiers import meta_classifier
 from server_app.baselines.fedavg import all_clients
 from server_app.context import ServerJob
 
@@ -78,6 +78,6 @@ class FedDyn(FedAvg):
 def strategy(job: ServerJob) -> FedAvg:
     """Return FedDyn with `rounds.dyn-alpha`."""
     settings = job.config.classifier
-    model = blank_classifier(settings.architecture, len(job.classes), settings.small_stem)
+    model = meta_classifier(settings.architecture, len(job.classes), settings.small_stem)
     parameters = frozenset(name for name, _ in model.named_parameters())
     return FedDyn(job.config.rounds.dyn_alpha, len(job.clients), parameters, **all_clients(job))

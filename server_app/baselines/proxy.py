@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from osfl.config import ConfigError
-from osfl.data.parts import is_passed_over
-from osfl.data.pictures import open_picture, to_pixels
+from osfl.data.parts import is_hidden
+from osfl.data.pictures import open_image, to_pixels
 from osfl.util.log import log
 from osfl.util.seeds import generator_of
 from server_app.context import ServerJob
@@ -36,7 +36,7 @@ class ImageFiles:
         """
         file = self.files[row]
         try:
-            with open_picture(file) as image:
+            with open_image(file) as image:
                 return to_pixels(image, self.size)
         # Pillow raises many types of errors for corrupt files
         except Exception as error:
@@ -82,7 +82,7 @@ def load_proxy(job: ServerJob) -> Proxy:
 
 def _is_passed_over(file: Path, folder: Path) -> bool:
     """Check whether a file, or a folder between it and `folder`, is hidden or a system's own."""
-    return any(map(is_passed_over, file.relative_to(folder).parts))
+    return any(map(is_hidden, file.relative_to(folder).parts))
 
 
 def _sample_size(job: ServerJob, available: int) -> int:

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from osfl.config import RunConfig, split_names
 from osfl.kit.used_parts import final_model
-from osfl.models.classifiers import blank_classifier, rebuild
+from osfl.models.classifiers import meta_classifier, rebuild_classifier
 from osfl.payload.kinds import Classifier, Payload
 from osfl.payload.messages import (
     ACKNOWLEDGE,
@@ -89,7 +89,9 @@ def run_rounds(
     last = job.folder.last_round()
     assert last is not None, "no round was stored"
     job.folder.store_model(name, recorder.state, {"seconds": last["seconds"]})
-    model = rebuild(recorder.state, settings.architecture, len(job.classes), settings.small_stem)
+    model = rebuild_classifier(
+        recorder.state, settings.architecture, len(job.classes), settings.small_stem
+    )
     return {name: GlobalModel(model, settings.architecture, settings.small_stem)}
 
 
@@ -146,7 +148,7 @@ def _shapes(job: ServerJob) -> dict[str, State]:
     """Return a state dict without values for each architecture that a client may have."""
     shapes = {}
     for architecture in split_names(job.config.classifier.architecture):
-        model = blank_classifier(architecture, len(job.classes), job.config.classifier.small_stem)
+        model = meta_classifier(architecture, len(job.classes), job.config.classifier.small_stem)
         shapes[architecture] = model.state_dict()
     return shapes
 

@@ -33,7 +33,7 @@ from statistics import NormalDist, mean
 import torch
 
 from osfl.config.problems import MIN_INFLUENCE_CLIENTS
-from osfl.models.classifiers import ClassifierError, logits_of
+from osfl.models.classifiers import ClassifierError, compute_logits
 from osfl.payload.kinds import Payload
 from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
@@ -161,7 +161,7 @@ def leave_one_out_hits(
         is_other = torch.tensor([owner != client for owner in images.clients])
         rows = is_other & is_training
         model = train_model(job, images.pixels[rows], images.labels[rows], progress=progress)
-        predictions = logits_of(model, images.pixels[tested], job.device).argmax(dim=1)
+        predictions = compute_logits(model, images.pixels[tested], job.device).argmax(dim=1)
         results[client] = (predictions == images.labels[tested]).tolist()
         job.folder.store_hits(inputs, results)
     return {client: torch.tensor(results[client]) for client in turns}

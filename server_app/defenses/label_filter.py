@@ -14,7 +14,7 @@ Differences from the paper:
 import torch
 from torch.nn import functional as F
 
-from osfl.models.classifiers import logits_of
+from osfl.models.classifiers import compute_logits
 from server_app.context import ServerJob
 from server_app.synthesis.images import SyntheticSet
 from server_app.training import train_global
@@ -30,7 +30,7 @@ def cross_fitted_predictions(job: ServerJob, images: SyntheticSet) -> torch.Tens
     opinions = torch.zeros(len(images.labels), len(job.classes))
     for name, half in (("opinion-1", first), ("opinion-2", ~first)):
         classifier = train_global(job, name, images.pixels[half], images.labels[half])
-        logits = logits_of(classifier.model, images.pixels[~half], job.device)
+        logits = compute_logits(classifier.model, images.pixels[~half], job.device)
         opinions[~half] = F.softmax(logits, dim=1)
     return opinions
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from osfl.config import FedBiPConfig
-from osfl.models.concepts import concept_prompt
+from osfl.models.concepts import encode_concept_prompt
 from osfl.models.diffusion import Kit, forward_noise
 from osfl.payload.kinds import Concepts
 from osfl.util.seeds import generator_of
@@ -75,7 +75,7 @@ def sample(
         latents.append(draw_latent(payload, image.label, generator))
     s = torch.stack(domains).to(kit.device)
     v = torch.stack(concepts).to(kit.device)
-    c = concept_prompt(kit.text).filled(s, v)
+    c = encode_concept_prompt(kit.text).filled(s, v)
     a_first = kit.alphas_cumprod[first_timestep(kit, steps)]
     z0 = torch.stack(latents).to(kit.device)
     eps = initial_noise(jobs, kit.latent_shape, kit.device)

@@ -35,7 +35,7 @@ from functools import partial
 import torch
 
 from osfl.config import FedLMGConfig, split_names
-from osfl.models.classifiers import rebuild
+from osfl.models.classifiers import rebuild_classifier
 from osfl.models.diffusion import Kit, x0hat
 from osfl.payload.kinds import Classifier
 from server_app.context import ServerJob
@@ -150,7 +150,9 @@ def teachers_of(job: ServerJob, payloads: Mapping[str, Classifier]) -> dict[str,
 
 
 def _rebuild(payload: Classifier, num_classes: int, small_stem: bool) -> Teacher:
-    teacher = as_teacher(rebuild(payload.state, payload.architecture, num_classes, small_stem))
+    teacher = as_teacher(
+        rebuild_classifier(payload.state, payload.architecture, num_classes, small_stem)
+    )
     if not teacher.norms:
         warnings.warn(f"{payload.architecture} has no BatchNorm layer, so L_BN is 0", stacklevel=2)
     return teacher

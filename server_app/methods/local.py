@@ -6,7 +6,7 @@ It is the reference for what a client has without the federation.
 from collections.abc import Mapping
 from typing import cast
 
-from osfl.models.classifiers import rebuild
+from osfl.models.classifiers import rebuild_classifier
 from osfl.payload.kinds import Classifier, Payload
 from server_app.context import GlobalModel, ServerJob
 
@@ -16,6 +16,8 @@ def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalMode
     small_stem = job.config.classifier.small_stem
     models = {}
     for client, payload in cast(Mapping[str, Classifier], payloads).items():
-        model = rebuild(payload.state, payload.architecture, len(job.classes), small_stem)
+        model = rebuild_classifier(
+            payload.state, payload.architecture, len(job.classes), small_stem
+        )
         models[client] = GlobalModel(model, payload.architecture, small_stem)
     return models

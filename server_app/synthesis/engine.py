@@ -251,7 +251,7 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     if settings.attention != "default":
         kit.unet.set_attn_processor(Attention(settings.attention))
     if uses_checkpointing(settings.checkpointing, device):
-        kit.checkpointed()
+        kit.with_checkpointing()
     if settings.cache_interval > 1:
         cache_features(kit, settings.cache_interval)
     layout = (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osfl.models.classifiers import normalise
+from osfl.models.classifiers import normalize
 from osfl.models.diffusion import Kit
 
 
@@ -144,7 +144,7 @@ def classifier_loss(
         for norm in teacher.norms
     ]
     try:
-        logits = teacher.model(normalise(images, teacher.model))
+        logits = teacher.model(normalize(images, teacher.model))
     finally:
         for hook in hooks:
             hook.remove()

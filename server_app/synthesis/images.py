@@ -18,7 +18,7 @@ from PIL import Image
 from osfl.config import NOT_IDENTITY, flatten
 from osfl.data.load import to_pixels
 from osfl.kit.check import lora_file
-from osfl.kit.digests import sha256_of
+from osfl.kit.digests import file_sha256
 from osfl.kit.kits import find_model, kit_digest, part_digest
 from osfl.kit.used_parts import sampling_parts
 from osfl.methods import METHODS, TINY_DECODER
@@ -123,7 +123,7 @@ def _shaping(job: ServerJob) -> dict[str, object]:
         shaping["small-decoder"] = part_digest(folder, TINY_DECODER)
     lora = job.config.synthesis.lora
     if lora not in ("", "kit"):
-        shaping["lora"] = sha256_of(lora_file(lora, job.kit))
+        shaping["lora"] = file_sha256(lora_file(lora, job.kit))
     return shaping
 
 

@@ -13,7 +13,7 @@ from client_app.learning import features as frozen_features
 from client_app.methods import fedcgs
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.load import Images
-from osfl.models.classifiers import ClassifierError, headless, new_classifier, normalise
+from osfl.models.classifiers import ClassifierError, new_classifier, normalize, remove_head
 from osfl.payload import wire
 from osfl.payload.wire import PayloadError
 from osfl.run_folder.layout import open_run_folder
@@ -88,7 +88,7 @@ def test_clients_send_sums_of_the_frozen_networks_features(
     last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
     last.register_forward_hook(lambda module, given, out: seen.append(given[0]))
     with torch.no_grad():
-        model.eval()(normalise(to_float(private.pixels)))
+        model.eval()(normalize(to_float(private.pixels)))
     features = seen[0].double().numpy()
     labels = private.labels.numpy()
     held = sorted(set(labels.tolist()))
@@ -115,10 +115,12 @@ def test_the_model_is_the_frozen_network_with_that_head(home: Path, tiny_kit: Pa
         payloads, job.held(payloads), len(job.classes), config.fedcgs.shrinkage
     )
     pixels = images(0, 3, 4).pixels
-    backbone, _ = headless(new_classifier(config.classifier, 10, str(tiny_kit), config.seed).eval())
+    backbone, _ = remove_head(
+        new_classifier(config.classifier, 10, str(tiny_kit), config.seed).eval()
+    )
     with torch.no_grad():
-        features = backbone(normalise(to_float(pixels)))
-        logits = made.model(normalise(to_float(pixels)))
+        features = backbone(normalize(to_float(pixels)))
+        logits = made.model(normalize(to_float(pixels)))
     torch.testing.assert_close(logits, features @ weight.T + bias, rtol=1e-4, atol=1e-4)
     stored = load_file(folder.path / "models" / "FedCGS.safetensors")
     assert torch.equal(stored["fc.weight"], weight)
@@ -170,9 +172,9 @@ def test_networks_without_a_linear_layer_at_their_end_are_refused() -> None:
 
     for name, width in (("resnet18", 512), ("mobilenet_v2", 1280), ("vgg16", 4096)):
         with torch.device("meta"):
-            assert headless(get_model(name))[1] == width
+            assert remove_head(get_model(name))[1] == width
     with torch.device("meta"), pytest.raises(ClassifierError, match="SqueezeNet does not end with"):
-        headless(get_model("squeezenet1_0"))
+        remove_head(get_model("squeezenet1_0"))
     settings = quick(method="fedcgs", classifier__architecture="resnet18,vgg16")
     with pytest.raises(ConfigError, match="fedcgs uses the features of one architecture"):
         parse_run_config(settings)

@@ -8,7 +8,7 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
-from osfl.models.classifiers import MEAN, STD, pack, unpack
+from osfl.models.classifiers import MEAN, STD, dequantize, quantize
 from osfl.models.diffusion import Kit, Sampling, ddim_step, forward_noise, load_kit, x0hat
 from server_app.synthesis.guidance import Condition, as_teacher, classifier_loss, compose, guide
 from server_app.synthesis.samplers import ddim
@@ -281,9 +281,9 @@ def test_distillation_term_by_hand() -> None:
 @pytest.mark.parametrize(("bits", "most"), [(8, 127), (4, 7)])
 def test_rounded_weights_are_within_half_a_step(bits: int, most: int) -> None:
     state = {"w": torch.randn(5, 3, 3, 3), "b": torch.randn(5), "n": torch.tensor(7)}
-    packed = pack(state, bits)
+    packed = quantize(state, bits)
     assert packed["w"].numel() == (135 if bits == 8 else 68)  # one or two to a byte
-    back = unpack(packed)
+    back = dequantize(packed)
     assert torch.equal(back["b"], state["b"])
     assert torch.equal(back["n"], state["n"])
     step = state["w"].flatten(1).abs().amax(dim=1) / most

@@ -30,7 +30,7 @@ from osfl.config import NodeConfig, parse_run_config
 from osfl.data.load import domain_name
 from osfl.kit.kits import KitError
 from osfl.models import classifiers, encoders
-from osfl.models.concepts import concept_prompt, concept_starts
+from osfl.models.concepts import encode_concept_prompt, initial_concepts
 from osfl.models.diffusion import (
     ddim_step,
     forward_noise,
@@ -525,16 +525,16 @@ def test_concepts_take_their_words_places(shipped_kit, tiny_kit) -> None:  # typ
     bare = text.model(torch.tensor([ids])).last_hidden_state[0]
     domain = random(64, seed=1)
     vectors = random(2, 64, seed=2)
-    made = concept_prompt(text).filled(domain, vectors)
+    made = encode_concept_prompt(text).filled(domain, vectors)
     for row in range(2):
         expected = bare.clone()
         expected[2] = domain
         expected[6] = vectors[row]
         assert torch.allclose(made[row], expected, atol=1e-6)
-    filled = concept_prompt(text).filled(random(2, 64, seed=3), vectors)
+    filled = encode_concept_prompt(text).filled(random(2, 64, seed=3), vectors)
     assert torch.equal(filled[:, 2], random(2, 64, seed=3))
     # eight tokens, too few for the prompt in single letters: V takes the last before the end
-    short = concept_prompt(load_kit(tiny_kit).text).filled(random(32), random(1, 32, seed=1))
+    short = encode_concept_prompt(load_kit(tiny_kit).text).filled(random(32), random(1, 32, seed=1))
     assert short.shape == (1, 8, 32)
     assert torch.equal(short[0, [2, 6]], torch.stack([random(32), random(1, 32, seed=1)[0]]))
 
@@ -542,7 +542,7 @@ def test_concepts_take_their_words_places(shipped_kit, tiny_kit) -> None:  # typ
 def test_concepts_begin_at_x_and_at_the_classs_last_token(shipped_kit) -> None:  # type: ignore[no-untyped-def]
     text = encoders.load_text_encoder(str(shipped_kit), CPU, torch.float32)
     words = {"seven": "a seven", "alarm_clock": "an alarm clock", "zero": "a zero"}
-    domain, vectors = concept_starts(text, list(words))
+    domain, vectors = initial_concepts(text, list(words))
     lengths = []
     for name, vector in zip(words.values(), vectors, strict=True):
         ids = text.tokenizer(f"a x style of {name}").input_ids
@@ -581,7 +581,7 @@ def test_concepts_are_sampled_as_diffusers_own_pipeline_samples_them(
     monkeypatch.setattr(fedbip, "to_images", lambda kit, z: ended.append(z))
     plan = plan_images("m", 0, {"a": [0, 1]}, 1)
     fedbip.sample(kit, plan, classes, {"a": payload}, settings, 4)
-    condition = concept_prompt(kit.text).filled(payload.domain, payload.vectors)
+    condition = encode_concept_prompt(kit.text).filled(payload.domain, payload.vectors)
     theirs = pipeline(
         prompt_embeds=condition,
         latents=begun[0],
@@ -597,8 +597,8 @@ def test_words_learn_to_lower_the_denoising_loss(tiny_kit) -> None:  # type: ign
     kit = load_kit(tiny_kit)
     job = job_of(tiny_kit, data, method="fedbip", fedbip__epochs=60, fedbip__batch_size=6)
     payload = fedbip_half.make_payload(job)
-    prompt = concept_prompt(kit.text)
-    start = concept_starts(kit.text, ["three"])
+    prompt = encode_concept_prompt(kit.text)
+    start = initial_concepts(kit.text, ["three"])
 
     @torch.no_grad()
     def loss(condition: torch.Tensor) -> float:
@@ -954,12 +954,16 @@ def test_distillation_brings_the_student_to_the_teachers(home, tiny_kit) -> None
     )
     job = SimpleNamespace(config=config, device=CPU)
     target = (
-        torch.stack([classifiers.logits_of(t, proxy, CPU) for t in teachers]).mean(0).softmax(1)
+        torch.stack([classifiers.compute_logits(t, proxy, CPU) for t in teachers])
+        .mean(0)
+        .softmax(1)
     )
 
     def distance() -> float:
         return nn.functional.kl_div(
-            classifiers.logits_of(student, proxy, CPU).log_softmax(1), target, reduction="batchmean"
+            classifiers.compute_logits(student, proxy, CPU).log_softmax(1),
+            target,
+            reduction="batchmean",
         ).item()
 
     before = distance()

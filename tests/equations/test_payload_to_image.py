@@ -15,7 +15,7 @@ from torch import nn
 from client_app.methods import espresso as espresso_half
 from client_app.methods import feddisc as feddisc_half
 from osfl.models import classifiers
-from osfl.models.concepts import concept_prompt
+from osfl.models.concepts import encode_concept_prompt
 from osfl.models.diffusion import load_embedding_noise, load_kit
 from osfl.models.encoders import load_image_encoder
 from osfl.payload.kinds import (
@@ -212,7 +212,7 @@ def test_fedbip(tiny_kit, composed, monkeypatch) -> None:  # type: ignore[no-unt
     kit = load_kit(tiny_kit)
     domains = torch.tensor([100.0, 100.0, 200.0])
     words = torch.tensor(OWN)
-    prompt = concept_prompt(kit.text)
+    prompt = encode_concept_prompt(kit.text)
     expected = prompt.filled(*(values[:, None].expand(-1, 32) for values in (domains, words)))
     assert torch.equal(only.c, expected)
     assert torch.equal(composed[0][0], kit.text([""])[:, : prompt.base.shape[0]])
@@ -364,7 +364,7 @@ def test_every_batchnorm_layer_counts() -> None:
         norm.running_mean.fill_(0.1 * number)  # type: ignore[union-attr]
         handles.append(norm.register_forward_pre_hook(add))
     with torch.no_grad():
-        model(classifiers.normalise(x))
+        model(classifiers.normalize(x))
     for handle in handles:
         handle.remove()
     assert len(norms) > 50
@@ -424,7 +424,7 @@ def test_each_strategy_has_its_own_teacher(
     for number, client in enumerate(held):
         model = resnet(number)
         model.load_state_dict(states[client])
-        p[client] = classifiers.logits_of(model.eval(), pixels, CPU).softmax(1)
+        p[client] = classifiers.compute_logits(model.eval(), pixels, CPU).softmax(1)
     assert targets["FT"] is None
     assert torch.allclose(targets["SD"], torch.cat([p["a"][:2], p["b"][2:]]), atol=1e-6)
     if teacher_mean == "plain":

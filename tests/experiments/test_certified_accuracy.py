@@ -80,7 +80,7 @@ def test_a_group_learns_its_own_clients_images_alone(monkeypatch: pytest.MonkeyP
         certified_accuracy, "client_images", lambda split: [Images(pixels[:7], torch.arange(7))]
     )
     monkeypatch.setattr(
-        federation, "logits_of", lambda model, pixels, device: pixels[:, 0, 0].float()
+        federation, "compute_logits", lambda model, pixels, device: pixels[:, 0, 0].float()
     )
     for group in range(20):
         assert len(certified_accuracy.votes_of(20, group)) == 7

@@ -15,7 +15,7 @@ from benchmarks import federation, harness, recipe
 from benchmarks.accuracy import image_quality
 from benchmarks.federation import CLIENTS, DOMAINS, config_of, merged
 from osfl.data.load import Images
-from osfl.models.classifiers import normalise
+from osfl.models.classifiers import normalize
 from osfl.payload.kinds import Domain
 from osfl.util.prompts import DIGITS
 from server_app.context import ServerJob
@@ -27,7 +27,7 @@ class Shade(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         shades = torch.arange(10.0).view(10, 1, 1, 1).expand(-1, 3, 1, 1) / 127.5 - 1
-        known = normalise(shades)[:, 0, 0, 0]
+        known = normalize(shades)[:, 0, 0, 0]
         return -(images[:, 0, 0, 0, None] - known).abs()
 
 
@@ -96,7 +96,7 @@ def test_features_are_what_the_last_layer_is_given(monkeypatch: pytest.MonkeyPat
     model = nn.Sequential(body, nn.Linear(3, 10))
     shown = images("client-0", [0, 50, 100, 150, 255], [0] * 5)
     found = image_quality.features_of(model, shown)
-    expected = normalise(shown.pixels / 127.5 - 1)[:, :, 0, 0]
+    expected = normalize(shown.pixels / 127.5 - 1)[:, :, 0, 0]
     assert found == pytest.approx(expected.numpy(), abs=1e-5)
     assert isinstance(model[1], nn.Linear)
 

@@ -155,7 +155,7 @@ def test_clients_are_tested_on_images_of_their_own_classes(monkeypatch: pytest.M
 
     monkeypatch.setattr(payload_codecs, "CLIENTS", ("a", "b"))
     monkeypatch.setattr(payload_codecs, "load_images", load)
-    monkeypatch.setattr(federation, "logits_of", logits)
+    monkeypatch.setattr(federation, "compute_logits", logits)
     models: Any = {"a": {0: 0, 1: 0, 2: 2}, "b": {0: 1, 1: 1, 2: 2}}
     accuracy = payload_codecs.accuracy_on_own(recipe.settings_of("FedLMG", 0), models)
     # Three of four, and one of one

@@ -73,7 +73,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return model
 
     monkeypatch.setattr(personalization, "client_images", real)
-    monkeypatch.setattr(federation, "logits_of", logits)
+    monkeypatch.setattr(federation, "compute_logits", logits)
     monkeypatch.setattr(personalization, "personalize", adapt)
     return harness.BENCHMARKS / "accuracy" / "tables"
 

@@ -31,7 +31,7 @@ def make_tiny_kit(folder: Path) -> None:
     (folder / "classifiers").mkdir()
     for architecture in ("resnet18", "shufflenet_v2_x1_0"):
         model = classifiers.build_classifier(architecture, 24, small_stem=True)
-        classifiers.save_initialisation(
+        classifiers.save_initial_weights(
             model, folder / "classifiers" / f"{architecture}.safetensors"
         )
     captioner = untrained.new_captioner([f"a neon of a {name}" for name in CLASSES], 32, 16)

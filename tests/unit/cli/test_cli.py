@@ -155,7 +155,7 @@ def test_another_python_and_another_flower_fail() -> None:
     others = [each for each in requires("osfl") or [] if not each.startswith("flwr")]
     flower, packages = doctor.check_packages([*others, "flwr==1.2.3"])
     assert (flower.what, flower.state) == ("Flower", doctor.FAIL)
-    assert "1.2.3" in flower.cure
+    assert "1.2.3" in flower.hint
     assert packages.state == doctor.OK
     _, packages = doctor.check_packages(["flwr", "typer>=1000"])
     assert packages.state == doctor.FAIL
@@ -169,7 +169,7 @@ def test_what_a_role_lacks_is_a_warning() -> None:
     assert packages.state == doctor.WARN
     assert "no-such-package is not installed" in packages.text
     assert "nor-this" not in packages.text
-    assert "osfl[server]" in packages.cure
+    assert "osfl[server]" in packages.hint
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from osfl.cli.main import app
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.parts import check_images, class_names
 from osfl.methods import METHODS
-from osfl.settings import flat_toml, resolve_config
+from osfl.settings import flatten_toml, resolve_config
 from tests.helpers.settings import ROOT, defaults
 
 PRESETS = sorted(file.stem for file in (ROOT / "configs" / "data").glob("*.toml"))
@@ -42,7 +42,7 @@ def test_the_same_picture_is_found_whatever_its_size_and_shade(
     asked = {"a": difference_hash(larger), "b": difference_hash(darker)}
     asked |= {f"new {seed}": difference_hash(drawing(seed)) for seed in range(100, 140)}
     assert near_duplicates(train, asked) == ["a and 7", "b and 11"]
-    monkeypatch.setattr("osfl.cli.data_check.AT_ONCE", 1)
+    monkeypatch.setattr("osfl.cli.data_check.CHUNK_SIZE", 1)
     assert near_duplicates(train, asked) == ["a and 7", "b and 11"]
     assert near_duplicates({}, asked) == near_duplicates(train, {}) == []
 
@@ -100,7 +100,7 @@ def test_wrong_settings_are_told_in_a_line(settings: list[str], message: str) ->
 def copy_of(preset: str, folder: Path) -> dict:
     """A copy with the preset's columns, domains and splits: two images of each class and domain."""
     text = (ROOT / "configs" / "data" / f"{preset}.toml").read_text()
-    settings = flat_toml(tomllib.loads(text))
+    settings = flatten_toml(tomllib.loads(text))
     data = parse_run_config({**defaults(), **settings, "kit": "/kit"}).data
     names = data.classes.split(",") if "," in data.classes else [f"class {n}" for n in range(100)]
     rows: dict[str, list] = {data.image_column: [], data.label_column: [], data.domain_column: []}

@@ -84,7 +84,7 @@ def test_what_is_estimated_is_what_is_sent_and_drawn(
 )
 def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path) -> None:
     config = parse_run_config(quick(method=method, kit=str(tiny_kit), **settings))
-    assert estimate.rows_an_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
+    assert estimate.rows_per_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
 
 
 @pytest.mark.flops
@@ -171,12 +171,12 @@ def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> No
 )
 def test_the_numbers_that_get_noise(settings: dict, numbers: int) -> None:
     config = parse_run_config(quick(**settings, kit="digits"))
-    assert estimate.noised_numbers(config) == numbers
+    assert estimate.noise_dimensions(config) == numbers
 
 
 def test_feddiscs_noise_is_on_an_embeddings_own_half(tiny_unclip: Path) -> None:
     config = parse_run_config(quick(method="feddisc", feddisc__kit=str(tiny_unclip)))
-    assert estimate.noised_numbers(config) == shapes_of_kit(str(tiny_unclip))[2] // 2
+    assert estimate.noise_dimensions(config) == shapes_of_kit(str(tiny_unclip))[2] // 2
 
 
 def clients_of(method: str, counts: dict[str, tuple[int, ...]], **settings: Any) -> dict:
@@ -210,7 +210,10 @@ def test_a_site_that_asks_for_more_has_more_noise() -> None:
     clients["b"] = replace(clients["b"], config=own)
     found = estimate.worst_noise(clients)
     assert found is not None
-    assert (found.client, found.needed) == ("b", math.ceil(2 * least_sigma(1.0, 1e-5) * 8))
+    assert (found.client, found.break_even_images) == (
+        "b",
+        math.ceil(2 * least_sigma(1.0, 1e-5) * 8),
+    )
     assert estimate.worst_noise(clients_of("oscar-pooled", COUNTS)) is None
     assert estimate.worst_noise(clients_of("votes", COUNTS, epsilon=1.0)) is None
 
@@ -220,7 +223,7 @@ def test_noise_is_as_long_as_the_limit_where_the_mean_is_of_so_many() -> None:
     clients = clients_of("oscar", {"a": (10,)}, epsilon=4.0)
     found = estimate.worst_noise(clients)
     assert found is not None
-    rows = torch.zeros(found.needed, 16, 64)
+    rows = torch.zeros(found.break_even_images, 16, 64)
     noised = private_mean(rows, rows[0], 3.0, 4.0, 1e-5)
     assert noised.norm().item() == pytest.approx(3.0, rel=0.12)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from osfl.cli.guard import begin_guard, end_process_tree, end_run_processes, main
+from osfl.cli.guard import end_process_tree, end_run_processes, main, start_guard
 
 # A process with a child, which says so, and ends or goes on
 PARENT = """
@@ -41,7 +41,7 @@ def test_a_process_its_children_and_a_folder_go_when_the_input_ends(
     with begin(scratch, 100) as guarded, begin(tmp_path / "other", 100) as other:
         assert guarded.stdout is not None
         child = psutil.Process(int(guarded.stdout.readline()))
-        guard = begin_guard(str(scratch))
+        guard = start_guard(str(scratch))
         with pytest.raises(subprocess.TimeoutExpired):
             guard.wait(2)
         assert guarded.poll() is None

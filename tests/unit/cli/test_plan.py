@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from osfl.cli.plan import plan_of, show_plan
+from osfl.cli.plan import estimate_rows, show_plan
 from osfl.config import ConfigError
 from osfl.models.diffusion import load_kit, unet_flops
 from osfl.settings import UnseenDataError
@@ -133,7 +133,7 @@ def test_a_plan_is_runs_images_passes_and_bytes(tiny_kit: Path, tmp_path: Path) 
     settings |= {"feddeo.guidance-text": 1.0, "rounds.count": 5}
     for key in ("method", "seed", "job-id", "runs-dir"):
         settings.pop(key, None)
-    plan = plan_of(read_table(table_file(tmp_path, rows, **settings)))
+    plan = estimate_rows(read_table(table_file(tmp_path, rows, **settings)))
     assert (plan["DEO"].runs, plan["DEO"].images) == (2, 120)
     assert plan["DEO"].flops == 120 * 4 * 3 * unet_flops(str(tiny_kit))
     # Ten classes of 8 x 32 numbers of 4 bytes, and little more
@@ -178,7 +178,7 @@ def test_what_is_not_here_is_asked_for_by_name(
     asked.clear()
     table = read_table(file, without_data=True)
     assert asked == ["hf:owner/far"]
-    plan = plan_of(table)
+    plan = estimate_rows(table)
     assert plan["A"].unknown == plan["B"].unknown == "hf:owner/far: the hub is not reached"
     assert (plan["A"].runs, plan["A"].images) == (1, None)
     assert "/nowhere/kit" in plan["C"].unknown

@@ -19,7 +19,7 @@ from client_app.app import app, cache_key, client_settings
 from client_app.errors import ClientError, PublicConfigError
 from osfl.config import NodeConfig, parse_run_config
 from osfl.data.named import load_rows
-from osfl.data.pins import USUAL
+from osfl.data.pins import DEFAULTS
 from osfl.methods import METHODS
 from osfl.models import classifiers
 from osfl.payload.error_codes import CODES, OTHER, SEE_LOG
@@ -269,9 +269,9 @@ def test_adapting_with_a_guarantee_answers_the_same_whether_it_fails(
 
 
 def test_what_a_site_takes_unnamed_is_the_run_configs_default() -> None:
-    for field, usual in USUAL.items():
+    for field, usual in DEFAULTS.items():
         assert defaults()[f"data.{field.replace('_', '-')}"] == usual
-    assert set(USUAL) <= {field.name for field in fields(NodeConfig)}
+    assert set(DEFAULTS) <= {field.name for field in fields(NodeConfig)}
 
 
 @pytest.mark.parametrize("kind", HANDLERS)
@@ -328,7 +328,7 @@ def test_no_run_asks_for_the_values_of_a_column_of_texts(
 def test_what_a_site_allows_shapes_no_payload(part: Path) -> None:
     """A site that changes it makes no second draw of a payload that it has."""
     parsed = parse_run_config(run_config())
-    pinned = dict.fromkeys((*USUAL, "classes", "test_results"), "x")
+    pinned = dict.fromkeys((*DEFAULTS, "classes", "test_results"), "x")
     here = cache_key(parsed, replace(NodeConfig(), **pinned), "")
     assert here == cache_key(parsed, NodeConfig(), "")
 

@@ -280,7 +280,9 @@ def test_a_superlink_is_reached_past_a_proxy(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with launch.local_superlink(tmp_path, tmp_path) as environment:
         command = ["flwr", "list", "osfl", "--format", "json"]
-        done = subprocess.run(command, cwd=launch.HERE, env=environment, capture_output=True)
+        done = subprocess.run(
+            command, cwd=launch.WORKING_FOLDER, env=environment, capture_output=True
+        )
         assert json.loads(done.stdout[done.stdout.index(b"{") :])["success"]
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from osfl.cli.main import app
 from osfl.config import NodeConfig
 from osfl.data.load import domain_name, image_labels, load_images
-from osfl.data.named import left_out, stored_classes
+from osfl.data.named import count_left_out, stored_classes
 from osfl.data.partition import DataError
 from osfl.data.parts import check_images, client_name
 from tests.helpers.named_data import data, node
@@ -89,7 +89,7 @@ def test_a_row_without_a_label_is_left_out_and_counted(
     root = saved(tmp_path / "a", labels, kind)
     assert labels_of(root) == [0, 1, -1, 1, 0]
     config = data(root, classes="cat,dog", partition="iid")
-    assert left_out(config, node(0, 1)) == {"no label": 1}
+    assert count_left_out(config, node(0, 1)) == {"no label": 1}
     command = ["data", "check", "data.name=hf:owner/toy", f"data.root={root}", "num-clients=1"]
     command += ["data.classes=cat,dog", "data.partition=iid"]
     told = CliRunner().invoke(app, command, env={"COLUMNS": "300"})
@@ -138,7 +138,7 @@ def test_numbers_may_name_the_classes(tmp_path: Path) -> None:
     root = saved(tmp_path / "a", [1, 2, 2, 1, 3], Value("int64"))
     assert labels_of(root, "2,1") == [1, 0, 0, 1]
     config = data(root, classes="2,1", partition="iid")
-    assert left_out(config, node(0, 1)) == {"a label outside data.classes": 1}
+    assert count_left_out(config, node(0, 1)) == {"a label outside data.classes": 1}
     flags = saved(tmp_path / "b", [True, False, False, True], Value("bool"))
     assert labels_of(flags, "true,false") == [0, 1, 1, 0]
 
@@ -258,7 +258,7 @@ def test_an_image_without_a_domain_is_left_out(tmp_path: Path) -> None:
     labels = [0, 1, 0, 1, 0, 0, 1, 0, 1]
     root = saved(tmp_path / "a", labels, Value("int64"), domain=(domains, Value("string")))
     config = data(root, classes="cat,dog", partition="domain")
-    assert left_out(config, node(0)) == {"no domain": 1}
+    assert count_left_out(config, node(0)) == {"no domain": 1}
     held = [image_labels(config, node(part), "train", 0) for part in (0, 1)]
     assert [len(part) for part in held] == [2, 2]
     assert [domain_name(config, node(part), 0) for part in (0, 1)] == ["a", "b"]

@@ -244,7 +244,7 @@ def test_more_images_than_memory_are_decoded_as_they_are_taken(
 ) -> None:
     config = data(parquet)
     held = load_images(config, node(0), "train", 0)
-    monkeypatch.setattr("osfl.data.load.MOST_BYTES", held.pixels.nbytes - 1)
+    monkeypatch.setattr("osfl.data.load.MAX_DECODED_BYTES", held.pixels.nbytes - 1)
     lazy = load_images(config, node(0), "train", 0)
     assert isinstance(lazy.pixels, LazyPixels)
     assert torch.equal(lazy.labels, held.labels)

@@ -12,13 +12,13 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 from typer.testing import CliRunner
 
-from osfl.cli.data_check import look
+from osfl.cli.data_check import inspect_split
 from osfl.cli.main import app
 from osfl.config import NodeConfig, RunConfig
 from osfl.data import pictures
 from osfl.data.load import load_images
 from osfl.data.partition import DataError
-from osfl.data.pictures import open_picture, stored_picture, to_pixels, traits_of
+from osfl.data.pictures import open_image, open_stored_image, to_pixels, traits_of
 from osfl.models.encoders import ImageEncoder
 from osfl.settings import resolve_config
 from osfl.util.pixels import MAX_ASPECT_RATIO, crop_long_side
@@ -89,13 +89,13 @@ def test_a_scan_above_pillows_limit_is_read(
     assert torch.equal(images.pixels[0], to_pixels(noise(24, 20), 16))
     assert Image.MAX_IMAGE_PIXELS == 24 * 20 // 2 - 1
     row = {"bytes": content, "path": None}
-    assert stored_picture(row).size == (24, 20)
+    assert open_stored_image(row).size == (24, 20)
 
 
 def test_a_scan_beyond_our_own_limit_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "MOST_PIXELS", 24 * 20)
+    monkeypatch.setattr(pictures, "MAX_PIXELS", 24 * 20)
     assert len(load_images(FOLDER, one_file(tmp_path, encoded(noise(24, 20), "png")), "train", 0))
     node = one_file(tmp_path, encoded(noise(25, 20), "png"))
     with pytest.raises(DataError, match=r"25 x 20 pixels; an image must have at most 480: scale"):
@@ -192,7 +192,7 @@ def test_the_check_reads_and_refuses_what_a_run_does(read: str, tmp_path: Path) 
     made.save(folder / "a.tif", exif=exif)
     config = run_config(tmp_path)
     node = NodeConfig(partition_id=0, num_partitions=1)
-    found = look(config, node, "train")
+    found = inspect_split(config, node, "train")
     try:
         load_images(replace(FOLDER, root=str(tmp_path)), node, "train", 0)
     except DataError as error:
@@ -209,7 +209,7 @@ def test_different_pictures_of_16_bits_do_not_look_alike(tmp_path: Path) -> None
         image = Image.fromarray(waves(seed).astype(np.uint16))
         make_folder(tmp_path / str(seed) / "a", cat=[image])
         node = NodeConfig(partition_id=0, num_partitions=1)
-        found = look(run_config(tmp_path / str(seed)), node, "train")
+        found = inspect_split(run_config(tmp_path / str(seed)), node, "train")
         hashes += list(found.hashes.values())
     assert len({values.tobytes() for values in hashes}) == 6
 
@@ -236,14 +236,14 @@ def test_12_bits_in_files_of_16_and_frames_are_told_apart() -> None:
     for top, is_dark in ((4096, True), (60_000, False)):
         grey = Image.fromarray(draw.integers(0, top, (20, 24), dtype=np.uint16))
         for content in (encoded(grey, "png"), encoded(grey, "tiff"), colours_of_16_bits(top)):
-            assert traits_of(open_picture(content)).is_dark is is_dark
+            assert traits_of(open_image(content)).is_dark is is_dark
     night = Image.new("RGB", (8, 8), (9, 9, 9))
-    assert not traits_of(open_picture(encoded(night, "png"))).is_dark
+    assert not traits_of(open_image(encoded(night, "png"))).is_dark
     frames = [noise(24, 20), Image.new("RGB", (24, 20)), noise(24, 20)]
     buffer = io.BytesIO()
     frames[0].save(buffer, "tiff", save_all=True, append_images=frames[1:])
-    assert traits_of(open_picture(buffer.getvalue())).frames == 3
-    assert traits_of(open_picture(encoded(night, "png"))).frames == 1
+    assert traits_of(open_image(buffer.getvalue())).frames == 3
+    assert traits_of(open_image(encoded(night, "png"))).frames == 1
 
 
 def test_the_check_counts_frames_and_dark_files(tmp_path: Path) -> None:
@@ -277,14 +277,14 @@ def test_a_row_holds_bytes_a_path_or_nothing(tmp_path: Path) -> None:
     file.write_bytes(content)
     wanted = to_pixels(noise(24, 20), 16)
     for value in (content, {"bytes": content, "path": None}, {"bytes": None, "path": str(file)}):
-        assert torch.equal(to_pixels(stored_picture(value), 16), wanted)
-    grey = to_pixels(stored_picture(content, "L"), 16)
+        assert torch.equal(to_pixels(open_stored_image(value), 16), wanted)
+    grey = to_pixels(open_stored_image(content, "L"), 16)
     assert torch.equal(grey[0], grey[1])
     for value in (None, b"", {"bytes": None, "path": None}):
         with pytest.raises(ValueError, match="the row has no image"):
-            stored_picture(value)
+            open_stored_image(value)
     with pytest.raises(ValueError, match="the row has a URL"):
-        stored_picture({"bytes": None, "path": "https://example.org/a.png"})
+        open_stored_image({"bytes": None, "path": "https://example.org/a.png"})
 
 
 @pytest.mark.parametrize("levels", [(-1000, 3000), (0, 70_000), (0, 2**31 - 1)])
@@ -316,4 +316,4 @@ def test_what_a_file_is_in_place_of_a_picture_is_named(
         load_images(FOLDER, one_file(tmp_path, content, "x.png"), "train", 0)
     if content:
         with pytest.raises(ValueError, match=cause):
-            stored_picture({"bytes": content, "path": None})
+            open_stored_image({"bytes": content, "path": None})

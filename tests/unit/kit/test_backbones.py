@@ -18,10 +18,10 @@ from osfl.config import ConfigError, parse_run_config
 from osfl.models.classifiers import (
     ClassifierError,
     build_classifier,
-    logits_of,
+    compute_logits,
     new_classifier,
-    normalise,
-    rebuild,
+    normalize,
+    rebuild_classifier,
 )
 from osfl.models.training import fit
 from osfl.util.pixels import to_float
@@ -81,13 +81,13 @@ def test_an_images_mean_deviation_and_size_are_the_models_own() -> None:
     vit = build_classifier(VIT, 5)
     images = pixels(side=160)
     wanted = (images.numpy() / 255 - 0.5) / 0.5
-    assert normalise(to_float(images), vit).numpy() == pytest.approx(wanted, abs=1e-5)
-    assert normalise(to_float(pixels()), vit).shape == (4, 3, 160, 160)
-    assert normalise(to_float(pixels()), build_classifier(RESNET, 5)).shape == (4, 3, 24, 24)
+    assert normalize(to_float(images), vit).numpy() == pytest.approx(wanted, abs=1e-5)
+    assert normalize(to_float(pixels()), vit).shape == (4, 3, 160, 160)
+    assert normalize(to_float(pixels()), build_classifier(RESNET, 5)).shape == (4, 3, 24, 24)
     # Torchvision's have ImageNet's
     mean = np.array([0.485, 0.456, 0.406])[:, None, None]
     std = np.array([0.229, 0.224, 0.225])[:, None, None]
-    plain = normalise(to_float(images), build_classifier("resnet18", 5)).numpy()
+    plain = normalize(to_float(images), build_classifier("resnet18", 5)).numpy()
     assert plain == pytest.approx((images.numpy() / 255 - mean) / std, abs=1e-5)
 
 
@@ -97,7 +97,7 @@ def test_training_guidance_and_testing_see_the_same_input(monkeypatch: pytest.Mo
     model.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().clone()))
     images = pixels(2)
     config = plain_classifier(epochs=1, batch_size=2, lr=0.0 + 1e-8)
-    logits_of(model, images, CPU)
+    compute_logits(model, images, CPU)
     fit(model, images, torch.tensor([0, 1]), config, 0, CPU)
     teacher = as_teacher(model)
     classifier_loss(teacher, to_float(images), torch.tensor([0, 1]), 1.0, 0.0, 24)
@@ -110,7 +110,7 @@ def test_training_guidance_and_testing_see_the_same_input(monkeypatch: pytest.Mo
 def test_a_gradient_goes_through_the_resizing() -> None:
     model = build_classifier(VIT, 5).eval()
     image = to_float(pixels(1)).requires_grad_()
-    F.cross_entropy(model(normalise(image, model)), torch.tensor([1])).backward()
+    F.cross_entropy(model(normalize(image, model)), torch.tensor([1])).backward()
     assert image.grad is not None
     assert int((image.grad != 0).sum()) > 100
 
@@ -149,9 +149,11 @@ def test_a_trained_one_is_rebuilt_of_its_numbers(served: Hub) -> None:
         torch.manual_seed(1)
         model = build_classifier(architecture, 5)
         state = {key: value + 0.01 for key, value in model.state_dict().items()}
-        made = rebuild(state, architecture, 5, small_stem=False)
+        made = rebuild_classifier(state, architecture, 5, small_stem=False)
         model.load_state_dict(state)
-        assert torch.allclose(logits_of(made, pixels(), CPU), logits_of(model, pixels(), CPU))
+        assert torch.allclose(
+            compute_logits(made, pixels(), CPU), compute_logits(model, pixels(), CPU)
+        )
 
 
 def test_the_head_alone_is_trained(served: Hub) -> None:

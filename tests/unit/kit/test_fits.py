@@ -22,7 +22,7 @@ from osfl.kit.fits import DIFFUSERS_MODELS, check_loaded
 from osfl.kit.folder import KitError
 from osfl.kit.part_check import MODELS
 from osfl.methods import DIFFUSION_PARTS
-from osfl.models.diffusion import check_schedule, load_kit, timesteps
+from osfl.models.diffusion import load_kit, load_noise_schedule, timesteps
 from tests.helpers.kit_files import UNET, change, index, linked, rewrite
 from tests.helpers.settings import ROOT
 
@@ -140,7 +140,7 @@ def test_loading_refuses_what_a_check_let_pass(
     """A file that is changed between the check and the loading, say."""
     kit = linked(shipped(part), tmp_path / "kit")
     changed(kit, part, without_last)
-    monkeypatch.setattr(part_check, "check_fit", lambda *about: None)
+    monkeypatch.setattr(part_check, "check_tensor_shapes", lambda *about: None)
     with pytest.raises(KitError, match=f"the weights of {part} lack"):
         load_kit(kit)
 
@@ -195,10 +195,10 @@ def test_the_shipped_kits_are_checked_without_torch() -> None:
 
 def test_the_shipped_kits_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is known of them is what their check remembers: of a kit that is made anew, too."""
-    known = fits.SHIPPED
-    monkeypatch.setattr(fits, "SHIPPED", frozenset())
+    known = fits.SHIPPED_MARKS
+    monkeypatch.setattr(fits, "SHIPPED_MARKS", frozenset())
     exec(CHECK_SHIPPED, {})
-    assert set(fits._remembered()) == known
+    assert set(fits._cached_marks()) == known
 
 
 # ---- Settings that somebody wrote ----
@@ -272,7 +272,7 @@ def test_an_odd_schedule_is_refused_before_anybody_works(
 ) -> None:
     kit = linked(shipped("unet"), tmp_path / "kit")
     change(kit, "scheduler/scheduler_config.json", **{key: value})
-    for look in (lambda kit: check_kit(kit, DIFFUSION_PARTS), check_schedule):
+    for look in (lambda kit: check_kit(kit, DIFFUSION_PARTS), load_noise_schedule):
         with pytest.raises(KitError, match=f"scheduler_config.json says {key} = .*; it must be"):
             look(str(kit))
 
@@ -283,7 +283,7 @@ def test_more_steps_than_a_schedule_has_are_refused(tmp_path: Path, offset: int,
     kit = linked(shipped("unet"), tmp_path / "kit")
     settings = {"timestep_spacing": "leading", "steps_offset": offset}
     change(kit, "scheduler/scheduler_config.json", num_train_timesteps=20, **settings)
-    scheduler = check_schedule(str(kit))
+    scheduler = load_noise_schedule(str(kit))
     assert timesteps(scheduler, most) == list(range(19, 19 - most, -1))
     for steps in (most + 1, 21):
         with pytest.raises(KitError, match=f"steps = {steps}: .* 20 timesteps.* set synthesis.st"):

@@ -293,7 +293,7 @@ def test_a_full_disk_is_no_missing_hub(served: Hub, monkeypatch: pytest.MonkeyPa
 def test_a_hub_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_of_kits, "HUB_SECONDS", 0.5)
+    monkeypatch.setattr(hub_of_kits, "HUB_TIMEOUT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         asked(monkeypatch, f"http://127.0.0.1:{mute.getsockname()[1]}", tmp_path)
         with pytest.raises(KitError, match="hub not reached"):

@@ -19,9 +19,9 @@ from torchvision.models import ResNet50_Weights, VisionTransformer, get_model_we
 
 from osfl.config import ClassifierConfig, ConfigError, parse_run_config
 from osfl.kit import initial_weights
-from osfl.kit.used_parts import kit_parts, used_parts
+from osfl.kit.used_parts import kit_parts, parts_by_step
 from osfl.models import classifiers
-from osfl.models.classifiers import ClassifierError, build_classifier, load_initialisation
+from osfl.models.classifiers import ClassifierError, build_classifier, load_initial_weights
 from osfl.payload.kinds import Classifier
 from server_app.app import check_server
 from server_app.federation.exchange import RoundError
@@ -32,7 +32,7 @@ from tests.helpers.whole_runs import metrics, start
 
 def numbered(architecture: str, num_classes: int = 1000) -> dict[str, torch.Tensor]:
     """A state dict of which every tensor holds its own number: of no size on the disk."""
-    state = classifiers.blank_classifier(architecture, num_classes, False).state_dict()
+    state = classifiers.meta_classifier(architecture, num_classes, False).state_dict()
     return {
         name: torch.tensor(number, dtype=value.dtype).expand(value.shape)
         for number, (name, value) in enumerate(state.items())
@@ -64,8 +64,8 @@ def test_a_densenets_file_with_its_old_names_is_taken(tmp_path: Path) -> None:
         old[name] = value
     assert "features.denseblock1.denselayer1.norm.1.weight" in old
     torch.save(old, tmp_path / "densenet121.pth")
-    model = empty(classifiers.blank_classifier("densenet121", 10, False))
-    classifiers.load_initialisation(model, tmp_path / "densenet121.pth")
+    model = empty(classifiers.meta_classifier("densenet121", 10, False))
+    classifiers.load_initial_weights(model, tmp_path / "densenet121.pth")
     for name, value in model.state_dict().items():
         if not name.startswith("classifier."):
             assert torch.equal(value, weights[name]), name
@@ -85,11 +85,11 @@ def test_a_vision_transformers_file_with_its_old_names_is_taken(tmp_path: Path) 
     assert "encoder.layers.encoder_layer_0.mlp.linear_1.weight" in old
     torch.save(old, tmp_path / "vit.pth")
     model = transformer(24, 10)
-    classifiers.load_initialisation(model, tmp_path / "vit.pth")
+    classifiers.load_initial_weights(model, tmp_path / "vit.pth")
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]) != name.startswith("heads."), name
     with pytest.raises(ClassifierError, match="does not fit this architecture or stem: .*mlp"):
-        classifiers.load_initialisation(transformer(20, 10), tmp_path / "vit.pth")
+        classifiers.load_initial_weights(transformer(20, 10), tmp_path / "vit.pth")
 
 
 # ---- A folder ----
@@ -131,7 +131,7 @@ def test_an_architecture_finds_its_own_file_in_a_folder(
     folder = folder_of(tmp_path / "weights", name)
     (folder / f"{architecture}_bn.pth").write_bytes(b"another's")
     about = settings(architecture=architecture, init=str(folder))
-    assert initial_weights.initial_weights(about, "") == folder / name
+    assert initial_weights.find_initial_weights(about, "") == folder / name
     model = classifiers.new_classifier(about, 10, "", 0)
     assert first(model) == 0
     assert float(next(model.buffers()).mean()) > 0
@@ -146,14 +146,14 @@ def test_of_several_files_in_a_folder_the_plain_name_goes_first(tmp_path: Path) 
     about = settings(architecture="resnet50", init=str(tmp_path))
     for name in (older, default, "resnet50.pth", "resnet50.safetensors"):
         (tmp_path / name).touch()
-        assert initial_weights.initial_weights(about, "").name == name  # type: ignore[union-attr]
+        assert initial_weights.find_initial_weights(about, "").name == name  # type: ignore[union-attr]
 
 
 def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "weights", "mobilenet_v2.pth")
     about = settings(architecture="vgg16", init=str(folder))
     with pytest.raises(ConfigError) as caught:
-        initial_weights.initial_weights(about, "", "classifier.init")
+        initial_weights.find_initial_weights(about, "", "classifier.init")
     message = str(caught.value)
     assert message.startswith(
         f"classifier.init = '{folder}': the folder lacks vgg16.safetensors or vgg16.pth"
@@ -162,9 +162,9 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     # A ResNet-34 is made from a ResNet-18 of the kit alone
     (folder / "resnet18.pth").touch()
     with pytest.raises(ConfigError, match="the folder lacks resnet34.safetensors"):
-        initial_weights.initial_weights(replace(about, architecture="resnet34"), "")
+        initial_weights.find_initial_weights(replace(about, architecture="resnet34"), "")
     with pytest.raises(ConfigError, match="'/nowhere/at/all': no such file or folder"):
-        initial_weights.initial_weights(replace(about, init="/nowhere/at/all"), "")
+        initial_weights.find_initial_weights(replace(about, init="/nowhere/at/all"), "")
 
 
 def mixed(kit: Path, folder: Path, **changes: object) -> dict:
@@ -190,10 +190,10 @@ def test_clients_of_mixed_architectures_take_each_their_own_from_one_folder(
         torch.save(model.state_dict(), folder / f"{architecture}.pth")
     config = mixed(tiny_kit, folder)
     loaded = []
-    load = classifiers.load_initialisation
+    load = classifiers.load_initial_weights
     monkeypatch.setattr(
         classifiers,
-        "load_initialisation",
+        "load_initial_weights",
         lambda model, file, key: loaded.append(file.name) or load(model, file, key),
     )
     start(config)
@@ -242,11 +242,11 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
 
     trained = classifiers.build_classifier("resnet34", 24, small_stem=True)
     file = kit / "classifiers" / "resnet34.safetensors"
-    classifiers.save_initialisation(trained, file)
+    classifiers.save_initial_weights(trained, file)
     assert kit_parts(config, str(kit)) == ("classifiers/resnet34.safetensors", *shared)
     assert client_download_bytes(config, payload) == file.stat().st_size
     # The server's job is tied to the same file, and to the models of all architectures
-    assert used_parts(config)["payloads"] == (str(kit), kit_parts(config, str(kit)))
+    assert parts_by_step(config)["payloads"] == (str(kit), kit_parts(config, str(kit)))
     both = parse_run_config(
         quick(
             method="feddf",
@@ -256,9 +256,9 @@ def test_a_resnet34_takes_the_kits_own_weights_where_it_has_some(
         )
     )
     files = ("classifiers/resnet34.safetensors", *shared, "classifiers/vgg16.safetensors")
-    assert used_parts(both)["models"] == (str(kit), files)
+    assert parts_by_step(both)["models"] == (str(kit), files)
     initial = classifiers.new_classifier(about, 10, str(kit), 0).state_dict()
-    kept = classifiers.unpack(classifiers.pack(trained.state_dict()))
+    kept = classifiers.dequantize(classifiers.quantize(trained.state_dict()))
     for name in ("layer1.2.bn2.weight", "layer3.5.conv1.weight"):
         assert torch.equal(initial[name], kept[name])
 
@@ -293,14 +293,14 @@ def test_without_a_network_the_way_out_is_named(cache: Path) -> None:
     url = get_model_weights("mobilenet_v2").DEFAULT.url
     about = settings(architecture="mobilenet_v2", init="imagenet")
     with pytest.raises(ConfigError) as caught:
-        initial_weights.initial_weights(about, "", "classifier.init")
+        initial_weights.find_initial_weights(about, "", "classifier.init")
     message = str(caught.value)
     assert message.startswith("classifier.init = 'imagenet': ")
     assert str(cache / url.rpartition("/")[2]) in message
     assert "Connection refused" in message
     assert "TORCH_HOME" in message
     with pytest.raises(ConfigError, match="torchvision has no weights of resnet19"):
-        initial_weights.initial_weights(replace(about, architecture="resnet19"), "")
+        initial_weights.find_initial_weights(replace(about, architecture="resnet19"), "")
 
 
 def test_clients_look_for_imagenets_weights_when_they_join(
@@ -387,7 +387,7 @@ def test_a_file_that_holds_no_weights_is_named_in_our_words(
     make(tmp_path / name)
     model = build_classifier("resnet18", 3)
     with pytest.raises(ClassifierError, match=f"classifier.init = .*{message}") as caught:
-        load_initialisation(model, tmp_path / name, "classifier.init")
+        load_initial_weights(model, tmp_path / name, "classifier.init")
     assert "weights_only" not in str(caught.value)
     assert "\x1b" not in str(caught.value)
 
@@ -397,7 +397,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
     torch.save(build_classifier("resnet18", 3).state_dict(), file)
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ClassifierError, match="cut short") as caught:
-        load_initialisation(build_classifier("resnet18", 3), file, "classifier.init")
+        load_initial_weights(build_classifier("resnet18", 3), file, "classifier.init")
     assert "weights_only" not in str(caught.value)
 
 

@@ -300,10 +300,10 @@ def reads(monkeypatch: pytest.MonkeyPatch, home: Path) -> list[Path]:
 
     def watched(file: Path, progress: digests.Progress) -> str:
         seen.append(file)
-        digests._here.clear()
+        digests._memory_cache.clear()
         return read(file, progress)
 
-    digests._here.clear()
+    digests._memory_cache.clear()
     monkeypatch.setattr(digests, "_read", watched)
     return seen
 
@@ -312,28 +312,28 @@ def test_a_digest_is_remembered_until_the_file_changes(
     home: Path, tmp_path: Path, reads: list[Path]
 ) -> None:
     file = large(tmp_path / "weights")
-    assert digests.unread_bytes([file]) == digests.SMALL_BYTES
-    first = digests.sha256_of(file)
-    digests._here.clear()
-    assert (digests.sha256_of(file), reads, digests.unread_bytes([file])) == (first, [file], 0)
+    assert digests.uncached_bytes([file]) == digests.SMALL_BYTES
+    first = digests.file_sha256(file)
+    digests._memory_cache.clear()
+    assert (digests.file_sha256(file), reads, digests.uncached_bytes([file])) == (first, [file], 0)
     cache = home / "cache" / "digests.json"
     assert cache.stat().st_mode & 0o777 == 0o600
     # another time, another file of the same size and time, another size
     stat = file.stat()
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert digests.sha256_of(file) == first
+    assert digests.file_sha256(file) == first
     stat = file.stat()
     other = large(tmp_path / "other")
     os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     other.replace(file)
-    digests._here.clear()
-    second = digests.sha256_of(file)
+    digests._memory_cache.clear()
+    second = digests.file_sha256(file)
     assert second != first
     with open(file, "ab") as more:
         more.write(b"x")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    digests._here.clear()
-    assert digests.sha256_of(file) not in (first, second)
+    digests._memory_cache.clear()
+    assert digests.file_sha256(file) not in (first, second)
     assert len(reads) == 4
 
 
@@ -341,7 +341,7 @@ def test_what_has_just_changed_is_not_remembered(tmp_path: Path, reads: list[Pat
     """It may change again within the same tick of the file system's clock."""
     file = large(tmp_path / "weights", seconds_ago=0)
     for _ in range(2):
-        digests.sha256_of(file)
+        digests.file_sha256(file)
     assert len(reads) == 2
 
 
@@ -352,13 +352,13 @@ def test_a_damaged_memory_is_none(
     home: Path, tmp_path: Path, reads: list[Path], damage: bytes
 ) -> None:
     file = large(tmp_path / "weights")
-    first = digests.sha256_of(file)
+    first = digests.file_sha256(file)
     (home / "cache" / "digests.json").write_bytes(damage.replace(b"W", bytes(file)))
-    digests._here.clear()
-    assert digests.sha256_of(file) == first
+    digests._memory_cache.clear()
+    assert digests.file_sha256(file) == first
     assert len(reads) == 2
-    digests._here.clear()
-    assert digests.sha256_of(file) == first
+    digests._memory_cache.clear()
+    assert digests.file_sha256(file) == first
     assert len(reads) == 2
 
 
@@ -367,12 +367,12 @@ def test_a_remembered_digest_that_changed_at_rest_is_not_taken(
 ) -> None:
     """It would be another kit's, and with a guarantee another noisy payload."""
     file = large(tmp_path / "weights")
-    first = digests.sha256_of(file)
+    first = digests.file_sha256(file)
     memory = home / "cache" / "digests.json"
     other = first[:-1] + ("0" if first[-1] != "0" else "1")
     memory.write_text(memory.read_text().replace(first, other))
-    digests._here.clear()
-    assert digests.sha256_of(file) == first
+    digests._memory_cache.clear()
+    assert digests.file_sha256(file) == first
     assert len(reads) == 2
 
 
@@ -382,9 +382,9 @@ def test_without_a_place_to_remember_files_are_read(
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "file" / "below"))
     file = large(tmp_path / "weights")
-    first = digests.sha256_of(file)
-    digests._here.clear()
-    assert digests.sha256_of(file) == first
+    first = digests.file_sha256(file)
+    digests._memory_cache.clear()
+    assert digests.file_sha256(file) == first
     assert len(reads) == 2
 
 
@@ -542,6 +542,6 @@ def test_reading_the_kit_is_a_phase(
     assert name == "reading the kit (MB)"
     assert steps[-1] == ("", total, total)
     seen.clear()
-    digests._here.clear()
+    digests._memory_cache.clear()
     bind_job_to_kit(config, folder, status)  # known now
     assert seen == [] or all(done == total for _, done, total in seen)

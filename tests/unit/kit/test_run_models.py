@@ -144,7 +144,7 @@ def test_initial_weights_are_checked_once_without_their_numbers(
     config, file = named_apart("classifier.init", tmp_path / "apart")
     check_initial_weights(config.classifier, "", "classifier.init")
     new_classifier(config.classifier, 3, "", 0)
-    monkeypatch.setattr("osfl.models.classifiers.load_initialisation", None)
+    monkeypatch.setattr("osfl.models.classifiers.load_initial_weights", None)
     check_initial_weights(config.classifier, "", "classifier.init")
     state = load_file(file)
     save_file({**state, "conv1.0.weight": torch.zeros(1)}, file)

@@ -237,8 +237,8 @@ def test_the_small_decoder_sees_what_the_autoencoder_sees(shipped_kit: Path, see
 def test_initialisations_know_turns_and_styles(file: Path, seen) -> None:  # type: ignore[no-untyped-def]
     """The pretext task: which of four turns (here none), and which of six styles."""
     model = classifiers.build_classifier(file.stem, 4 * len(STYLES), small_stem=True)
-    classifiers.load_initialisation(model, file)
-    guess = classifiers.logits_of(model, seen[0], torch.device("cpu")).argmax(1).numpy()
+    classifiers.load_initial_weights(model, file)
+    guess = classifiers.compute_logits(model, seen[0], torch.device("cpu")).argmax(1).numpy()
     assert (guess % len(STYLES) == seen[2]).mean() > 0.95
     assert (
         guess // len(STYLES) == 0

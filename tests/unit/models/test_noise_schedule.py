@@ -9,7 +9,7 @@ import torch
 
 from osfl.config import parse_run_config
 from osfl.kit.kits import KitError
-from osfl.models.diffusion import check_schedule, load_kit
+from osfl.models.diffusion import load_kit, load_noise_schedule
 from server_app.app import check_server
 from tests.helpers.settings import quick
 
@@ -40,7 +40,7 @@ def test_a_schedule_that_ends_at_pure_noise_is_refused(scheduler: Path, settings
     """
     change(scheduler, **settings)
     with pytest.raises(KitError, match=r"kit = .*zero terminal SNR.*rescale_betas_zero_snr"):
-        check_schedule(str(scheduler.parent.parent))
+        load_noise_schedule(str(scheduler.parent.parent))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_schedule_that_ends_at_pure_noise_is_refused(scheduler: Path, settings
 )
 def test_other_schedules_are_taken(scheduler: Path, settings: dict) -> None:
     change(scheduler, **settings)
-    schedule = check_schedule(str(scheduler.parent.parent))
+    schedule = load_noise_schedule(str(scheduler.parent.parent))
     assert schedule.alphas_cumprod.shape == (1000,)
     assert torch.all(schedule.alphas_cumprod > 0)
 
@@ -57,7 +57,7 @@ def test_other_schedules_are_taken(scheduler: Path, settings: dict) -> None:
 def test_an_unreadable_schedule_is_named(scheduler: Path) -> None:
     scheduler.write_text("{")
     with pytest.raises(KitError, match=r"scheduler_config.json cannot be loaded"):
-        check_schedule(str(scheduler.parent.parent))
+        load_noise_schedule(str(scheduler.parent.parent))
 
 
 def test_it_is_refused_before_clients_work_and_where_a_kit_is_loaded(

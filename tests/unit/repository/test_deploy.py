@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from osfl.cli.launch import _FLOWER_SWITCHES, KEEP_MEMORY
+from osfl.cli.launch import _FLOWER_SWITCHES, MALLOC_SETTINGS
 from tests.helpers.settings import ROOT
 from tests.helpers.system_tools import BIN
 
@@ -114,7 +114,7 @@ def test_settings_are_those_of_the_launcher() -> None:
     recipe = (ROOT / "deploy" / "Dockerfile").read_text().split()
     units = (ROOT / "deploy" / "systemd" / "environment").read_text().split()
     flower = {name: value for name, value in _FLOWER_SWITCHES.items() if name.startswith("FLWR_")}
-    for name, value in (KEEP_MEMORY | flower).items():
+    for name, value in (MALLOC_SETTINGS | flower).items():
         assert f"{name}={value}" in recipe
         assert f"{name}={value}" in units
 

@@ -32,7 +32,7 @@ from client_app.methods import (
 )
 from client_app.methods.oscar import mean_encoding
 from osfl.cli import display
-from osfl.cli.launch import MOST_LINE
+from osfl.cli.launch import MAX_LINE_LENGTH
 from osfl.config import ConfigError, NodeConfig, parse_node_config, parse_run_config
 from osfl.data.load import Images
 from osfl.models.diffusion import load_kit
@@ -249,7 +249,7 @@ def test_a_log_that_is_followed_gives_status_and_results(
     followed = FollowedRun()
     others = ["client-9: status {}", "status", "status {", 'status {"phase": 1}']
     lines = [f"INFO :      {record.getMessage()}" for record in caplog.records]
-    assert max(map(len, lines)) < MOST_LINE
+    assert max(map(len, lines)) < MAX_LINE_LENGTH
     for line in [*lines, *(f"INFO :      {other}" for other in others[:3])]:
         followed.read(line)
     assert followed.state["phase"] == "finished"

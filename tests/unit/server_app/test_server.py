@@ -50,7 +50,8 @@ def test_a_classifier_is_rebuilt_from_its_state(architecture: str) -> None:
     model = classifiers.build_classifier(architecture, 10).eval()
     images = torch.rand(2, 3, 32, 32)
     assert torch.equal(
-        classifiers.rebuild(model.state_dict(), architecture, 10, False)(images), model(images)
+        classifiers.rebuild_classifier(model.state_dict(), architecture, 10, False)(images),
+        model(images),
     )
 
 
@@ -239,7 +240,7 @@ def test_rows_of_the_confusion_matrix_are_true_classes() -> None:
 
     pixels = torch.zeros(3, 3, 4, 4, dtype=torch.uint8)
     labels = torch.tensor([0, 0, 3])
-    assert classifiers.confusion(Threes(), pixels, labels, 4, CPU) == [
+    assert classifiers.count_confusion(Threes(), pixels, labels, 4, CPU) == [
         [0, 0, 0, 2],
         [0] * 4,
         [0] * 4,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from osfl.kit.digests import SMALL_BYTES, sha256_of
+from osfl.kit.digests import SMALL_BYTES, file_sha256
 from osfl.util import files
 from osfl.util.files import (
     CorruptFileError,
@@ -50,7 +50,7 @@ def test_the_memory_of_digests_is_its_owners_alone(
     """And so are the folders above it, where it is the first thing there."""
     monkeypatch.setenv("OSFL_CACHE", str(tmp_path / "osfl" / "cache"))
     (tmp_path / "weights").write_bytes(bytes(SMALL_BYTES))
-    sha256_of(tmp_path / "weights")
+    file_sha256(tmp_path / "weights")
     made = [tmp_path / "osfl", tmp_path / "osfl" / "cache"]
     assert [mode(path) for path in made] == [0o700, 0o700]
 

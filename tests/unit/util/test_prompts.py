@@ -7,7 +7,7 @@ import torch
 
 from osfl.config import ConfigError, parse_run_config
 from osfl.data.render import CLASSES, STYLES
-from osfl.models.concepts import concept_prompts
+from osfl.models.concepts import initial_prompts
 from osfl.payload.kinds import Domain
 from osfl.util.prompts import fill_prompt, to_words
 from server_app.methods import fgl, prompts_domain
@@ -79,7 +79,7 @@ def test_the_digits_have_the_prompts_that_their_kit_has_learned() -> None:
     for name in CLASSES:
         assert run.prompts([name]) == [text.replace("{class}", name)]
         assert fill_prompt("a {class}", {"class": name}) == f"a {name}"
-        assert name in concept_prompts([name])[0].split()
+        assert name in initial_prompts([name])[0].split()
         for style in STYLES:
             plain = domain.replace("{domain}", style).replace("{class}", name)
             assert fill_prompt(domain, {"class": name, "domain": style}) == plain
@@ -93,7 +93,7 @@ def test_every_prompt_of_a_folders_classes_is_in_words(monkeypatch: pytest.Monke
     image = SimpleNamespace(client="a", label=0, index=0)
     assert job.config.prompts(classes) == ["an image of alarm clock", "an image of dog"]
     assert fgl.prompt_of(job, ["a clock on a_table"], image) == "alarm clock, a clock on a_table"  # type: ignore[arg-type]
-    assert "alarm clock" in concept_prompts(classes)[0]
+    assert "alarm clock" in initial_prompts(classes)[0]
     encoded: list[str] = []
     kit = SimpleNamespace(text=lambda texts: encoded.extend(texts))
     monkeypatch.setattr(prompts_domain, "load_engine", lambda *_: kit)

@@ -318,7 +318,7 @@ def test_the_log_of_a_federation_is_plain(flower: dict[str, str]) -> None:
     assert lines[1] == REPLACEMENT
     assert lines[-1] == "the end"
     assert all(map(is_safe, lines))
-    assert max(map(len, lines)) <= launch.MOST_LINE
+    assert max(map(len, lines)) <= launch.MAX_LINE_LENGTH
     assert sum(map(len, lines)) > 10_000_000
 
 

@@ -128,7 +128,7 @@ def test_of_many_figures_each_must_be_surer() -> None:
     assert empirical_epsilon(found, 0.0, COIN, looks=7) == pytest.approx(expected)
     games = {"a": {"x": [found], "y": [found]}, "b": {"x": [found], "y": [found]}}
     guarantees = dict.fromkeys(("x", "y"), command.Guarantee(1.0, 1e-7))
-    findings = command.findings(games, guarantees, 0)
+    findings = command.evaluate_trials(games, guarantees, 0)
     assert [one.client for one in findings] == ["x", "y", "all"] * 2
     assert findings[0].measured == pytest.approx(
         epsilon_lower_bound(50, 50, 50, 1e-7, 1 - 0.01 / 12), abs=1e-6
@@ -425,7 +425,9 @@ def test_words_are_held_against_the_prompt_and_latents_by_their_distance(
     def filled(domain: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
         return torch.tensor(prompts) + domain + 2 * vectors.unsqueeze(1)
 
-    monkeypatch.setattr(attacks, "concept_prompt", lambda text: SimpleNamespace(filled=filled))
+    monkeypatch.setattr(
+        attacks, "encode_concept_prompt", lambda text: SimpleNamespace(filled=filled)
+    )
     sent = np.stack([latents[0] + 0.3, latents[1] - 0.2])
     means = torch.tensor(sent).float()
     payload = Concepts(
@@ -487,11 +489,11 @@ def test_a_finding_says_how_like_the_pictures_are() -> None:
     """Medians of members and others; of no other attack."""
     scores = Scores(torch.tensor([30.0, 20, 25]).double(), torch.tensor([10.0, 12, 11]).double())
     games = {"pictures": {"a": [scores]}, "latents": {"a": [scores]}}
-    pictures, latents = command.findings(games, {"a": command.Guarantee(0.0, 0.0)}, 0)
+    pictures, latents = command.evaluate_trials(games, {"a": command.Guarantee(0.0, 0.0)}, 0)
     assert pictures.likeness == (25.0, 11.0)
     assert latents.likeness is None
-    assert command.words_of(pictures)["likeness"] == "25.0 dB, non-members 11.0"
-    assert command.words_of(latents)["likeness"] == ""
+    assert command.format_finding(pictures)["likeness"] == "25.0 dB, non-members 11.0"
+    assert command.format_finding(latents)["likeness"] == ""
 
 
 def test_shares_have_intervals_and_the_command_says_what_they_hold_for(
@@ -500,12 +502,12 @@ def test_shares_have_intervals_and_the_command_says_what_they_hold_for(
     """143 of 1,200: Clopper and Pearson's 95 %."""
     low = stats.beta.ppf(0.025, 143, 1058)
     high = stats.beta.ppf(0.975, 144, 1057)
-    assert command.share(143, 1200, digits=1) == f"11.9% [{low:.1%}, {high:.1%}]"
+    assert command.format_share(143, 1200, digits=1) == f"11.9% [{low:.1%}, {high:.1%}]"
     found = Scores(torch.ones(1000).double(), torch.zeros(1000).double())
     games = {"x": {"a": [found]}}
-    (one,) = command.findings(games, {"a": command.Guarantee(0.0, 0.0)}, 0)
-    rate = command.words_of(one)["TPR at 0.1 % FPR"]
-    assert rate == command.share(1000, 1000, digits=1) == "100.0% [99.6%, 100.0%]"
+    (one,) = command.evaluate_trials(games, {"a": command.Guarantee(0.0, 0.0)}, 0)
+    rate = command.format_finding(one)["TPR at 0.1 % FPR"]
+    assert rate == command.format_share(1000, 1000, digits=1) == "100.0% [99.6%, 100.0%]"
     monkeypatch.chdir(home)
     said = " ".join(audited(tiny_kit, method="prompts-domain").output.split())
     assert "intervals are for these images and payloads" in said
@@ -682,8 +684,8 @@ def test_a_caption_is_among_its_classes_or_not(monkeypatch: pytest.MonkeyPatch) 
 def test_confidence_is_liras(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probabilities 0.7, 0.2, 0.1 and label 0: log(0.7 / 0.3); label 2: log(0.1 / 0.9)."""
     logits = torch.tensor([[0.7, 0.2, 0.1, 1e-9]]).log().repeat(2, 1)
-    monkeypatch.setattr(attacks, "logits_of", lambda *_: logits)
-    monkeypatch.setattr(attacks, "rebuild", lambda *_: None)
+    monkeypatch.setattr(attacks, "compute_logits", lambda *_: logits)
+    monkeypatch.setattr(attacks, "rebuild_classifier", lambda *_: None)
     found = attack(job_of(images(0, 2)), Classifier(CLASSES, "x", {}))
     expected = [math.log(7 / 3), math.log(1 / 9)]
     np.testing.assert_allclose(found["confidence"], expected, rtol=1e-5)
@@ -920,7 +922,7 @@ def test_what_holds_for_all_is_the_weakest_guarantee() -> None:
         for number, epsilon in enumerate(epsilons):
             games["it"][f"c{number}"] = [scores([1, 0], [0, 1])]
             guarantees[f"c{number}"] = command.Guarantee(epsilon, 0.0)
-        return command.findings(games, guarantees, 0)[-1].promised
+        return command.evaluate_trials(games, guarantees, 0)[-1].promised
 
     assert of(0.5, 2.0) == 2.0
     assert of(0.5, 0.0) == 0.0

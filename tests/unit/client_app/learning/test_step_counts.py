@@ -65,13 +65,13 @@ def test_fedbips_words_begin_as_the_words_map_says(
     tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    begin = fedbip.concept_starts
+    begin = fedbip.initial_concepts
 
     def starts(text: TextEncoder, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(names)
         return begin(text, names)
 
-    monkeypatch.setattr(fedbip, "concept_starts", starts)
+    monkeypatch.setattr(fedbip, "initial_concepts", starts)
     words = "zero=nothing, one=a single stroke"
     job = job_of(tiny_kit, images(0, 0, 4), method="fedbip", fedbip__steps=1, data__words=words)
     payload = fedbip.make_payload(job)

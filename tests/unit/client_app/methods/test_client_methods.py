@@ -138,7 +138,7 @@ def test_classifier_payload_is_the_trained_model(tiny_kit) -> None:  # type: ign
     model.load_state_dict(payload.state)
     assert payload.state["conv1.1.num_batches_tracked"] == 60
     assert (
-        classifiers.logits_of(model, data.pixels, torch.device("cpu")).argmax(1).tolist()
+        classifiers.compute_logits(model, data.pixels, torch.device("cpu")).argmax(1).tolist()
         == data.labels.tolist()
     )
 
@@ -173,11 +173,11 @@ def test_unknown_architectures_and_initialisations_are_named(tmp_path, tiny_kit)
     ):
         classifiers.build_classifier("densenet121", 10, small_stem=True)
     with pytest.raises(ClassifierError, match=r"nothing\.safetensors.*cannot be read"):
-        classifiers.load_initialisation(torch.nn.Linear(2, 2), tmp_path / "nothing.safetensors")
+        classifiers.load_initial_weights(torch.nn.Linear(2, 2), tmp_path / "nothing.safetensors")
     with pytest.raises(
         ClassifierError, match="does not fit this architecture or stem: 'conv1.weight'"
     ):
-        classifiers.load_initialisation(
+        classifiers.load_initial_weights(
             classifiers.build_classifier("resnet18", 10),
             tiny_kit / "classifiers" / "resnet18.safetensors",
         )
@@ -206,7 +206,7 @@ def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignor
         tmp_path / "resnet18.pth",
     )
     model = classifiers.build_classifier("resnet18", 10)
-    classifiers.load_initialisation(model, tmp_path / "resnet18.pth")
+    classifiers.load_initial_weights(model, tmp_path / "resnet18.pth")
     assert torch.equal(model.conv1.weight, weights["conv1.weight"])
     for name, content in (
         ("empty", b""),
@@ -214,10 +214,10 @@ def test_weight_files_of_torchvision_are_taken(tmp_path) -> None:  # type: ignor
     ):
         (tmp_path / f"{name}.pth").write_bytes(content)
         with pytest.raises(ClassifierError, match=rf"{name}\.pth' cannot be read"):
-            classifiers.load_initialisation(model, tmp_path / f"{name}.pth")
+            classifiers.load_initial_weights(model, tmp_path / f"{name}.pth")
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ClassifierError, match="is not a state dict"):
-        classifiers.load_initialisation(model, tmp_path / "list.pth")
+        classifiers.load_initial_weights(model, tmp_path / "list.pth")
 
 
 def test_training_does_not_depend_on_memory_layout() -> None:
@@ -231,7 +231,7 @@ def test_training_does_not_depend_on_memory_layout() -> None:
     states = []
     for batch in (pixels, pixels.contiguous(memory_format=torch.channels_last)):
         model = classifiers.new_classifier(settings, 10, "", 0)
-        logits = classifiers.logits_of(model, batch, torch.device("cpu"))
+        logits = classifiers.compute_logits(model, batch, torch.device("cpu"))
         fit(model, batch, labels, settings, 0, torch.device("cpu"))
         states.append([logits, *model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))

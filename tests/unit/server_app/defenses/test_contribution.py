@@ -91,7 +91,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return Reads()
 
     monkeypatch.setattr(contribution, "train_model", trained)
-    monkeypatch.setattr("osfl.models.classifiers.normalise", lambda images, model: images)
+    monkeypatch.setattr("osfl.models.classifiers.normalize", lambda images, model: images)
     return numbers
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from osfl.config import parse_run_config
-from osfl.models.classifiers import logits_of, new_classifier
+from osfl.models.classifiers import compute_logits, new_classifier
 from osfl.models.diffusion import load_kit
 from osfl.models.training import fit
 from osfl.payload.wire import PayloadError
@@ -140,7 +140,7 @@ def pictures() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def outputs(model: nn.Module) -> torch.Tensor:
-    return logits_of(model, pictures()[0], CPU)
+    return compute_logits(model, pictures()[0], CPU)
 
 
 def test_a_global_model_is_the_settings_the_seeds_and_the_teachers(job: ServerJob) -> None:

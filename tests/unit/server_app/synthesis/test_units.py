@@ -69,7 +69,7 @@ def test_statistics_of_a_mixed_unit_are_the_datas() -> None:
     A unit of one class is far from the data's mean and variance, one of all classes has them.
     """
     shades = torch.linspace(-1, 1, 10)
-    data = classifiers.normalise(shades.view(-1, 1, 1, 1).expand(-1, 3, 1, 2))
+    data = classifiers.normalize(shades.view(-1, 1, 1, 1).expand(-1, 3, 1, 2))
     model = bn_model(0.0, 1.0)
     model[0].running_mean = data.mean(dim=(0, 2, 3))  # type: ignore[index]
     model[0].running_var = data.var(dim=(0, 2, 3), unbiased=False)  # type: ignore[index]
