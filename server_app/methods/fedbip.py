@@ -1,8 +1,8 @@
 """FedBiP's server half: images interpolated between two latents, prompted with learned concepts.
 
 FedBiP (Chen et al., arXiv 2410.04810, CVPR 2025): the posteriors of two of a client's images are
-interpolated, and a latent is drawn, noised to the first timestep and denoised with the prompt "a S
-style of a V", with noise on S.
+interpolated, and a latent is drawn, diffused to the first timestep and denoised with the prompt
+"a S style of a V", with noise on S.
 
 Differences from the paper:
 
