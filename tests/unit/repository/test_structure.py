@@ -232,10 +232,10 @@ def make_payload(job):
     return Descriptions(tuple(job.classes[i] for i in held), torch.zeros(len(held), *SHAPE))
 '''
 TOY_SERVER = '''"""Toy. Differences: none."""
-from server_app.pipeline import synthesise_and_train
+from server_app.pipeline import synthesize_and_train
 from server_app.methods.feddeo import sampler
 def run(job, payloads):
-    return synthesise_and_train(job, payloads, sampler)
+    return synthesize_and_train(job, payloads, sampler)
 '''
 
 

@@ -160,7 +160,7 @@ def test_the_status_tells_of_the_steps_within_a_unit(
     synthesize(job, plan_images("m", 0, {"a": [1]}, 4), lambda device: sample)
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
     job.status.step(2, 3)
-    job.status._write(now=True)
+    job.status._write(immediately=True)
     assert json.loads((folder.path / "status.json").read_text())["step"] == [2, 3]
     job.status.phase("next")
     assert json.loads((folder.path / "status.json").read_text())["step"] == []
