@@ -64,7 +64,7 @@ class NodesGrid:
         self.online = set(answers)
         self.sent: list[tuple[int, str]] = []
         self.looks = 0
-        self.base_matrices = "then"  # when the nodes came online
+        self.online_since = "then"  # when the nodes came online
         self.names: dict[int, str] = {}  # of their keys
         self.uploads: dict[int, threading.Event] = {}  # by node; until it is set, a pull lasts
         self._ids = itertools.count(1)
@@ -73,7 +73,7 @@ class NodesGrid:
     def get_nodes(self) -> Iterable[NodeInfo]:
         self.looks += 1
         return [
-            NodeInfo(node_id=n, last_activated_at=self.base_matrices, name=self.names.get(n))
+            NodeInfo(node_id=n, last_activated_at=self.online_since, name=self.names.get(n))
             for n in sorted(self.online)
         ]
 
@@ -218,7 +218,7 @@ def test_an_upload_that_is_half_here_is_not_asked_for_anew(
     grid = NodesGrid({0: fit("client-0")})
     members = joined(grid, config, tmp_path)
     slow_upload(grid, 0, stuck)
-    threading.Timer(1.5, setattr, (grid, "came", "later")).start()
+    threading.Timer(1.5, setattr, (grid, "online_since", "later")).start()
     threading.Timer(3.0, stuck.set).start()
     assert collected(grid, config, members, tmp_path) == {"client-0"}
     assert grid.asked("train") == [0]
@@ -233,7 +233,7 @@ def test_a_node_that_was_away_and_has_sent_nothing_is_asked_again(tmp_path: Path
 
     grid = NodesGrid({0: but("client-0", "train", once_more)})
     members = joined(grid, config, tmp_path)
-    threading.Timer(0.5, setattr, (grid, "came", "later")).start()
+    threading.Timer(0.5, setattr, (grid, "online_since", "later")).start()
     assert collected(grid, config, members, tmp_path) == {"client-0"}
     assert grid.asked("train") == [0, 0]
 
