@@ -47,7 +47,7 @@ class Members:
         declared: each eligible client's declared number of training images, if it declares one.
         nodes: the node of each participating client, sorted by client.
         testers: the node of each client of a held-out domain, which only tests.
-        failed: why a node cannot participate.
+        failures: why a node cannot participate.
         until: end of `join-timeout` by time.monotonic().
         heard: time.monotonic() of the last join.
     """
@@ -78,7 +78,7 @@ class Members:
         self.declared: dict[str, dict[str, int]] = {}
         self.nodes: dict[str, int] = {}
         self.left_out_clients: dict[str, int] = {}
-        self.fail: dict[int, str] = {}
+        self.failures: dict[int, str] = {}
         self.until = time.monotonic() + config.join_timeout
         self.heard = time.monotonic()
 
@@ -109,7 +109,7 @@ class Members:
     def cannot_complete(self) -> bool:
         """Check whether enough nodes have replied, but some of them cannot participate."""
         all_replied = not self.silent() and len(self._requested) >= self._num_clients
-        return bool(self.fail) and all_replied
+        return bool(self.failures) and all_replied
 
     def select(self, stored: list[str]) -> None:
         """Select the participants: clients whose payload is stored, then the others by name.
@@ -250,7 +250,7 @@ class Members:
         return None
 
     def _fail(self, node: int, reason: str) -> None:
-        self.fail[node] = reason
+        self.failures[node] = reason
         log.error("node %s cannot participate: %s", node, reason)
 
 
@@ -316,7 +316,7 @@ def _too_few(members: Members, count: int, config: RunConfig) -> str:
     """Describe why too few clients joined, with the timeout only if it was reached."""
     timed_out = time.monotonic() >= members.until
     within = f" within {config.join_timeout:g} s (join-timeout)" if timed_out else ""
-    refusals = {f"node {node}": reason for node, reason in members.fail.items()}
+    refusals = {f"node {node}": reason for node, reason in members.failures.items()}
     silent = [str(node) for node in members.silent()]
     no_reply = f"\n  {len(silent)} did not reply: {sanitize(', '.join(silent))}" if silent else ""
     return (

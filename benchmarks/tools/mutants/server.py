@@ -160,7 +160,7 @@ class Recorder:
         self._look(report)
 
     def _look(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.fail and "failed" not in self.said:
+        if report.failed and "failed" not in self.said:
             why = report.longreprtext.strip().splitlines()
             self.note(test=report.nodeid, failed=True, why=why[-1] if why else "")
 

@@ -42,8 +42,8 @@ def test_ray_begins_at_the_limit_and_beyond(tmp_path: Path, length: int) -> None
     folder = Path("/tmp") / f"osfl-{os.getpid()}-".ljust(length - len("/tmp/"), "0")
     folder.mkdir()
     code = (
-        "import os, ray; from osfl.util.ray_folder import ray_folder\n"
-        "os.environ.update(ray_folder(os.environ))\n"
+        "import os, ray; from osfl.util.ray_folder import ray_variables\n"
+        "os.environ.update(ray_variables(os.environ))\n"
         "ray.init(address='local', include_dashboard=False, num_cpus=1)\n"
         "print('begun')"
     )

@@ -542,8 +542,10 @@ def test_a_client_is_who_its_key_says(tmp_path: Path, caplog: pytest.LogCaptureF
     grid.names = {0: "a", 1: "b"}
     members = joined(grid, settings(num_clients=2), tmp_path)
     assert members.nodes == {"a": 0, "c": 3}
-    assert "key is registered as 'b', but its client id is 'a'; set client-id" in members.fail[1]
-    assert "client id 'b' is the name of another node's key" in members.fail[2]
+    assert (
+        "key is registered as 'b', but its client id is 'a'; set client-id" in members.failures[1]
+    )
+    assert "client id 'b' is the name of another node's key" in members.failures[2]
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(", so")[0] for line in warned] == ["c: its key has no name"]
     # Nobody is warned where no key has a name
@@ -576,7 +578,7 @@ def test_a_keys_owner_goes_before_who_took_its_name(tmp_path: Path) -> None:
     grid.online = {0, 1, 2}
     members.poll(time.monotonic() + 1)
     assert members.joined == {"b": 1, "a": 2}
-    assert "client id 'b' is the name of another node's key" in members.fail[0]
+    assert "client id 'b' is the name of another node's key" in members.failures[0]
 
 
 def test_a_tester_is_not_put_out_and_an_owner_gets_its_place(tmp_path: Path) -> None:
@@ -590,7 +592,7 @@ def test_a_tester_is_not_put_out_and_an_owner_gets_its_place(tmp_path: Path) -> 
     grid.online = {0, 1, 2}
     members.poll(time.monotonic() + 1)
     assert members.joined["t"] == 0
-    assert "already used" in members.fail[2]
+    assert "already used" in members.failures[2]
 
     grid = NodesGrid({0: fit("b"), 1: fit("c"), 2: fit("b")})
     grid.names = {2: "b"}
@@ -614,7 +616,7 @@ def test_who_works_already_is_not_put_out(tmp_path: Path) -> None:
     grid.online = {0, 1}
     members.poll(time.monotonic() + 1)
     assert members.joined == {"b": 0}
-    assert "client id 'b' is already used by another node" in members.fail[1]
+    assert "client id 'b' is already used by another node" in members.failures[1]
     twice = NodesGrid({0: fit("b"), 1: fit("b"), 2: fit("a")})
     twice.names = {0: "b", 1: "b"}
     members = joined(twice, settings(num_clients=2), tmp_path)
