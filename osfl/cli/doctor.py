@@ -195,9 +195,9 @@ def check_models(config: RunConfig) -> Iterator[Finding]:
     models = run_models(config)
     kits = [model for model in models if model.is_in_kit]
     others = [model for model in models if not model.is_in_kit]
-    finding = _finding("kit", lambda: check_run_models(config, kits), f"{config.method} needs none")
+    finding = _finding("kit", lambda: check_subject(config), f"{config.method} needs none")
     if finding.state == OK:
-        finding = _finding("kit", lambda: check_subject(config), finding.text)
+        finding = _finding("kit", lambda: check_run_models(config, kits), finding.text)
     yield finding
     if others and finding.state == OK:
         yield _finding("models", lambda: check_run_models(config, others))

@@ -41,6 +41,7 @@ from osfl.settings import default_config, resolve_config
 from osfl.util.devices import pick_device
 from server_app.app import check_server, estimate_disk_bytes
 from server_app.expected import expected_payload, run_dimensions
+from server_app.kit import check_subject
 
 # A placeholder: FGL's captions have about 50 characters
 CAPTION = "x" * 50
@@ -216,6 +217,7 @@ def estimate_run(config: RunConfig, simulated: bool = True) -> Estimate:
     Raises:
         ClassifierError, ConfigError, DataError, FileNotFoundError, KitError: the run cannot work.
     """
+    check_subject(config)
     if simulated:
         check_run_models(config)
     clients = check_run_clients(config, simulated)

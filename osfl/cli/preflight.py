@@ -90,10 +90,13 @@ def check_simulation(config: RunConfig, runs: Path) -> list[str]:
     from osfl.kit.run_check import check_run_models
     from osfl.run_folder.layout import RunFolder
     from server_app.app import estimate_disk_bytes
+    from server_app.kit import check_subject
 
     if RunFolder(runs / config.job_id).stored_config() is None:
         launch.check_disk(runs, estimate_disk_bytes(config))
     notes = check_data(config)
+    # Before its weights are: other images need another kit, not other weights
+    check_subject(config)
     if not any(place.to_fetch for place in check_run_models(config)):
         check_run_clients(config, simulated=True)
     return notes
