@@ -1,55 +1,56 @@
-# `make demo` and `make test` set up everything themselves: an environment in .venv, with uv (fetched when missing).
+# `make demo` and `make test` set up everything they need: an environment in .venv, with uv (fetched if missing).
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-unexport PYTHONDONTWRITEBYTECODE # else every process of every run would compile torch and all else again
-.PHONY: help setup demo compose-demo test test-unit lint test-newest-flower proto requirements kit mutants histories docs docs-pages
+# Otherwise every process of every run would compile torch and all other packages again
+unexport PYTHONDONTWRITEBYTECODE
+.PHONY: help setup demo compose-demo check test lint test-newest-flower proto requirements kit mutants histories docs docs-pages
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-setup: .venv/.done ## make the environment (.venv) from requirements.txt
+setup: .venv/.done ## create the environment (.venv) from requirements.txt
 
-demo: setup ## six clients, six domains, one round, one global model
+demo: setup ## run the demo: six clients, six domains, one round, one global model
 	$(BIN)/osfl run configs/demo.toml
 
-# docker-compose 1.29 or Compose v2, whichever is there.
+# docker-compose 1.29 or Compose v2, whichever is installed.
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-compose-demo: ## the demo's federation in containers, with TLS and node keys; brought up, run, and taken down; its report is in runs/compose-demo
+compose-demo: ## start the demo's federation in containers with TLS and node keys, run it and tear it down; the report is in runs/compose-demo
 	trap '$(COMPOSE) -p osfl-demo down --volumes' EXIT; trap 'exit 130' INT TERM HUP; \
 	$(COMPOSE) -p osfl-demo build && $(COMPOSE) -p osfl-demo up -d && \
 	$(COMPOSE) -p osfl-demo run --rm run configs/demo.toml job-id=compose-demo && \
 	$(COMPOSE) -p osfl-demo exec -T server osfl show /data/runs/compose-demo && \
 	mkdir -p runs && docker cp $$($(COMPOSE) -p osfl-demo ps -q server):/data/runs/compose-demo runs/
 
-test: lint ## everything: lint, types, unit and system tests
-	$(BIN)/pytest
+check: lint ## run lint, types and the fast tests: about 3 minutes
+	$(BIN)/pytest -m "not slow and not system"
 
-test-unit: setup ## unit tests only
-	$(BIN)/pytest -m "not system"
+test: lint ## run everything: lint, types and all tests
+	$(BIN)/pytest
 
 NEWEST := .venv-newest-flower
 
-test-newest-flower: | $(UV) ## simulation and TLS nodes on the newest Flower, in an environment of its own; optional, and may fail
+test-newest-flower: | $(UV) ## test simulation and TLS nodes on the newest Flower, in a separate environment; optional, and may fail
 	test -x $(NEWEST)/bin/python || $(UV) venv --quiet --python ">=3.11,<3.14" $(NEWEST)
 	sed -E 's/"flwr(\[simulation\])?[<=>][^"]*"/"flwr\1"/' pyproject.toml > $(NEWEST)/pyproject.toml
 	$(UV) pip install --quiet --upgrade --python $(NEWEST)/bin/python -r $(NEWEST)/pyproject.toml --all-extras
 	$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-deps --editable .
 	$(NEWEST)/bin/python -m pytest -n 1 tests/system/test_simulation.py tests/system/test_deployment.py
 
-lint: setup ## ruff and mypy
+lint: setup ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-proto: setup ## generate osfl/v1 from proto/
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. osfl/v1/payload.proto
+proto: setup ## generate osfl/payload/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. osfl/payload/v1/payload.proto
 
-docs-pages: setup ## write the pages that are made from the code: docs/configuration.md
+docs-pages: setup ## write the pages generated from the code: docs/configuration.md
 	$(BIN)/python docs/generate.py
 
-requirements: ## pin the newest versions that fit together
+requirements: ## pin the newest compatible versions
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --no-emit-index-url --no-annotate --no-header pyproject.toml -o requirements.txt
 
 SAMPLE ?= 100
@@ -63,13 +64,13 @@ AT_ONCE ?= 1
 AGAIN ?=
 TABLE ?=
 
-histories: setup ## random histories of faults in a real federation, and what must be true after each: FIRST=0 COUNT=1000 AT_ONCE=1 AGAIN= TABLE=
-	$(BIN)/python tests/histories.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
+histories: setup ## randomized fault injection into a real federation, with checks after each run: FIRST=0 COUNT=1000 AT_ONCE=1 AGAIN= TABLE=
+	$(BIN)/python tests/helpers/fault_injection.py $(FIRST) $(COUNT) --at-once $(AT_ONCE) $(if $(AGAIN),--again) $(if $(TABLE),--table)
 
-mutants: setup ## how many small faults the unit tests notice: SAMPLE=100 of them, chosen by SEED=0, begun within MINUTES=60
-	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)
+mutants: setup ## mutation testing of the unit tests: SAMPLE=100 mutants, drawn with SEED=0, started within MINUTES=60
+	$(BIN)/python -m benchmarks.tools.mutants --sample $(SAMPLE) --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS)
 
-docs: setup ## the documentation as a site, into site/; a broken link fails
+docs: setup ## build the documentation into site/; a broken link fails
 	$(UV) pip install --quiet --python $(BIN)/python -c requirements.txt -r pyproject.toml --extra docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

@@ -1,1 +1,1 @@
-"""Runs where the data is. Never imports `server_app`."""
+"""The Flower ClientApp, which runs where the data is. Never imports `server_app`."""

@@ -1,7 +1,7 @@
 """The Flower ClientApp: join, make a payload, forget it once it is stored, test the global model.
 
-Flower starts a process for every message, so what joining and forgetting do without is imported
-where it is needed: torch takes seconds.
+Flower starts a process for every message. Joining and acknowledging must not import torch, which
+takes seconds, so such modules are imported inside the handlers that need them.
 """
 
 import hashlib
@@ -21,10 +21,15 @@ from flwr.clientapp import ClientApp
 import osfl
 from client_app import payload_cache
 from client_app.declared import declared_images
-from client_app.errors import PublicConfigError, plain_errors, private_errors, public_words
-from client_app.keys import sealing_key
-from client_app.ledger import Ledger, ledger_folder
+from client_app.errors import (
+    PublicConfigError,
+    encode_private_errors,
+    public_messages,
+    sanitize_errors,
+)
+from client_app.keys import select_sealing_key
 from client_app.paths import check_architecture, check_paths
+from client_app.privacy.ledger import Ledger, ledger_folder
 from osfl.config import (
     NODE_NOT_IDENTITY,
     NOT_IDENTITY,
@@ -32,35 +37,35 @@ from osfl.config import (
     NodeConfig,
     RunConfig,
     flatten,
+    guarantee_problem,
     is_identifier,
     parse_node_config,
     parse_run_config,
     split_names,
-    without_guarantee,
 )
-from osfl.data.overlap import check_apart
+from osfl.data.overlap import check_disjoint
 from osfl.data.parts import check_images, client_name
 from osfl.data.pins import check_pins
-from osfl.files import OWNER_ONLY, own_folder, private_folder
+from osfl.kit.check import check_kit
+from osfl.kit.kits import find_kit, kit_digest, weights_digests
+from osfl.kit.run_check import check_initial_weights, check_models_outside_kit
+from osfl.kit.used_parts import clients_load_initial_weights, kit_parts
 from osfl.methods import METHODS
-from osfl.models.kit_check import check_kit
-from osfl.models.kits import find_kit, kit_digest, weights_digests
-from osfl.models.run_check import check_initial_weights, check_models_apart
-from osfl.models.used_parts import begins_at_clients, kit_parts
+from osfl.util.files import OWNER_ONLY, ensure_own_folder, make_private_folder
 
 KEY_LENGTH = 12
 
-# The first is the outermost
-app = ClientApp(mods=[plain_errors, private_errors])
+# The first mod is the outermost
+app = ClientApp(mods=[sanitize_errors, encode_private_errors])
 
 
 @app.query("join")
 def join(message: Message, context: Context) -> Message:
-    """Say who this node is; a node that cannot take part says why before any work is done."""
+    """Return who this node is, or raise before any work is done if it cannot take part."""
     config, node, client = _settings(context)
     if METHODS[config.method].client or METHODS[config.method].rounds:
-        with public_words():
-            sealing_key(message.content, node, config.sealing_key)
+        with public_messages():
+            select_sealing_key(message.content, node, config.sealing_key)
     kit = check_node(config, node)
     _same_kit(message, config, kit)
     _check_budget(config, node, client, kit)
@@ -76,100 +81,103 @@ def join(message: Message, context: Context) -> Message:
 
 
 def check_node(config: RunConfig, node: NodeConfig) -> str:
-    """Whether a node has all that it needs to take part, before any work; returns its kit.
+    """Check that a node has everything it needs to take part, and return its kit.
+
+    Runs before any work is done.
 
     Args:
-        config: with the node's own classifier (`own_settings`).
+        config: with the node's own classifier (`client_settings`).
 
     Raises:
-        ConfigError, DataError, KitError, FileNotFoundError: it lacks images, a part of the kit, the
-            initial weights or the device.
+        ConfigError, DataError, KitError, FileNotFoundError: the images, a part of the kit, the
+            initial weights or the device are missing.
     """
     check_images(config.data, node, config.seed)
-    if node.demands_guarantee and node.tells_tests:
-        check_apart(config.data, node)
+    if node.requires_guarantee and node.sends_test_results:
+        check_disjoint(config.data, node)
     if config.guaranteed_delta and find_spec("dp_accounting") is None:
         raise PublicConfigError(
-            f"epsilon = {config.epsilon:g}: for method {config.method!r} this node needs the "
+            f"epsilon = {config.epsilon:g}: with method {config.method!r} this node requires the "
             "package dp-accounting: pip install 'osfl[privacy]'"
         )
     kit = _kit(config, node)
-    check_models_apart(config, "clients")
-    if begins_at_clients(config):
+    check_models_outside_kit(config, "clients")
+    if clients_load_initial_weights(config):
         check_initial_weights(config.classifier, kit, "classifier.init")
     if node.models_dir:
         _check_models_dir(node.models_dir)
     if node.device not in ("auto", "cpu"):
-        from osfl.devices import pick_device
+        from osfl.util.devices import pick_device
 
         pick_device(node.device)
     return kit
 
 
 def _check_budget(config: RunConfig, node: NodeConfig, client: str, kit: str) -> None:
-    """Check before the work that `epsilon-total` leaves enough for this job's payload.
+    """Check, before any work, that `epsilon-total` leaves enough for this job's payload.
 
     Raises:
-        PublicConfigError: it does not. It says nothing of images, only of earlier jobs.
+        PublicConfigError: the budget is exhausted. The message depends on earlier jobs, not on
+            images.
     """
-    sends = METHODS[config.method].client and client not in config.testers
+    sends = METHODS[config.method].client and client not in config.left_out_clients
     if not (node.epsilon_total and sends):
         return
     key = cache_key(config, node, kit)
-    # A payload that was made before is sent again, which costs nothing
+    # Resending a cached payload spends no epsilon
     if config.job_id and payload_cache.has_payload(_cache(node, config.job_id) / f"{client}-{key}"):
         return
     ledger = Ledger(ledger_folder(node), client, older=_cache(node, ""))
-    with public_words():
+    with public_messages():
         ledger.check(config.job_id, key, config.epsilon, node.epsilon_total)
 
 
 def _check_models_dir(folder: str) -> None:
-    """A folder that cannot be written is found before the work, not after it.
+    """Check that models can be written to a folder before the work, not after it.
 
     Raises:
-        ConfigError: it is no absolute path, cannot be made, or nothing can be written in it.
+        ConfigError: the path is not absolute, the folder cannot be created, or it is not writable.
     """
     path = Path(folder).expanduser()
     key = f"node-config models-dir = {folder!r}"
-    # Flower starts clients in a folder of its own
+    # Flower starts clients in its own folder, so a relative path would be ambiguous
     if not path.is_absolute():
         raise ConfigError(f"{key}: must be an absolute path")
     try:
-        private_folder(path)
+        make_private_folder(path)
     except OSError as error:
-        raise ConfigError(f"{key}: {error}; name a folder that can be made") from None
+        raise ConfigError(f"{key}: {error}; set it to a folder that can be created") from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}: nothing can be written in it; take another")
+        raise ConfigError(f"{key}: must be writable; set it to another folder")
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Make this client's payload, or send again the one it made for this job.
+    """Make this client's payload, or resend the one it already made for this job.
 
-    A method with rounds: one round.
+    With an iterative method, train for one round.
     """
-    from client_app import work
+    from client_app import handlers
 
     config, node, client = _settings(context)
     job_id = _job_id(message)
     kit = _kit(config, node)
     key = cache_key(config, node, kit, _rounds_identity(message))
     folder = _cache(node, job_id) / f"{client}-{key}"
-    own_folder(folder.parent)
-    own_folder(folder)
-    # A server that lost sight of this node asks again: the second waits, and finds the payload
+    ensure_own_folder(folder.parent)
+    ensure_own_folder(folder)
+    # A server that lost the connection sends a second request. It waits, then finds the payload
     with FileLock(folder / "lock", mode=OWNER_ONLY):
-        reply = work.train(message.content, config, node, client, job_id, kit, folder)
+        reply = handlers.train(message.content, config, node, client, job_id, kit, folder)
     return Message(reply, reply_to=message)
 
 
 @app.query("acknowledge")
 def acknowledge(message: Message, context: Context) -> Message:
-    """Forget the payload that the server names, which it has stored; or what rounds kept.
+    """Delete the payload that the server has stored, or the state of an iterative method.
 
-    Another run may have the same job id: its payload stays. So does one with a guarantee: another
-    draw would give away as much again.
+    A payload of another run with the same job id stays. So does a payload with a DP guarantee: a
+    second noisy draw would spend epsilon again.
     """
     config, node, client = _settings(context)
     job_id = _job_id(message)
@@ -181,63 +189,66 @@ def acknowledge(message: Message, context: Context) -> Message:
 def _forgettable(
     message: Message, config: RunConfig, node: NodeConfig, job: Path, client: str
 ) -> list[Path]:
-    """The folders of a job that its acknowledgement allows to remove."""
+    """Return the folders of a job that its acknowledgement allows to delete."""
     if METHODS[config.method].rounds:
         key = cache_key(config, node, _kit(config, node), _rounds_identity(message))
-        own = job / f"{client}-{key}"
-        return [] if payload_cache.has_payload(own) else [own]
-    # What `osfl.protocol.pack_acknowledgement` packs; that module imports torch
+        state = job / f"{client}-{key}"
+        return [] if payload_cache.has_payload(state) else [state]
+    # Unpacks `osfl.payload.messages.pack_acknowledgement` here, because that module imports torch
     stored = str(message.content.config_records["job"].get("sha256", ""))
     folders = job.glob(f"{client}-{'?' * KEY_LENGTH}")
-    return [folder for folder in folders if payload_cache.may_forget(folder, stored)]
+    return [folder for folder in folders if payload_cache.may_delete(folder, stored)]
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Test a global model on this client's own test images; asked to, adapt it first."""
-    from client_app import work
+    """Test a global model on this client's test images; personalize it first if requested."""
+    from client_app import handlers
 
     config, node, client = _settings(context)
     check_architecture(str(message.content.config_records["header"]["architecture"]), node)
-    return Message(work.evaluate(message.content, config, node, client), reply_to=message)
+    return Message(handlers.evaluate(message.content, config, node, client), reply_to=message)
 
 
 def _settings(context: Context) -> tuple[RunConfig, NodeConfig, str]:
-    """(run-config, node-config, client id), checked."""
-    with public_words():
+    """Return the checked run-config, node-config and client id."""
+    with public_messages():
         config = parse_run_config(context.run_config)
         node = parse_node_config(context.node_config)
-    # Before anything that the run names is read
+    # Before any file that the run-config names is read
     check_paths(config, node)
-    return own_settings(config, node, context.node_id)
+    return client_settings(config, node, context.node_id)
 
 
-def own_settings(
+def client_settings(
     config: RunConfig, node: NodeConfig, node_id: int = 0
 ) -> tuple[RunConfig, NodeConfig, str]:
-    """(run-config with this client's own classifier and epsilon, node-config, client id).
+    """Return the run-config for this client, the node-config and the client id.
+
+    The returned run-config has this client's own classifier, epsilon and delta.
 
     Raises:
-        ConfigError: a client id that can be no file's name, or as `_own_config`.
+        ConfigError: the client id is not a valid file name, or as `_own_config`.
         DataError: there is no folder, domain or data set for the node.
     """
-    with public_words():
-        own = _own_config(config, node)
+    with public_messages():
+        client_config = _own_config(config, node)
     client = node.client_id or client_name(config.data, node, config.seed) or f"node-{node_id}"
     if not is_identifier(client):
         raise ConfigError(
-            f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and not "
+            f"client-id = {client!r}: must be 1 to 64 letters, digits, '-' or '_', and must not be "
             "'average'"
         )
-    return own, node, client
+    return client_config, node, client
 
 
 def _own_config(config: RunConfig, node: NodeConfig) -> RunConfig:
-    """The run-config with this client's own classifier, epsilon and delta. Reads no data.
+    """Return the run-config with this client's own classifier, epsilon and delta. Reads no data.
 
     Raises:
-        ConfigError: a classifier that is not the run's, a run without the guarantee that this site
-            demands, or other columns, splits or classes than this site names.
+        ConfigError: the node's classifier is not one of the run's, the run lacks the DP guarantee
+            that this site requires, or its columns, splits or classes differ from those that this
+            site pins.
     """
     check_pins(config.data, node)
     classifier = replace(config.classifier, architecture=_architecture(config, node))
@@ -246,12 +257,12 @@ def _own_config(config: RunConfig, node: NodeConfig) -> RunConfig:
             f"node-config seal-to = {node.seal_to!r}: must be the 64 hex digits that `osfl certs "
             "sealing` prints"
         )
-    if node.seal_to and METHODS[config.method].open_models:
+    if node.seal_to and METHODS[config.method].shares_models:
         raise ConfigError(
-            f"node-config seal-to = {node.seal_to!r}: this site sends no open payload, and with "
-            f"method {config.method!r} models go to and fro, which are not sealed"
+            f"node-config seal-to = {node.seal_to!r}: this site sends no unencrypted payload, but "
+            f"method {config.method!r} exchanges unencrypted models"
         )
-    # The lower of both, of those that there are
+    # The lower of the two that are set
     epsilon = min(filter(None, (config.epsilon, node.epsilon)), default=0.0)
     _check_guarantee(config, node, epsilon)
     delta = min(config.delta, node.delta)
@@ -259,57 +270,58 @@ def _own_config(config: RunConfig, node: NodeConfig) -> RunConfig:
 
 
 def _check_guarantee(config: RunConfig, node: NodeConfig, epsilon: float) -> None:
-    """Check that a site which demands a guarantee sends no payload without one.
+    """Check that a site that requires a DP guarantee sends no payload without one.
 
     Args:
         epsilon: this client's own.
 
     Raises:
-        ConfigError: it would.
+        ConfigError: the payload would have no DP guarantee, or its epsilon could not be booked.
     """
     method = METHODS[config.method]
     sends = bool(method.payload or method.rounds)
     key = "epsilon" if node.epsilon else "epsilon-total"
     demand = f"node-config {key} = {node.epsilon or node.epsilon_total:g}: this site sends no"
-    if node.demands_guarantee and sends and not method.private:
+    if node.requires_guarantee and sends and not method.privacy:
         raise ConfigError(
-            f"{demand} payload without a guarantee, and method {config.method!r} gives none"
+            f"{demand} payload without a DP guarantee, and method {config.method!r} provides none"
         )
     if node.epsilon_total and sends and not epsilon:
         raise ConfigError(
-            f"{demand} payload whose epsilon is not counted; set epsilon in the run-config, or in "
+            f"{demand} payload without an epsilon to book; set epsilon in the run-config or in "
             "this node-config"
         )
     if node.epsilon_total and not node.client_id:
         raise ConfigError(
-            f"node-config epsilon-total = {node.epsilon_total:g}: needs a client-id, by which what "
-            "was given away is found again"
+            f"node-config epsilon-total = {node.epsilon_total:g}: requires a client-id, under "
+            "which the spent epsilon is booked"
         )
-    if epsilon and (problem := without_guarantee(config)):
+    if epsilon and (problem := guarantee_problem(config)):
         raise ConfigError(
-            f"node-config epsilon = {epsilon:g}: this site sends no payload without a guarantee. "
-            f"The run has {problem}"
+            f"node-config epsilon = {epsilon:g}: this site sends no payload without a DP "
+            f"guarantee. The run has {problem}"
         )
 
 
 def _architecture(config: RunConfig, node: NodeConfig) -> str:
-    """This client's classifier: the node's own, else one of the run's in turn."""
-    of_the_run = split_names(config.classifier.architecture)
+    """Return this client's architecture: the node's own, else one of the run's in turn."""
+    allowed = split_names(config.classifier.architecture)
     method = METHODS[config.method]
     if not (method.rounds or method.payload == "Classifier"):
         return config.classifier.architecture
-    if node.architecture and node.architecture not in of_the_run:
+    if node.architecture and node.architecture not in allowed:
         raise ConfigError(
             f"node-config architecture = {node.architecture!r}: this run allows "
-            f"{', '.join(of_the_run)}"
+            f"{', '.join(allowed)}"
         )
-    return node.architecture or of_the_run[max(node.partition_id, 0) % len(of_the_run)]
+    return node.architecture or allowed[max(node.partition_id, 0) % len(allowed)]
 
 
 def _job_id(message: Message) -> str:
     records = message.content.config_records
     job_id = str(records["job" if "job" in records else "config"]["job"])
-    if not is_identifier(job_id):  # it becomes a folder's name
+    # It becomes the name of a folder
+    if not is_identifier(job_id):
         raise ConfigError(f"job id {job_id[:80]!r}: must be 1 to 64 letters, digits, '-' or '_'")
     return job_id
 
@@ -326,9 +338,9 @@ def _rounds_identity(message: Message) -> str:
 def _kit(config: RunConfig, node: NodeConfig) -> str:
     if not kit_parts(config):
         return ""
-    # Which stands in for the run's, not for FedDISC's
-    own_kit = node.kit if config.sampling_kit == config.kit else ""
-    name = own_kit or config.sampling_kit
+    # The node's kit replaces the run's, but not FedDISC's
+    local_kit = node.kit if config.sampling_kit == config.kit else ""
+    name = local_kit or config.sampling_kit
     parts = kit_parts(config, find_kit(name))
     kit = find_kit(name, parts)
     check_kit(kit, parts)
@@ -336,24 +348,24 @@ def _kit(config: RunConfig, node: NodeConfig) -> str:
 
 
 def _same_kit(message: Message, config: RunConfig, kit: str) -> None:
-    """The weights that this node and the server both have must be the same.
+    """Check that the weights that this node and the server share are identical.
 
-    A description learned with others draws something else.
+    A condition learned with other weights would generate different images.
     """
-    here = weights_digests(kit, kit_parts(config, kit)) if kit else {}
-    there = message.content.config_records["kit"]
-    for file, digest in here.items():
-        if there.get(file, digest) != digest:
+    local = weights_digests(kit, kit_parts(config, kit)) if kit else {}
+    remote = message.content.config_records["kit"]
+    for file, digest in local.items():
+        if remote.get(file, digest) != digest:
             raise ConfigError(
                 f"kit = {kit!r}: its {file} ({digest[:8]}) is not the server's "
-                f"({str(there[file])[:8]}); take the kit from the same place"
+                f"({str(remote[file])[:8]}); use the kit from the same source"
             )
 
 
 def _installed_version() -> str:
-    """Of the package on this node, whose kits and dependencies are used.
+    """Return the version of the package installed on this node.
 
-    The code itself came with the run.
+    Its kits and dependencies are used; the code itself came with the run.
     """
     try:
         return version("osfl")
@@ -362,22 +374,23 @@ def _installed_version() -> str:
 
 
 def _cache(node: NodeConfig, job_id: str) -> Path:
-    """Where this machine keeps a job's finished payloads."""
+    """Return the folder where this machine keeps a job's finished payloads."""
     return (
         Path(node.cache_dir or os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / job_id
     )
 
 
 def cache_key(config: RunConfig, node: NodeConfig, kit: str, rounds: str = "") -> str:
-    """A digest of everything that could shape a payload.
+    """Return a digest of everything that could shape a payload.
 
-    Node-config keys that are marked `NotIdentity` do not, nor does the kit's path: its files do.
+    Excludes node-config keys marked `NotIdentity` and the kit's path; the kit's files count
+    instead.
 
     Args:
         rounds: the identity of a run's rounds, which keep state between them.
     """
-    shaping = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
-    own = {k: v for k, v in flatten(node).items() if k not in NODE_NOT_IDENTITY}
-    about = [shaping, own, kit_digest(kit, kit_parts(config, kit)) if kit else ""]
-    about += [rounds] if rounds else []
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]
+    run_settings = {k: v for k, v in flatten(config).items() if k not in NOT_IDENTITY}
+    node_settings = {k: v for k, v in flatten(node).items() if k not in NODE_NOT_IDENTITY}
+    inputs = [run_settings, node_settings, kit_digest(kit, kit_parts(config, kit)) if kit else ""]
+    inputs += [rounds] if rounds else []
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

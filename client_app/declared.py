@@ -8,20 +8,20 @@ from osfl.methods import METHODS
 
 
 def declared_images(config: RunConfig, node: NodeConfig) -> list[int]:
-    """The training images of every class; of a method with rounds, their number alone.
+    """Return the number of training images per class; with an iterative method, the total alone.
 
-    The site declares no more than its payload states later. It declares nothing if the method
-    does not weight clients by their images, or if it gives a guarantee: exact counts must not leave
+    A site declares no more than its payload states later. It declares nothing if the method does
+    not weight clients by their images, or if it gives a DP guarantee: exact counts must not leave
     it then.
 
     Raises:
         DataError: the images cannot be listed.
     """
     method = METHODS[config.method]
-    guarded = config.epsilon or node.epsilon or node.epsilon_total
-    if guarded or not (method.features or method.rounds):
+    private = config.epsilon or node.epsilon or node.epsilon_total
+    if private or not (method.features or method.rounds):
         return []
-    # It imports torch, which the other methods' clients join without
+    # Imports torch, which clients of the other methods do not need to join
     from osfl.data.load import image_labels
 
     labels = image_labels(config.data, node, "train", config.seed)

@@ -1,8 +1,9 @@
-"""What the server hears of a client's exceptions.
+"""Control which details of a client's exceptions the server receives.
 
-Without a guarantee it hears their words, which say what to do. With one, words could name a label,
-a file or a patient, so it hears a code (`osfl.error_codes`), and the site's own log has the words.
-Only the words of a `PublicConfigError` are sent then: they depend on settings alone.
+Without a DP guarantee the server receives the message, which says what to do. With one, a message
+could name a label, a file or a patient, so the server receives a code (`osfl.payload.error_codes`)
+and the message stays in the site's own log. The exception is `PublicConfigError`, whose message
+depends on settings alone and is always sent.
 """
 
 import logging
@@ -13,25 +14,27 @@ from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from osfl.config import ConfigError
-from osfl.error_codes import coded
-from osfl.words import plain_lines, plain_record
+from osfl.payload.error_codes import error_code
+from osfl.util.text import sanitize_lines, sanitize_record
 
-MOST_ERROR = 4000  # characters of an error that is sent to the server
-log = logging.getLogger("flwr")  # in which Flower writes what a client raises
-log.addFilter(plain_record)
+# Characters of an error message that is sent to the server
+MAX_ERROR_LENGTH = 4000
+# Flower logs a client's exceptions here
+log = logging.getLogger("flwr")
+log.addFilter(sanitize_record)
 
 
 class ClientError(RuntimeError):
-    """What a client raised, in words that can be sent: printable, and not too many."""
+    """A client's exception with a message that is safe to send: printable and of limited length."""
 
 
 class PublicConfigError(ConfigError):
-    """A ConfigError whose words depend on the run-config and node-config alone, on no data."""
+    """A ConfigError whose message depends on run-config and node-config alone, not on data."""
 
 
 @contextmanager
-def public_words() -> Iterator[None]:
-    """Mark what is raised in here as depending on settings alone. No data may be read in here.
+def public_messages() -> Iterator[None]:
+    """Mark errors raised in this context as depending on settings alone. Read no data in it.
 
     Raises:
         PublicConfigError: in place of a ConfigError.
@@ -44,27 +47,29 @@ def public_words() -> Iterator[None]:
         raise PublicConfigError(str(error)) from None
 
 
-def plain_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A Flower mod: Flower sends the words of an exception to the server as they are.
+def sanitize_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Sanitize exceptions, whose messages Flower sends to the server unchanged. A Flower mod.
 
     Raises:
-        ClientError: in place of an exception whose words a terminal would obey, or that has too
-            many of them; the traceback is the same.
+        ClientError: in place of an exception whose message has control characters or is too long;
+            the traceback is kept.
     """
     try:
         return call_next(message, context)
     except Exception as error:
-        if (told := _in_plain_words(error)) is error:
+        if (sanitized := _sanitized(error)) is error:
             raise
-    raise told
+    raise sanitized
 
 
-def private_errors(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """A Flower mod: with a guarantee, send a code in place of an exception's words.
+def encode_private_errors(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Replace an exception's message by a code if there is a DP guarantee. A Flower mod.
 
     Raises:
-        ClientError: the code, without the traceback, which would say where the client failed.
-        PublicConfigError: as it was raised, but without what caused it.
+        ClientError: the code, without the traceback, which would reveal where the client failed.
+        PublicConfigError: as raised, but without its cause.
     """
     try:
         return call_next(message, context)
@@ -72,23 +77,24 @@ def private_errors(message: Message, context: Context, call_next: ClientAppCalla
         if not _has_guarantee(context):
             raise
         log.error("%s failed:", message.metadata.message_type, exc_info=error)
-        known = isinstance(error, PublicConfigError)
-        told = PublicConfigError(str(error)) if known else ClientError(coded(error))
-    # Outside of the handler: an exception raised in there would carry the first one along
-    raise told
+        is_public = isinstance(error, PublicConfigError)
+        reply = PublicConfigError(str(error)) if is_public else ClientError(error_code(error))
+    # Outside the except block, so that the original is not attached as context
+    raise reply
 
 
 def _has_guarantee(context: Context) -> bool:
-    """Whether the site or the run asks for a guarantee; settings that cannot be read count too."""
-    site = (context.node_config.get(key) for key in ("epsilon", "epsilon-total"))
-    return any(site) or bool(context.run_config.get("epsilon"))
+    """Return whether the site or the run requires a DP guarantee. Reads the unparsed settings."""
+    budgets = (context.node_config.get(key) for key in ("epsilon", "epsilon-total"))
+    return any(budgets) or bool(context.run_config.get("epsilon"))
 
 
-def _in_plain_words(error: Exception) -> Exception:
-    words = plain_lines(error, MOST_ERROR)
+def _sanitized(error: Exception) -> Exception:
+    text = sanitize_lines(error, MAX_ERROR_LENGTH)
     try:
-        if str(error) == words:
+        if str(error) == text:
             return error
-    except Exception:  # it has no words at all
-        log.error("an error without words: %s", type(error).__name__)
-    return ClientError(f"{type(error).__name__}: {words}").with_traceback(error.__traceback__)
+    # str() of an exception may itself fail
+    except Exception:
+        log.error("an error without a message: %s", type(error).__name__)
+    return ClientError(f"{type(error).__name__}: {text}").with_traceback(error.__traceback__)

@@ -1,7 +1,7 @@
-"""The files of a site that a run's settings may name: those below the site's `allowed-dirs`.
+"""Check the paths that a run's settings name: they must be below the site's `allowed-dirs`.
 
-What a run-config names is read here, and weights then travel in the payload. Paths of the
-node-config are the site's own, and free.
+This node reads the files that a run-config names, and their weights may then leave in the payload.
+Paths in the node-config are the site's own and are not restricted.
 """
 
 import os
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from osfl.config import SITE_PATHS, ConfigError, NodeConfig, RunConfig, flatten, split_names
 from osfl.data.named import is_named, repository_of
+from osfl.kit.kits import is_hub_id, kit_roots
+from osfl.kit.used_parts import kit_parts, models_outside_kit
 from osfl.methods import METHODS
-from osfl.models.kits import is_hub_id, kit_roots
-from osfl.models.used_parts import kit_parts, models_apart
-from osfl.words import plain
+from osfl.util.text import sanitize
 
 _INITS = ("kit", "imagenet", "pretrained", "none")
-_OF_THE_HUB = "hf-hub:"
+_HUB_PREFIX = "hf-hub:"
 
 
 def check_paths(config: RunConfig, node: NodeConfig) -> None:
-    """Refuse a run whose settings name files outside the folders that this site allows.
+    """Reject a run whose settings name files outside the folders that this site allows.
 
-    The words are the same whether there is such a file or not.
+    The message is the same whether the file exists or not.
 
     Raises:
         ConfigError: a path is outside, or a folder of `allowed-dirs` is not absolute.
@@ -36,7 +36,7 @@ def check_paths(config: RunConfig, node: NodeConfig) -> None:
 
 
 def check_architecture(architecture: str, node: NodeConfig) -> None:
-    """Refuse a global model whose architecture is a folder outside those that this site allows.
+    """Reject a global model whose architecture is a folder that this site does not allow.
 
     Raises:
         ConfigError: as `check_paths`.
@@ -46,27 +46,29 @@ def check_architecture(architecture: str, node: NodeConfig) -> None:
 
 
 def allowed_folders(node: NodeConfig) -> list[Path]:
-    """Return the real paths of the folders that a run's settings may name files of.
+    """Return the resolved folders in which a run's settings may name files.
 
     Raises:
         ConfigError: one of `allowed-dirs` is not absolute.
     """
     from huggingface_hub import constants
 
-    named = split_names(node.allowed_dirs or os.environ.get("OSFL_ALLOWED_DIRS", ""))
-    if relative := [name for name in named if not Path(name).expanduser().is_absolute()]:
+    names = split_names(node.allowed_dirs or os.environ.get("OSFL_ALLOWED_DIRS", ""))
+    if relative := [name for name in names if not Path(name).expanduser().is_absolute()]:
         raise ConfigError(
             f"node-config allowed-dirs: {relative[0]!r} must be an absolute path; set allowed-dirs "
             "to absolute folders, comma-separated"
         )
-    own = [Path(name).expanduser() for name in named]
-    return [folder.resolve() for folder in (*own, *kit_roots(), Path(constants.HF_HUB_CACHE))]
+    site_folders = [Path(name).expanduser() for name in names]
+    return [
+        folder.resolve() for folder in (*site_folders, *kit_roots(), Path(constants.HF_HUB_CACHE))
+    ]
 
 
 def _used_keys(config: RunConfig, node: NodeConfig) -> set[str]:
-    """Return the keys whose paths this client would read: others may be the server's alone."""
+    """Return the keys whose paths this client would read; the server alone may use others."""
     method = METHODS[config.method]
-    used = {key for key, _, _ in models_apart(config)}
+    used = {key for key, _, _ in models_outside_kit(config)}
     if kit_parts(config) and not (node.kit and config.sampling_kit == config.kit):
         used.add("kit" if config.sampling_kit == config.kit else "feddisc.kit")
     if method.rounds or method.features or method.payload == "Classifier":
@@ -79,17 +81,17 @@ def _used_keys(config: RunConfig, node: NodeConfig) -> set[str]:
 
 
 def _places(key: str, value: str) -> Iterator[str]:
-    """The paths and hub ids in a setting."""
+    """Yield the paths and hub ids in a setting."""
     if key.endswith("architecture"):
         for name in split_names(value):
-            if name.startswith(_OF_THE_HUB):
-                yield name.removeprefix(_OF_THE_HUB)
+            if name.startswith(_HUB_PREFIX):
+                yield name.removeprefix(_HUB_PREFIX)
     elif key == "data.name":
         yield repository_of(value)[0]
     elif key.endswith(".init"):
         yield from () if value in _INITS else (value,)
     elif key.endswith("kit"):
-        # A shipped one has a name alone
+        # A shipped kit is named without a slash
         yield from (value,) if "/" in value or "\\" in value else ()
     elif value:
         yield value
@@ -100,24 +102,26 @@ def _check(key: str, place: str, folders: list[Path]) -> None:
         return
     if not _is_allowed(place, folders, key != "data.root"):
         raise ConfigError(
-            f"{key} = {plain(place, 200)!r}: this client may not use the path, for it is not below "
-            "a folder that its site allows. Name a shipped kit or a hub id; or the site adds the "
-            "folder to its node-config allowed-dirs"
+            f"{key} = {sanitize(place, 200)!r}: must be below a folder that this client's site "
+            "allows. Set it to a shipped kit or a hub id, or ask the site to add the folder to its "
+            "node-config allowed-dirs"
         )
 
 
 def _is_allowed(place: str, folders: list[Path], links: bool) -> bool:
-    """Whether a path is below one of the folders; and, with `links`, where its links lead."""
+    """Return whether a path, and with `links` every symlink in it, resolves below one of the
+    folders.
+    """
     try:
-        real = Path(place).expanduser().resolve()
-        if not _is_below(real, folders):
+        resolved = Path(place).expanduser().resolve()
+        if not _is_below(resolved, folders):
             return False
-        entries = real.rglob("*") if links and real.is_dir() else ()
+        entries = resolved.rglob("*") if links and resolved.is_dir() else ()
         return all(_is_below(entry.resolve(), folders) for entry in entries if entry.is_symlink())
-    # No such user, a loop of links, a name that no disk takes, a folder that this user may not list
+    # Unknown user, symlink loop, invalid file name or a folder without permission to list
     except (OSError, ValueError, RuntimeError):
         return False
 
 
-def _is_below(real: Path, folders: list[Path]) -> bool:
-    return any(real.is_relative_to(folder) for folder in folders)
+def _is_below(resolved: Path, folders: list[Path]) -> bool:
+    return any(resolved.is_relative_to(folder) for folder in folders)

@@ -1,7 +1,7 @@
-"""A client's finished payload at rest, until the server has stored it.
+"""Cache of a client's finished payload on disk, until the server has stored it.
 
-`payload.json` holds the payload's SHA-256 and costs, and its own. It is written last: without it
-there is no payload.
+`payload.json` holds the payload's SHA-256 and costs, and its own checksum. It is written last, so
+without it there is no payload.
 """
 
 import hashlib
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from osfl.files import DamageError, read_record, write_atomically, write_record
-from osfl.words import plain
+from osfl.util.files import CorruptFileError, read_record, write_atomically, write_record
+from osfl.util.text import sanitize
 
 _PAYLOAD = "payload.pb"
 _RECORD = "payload.json"
@@ -18,14 +18,14 @@ _RECORD = "payload.json"
 
 @dataclass(frozen=True)
 class CachedPayload:
-    """A payload as it was made, and what it cost."""
+    """A payload and its costs."""
 
     blob: bytes
     costs: dict[str, float]
 
 
 def store(folder: Path, blob: bytes, costs: Mapping[str, float]) -> None:
-    """Keep a finished payload.
+    """Write a finished payload to a folder.
 
     Raises:
         OSError: it cannot be written.
@@ -36,10 +36,10 @@ def store(folder: Path, blob: bytes, costs: Mapping[str, float]) -> None:
 
 
 def load(folder: Path) -> CachedPayload | None:
-    """Return the payload of a folder, or None if it has none.
+    """Return the payload in a folder, or None if there is none.
 
     Raises:
-        DamageError: the payload or its record is not as it was written.
+        CorruptFileError: the payload or its record is corrupt.
     """
     if not has_payload(folder):
         return None
@@ -48,16 +48,16 @@ def load(folder: Path) -> CachedPayload | None:
     try:
         blob = file.read_bytes()
     except FileNotFoundError:
-        raise DamageError(f"{plain(file, 1000)} is missing") from None
+        raise CorruptFileError(f"{sanitize(file, 1000)} is missing") from None
     if _digest(blob) != record["sha256"]:
-        raise DamageError(f"{plain(file, 1000)} is damaged (its SHA-256 differs)")
+        raise CorruptFileError(f"{sanitize(file, 1000)} is corrupt (its SHA-256 differs)")
     return CachedPayload(blob, record["costs"])
 
 
-def may_forget(folder: Path, sha256: str) -> bool:
-    """Whether a folder holds the payload that the server has stored, without a guarantee.
+def may_delete(folder: Path, sha256: str) -> bool:
+    """Return whether a folder holds the payload that the server has stored, without a DP guarantee.
 
-    One with a guarantee stays: another draw would give away as much again.
+    A payload with a guarantee stays: a second noisy draw would spend epsilon again.
     """
     try:
         record = read_record(folder / _RECORD)
@@ -67,7 +67,7 @@ def may_forget(folder: Path, sha256: str) -> bool:
 
 
 def has_payload(folder: Path) -> bool:
-    """Whether a folder holds a payload, damaged or not."""
+    """Return whether a folder holds a payload, corrupt or not."""
     return (folder / _PAYLOAD).exists() or (folder / _RECORD).exists()
 
 

@@ -1,11 +1,12 @@
 #!/bin/sh
-# Keys and certificates of the federation in docker-compose.yml, each into the volume of whom it belongs to. What is there and valid stays.
+# Create the keys and certificates of the federation in docker-compose.yml, each in the volume of its owner. Valid ones are kept.
 set -eu
 umask 077
 [ -f /keys/ca.crt ] || osfl certs ca /keys
 [ -f /keys/server.pem ] && osfl certs show /keys >/dev/null || osfl certs server /keys --host superlink --host control
 
-give() { # file, where to
+# give FILE DESTINATION
+give() {
   install -T -D -o 10001 -g 10001 -m 600 "$1" "$2"
 }
 

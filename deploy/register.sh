@@ -1,5 +1,5 @@
 #!/bin/sh
-# register.sh FOLDER: make the public keys FOLDER/*.pub known to the SuperLink. Flower's answers, with the nodes' ids, are kept in /data/registered with the key: who has one is done.
+# register.sh FOLDER: register the public keys FOLDER/*.pub with the SuperLink. Flower's answers, with the nodes' ids, are kept in /data/registered with the key: nodes that have one are skipped.
 set -eu
 mkdir -p /data/registered
 for key in "$1"/*.pub; do
@@ -8,7 +8,8 @@ for key in "$1"/*.pub; do
   if [ ! -s "$answer" ] || ! cmp -s "$key" "/data/registered/$name.pub"; then
     flwr supernode register "$key" federation --name "$name" --format json >"$answer.new"
     cat "$answer.new"
-    grep -qe '"node-id"' -e 'already in use' "$answer.new" # the latter: this was broken off before
+    # "already in use": an earlier registration was interrupted
+    grep -qe '"node-id"' -e 'already in use' "$answer.new"
     cp "$key" "/data/registered/$name.pub"
     mv "$answer.new" "$answer"
   fi

@@ -10,9 +10,18 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from osfl.cli.launch import default_config
 from osfl.config import NodeConfig, RunConfig, Scalar
-from osfl.config.markers import AUTO, Approximate, ByData, Doc, NotIdentity, OneOf, Range, marks_of
+from osfl.config.markers import (
+    AUTO,
+    Approximate,
+    ByData,
+    Doc,
+    NotIdentity,
+    OneOf,
+    Range,
+    markers_of,
+)
+from osfl.settings import default_config
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -41,25 +50,25 @@ simulation gives it by itself.
 
 
 def page() -> str:
-    """The whole text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     defaults = default_config()
     hints = get_type_hints(RunConfig, include_extras=True)
-    whole = [HEAD, "## The run", "", *_table(RunConfig, "", defaults, marked=True), ""]
+    parts = [HEAD, "## The run", "", *_table(RunConfig, "", defaults, marked=True), ""]
     for name, annotated in hints.items():
         section = getattr(annotated, "__origin__", annotated)
         if is_dataclass(section):
             key = name.replace("_", "-")
-            about = [mark.meaning for mark in marks_of(annotated, Doc)]
-            about.append(inspect.cleandoc(section.__doc__ or ""))
-            whole += [f"## `[{key}]`", "", " ".join(about), ""]
-            whole += [*_table(section, f"{key}.", defaults, marked=True), ""]
+            meanings = [mark.meaning for mark in markers_of(annotated, Doc)]
+            meanings.append(inspect.cleandoc(section.__doc__ or ""))
+            parts += [f"## `[{key}]`", "", " ".join(meanings), ""]
+            parts += [*_table(section, f"{key}.", defaults, marked=True), ""]
     node_defaults = {item.name.replace("_", "-"): item.default for item in fields(NodeConfig)}
-    whole += [NODE_HEAD, *_table(NodeConfig, "", node_defaults, marked=False)]
-    return "\n".join(whole) + "\n"
+    parts += [NODE_HEAD, *_table(NodeConfig, "", node_defaults, marked=False)]
+    return "\n".join(parts) + "\n"
 
 
 def _table(section: type, prefix: str, defaults: dict[str, Scalar], marked: bool) -> Iterator[str]:
-    """A row for every key of a section; the sections within it have their own tables."""
+    """Yield the rows of a section's table; nested sections have their own."""
     titles = ["Key", "Default", "Allowed", "Meaning", *(["Marks"] if marked else [])]
     yield _row(titles)
     yield _row(["---"] * len(titles))
@@ -67,18 +76,18 @@ def _table(section: type, prefix: str, defaults: dict[str, Scalar], marked: bool
         if is_dataclass(getattr(annotated, "__origin__", annotated)):
             continue
         key = prefix + name.replace("_", "-")
-        meaning = " ".join([mark.meaning for mark in marks_of(annotated, Doc)] + _auto(annotated))
-        auto = f", {_code(AUTO)}" if marks_of(annotated, ByData) else ""
+        meaning = " ".join([mark.meaning for mark in markers_of(annotated, Doc)] + _auto(annotated))
+        auto = f", {_code(AUTO)}" if markers_of(annotated, ByData) else ""
         cells = [f"`{key}`", _code(defaults[key]), _allowed(annotated) + auto, meaning]
         yield _row([*cells, _marks(annotated)] if marked else cells)
 
 
 def _auto(annotated: Any) -> list[str]:
-    """What `auto` stands for, of a key whose value the kind of the data decides."""
+    """Return the meaning of `auto`, for a key whose default depends on the kind of data."""
     return [
         f"{_code(AUTO)}: {_code(mark.digits)} with the digits, {_code(mark.others)} with all other "
         "data."
-        for mark in marks_of(annotated, ByData)
+        for mark in markers_of(annotated, ByData)
     ]
 
 
@@ -87,20 +96,20 @@ def _row(cells: list[str]) -> str:
 
 
 def _allowed(annotated: Any) -> str:
-    """The values that a key takes, in words."""
+    """Format the values that a key accepts."""
     kind = getattr(annotated, "__origin__", annotated)
-    for rule in marks_of(annotated, OneOf):
+    for rule in markers_of(annotated, OneOf):
         return ", ".join(_code(choice) for choice in rule.choices)
-    for rule in marks_of(annotated, Range):
+    for rule in markers_of(annotated, Range):
         style = ",.0f" if kind is int else ",.12g"
         return f"{rule.low:{style}} to {rule.high:{style}}"
     return {bool: "`true`, `false`", str: "a text", int: "a whole number"}[kind]
 
 
 def _marks(annotated: Any) -> str:
-    """What a key is to a run."""
-    marks = ["may change"] if marks_of(annotated, NotIdentity) else []
-    for mark in marks_of(annotated, Approximate):
+    """Format a key's marks: whether it may change, and whether it approximates."""
+    marks = ["may change"] if markers_of(annotated, NotIdentity) else []
+    for mark in markers_of(annotated, Approximate):
         marks.append(f"approximate, but for {_code(mark.exact)}")
     return "; ".join(marks)
 

@@ -1,6 +1,7 @@
 """OSFL: one-shot federated learning with diffusion models, on Flower.
 
-Code shared by the clients (`client_app`) and the server (`server_app`); it imports neither.
+This package holds the code that clients (`client_app`) and server (`server_app`) share. Only its
+command line (`osfl/cli`) imports either of them.
 """
 
 __version__ = "0.2.0"

@@ -1,6 +1,6 @@
-"""The methods: what clients send, and which client half and server half a name stands for.
+"""The table of methods: what clients send, and the client module and server module of each name.
 
-Modules are imported late, by name.
+Modules are named by strings and imported on first use, so that this table needs no torch.
 """
 
 import importlib
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
-# Folders of a kit.
+# Folders of a model bundle (kit)
 DIFFUSION_PARTS: tuple[str, ...] = ("vae", "unet", "text_encoder", "tokenizer", "scheduler")
 TEXT_PARTS = ("text_encoder", "tokenizer")
 IMAGE_ENCODER_PARTS = ("image_encoder", "feature_extractor")
-# A part that few kits have.
-SMALL_DECODER = "small_decoder"
-LORA = "lora"  # weights that turn a kit into a few-step one
+# Optional folders, which few kits have: a tiny autoencoder's decoder, and distilled LoRA weights
+# for few-step sampling
+TINY_DECODER = "small_decoder"
+LORA = "lora"
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,18 @@ class Method:
     """One row of the table.
 
     Attributes:
-        client: module in `client_app.methods` with `make_payload(job)`; None: clients make no
+        client: module in `client_app.methods` with `make_payload(job)`; None if clients make no
             payload.
-        server: module in `server_app.methods` with `run(job, payloads)`; of a method with rounds,
-            in `server_app.averaging` with `strategy(job)`.
-        payload: class in `osfl.payloads` that clients send once; None: they send none.
-        sends: what leaves a client, in words; of a method with rounds it is no payload, and is sent
-            in every round.
-        reveals: what somebody could learn from that of a client's images, in words.
-        client_parts: what a client needs of the kit.
-        rounds: whether it is one of those they compare with that send models to and fro.
-        samples: whether the server needs the diffusion model.
-        private: the differential privacy that clients can give (`epsilon`): pure, approximate
-            (with a `delta`), or "" for none.
+        server: module with `run(job, payloads)` in `server_app.methods`; for an iterative baseline
+            (`rounds`), module with `strategy(job)` in `server_app.baselines`.
+        payload: class in `osfl.payload.kinds` that clients send once; None if they send none.
+        sends: text that says what leaves a client; an iterative baseline sends it in every round.
+        reveals: text that says what an adversary could learn from it about a client's images.
+        client_parts: folders of the kit that a client needs.
+        rounds: whether this is an iterative (multi-round) baseline.
+        samples: whether the server synthesizes images, and so needs the diffusion model.
+        private: the kind of differential privacy that clients can give (`epsilon`): pure,
+            approximate (with a `delta`), or "" for none.
     """
 
     client: str | None
@@ -45,30 +45,30 @@ class Method:
     client_parts: tuple[str, ...] = ()
     rounds: bool = False
     samples: bool = True
-    private: Literal["", "pure", "approximate"] = ""
+    privacy: Literal["", "pure", "approximate"] = ""
 
     @property
-    def open_models(self) -> bool:
-        """Whether clients' models come to others as they are: in rounds, or to be tested."""
+    def shares_models(self) -> bool:
+        """Return whether others receive clients' models as they are: in rounds, or to test them."""
         return self.rounds or self.server == "local"
 
     @property
     def features(self) -> bool:
-        """Whether clients send what a frozen classifier's features are like."""
+        """Return whether clients send statistics of a frozen classifier's features."""
         return self.payload in ("FeatureStatistics", "FeatureMixtures")
 
 
-NOTHING = "nothing"
-FROM_CLASSIFIER = (
-    "what the images of a class have in common, their BatchNorm statistics, and of many an image "
-    "whether it was trained on"
+SENDS_NOTHING = "nothing"
+CLASSIFIER_REVEALS = (
+    "what the images of a class have in common, their BatchNorm statistics, and for many images "
+    "whether they are in the training set"
 )
-CLASSIFIER = "its classifier, trained on its own images"
+SENDS_CLASSIFIER = "its classifier, trained on its own images"
 CAPTION_PARTS = ("captioner", *TEXT_PARTS)
-MODEL_EVERY_ROUND = "its model, in every round"
+SENDS_MODEL_EVERY_ROUND = "its model, in every round"
 
 METHODS: dict[str, Method] = {
-    "prompts-only": Method(client=None, server="prompts_only", payload=None, sends=NOTHING),
+    "prompts-only": Method(client=None, server="prompts_only", payload=None, sends=SENDS_NOTHING),
     "prompts-domain": Method(
         client="domain",
         server="prompts_domain",
@@ -82,50 +82,52 @@ METHODS: dict[str, Method] = {
         payload="Descriptions",
         sends="a learned description of every class",
         reveals="what the images of a class look like, as far as the diffusion model can draw it; "
-        "of a few images, also whether one is among them",
+        "with few images, also whether a given image is among them",
         client_parts=DIFFUSION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "fedlmg": Method(
         client="classifier",
         server="fedlmg",
         payload="Classifier",
-        sends=CLASSIFIER,
-        reveals=FROM_CLASSIFIER,
-        private="approximate",
+        sends=SENDS_CLASSIFIER,
+        reveals=CLASSIFIER_REVEALS,
+        privacy="approximate",
     ),
     "fedcado": Method(
         client="classifier",
         server="fedcado",
         payload="Classifier",
-        sends=CLASSIFIER,
-        reveals=FROM_CLASSIFIER,
-        private="approximate",
+        sends=SENDS_CLASSIFIER,
+        reveals=CLASSIFIER_REVEALS,
+        privacy="approximate",
     ),
     "oscar": Method(
         client="oscar",
         server="oscar",
         payload="Encodings",
         sends="the mean encoding of every class's captions",
-        reveals="what the captions of a class have in common; of a single image, its caption",
+        reveals="what the captions of a class have in common; for a class with one image, its "
+        "caption",
         client_parts=CAPTION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "oscar-pooled": Method(
         client="oscar",
         server="oscar",
         payload="Encodings",
         sends="the mean pooled encoding of every class's captions",
-        reveals="what the captions of a class have in common; of a single image, its caption",
+        reveals="what the captions of a class have in common; for a class with one image, its "
+        "caption",
         client_parts=CAPTION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "espresso": Method(
         client="espresso",
         server="espresso",
         payload="Mixtures",
-        sends="conditions of every class's clusters, and a mixture of its noised latents",
-        reveals="what groups of a few images look like, blurred means of them, and whether an "
+        sends="conditions of every class's clusters, and a Gaussian mixture of its noisy latents",
+        reveals="what small groups of images look like, blurred means of them, and whether a given "
         "image is among them",
         client_parts=(*DIFFUSION_PARTS, *IMAGE_ENCODER_PARTS),
     ),
@@ -134,25 +136,25 @@ METHODS: dict[str, Method] = {
         server="fgl",
         payload="Captions",
         sends="a caption of every image",
-        reveals="these words, which anybody can read",
+        reveals="everything that these captions say",
         client_parts=("captioner",),
     ),
     "feddisc": Method(
         client="feddisc",
         server="feddisc",
         payload="Embeddings",
-        sends="cluster centres and the mean of every class's noised image embeddings",
-        reveals="what groups of a few images are about, and of many an image whether it is among "
-        "them; of a single image, its embedding with noise",
+        sends="cluster centers and the mean of every class's noisy image embeddings",
+        reveals="what small groups of images show, and for many images whether they are among "
+        "them; for a class with one image, its noisy embedding",
         client_parts=(*IMAGE_ENCODER_PARTS, "image_normalizer", "image_noising_scheduler"),
-        private="approximate",
+        privacy="approximate",
     ),
     "fedbip": Method(
         client="fedbip",
         server="fedbip",
         payload="Concepts",
         sends="learned words for domain and classes, and the latent of every image",
-        reveals="every image: its latent decodes to a close likeness",
+        reveals="every image: its latent decodes to a close reconstruction",
         client_parts=DIFFUSION_PARTS,
     ),
     "domain-vector": Method(
@@ -160,44 +162,44 @@ METHODS: dict[str, Method] = {
         server="domain_vector",
         payload="DomainVector",
         sends="a learned vector of its domain",
-        reveals="what the images of a client have in common",
+        reveals="what a client's images have in common",
         client_parts=DIFFUSION_PARTS,
-        private="approximate",
+        privacy="approximate",
     ),
     "votes": Method(
         client="votes",
         server="votes",
         payload="Votes",
-        sends="which of the run's candidates every class's images look like",
-        reveals="which of these words fits a class best",
+        sends="for every class, which of the run's candidate domains its images resemble most",
+        reveals="which of these domain names fits a class best",
         client_parts=DIFFUSION_PARTS,
-        private="pure",
+        privacy="pure",
     ),
     "fedcgs": Method(
         client="fedcgs",
         server="fedcgs",
         payload="FeatureStatistics",
-        sends="how many images of every class, and sums of their features",
-        reveals="what an average image of a class is about; and of every image, if there are "
-        "fewer than features, whether it is there",
+        sends="the number of images of every class, and sums of their features",
+        reveals="what an average image of a class shows; with fewer images than features, also "
+        "for every image whether it is in the training set",
         samples=False,
     ),
     "fedpft": Method(
         client="fedpft",
         server="fedpft",
         payload="FeatureMixtures",
-        sends="how many images of every class, and a Gaussian mixture of their features",
-        reveals="what groups of images are about; with few images, of many an image whether it "
-        "is there",
+        sends="the number of images of every class, and a Gaussian mixture of their features",
+        reveals="what groups of images show; with few images, for many of them also whether they "
+        "are in the training set",
         samples=False,
-        private="approximate",
+        privacy="approximate",
     ),
     "fedavg": Method(
         client=None,
         server="fedavg",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -205,8 +207,8 @@ METHODS: dict[str, Method] = {
         client=None,
         server="fedprox",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -214,8 +216,8 @@ METHODS: dict[str, Method] = {
         client=None,
         server="feddyn",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -223,8 +225,8 @@ METHODS: dict[str, Method] = {
         client=None,
         server="feddf",
         payload=None,
-        sends=MODEL_EVERY_ROUND,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_MODEL_EVERY_ROUND,
+        reveals=CLASSIFIER_REVEALS,
         rounds=True,
         samples=False,
     ),
@@ -232,27 +234,27 @@ METHODS: dict[str, Method] = {
         client="classifier",
         server="local",
         payload="Classifier",
-        sends=CLASSIFIER,
-        reveals=FROM_CLASSIFIER,
+        sends=SENDS_CLASSIFIER,
+        reveals=CLASSIFIER_REVEALS,
         samples=False,
-        private="approximate",
+        privacy="approximate",
     ),
     "ceiling": Method(
         client=None,
         server="ceiling",
         payload=None,
-        sends="nothing: the server has all their images itself, as no real server has",
+        sends="nothing: the server holds all images itself, which no real server would",
         samples=False,
     ),
 }
 
 
-def client_half(method: str) -> ModuleType:
-    """The client module of a method that has one."""
+def client_module(method: str) -> ModuleType:
+    """Import the client module of a method that has one."""
     return importlib.import_module(f"client_app.methods.{METHODS[method].client}")
 
 
-def server_half(method: str) -> ModuleType:
-    """The server module of a method."""
-    folder = "averaging" if METHODS[method].rounds else "methods"
+def server_module(method: str) -> ModuleType:
+    """Import the server module of a method."""
+    folder = "baselines" if METHODS[method].rounds else "methods"
     return importlib.import_module(f"server_app.{folder}.{METHODS[method].server}")

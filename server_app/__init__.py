@@ -1,1 +1,1 @@
-"""Runs on the CUDA node. Never imports `client_app`."""
+"""The server, which runs on the machine with the GPU. Never imports `client_app`."""

@@ -1,33 +1,33 @@
-"""What a client's payload must look like in a run, and a last look at it before it is used."""
+"""Schema of a client's payload in a run, and its final checks before use."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
 
-from osfl import wire
 from osfl.config import RunConfig, split_names
 from osfl.data.parts import class_names
+from osfl.kit.kits import find_kit, kit_shapes
 from osfl.methods import METHODS
-from osfl.models.classifiers import blank_classifier, headless, logits_of, rebuild
-from osfl.models.kits import find_kit, kit_shapes
-from osfl.payload_fields import fields_of, tensors_of
-from osfl.payloads import Classifier, FeatureStatistics, Payload, Votes, kind_of
-from osfl.seeds import generator_of
-from server_app.image_counts import check_counts, stated_counts
+from osfl.models.classifiers import compute_logits, meta_classifier, rebuild_classifier, remove_head
+from osfl.payload import wire
+from osfl.payload.fields import field_tensors, fields_of
+from osfl.payload.kinds import Classifier, FeatureStatistics, Payload, Votes, kind_of
+from osfl.util.seeds import generator_of
+from server_app.defenses.image_counts import check_counts, stated_counts
 from server_app.methods.fedcgs import check_statistics
 
 ExpectedOf = Callable[[str], wire.Expected]
 
 
 def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
-    """What a client's payload must look like, as a function of the client."""
+    """Return a function from client to the schema of its payload."""
     classes = class_names(config.data)
     settings = config.classifier
     architectures = {}
     if METHODS[config.method].payload == "Classifier":
         for architecture in split_names(settings.architecture):
-            state = blank_classifier(architecture, len(classes), settings.small_stem).state_dict()
+            state = meta_classifier(architecture, len(classes), settings.small_stem).state_dict()
             architectures[architecture] = {
                 name: (tuple(t.shape), t.dtype) for name, t in state.items()
             }
@@ -46,31 +46,31 @@ def expected_payload(config: RunConfig, job_id: str) -> ExpectedOf:
 
 
 def expected_tensors(config: RunConfig) -> wire.Tensors:
-    """Shape and dtype of every tensor of the method's payload, by the server's own kit.
+    """Return shape and dtype of every tensor in the method's payload, by the server's own kit.
 
-    {} for a payload without tensors of its own.
+    Returns {} for a payload that declares no tensor shapes.
 
     Raises:
-        TypeError: a tensor's shape has a dimension that the run has not.
+        TypeError: a tensor's shape has a dimension that the run does not define.
     """
     payload = METHODS[config.method].payload
     if payload is None or not any(field.shapes for field in fields_of(kind_of(payload)).values()):
         return {}
-    return tensors_of(kind_of(payload), run_dimensions(config))
+    return field_tensors(kind_of(payload), run_dimensions(config))
 
 
 def run_dimensions(config: RunConfig) -> dict[str, int]:
-    """The sizes that a run gives the dimensions of `osfl.payload_fields.DIMENSIONS`.
+    """Return the run's sizes of the dimensions in `osfl.payload.fields.DIMENSIONS`.
 
-    Without L where conditions are pooled, without M where Espresso has no mixture, and without o
-    where classes add nothing to their domain's vector.
+    L is absent for pooled conditions, M for Espresso without a mixture, and o if classes add no
+    offset to their domain's vector.
     """
     if METHODS[config.method].features:
         settings = config.classifier
-        model = blank_classifier(settings.architecture, 2, settings.small_stem)
-        width = headless(model)[1]
-        ball = config.fedpft.covariance == "spherical"
-        return {"f": width, "K": config.fedpft.components, "v": 1 if ball else width}
+        model = meta_classifier(settings.architecture, 2, settings.small_stem)
+        width = remove_head(model)[1]
+        is_spherical = config.fedpft.covariance == "spherical"
+        return {"f": width, "K": config.fedpft.components, "v": 1 if is_spherical else width}
     text, latent, image = shapes_of_kit(find_kit(config.sampling_kit))
     length, width = text
     channels, height, latent_width = latent
@@ -99,17 +99,17 @@ def run_dimensions(config: RunConfig) -> dict[str, int]:
 
 @cache
 def shapes_of_kit(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """What `kit_shapes` says, read once."""
+    """Return `osfl.kit.kits.kit_shapes` of a kit, cached."""
     return kit_shapes(kit)
 
 
-def check_stated(
+def check_stated_counts(
     payload: Payload, client: str, config: RunConfig, declared: Mapping[str, int] | None = None
 ) -> None:
-    """Check the image counts that a payload states, as `image_counts.check_counts` does.
+    """Check the image counts that a payload states by `image_counts.check_counts`.
 
     Raises:
-        wire.PayloadError: a count is above what the run allows or the client declared.
+        wire.PayloadError: a count exceeds `max-images` or the number that the client declared.
     """
     try:
         check_counts(stated_counts(payload), config.max_images, declared)
@@ -117,16 +117,16 @@ def check_stated(
         raise wire.PayloadError(client, "counts", str(error)) from None
 
 
-def probe(payload: Payload, client: str, config: RunConfig) -> None:
-    """Whether numbers that are plausible one by one are so together.
+def check_plausible(payload: Payload, client: str, config: RunConfig) -> None:
+    """Check that a payload's values are plausible together, not only one by one.
 
-    A classifier's give finite logits, a client's feature statistics can be of images, votes are for
-    candidates that there are, image counts are within `max-images`.
+    A classifier's logits are finite, feature statistics can come from images, votes name existing
+    candidates, and image counts are within `max-images`.
 
     Raises:
-        wire.PayloadError: they are not.
+        wire.PayloadError: one of these does not hold.
     """
-    check_stated(payload, client, config)
+    check_stated_counts(payload, client, config)
     if isinstance(payload, Votes):
         candidates = len(config.votes.words)
         if (highest := int(payload.winners.max())) >= candidates:
@@ -138,11 +138,11 @@ def probe(payload: Payload, client: str, config: RunConfig) -> None:
     if isinstance(payload, Classifier):
         classes = len(class_names(config.data))
         small_stem = config.classifier.small_stem
-        model = rebuild(payload.state, payload.architecture, classes, small_stem)
+        model = rebuild_classifier(payload.state, payload.architecture, classes, small_stem)
         size = config.data.image_size
         noise = torch.randint(
             256, (6, 3, size, size), generator=generator_of(0, "probe"), dtype=torch.uint8
         )
-        pictures = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
-        if not torch.isfinite(logits_of(model, pictures, torch.device("cpu"))).all():
+        images = torch.cat([torch.zeros_like(noise[:1]), torch.full_like(noise[:1], 255), noise])
+        if not torch.isfinite(compute_logits(model, images, torch.device("cpu"))).all():
             raise wire.PayloadError(client, "state", "its logits are not finite")

@@ -1,17 +1,15 @@
-"""A frozen network with a last layer that a server has worked out, for methods that draw no
-image.
-"""
+"""Linear heads that the server computes for a frozen network, without sampling images."""
 
 import hashlib
 
 import torch
 
-from osfl.costs import Stopwatch
+from osfl.kit.kits import find_kit
 from osfl.models.classifiers import new_classifier, replace_head
-from osfl.models.kits import find_kit
-from server_app.job import GlobalModel, ServerJob
+from osfl.util.costs import Stopwatch
+from server_app.context import GlobalModel, ServerJob
 
-NEVER = -1e6  # the bias of a class that nobody holds
+NEVER_PREDICTED = -1e6  # bias of a class that no client holds, so that it is never predicted
 
 
 def store_with_head(
@@ -22,20 +20,20 @@ def store_with_head(
     images: int,
     watch: Stopwatch,
 ) -> dict[str, GlobalModel]:
-    """The clients' frozen network with this last layer, kept as the run's global model.
+    """Store the clients' frozen network with this linear head as the run's global model.
 
     Args:
-        name: of the model.
+        name: the model's name.
         weight: [C, D].
         bias: [C].
-        images: how many the clients speak of.
-        watch: what the head took.
+        images: total image count that the clients state.
+        watch: started when the computation of the head began.
     """
     settings = job.config.classifier
     kit = find_kit(job.config.kit) if settings.init == "kit" else ""
     model = new_classifier(settings, len(job.classes), kit, job.config.seed, "classifier.init")
     replace_head(model, weight, bias)
     inputs = hashlib.sha256(weight.numpy().tobytes() + bias.numpy().tobytes()).hexdigest()
-    about = {"seconds": watch.seconds, "images": images, "inputs": inputs}
-    job.folder.store_model(name, model.state_dict(), about)
+    record = {"seconds": watch.seconds, "images": images, "inputs": inputs}
+    job.folder.store_model(name, model.state_dict(), record)
     return {name: GlobalModel(model.eval(), settings.architecture, settings.small_stem)}

@@ -1,7 +1,4 @@
-"""What the server knows of its kit.
-
-That it can be used, what it is, which step of the job came from it.
-"""
+"""Checks of the server's kit: it can be used, and a resumed job still has the same one."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,34 +6,35 @@ from dataclasses import replace
 from pathlib import Path
 
 from osfl.config import ConfigError, RunConfig
-from osfl.config.problems import DIGITS_KITS, kit_of_digits
-from osfl.files import DamageError, read_json
-from osfl.methods import METHODS
-from osfl.models.kit_check import check_kit
-from osfl.models.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
-from osfl.models.run_check import check_models_apart
-from osfl.models.used_parts import (
+from osfl.config.problems import DIGITS_KITS, digits_kit_problem
+from osfl.kit.check import check_kit
+from osfl.kit.kits import KitError, download_bytes, find_kit, is_hub_id, weights_digests
+from osfl.kit.run_check import check_models_outside_kit
+from osfl.kit.used_parts import (
+    digests_by_step,
     kit_parts,
+    parts_by_step,
     sampling_parts,
-    unread_kit_bytes,
-    used_digests,
-    used_parts,
+    uncached_kit_bytes,
 )
-from osfl.payloads import Classifier, Payload
+from osfl.methods import METHODS
+from osfl.payload.kinds import Classifier, Payload
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
+from osfl.util.files import CorruptFileError, read_json
 
 MB = 10**6
 FETCHING = "fetching the kit (MB)"
 
 
 def fetch_kits(config: RunConfig, status: Status) -> None:
-    """Fetch what the run uses of the hub's kits, unless it is there.
+    """Download the parts of hub kits that the run uses, unless they are cached.
 
-    The clients' parts too: their digests must be the clients' own.
+    This includes the clients' parts, whose digests the clients' own must equal.
 
     Raises:
-        KitError, FileNotFoundError: no such kit, one of another kind, or the hub is not reached.
+        KitError, FileNotFoundError: the kit does not exist, is of another kind, or the hub cannot
+            be reached.
     """
 
     def progress(fetched: int, total: int) -> None:
@@ -44,62 +42,61 @@ def fetch_kits(config: RunConfig, status: Status) -> None:
             status.phase(FETCHING, total // MB)
         status.advance(fetched // MB, total // MB)
 
-    for kit, parts in used_parts(config).values():
+    for kit, parts in parts_by_step(config).values():
         if is_hub_id(kit):
             find_kit(kit, parts, progress)
 
 
 def check_subject(config: RunConfig) -> None:
-    """Check that no kit of digits, nor a copy of one, is used for other images.
+    """Check that the digits' kit, or a copy of it, is not used for other images.
 
     Raises:
-        KitError: one is; the message names the next step.
-        FileNotFoundError: there is no such kit.
+        KitError: it is; the message says how to proceed.
+        FileNotFoundError: the kit does not exist.
     """
     if config.data.name == "digits":
         return
-    for kit, _ in used_parts(config).values():
+    for kit, _ in parts_by_step(config).values():
         if not is_hub_id(kit) and _is_of_digits(Path(find_kit(kit))):
             key = "feddisc.kit" if kit == config.feddisc.kit else "kit"
-            raise KitError(kit_of_digits(key, kit, config.data.name))
+            raise KitError(digits_kit_problem(key, kit, config.data.name))
 
 
 def _is_of_digits(folder: Path) -> bool:
-    """Whether a folder is a shipped kit, or one that `osfl kit train` made."""
+    """Check whether a folder is a shipped kit, or was made by `osfl kit train`."""
     with suppress(FileNotFoundError):
         if folder.resolve() in [Path(find_kit(name)).resolve() for name in DIGITS_KITS]:
             return True
-    with suppress(DamageError):
+    with suppress(CorruptFileError):
         recipe = read_json(folder / "training.json").get("recipe")
         return isinstance(recipe, dict) and "denoiser_steps" in recipe
     return False
 
 
 def check_sampling_kit(config: RunConfig) -> None:
-    """Whether the images can be drawn: the parts' files, settings and headers, in a moment.
+    """Check the files, settings and headers of the parts that sample images, without loading them.
 
     Raises:
-        KitError, FileNotFoundError: no such kit, one of another kind, or a damaged one.
+        KitError, FileNotFoundError: the kit does not exist, is of another kind, or is corrupt.
     """
     if not METHODS[config.method].samples:
         return
     kit = find_kit(config.sampling_kit)
     check_kit(kit, sampling_parts(config), image_condition=config.method == "feddisc")
-    check_models_apart(config, "server")
+    check_models_outside_kit(config, "server")
 
 
-def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
-    """Tie every step of the job to the files of the kit that it comes from, from the moment it has
-    begun.
+def bind_job_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
+    """Bind every step of the job that has begun to the kit files it began with.
 
-    A step that has left nothing yet may begin with another kit, a repaired one say. `kit.json` has
-    each step's files and their SHA-256; computing those is a phase of its own, unless they are
-    remembered.
+    A step without results may begin with another kit, such as a repaired one. `kit.json` holds each
+    step's files and their SHA-256. Digests that are not cached are computed in a phase of their
+    own.
 
     Raises:
-        ConfigError: a step had begun with other files.
+        ConfigError: a step began with other files.
     """
-    total = unread_kit_bytes(config) // MB
+    total = uncached_kit_bytes(config) // MB
     read = 0
     if total:
         status.phase("reading the kit (MB)", total)
@@ -109,47 +106,54 @@ def bind_to_kit(config: RunConfig, folder: RunFolder, status: Status) -> None:
         read += count
         status.advance(min(read // MB, total), total)
 
-    now = used_digests(config, progress)
-    before = folder.kit_digests()
-    for step in now:
-        if folder.has_begun(step) and now[step] != before.get(step, now[step]):
-            file = _differing(now[step], before[step])
+    digests = digests_by_step(config, progress)
+    stored = folder.kit_digests()
+    for step in digests:
+        if folder.has_started(step) and digests[step] != stored.get(step, digests[step]):
+            file = _first_difference(digests[step], stored[step])
             raise ConfigError(
                 f"job-id = {folder.path.name!r}: its {step} were made with another {file} than the "
-                "kit has now. Give the former kit to resume it, or take another job-id"
+                "kit has now. Restore the former kit to resume the job, or set another job-id"
             )
-    folder.store_kit_digests(now)
+    folder.store_kit_digests(digests)
 
 
-def _differing(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    return next(name for name in sorted({*now, *before}) if now.get(name) != before.get(name))
+def _first_difference(digests: Mapping[str, str], stored: Mapping[str, str]) -> str:
+    names = sorted({*digests, *stored})
+    return next(name for name in names if digests.get(name) != stored.get(name))
 
 
-def kit_of_clients(config: RunConfig) -> dict[str, str]:
-    """Digests of the weights that the clients need of the kit, where it is here."""
-    with suppress(FileNotFoundError, KitError):  # check_server says so where it matters
+def client_kit_digests(config: RunConfig) -> dict[str, str]:
+    """Return digests of the kit weights that clients need; {} if the server has no kit."""
+    # check_server raises this error if the method needs the kit
+    with suppress(FileNotFoundError, KitError):
         kit = find_kit(config.sampling_kit)
         return weights_digests(kit, kit_parts(config, kit))
     return {}
 
 
-def kit_bytes(config: RunConfig, payload: Payload | None) -> int | None:
-    """What a client had to fetch of the kit before it could begin.
+def client_download_bytes(config: RunConfig, payload: Payload | None) -> int | None:
+    """Return the bytes of the kit that a client must download before it can begin.
 
-    None where a part is named apart from the kit.
+    None if a part is configured separately from the kit, so its size is unknown.
+
+    Args:
+        payload: the client's, if it sent one; a classifier's architecture decides.
     """
     method = METHODS[config.method]
-    begins = method.payload == "Classifier" or method.features
-    if begins and config.classifier.init not in ("kit", "none"):
+    trains_classifier = method.payload == "Classifier" or method.features
+    if trains_classifier and config.classifier.init not in ("kit", "none"):
         return None
-    if isinstance(payload, Classifier):  # one architecture of those that the run allows
+    # The client needs the initial weights of its own architecture only
+    if isinstance(payload, Classifier):
         config = replace(
             config, classifier=replace(config.classifier, architecture=payload.architecture)
         )
     parts = kit_parts(config)
     if set(method.client_parts) - set(parts):
         return None
-    if not parts:  # a kit that nobody needs may be missing
+    # A kit without needed parts may be missing
+    if not parts:
         return 0
     kit = find_kit(config.sampling_kit)
     return download_bytes(kit, kit_parts(config, kit))

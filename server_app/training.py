@@ -1,7 +1,4 @@
-"""The global model.
-
-Trained on the synthetic images, with or without the clients' classifiers as teachers.
-"""
+"""Training of the global model on synthetic images, with or without the clients as teachers."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -10,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osfl.costs import Stopwatch
 from osfl.models import classifiers
-from osfl.models.classifiers import logits_of
+from osfl.models.classifiers import compute_logits
 from osfl.models.training import fit
-from osfl.pixels import Pixels
-from osfl.wire import PayloadError
-from server_app.job import GlobalModel, ServerJob
+from osfl.payload.wire import PayloadError
+from osfl.util.costs import Stopwatch
+from osfl.util.pixels import Pixels
+from server_app.context import GlobalModel, ServerJob
 
 
 def train_global(
@@ -27,31 +24,32 @@ def train_global(
     teacher: torch.Tensor | None = None,
     distillation_weight: float = 0.0,
 ) -> GlobalModel:
-    """Train a global model, or load the one that a killed server had finished on the same images.
+    """Train a global model, or load the stored one if it was trained on the same images.
 
     Args:
-        name: of the strategy; the model is kept as `models/<name>.safetensors`.
+        name: the training strategy; the model is stored as `models/<name>.safetensors`.
         pixels: [N, 3, S, S] uint8.
         labels: [N].
-        teacher: [N, C] probabilities of `fit`.
+        teacher: soft targets of `fit`, [N, C] probabilities.
+        distillation_weight: weight of the soft targets in `fit`.
     """
     settings = job.config.global_model
     inputs = digest_of(pixels, labels, teacher)
     job.status.phase(f"training {name}")
     if state := job.folder.stored_model(name, inputs):
-        model = _untrained(job)
+        model = _initial_model(job)
         model.load_state_dict(state)
     else:
         watch = Stopwatch()
-        model = trained(
+        model = train_model(
             job, pixels, labels, teacher, distillation_weight, progress=job.status.advance
         )
-        about = {"seconds": watch.seconds, "images": len(labels), "inputs": inputs}
-        job.folder.store_model(name, model.cpu().state_dict(), about)
+        record = {"seconds": watch.seconds, "images": len(labels), "inputs": inputs}
+        job.folder.store_model(name, model.cpu().state_dict(), record)
     return GlobalModel(model.eval(), settings.architecture, settings.small_stem)
 
 
-def trained(
+def train_model(
     job: ServerJob,
     pixels: Pixels,
     labels: torch.Tensor,
@@ -60,8 +58,8 @@ def trained(
     *,
     progress: Callable[[int, int], None],
 ) -> nn.Module:
-    """A model that is trained as the global one is; nothing of it is kept. As `train_global`."""
-    model = _untrained(job)
+    """Train a model as the global model is trained, without storing it. See `train_global`."""
+    model = _initial_model(job)
     fit(
         model,
         pixels,
@@ -76,18 +74,18 @@ def trained(
     return model
 
 
-def _untrained(job: ServerJob) -> nn.Module:
+def _initial_model(job: ServerJob) -> nn.Module:
     return classifiers.new_classifier(
         job.config.global_model,
         len(job.classes),
-        job.initialisation,
+        job.init_kit,
         job.config.seed,
         "global-model.init",
     )
 
 
 def digest_of(*inputs: Pixels | None) -> str:
-    """SHA-256 of what a model is trained on."""
+    """Return the SHA-256 of the tensors that a model is trained on."""
     digest = hashlib.sha256()
     for rows in inputs:
         for part in () if rows is None else rows.split(1000):
@@ -97,28 +95,32 @@ def digest_of(*inputs: Pixels | None) -> str:
 
 def mean_teacher(
     teachers: Mapping[str, nn.Module],
-    held: Mapping[str, list[int]],
+    labels_of: Mapping[str, list[int]],
     pixels: torch.Tensor,
     device: torch.device,
     plain: bool,
 ) -> torch.Tensor:
-    """The mean of the clients' softmax outputs for every image [N, C].
+    """Return the mean of the clients' softmax outputs for every image, [N, C].
 
-    Multi-teacher distillation (FedLMG, eq. 12).
+    These are the targets of multi-teacher distillation (FedLMG, eq. 12). Under label skew a teacher
+    was not trained on the classes that its client lacks. So the default is a per-class mean, over
+    the teachers that hold the class, with rows normalized to sum 1.
 
-    Under label skew a teacher knows nothing of the classes its client lacks; unless `plain`, each
-    class is averaged over the teachers that know it, and the rows are brought back to a sum of one.
+    Args:
+        labels_of: the labels that each client holds.
+        plain: use the uniform mean over all teachers for every class.
     """
     probabilities = {
         client: _softmax(client, model, pixels, device) for client, model in teachers.items()
     }
     if plain:
+        # FedLMG, eq. 12: the mean over k of softmax(F_k(x))
         return torch.stack(list(probabilities.values())).mean(dim=0)
     total = torch.zeros_like(next(iter(probabilities.values())))
     count = torch.zeros(next(iter(probabilities.values())).shape[1])
     for client, p in probabilities.items():
-        total[:, held[client]] += p[:, held[client]]
-        count[held[client]] += 1
+        total[:, labels_of[client]] += p[:, labels_of[client]]
+        count[labels_of[client]] += 1
     mean = total / count.clamp_min(1)
     return mean / mean.sum(dim=1, keepdim=True)
 
@@ -126,30 +128,31 @@ def mean_teacher(
 def _softmax(
     client: str, model: nn.Module, pixels: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    p = F.softmax(logits_of(model, pixels, device), dim=1)
+    p = F.softmax(compute_logits(model, pixels, device), dim=1)
     if not torch.isfinite(p).all():
         raise PayloadError(client, "state", "its outputs on the synthetic images are not finite")
     return p
 
 
-def own_teacher(
+def specific_teacher(
     teachers: Mapping[str, nn.Module],
     clients: tuple[str, ...],
     pixels: torch.Tensor,
     device: torch.device,
 ) -> torch.Tensor:
-    """For every image the softmax output of its own client's classifier [N, C].
+    """Return for every image the softmax output of its own client's classifier, [N, C].
 
-    Specific-teacher distillation (FedLMG, eq. 13).
+    These are the targets of specific-teacher distillation (FedLMG, eq. 13).
     """
-    result = None
+    targets = None
     for client, model in teachers.items():
         rows = torch.tensor(
             [index for index, owner in enumerate(clients) if owner == client], dtype=torch.long
         )
         if len(rows):
             p = _softmax(client, model, pixels[rows], device)
-            result = torch.zeros(len(pixels), p.shape[1]) if result is None else result
-            result[rows] = p
-    assert result is not None, "no image belongs to a teacher"
-    return result
+            targets = torch.zeros(len(pixels), p.shape[1]) if targets is None else targets
+            # FedLMG, eq. 13: softmax(F_k(x)) of the image's client k
+            targets[rows] = p
+    assert targets is not None, "no image belongs to a teacher"
+    return targets

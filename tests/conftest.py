@@ -1,6 +1,5 @@
 """Fixtures shared by all tests."""
 
-import itertools
 import os
 
 # A process for each core: threads of one process would only wait for those of another
@@ -12,36 +11,22 @@ os.environ.setdefault("OSFL_ALLOWED_DIRS", "/")
 
 import subprocess
 import sys
-import tomllib
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
-from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import settings
+
+from tests.helpers.loop_grid import begin_task
+from tests.helpers.settings import ROOT
+from tests.helpers.small_digits import few_digits
+from tests.helpers.tiny_kits import made_once, make_tiny_kit, make_tiny_unclip
 
 # An example's seconds say more about the machine than about the code
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def defaults() -> dict[str, Any]:
-    """The run-config of pyproject.toml, flat."""
-    from flwr.common.config import flatten_dict
-
-    return flatten_dict(
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    )
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -53,10 +38,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """System tests between the others of the first half, the longest first, and a group that shares
     a cluster: nothing should wait for them at last.
+
+    Tests that run the command are slow: each process imports torch.
     """
+    for item in items:
+        if {"osfl", "federation"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
     system = sorted(
         (i for i in items if i.get_closest_marker("system")),
         key=lambda i: "test_faults" not in i.nodeid,
@@ -72,87 +63,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items += others[len(system) * step :]
 
 
-class LoopGrid:
-    """A Grid whose nodes are ClientApps called in this process.
-
-    Real messages, real apps, no network.
-
-    Args:
-        app: the ClientApp.
-        run_config: what every client sees.
-        nodes: node-config of every node.
-        tamper: may change or replace a reply (node index, message type, reply) -> reply or None
-            (lost).
-    """
-
-    def __init__(
-        self,
-        app: ClientApp,
-        run_config: dict,
-        nodes: list[dict],
-        tamper: Callable[[int, str, Message], Message | None] | None = None,
-    ):
-        self.app = app
-        self.run_config = run_config
-        self.nodes = nodes
-        self.tamper = tamper
-        self.sent: list[tuple[int, str]] = []
-        self._ids = itertools.count(1)
-        self._replies = {}
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        return [NodeInfo(node_id=100 + i, last_activated_at="then") for i in range(len(self.nodes))]
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        ids = []
-        for message in messages:
-            message_id = str(next(self._ids))
-            index = message.metadata.dst_node_id - 100
-            message.metadata.__dict__["_message_id"] = message_id  # what the SuperLink does
-            self.sent.append((index, message.metadata.message_type))
-            context = Context(1, 100 + index, self.nodes[index], RecordDict(), self.run_config)
-            try:
-                reply = self.app(message, context)
-            except Exception as error:  # what Flower does
-                reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
-            if self.tamper:
-                reply = self.tamper(index, message.metadata.message_type, reply)
-            self._replies[message_id] = reply
-            ids.append(message_id)
-        return ids
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [reply for i in message_ids if (reply := self._replies.pop(i, None)) is not None]
-
-
-@cache
-def public_digits(load_split: Any, count: int = 2500) -> Any:
-    """A public corpus drawn as the whole is, but smaller.
-
-    Every process that needs one would draw 12,000 images.
-    """
-    from osfl.data import digits
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits, "PUBLIC_IMAGES", count)
-        return load_split.__wrapped__("public")
-
-
-@cache
-def few_digits(load_split: Callable[[str], Any], split: str) -> Any:
-    """Three images of every class and domain of a split, two of the test's; a small public one."""
-    if split == "public":
-        return public_digits(load_split)
-    whole = load_split(split)
-    seen: Counter = Counter()
-    rows = []
-    for i, kind in enumerate(zip(whole["label"], whole["domain"], strict=True)):
-        seen[kind] += 1
-        if seen[kind] <= (2 if split == "test" else 3):
-            rows.append(i)
-    return whole.select(rows)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes the user's own cache."""
@@ -160,11 +70,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("OSFL_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("OSFL_STATE", str(tmp_path_factory.mktemp("state")))
         yield
-
-
-def begin_task() -> None:
-    """Flower makes a Message only within a task."""
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -184,11 +89,11 @@ def home(
     FLOPs are counted where a test is marked `flops`: counting takes a quarter of a small run's
     time.
     """
-    from osfl.costs import FlopMeter
     from osfl.data import digits, load
+    from osfl.util.costs import FlopMeter
 
     def not_counted(meter: FlopMeter, kind: Hashable, step: Callable[[], Any]) -> Any:
-        meter._of[kind] = 0
+        meter._flops[kind] = 0
         return step()
 
     if not request.node.get_closest_marker("flops"):
@@ -202,15 +107,6 @@ def home(
     load._digits_partition.cache_clear()
     yield tmp_path
     load._digits_partition.cache_clear()
-
-
-@contextmanager
-def made_once(folder: Path) -> Iterator[bool]:
-    """Whether this process is the one to make a folder that all workers of a test run share."""
-    done = folder.with_name(f"{folder.name}.done")
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
-        yield not done.exists()
-        done.touch()
 
 
 @pytest.fixture(scope="session")
@@ -227,58 +123,14 @@ def tiny_kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_tiny_kit(folder: Path) -> None:
-    import torch
-
-    from osfl.data.digits import CLASSES
-    from osfl.kit_recipe import untrained
-    from osfl.models import classifiers
-
-    torch.manual_seed(0)
-    text = untrained.new_text_encoder(
-        [f"an image of {name}" for name in CLASSES], length=8, width=32
-    )
-    untrained.pipeline(untrained.new_vae(), untrained.new_unet(32), text).save_pretrained(folder)
-    (folder / "classifiers").mkdir()
-    for architecture in ("resnet18", "shufflenet_v2_x1_0"):
-        model = classifiers.build_classifier(architecture, 24, small_stem=True)
-        classifiers.save_initialisation(
-            model, folder / "classifiers" / f"{architecture}.safetensors"
-        )
-    captioner = untrained.new_captioner([f"a neon of a {name}" for name in CLASSES], 32, 16)
-    captioner.model.save_pretrained(folder / "captioner")
-    captioner.processor.save_pretrained(folder / "captioner")
-    encoder = untrained.new_image_encoder(32, 16, 12)
-    encoder.model.save_pretrained(folder / "image_encoder")
-    encoder.processor.save_pretrained(folder / "feature_extractor")
-
-
 @pytest.fixture(scope="session")
 def tiny_unclip(tiny_kit: Path) -> Path:
     """The tiny kit in Stable unCLIP's format."""
     folder = tiny_kit.with_name("tiny-unclip")
     with made_once(folder) as mine:
         if mine:
-            _make_tiny_unclip(tiny_kit, folder)
+            make_tiny_unclip(tiny_kit, folder)
     return folder
-
-
-def _make_tiny_unclip(tiny_kit: Path, folder: Path) -> None:
-    import torch
-
-    from osfl.kit_recipe import untrained
-    from osfl.models import diffusion, encoders
-
-    torch.manual_seed(1)
-    kit = diffusion.load_kit(tiny_kit)
-    encoder = encoders.load_image_encoder(str(tiny_kit), torch.device("cpu"))
-    unet = untrained.new_unclip_unet(kit.unet, encoder.width)
-    # Else embeddings would do nothing
-    torch.nn.init.normal_(unet.class_embedding.linear_2.weight, std=0.1)
-    noise = untrained.new_embedding_noise(
-        torch.linspace(-1, 1, encoder.width), torch.linspace(0.5, 2, encoder.width)
-    )
-    untrained.unclip_pipeline(kit, unet, encoder, noise).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -286,58 +138,22 @@ def shipped_kit() -> Path:
     return ROOT / "kits" / "digits"
 
 
-def plain_classifier(**settings: Any) -> Any:
-    """A ResNet-18's settings with random first weights and plain SGD, and some of them changed."""
-    from osfl.config import parse_run_config
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[Any]]]:
+    """(c0, conditions) of every call of `compose`, which predicts no noise."""
+    import torch
 
-    plain = {"architecture": "resnet18", "init": "none", "momentum": 0.0, "weight_decay": 0.0}
-    return replace(parse_run_config(quick()).classifier, **{**plain, **settings})
+    from server_app.methods import espresso, fedbip, feddeo, feddisc, fedlmg, prompts_only
 
+    seen: list[tuple[Any, list[Any]]] = []
 
-def quick(**overrides: Any) -> dict[str, Any]:
-    """The defaults with everything that costs time cut down; names as in Python (`feddeo__lr`)."""
-    config = {
-        **defaults(),
-        "num-clients": 2,
-        "join-timeout": 5.0,
-        "deadline": 60.0,
-        "data.image-size": 16,
-        "synthesis.images-per-class": 1,
-        "synthesis.steps": 2,
-        "synthesis.unit-size": 8,
-        "synthesis.batch-size": 8,
-        "synthesis.units-at-once": 1,
-        # an eighth of a ResNet-18, to train and to send
-        "classifier.architecture": "shufflenet_v2_x1_0",
-        "classifier.epochs": 1,
-        "classifier.batch-size": 50,
-        "global-model.architecture": "shufflenet_v2_x1_0",
-        "global-model.epochs": 1,
-        "global-model.batch-size": 50,
-        "feddeo.epochs": 1,
-        "feddeo.batch-size": 10,
-        "fedcado.noise-edits": 1,
-        "espresso.epochs": 1,
-        "espresso.batch-size": 10,
-        "espresso.noise-draws": 2,
-        "espresso.clusters": 2,
-        "espresso.components": 2,
-        "feddisc.clusters": 2,
-        "fedbip.epochs": 1,
-        "fedbip.batch-size": 50,
-        "domain-vector.epochs": 1,
-        "domain-vector.batch-size": 50,
-        "votes.draws": 2,
-        "rounds.count": 2,
-        "rounds.proxy-images": 8,
-        "rounds.distillation-steps": 1,
-    }
-    config.update(
-        {key.replace("__", ".").replace("_", "-"): value for key, value in overrides.items()}
-    )
-    unknown = set(config) - set(defaults())
-    assert not unknown, unknown
-    return config
+    def record(kit, z, t, c0, conditions):  # type: ignore[no-untyped-def]
+        seen.append((c0, list(conditions)))
+        return torch.zeros_like(z)
+
+    for module in (prompts_only, feddeo, fedlmg, feddisc, fedbip, espresso):
+        monkeypatch.setattr(module, "compose", record)
+    return seen
 
 
 @pytest.fixture
@@ -360,7 +176,7 @@ def osfl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 @pytest.fixture
 def federation(tmp_path: Path) -> Iterator[Any]:
     """A `system_tools.Federation` in the test's own folder."""
-    from system_tools import new_federation
+    from tests.helpers.system_tools import new_federation
 
     with new_federation(tmp_path) as made:
         yield made

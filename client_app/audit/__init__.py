@@ -1,4 +1,5 @@
-"""`osfl audit`: how well somebody who sees a payload can tell whose images made it.
+"""`osfl audit`: membership-inference attacks on a client's payload.
 
-It runs where the images are. Only numbers leave it.
+They measure how well a receiver of the payload can tell whose images made it. The audit runs where
+the images are. Only numbers leave it.
 """

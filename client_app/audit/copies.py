@@ -1,8 +1,8 @@
-"""Whether synthetic images lie nearer to the images that they were made from than to others.
+"""Memorization test: whether synthetic images are closer to their training images than to others.
 
-A generator that copies does not only draw what its training images are like, but themselves: then
-its images are nearer to them than to other images of the same class and client. Distances are those
-of an image encoder's embeddings.
+A generator that memorizes reproduces its training images rather than images like them. Its images
+are then closer to them than to other images of the same class and client. Distances are between
+embeddings of an image encoder.
 """
 
 from collections.abc import Iterator
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-SWAPS = 500  # times that training and test images change places by chance
+# Permutations that randomly exchange training and test images
+NUM_PERMUTATIONS = 500
 
 
 @dataclass(frozen=True)
-class Nearness:
-    """Of one client's synthetic images.
+class Memorization:
+    """Memorization test of one client's synthetic images.
 
     Attributes:
-        images: synthetic ones.
-        nearer: the share that lies nearer to a training image than to any test image.
-        by_chance: 95 % of that share where both are alike: from, to.
-        closest: the least distance to any training image of its class, over the median distance
-            between a training image and the nearest test image.
+        images: number of synthetic images.
+        nearer: the share that is closer to a training image than to any test image.
+        by_chance: 95 % interval of that share under the null hypothesis: low, high.
+        closest: the smallest distance to a training image of the same class, divided by the median
+            distance between a training image and the nearest test image.
     """
 
     images: int
@@ -32,83 +33,88 @@ class Nearness:
 
     @property
     def copied(self) -> bool:
-        """Whether more are nearer than chance brings."""
+        """Evidence of copies: more images are closer than chance explains."""
         return self.nearer > self.by_chance[1]
 
 
 @dataclass(frozen=True)
-class Embedded:
-    """Images as an encoder sees them: embeddings [N, e] and labels [N]."""
+class Embeddings:
+    """An encoder's embeddings [N, e] of images, and their labels [N]."""
 
     embeddings: torch.Tensor
     labels: torch.Tensor
 
 
-def nearness(
-    drawn: Embedded, train: Embedded, test: Embedded, generator: torch.Generator
-) -> Nearness:
-    """How near synthetic images are to training images, against as many test images of each class.
+def measure_memorization(
+    drawn: Embeddings, train: Embeddings, test: Embeddings, generator: torch.Generator
+) -> Memorization:
+    """Compare synthetic images' distances to training images and to equally many test images.
 
-    If the images were as near to both, a training image and a test image could change places: all
-    of them do so by chance, many times, and what comes of it is what chance brings. More than that
-    comes of copies; but also of anything else that fits the training images better, and of test
-    images from elsewhere.
+    A permutation test, class by class. Under the null hypothesis the images are as close to both,
+    so a training image and a test image are exchangeable: random exchanges give the share that
+    chance explains. A larger share indicates copies, but also anything else that fits the training
+    images better, or test images from elsewhere.
 
     Raises:
-        ValueError: no class has all three.
+        ValueError: no class has synthetic, training and test images.
     """
     classes = list(_distances(drawn, train, test, generator))
     if not classes:
         raise ValueError("no class has synthetic, training and test images")
-    count = sum(len(one.ours) for one in classes)
-    nearer = sum(_nearer(one.ours, one.others) for one in classes) / count
+    count = sum(len(distances.train) for distances in classes)
+    nearer = sum(_count_nearer(distances.train, distances.test) for distances in classes) / count
     shares = []
-    for _ in range(SWAPS):
+    for _ in range(NUM_PERMUTATIONS):
         total = 0.0
-        for one in classes:
-            swap = torch.rand(one.ours.shape[1], generator=generator) < 0.5
-            ours = torch.where(swap, one.others, one.ours)
-            total += _nearer(ours, torch.where(swap, one.ours, one.others))
+        for distances in classes:
+            swap = torch.rand(distances.train.shape[1], generator=generator) < 0.5
+            first = torch.where(swap, distances.test, distances.train)
+            second = torch.where(swap, distances.train, distances.test)
+            total += _count_nearer(first, second)
         shares.append(total / count)
     low, high = torch.tensor(shares).quantile(torch.tensor([0.025, 0.975])).tolist()
-    closest = min(one.closest for one in classes)
-    between = torch.cat([one.gaps for one in classes]).median()
-    return Nearness(count, nearer, (low, high), closest / max(float(between), 1e-12))
+    closest = min(distances.closest for distances in classes)
+    median_gap = torch.cat([distances.gaps for distances in classes]).median()
+    return Memorization(count, nearer, (low, high), closest / max(float(median_gap), 1e-12))
 
 
 @dataclass(frozen=True)
 class _Distances:
-    """Of one class.
+    """Distances of one class.
 
     Attributes:
-        ours: from each synthetic image to M training images, [N, M].
-        others: from each synthetic image to as many test images, [N, M].
+        train: from each synthetic image to M training images, [N, M].
+        test: from each synthetic image to as many test images, [N, M].
         gaps: from each of these training images to the nearest of these test images, [M].
-        closest: from a synthetic image to any training image, the least.
+        closest: the smallest distance from a synthetic image to any training image.
     """
 
-    ours: torch.Tensor
-    others: torch.Tensor
+    train: torch.Tensor
+    test: torch.Tensor
     gaps: torch.Tensor
     closest: float
 
 
 def _distances(
-    drawn: Embedded, train: Embedded, test: Embedded, generator: torch.Generator
+    drawn: Embeddings, train: Embeddings, test: Embeddings, generator: torch.Generator
 ) -> Iterator[_Distances]:
     for label in drawn.labels.unique():
-        own, ours, others = (part.embeddings[part.labels == label] for part in (drawn, train, test))
-        count = min(len(ours), len(others))
+        synthetic, members, others = (
+            part.embeddings[part.labels == label] for part in (drawn, train, test)
+        )
+        count = min(len(members), len(others))
         if count == 0:
             continue
-        closest = float(torch.cdist(own, ours).min())
-        ours = ours[torch.randperm(len(ours), generator=generator)[:count]]
+        closest = float(torch.cdist(synthetic, members).min())
+        members = members[torch.randperm(len(members), generator=generator)[:count]]
         others = others[torch.randperm(len(others), generator=generator)[:count]]
-        gaps = torch.cdist(ours, others).amin(dim=1)
-        yield _Distances(torch.cdist(own, ours), torch.cdist(own, others), gaps, closest)
+        gaps = torch.cdist(members, others).amin(dim=1)
+        yield _Distances(
+            torch.cdist(synthetic, members), torch.cdist(synthetic, others), gaps, closest
+        )
 
 
-def _nearer(ours: torch.Tensor, others: torch.Tensor) -> float:
-    """How many are nearer to one of ours; equally near ones count half."""
-    gap = others.amin(dim=1) - ours.amin(dim=1)
+def _count_nearer(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Count the rows whose minimum is smaller in `first` than in `second`; ties count half."""
+    gap = second.amin(dim=1) - first.amin(dim=1)
     return float((gap > 0).sum() + (gap == 0).sum() / 2)

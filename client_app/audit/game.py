@@ -1,9 +1,9 @@
-"""The audit's game: of two images a coin takes one into the payload; the attacker guesses which.
+"""Trial of a membership-inference audit: a random bit puts one of two images into the payload.
 
-Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (arXiv 2305.08846): many
-coins are thrown for one payload, so that it need not be made thousands of times. Theirs: each image
-is in or out. Ours: a training image or a test image of the same class in its place, which is what
-`epsilon` speaks of.
+The attacker guesses which one. Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training
+Run" (arXiv 2305.08846): one payload has many canary bits, so that it need not be made thousands of
+times. Theirs: each image is in or out. Ours: a training image, or a test image of the same class in
+its place, which is the neighboring relation of `epsilon`.
 """
 
 from collections.abc import Callable
@@ -13,35 +13,36 @@ import torch
 
 from client_app.audit.attacks import attack
 from client_app.audit.linear import linear_attack
-from client_app.job import ClientJob
+from client_app.context import ClientJob
 from osfl.data.load import Fit, Images
-from osfl.methods import client_half
-from osfl.payloads import Payload
-from osfl.pixels import LazyPixels, Pixels, concatenated
+from osfl.methods import client_module
+from osfl.payload.kinds import Payload
+from osfl.util.pixels import LazyPixels, Pixels, concatenate
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which image stands against which.
+    """Pairs of a training image and a test image.
 
     Attributes:
         ours: [P], rows of the training images.
         others: [P], rows of the test images.
-        swapped: [P] bool; whether the other one is in the payload in place of ours.
+        swapped: [P] bool, the canary bits; whether the test image replaces the training image in
+            the payload.
     """
 
-    ours: torch.Tensor
+    members: torch.Tensor
     others: torch.Tensor
-    swapped: torch.Tensor
+    canary_bits: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the attacker thinks of each pair.
+    """The attacker's scores of the two images of each pair.
 
     Attributes:
         members: of the images that helped to make the payload, [P].
-        others: of those that did not, [P].
+        others: of the images that did not, [P].
     """
 
     members: torch.Tensor
@@ -49,7 +50,7 @@ class Scores:
 
 
 def draw_pairs(train: torch.Tensor, test: torch.Tensor, generator: torch.Generator) -> Pairs:
-    """As many pairs of each class as it has images on the side that has fewer.
+    """Draw as many pairs of each class as its smaller split has images, and their canary bits.
 
     Args:
         train, test: labels.
@@ -57,70 +58,76 @@ def draw_pairs(train: torch.Tensor, test: torch.Tensor, generator: torch.Generat
     ours = []
     others = []
     for label in train.unique():
-        own = (train == label).nonzero().flatten()
-        strange = (test == label).nonzero().flatten()
-        count = min(len(own), len(strange))
-        ours.append(own[torch.randperm(len(own), generator=generator)[:count]])
-        others.append(strange[torch.randperm(len(strange), generator=generator)[:count]])
+        train_rows = (train == label).nonzero().flatten()
+        test_rows = (test == label).nonzero().flatten()
+        count = min(len(train_rows), len(test_rows))
+        ours.append(train_rows[torch.randperm(len(train_rows), generator=generator)[:count]])
+        others.append(test_rows[torch.randperm(len(test_rows), generator=generator)[:count]])
     paired = torch.cat(ours)
-    coins = torch.rand(len(paired), generator=generator) < 0.5
-    return Pairs(paired, torch.cat(others), coins)
+    canary_bits = torch.rand(len(paired), generator=generator) < 0.5
+    return Pairs(paired, torch.cat(others), canary_bits)
 
 
-def play(
+def run_trial(
     job: ClientJob,
     test: Callable[[Fit], Images],
     pairs: Pairs,
     received: Callable[[Payload], Payload],
 ) -> dict[str, Scores]:
-    """Make a payload of what the coins took, and attack it; scores by what is attacked.
+    """Make a payload from the images that the canary bits select, attack it, and return its scores.
 
     Args:
         job: a client's.
-        test: images that the client did not train on, as `job.load` has those it did.
-        received: what a payload is to the server, after its codec.
+        test: loads images that the client did not train on, as `job.load` loads those it did.
+        received: converts a payload to what the server receives after its codec.
+
+    Returns:
+        scores by attack target.
     """
-    swap = pairs.swapped
+    swap = pairs.canary_bits
 
-    def members(fit: Fit) -> Images:
-        own = job.load(fit)
-        both = _both(own, test(fit))
-        rows = torch.arange(len(own))
-        rows[pairs.ours[swap]] = len(own) + pairs.others[swap]
-        return _some(both, rows)
+    def load_members(fit: Fit) -> Images:
+        train = job.load(fit)
+        rows = torch.arange(len(train))
+        rows[pairs.members[swap]] = len(train) + pairs.others[swap]
+        return _select(_concatenated(train, test(fit)), rows)
 
-    def asked(fit: Fit) -> Images:
-        own = job.load(fit)
-        return _some(_both(own, test(fit)), torch.cat([pairs.ours, len(own) + pairs.others]))
+    def load_pairs(fit: Fit) -> Images:
+        train = job.load(fit)
+        rows = torch.cat([pairs.members, len(train) + pairs.others])
+        return _select(_concatenated(train, test(fit)), rows)
 
-    def known(fit: Fit) -> Images:
-        own = job.load(fit)
-        alone = torch.ones(len(own), dtype=torch.bool)
-        alone[pairs.ours] = False
-        always = alone.nonzero().flatten()
-        rows = torch.cat([pairs.ours, len(own) + pairs.others, always])
-        return _some(_both(own, test(fit)), rows)
+    def load_pairs_and_rest(fit: Fit) -> Images:
+        train = job.load(fit)
+        is_unpaired = torch.ones(len(train), dtype=torch.bool)
+        is_unpaired[pairs.members] = False
+        unpaired = is_unpaired.nonzero().flatten()
+        rows = torch.cat([pairs.members, len(train) + pairs.others, unpaired])
+        return _select(_concatenated(train, test(fit)), rows)
 
-    payload = received(client_half(job.config.method).make_payload(replace(job, load=members)))
-    every = attack(replace(job, load=asked), payload)
-    every |= linear_attack(replace(job, load=known), payload, len(pairs.ours))
-    found = {}
-    for name, scores in every.items():
+    make_payload = client_module(job.config.method).make_payload
+    payload = received(make_payload(replace(job, load=load_members)))
+    scores_by_target = attack(replace(job, load=load_pairs), payload)
+    scores_by_target |= linear_attack(
+        replace(job, load=load_pairs_and_rest), payload, len(pairs.members)
+    )
+    results = {}
+    for target, scores in scores_by_target.items():
         ours, others = scores.chunk(2)
-        found[name] = Scores(torch.where(swap, others, ours), torch.where(swap, ours, others))
-    return found
+        results[target] = Scores(torch.where(swap, others, ours), torch.where(swap, ours, others))
+    return results
 
 
-def _both(train: Images, test: Images) -> Images:
-    pixels = concatenated([train.pixels, test.pixels])
+def _concatenated(train: Images, test: Images) -> Images:
+    pixels = concatenate([train.pixels, test.pixels])
     return Images(pixels, torch.cat([train.labels, test.labels]))
 
 
-def _some(images: Images, rows: torch.Tensor) -> Images:
+def _select(images: Images, rows: torch.Tensor) -> Images:
     pixels: Pixels = images.pixels
     if isinstance(pixels, LazyPixels):
-        every = pixels
-        pixels = LazyPixels(lambda number: every[rows[number : number + 1]][0], len(rows))
+        source = pixels
+        pixels = LazyPixels(lambda number: source[rows[number : number + 1]][0], len(rows))
     else:
         pixels = pixels[rows]
     return Images(pixels, images.labels[rows])

@@ -1,19 +1,19 @@
-"""A linear attack on every payload that is a mean or a sum of what single images contribute.
+"""Linear attack on every payload that is a mean or a sum of single images' contributions.
 
-The attacker knows both images of each pair, and the images that no coin was tossed for. Where a
-coin s_i of 1 or -1 says that x_i is in the payload and not y_i, the mean v of n images obeys
+The attacker knows both images of each pair, and the images without a canary bit. Where a bit s_i of
+1 or -1 says that x_i is in the payload and not y_i, the mean v of n images satisfies
 
     2 n v - sum of (x_i + y_i) - 2 (sum of the other images) = sum of s_i (x_i - y_i) + noise.
 
-It is a linear system in the coins, which a ridge regression solves. The ridge is the variance of
-the noise. The attacker estimates it from the payload, and so finds noise that was left out.
+This is a linear system in the bits, which a ridge regression solves. The ridge is the variance of
+the noise. The attacker estimates it from the payload, and so detects missing noise.
 
-DP-SGD moves the last layer by a sum over the images, too: each one's gradient, times a factor that
-is not known. The same regression estimates the factors; that of an image outside is 0. Gradients
-are those at the initial weights, so the estimate is exact for the first step only.
+DP-SGD also moves the last layer by a sum over the images: each image's gradient, times an unknown
+factor. The same regression estimates the factors; an image outside has factor 0. Gradients are
+those at the initial weights, so the estimate is exact for the first step only.
 
-A distance to the mean (`client_app.audit.attacks`) looks at one image at a time, and the other
-images are its noise.
+A distance to the mean (`client_app.audit.attacks`) considers one image at a time, so the other
+images act as noise.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +22,15 @@ from typing import cast
 
 import torch
 
-from client_app.conditions import image_names, learn_condition_of_each, posteriors
-from client_app.features import width_and_features
-from client_app.job import ClientJob
-from client_app.mechanisms import clipped, common_to_tokens, spread
+from client_app.context import ClientJob
+from client_app.learning.conditions import image_digests, learn_condition_per_image, posteriors
+from client_app.learning.features import width_and_features
 from client_app.methods import domain_vector, oscar
-from osfl.models.classifiers import ClassifierError, head_of, new_classifier, rebuild
+from client_app.privacy.mechanisms import clip_rows, mean_distance, mean_over_tokens
+from osfl.models.classifiers import ClassifierError, linear_head, new_classifier, rebuild_classifier
 from osfl.models.diffusion import load_embedding_noise, load_kit
 from osfl.models.encoders import load_captioner, load_image_encoder, load_text_encoder
-from osfl.payloads import (
+from osfl.payload.kinds import (
     Classifier,
     Descriptions,
     DomainVector,
@@ -42,15 +42,17 @@ from osfl.payloads import (
 )
 
 MEANS = "means"
-UPDATE = "update"  # of a classifier's last layer
-BATCH = 16  # images that are embedded together
-# Variances of the noise that are tried, relative to the largest squared singular value
+# The target that scores the update of a classifier's last layer
+UPDATE = "update"
+# Images embedded in one batch
+BATCH = 16
+# Candidate variances of the noise, relative to the largest squared singular value
 NOISE_LEVELS = torch.logspace(-14, 8, 221, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Means:
-    """Means in a payload, and each image's contribution to its own mean.
+    """Means in a payload, and each image's contribution to its mean.
 
     Attributes:
         sent: [G, D].
@@ -75,104 +77,104 @@ def linear_attack(job: ClientJob, payload: Payload, pairs: int) -> dict[str, tor
         KeyError: the payload lacks the class of an image.
     """
     if isinstance(payload, Classifier):
-        found = _update(job, payload)
-        return {} if found is None else {UPDATE: found[: 2 * pairs]}
-    if type(payload) not in MEANS_OF:
+        scores = _update(job, payload)
+        return {} if scores is None else {UPDATE: scores[: 2 * pairs]}
+    if type(payload) not in CONTRIBUTIONS:
         return {}
-    means = MEANS_OF[type(payload)](job, payload)
-    return {} if means is None else {MEANS: scores_of(means, pairs)}
+    means = CONTRIBUTIONS[type(payload)](job, payload)
+    return {} if means is None else {MEANS: canary_scores(means, pairs)}
 
 
-def scores_of(found: Means, pairs: int) -> torch.Tensor:
-    """Return every coin's estimate for the training images, and its negative for the test images.
+def canary_scores(means: Means, pairs: int) -> torch.Tensor:
+    """Return estimates of the canary bits s: s for the training images, -s for the test images.
 
     Args:
-        found: of 2 `pairs` images in pairs, and the others behind them.
+        means: of 2 `pairs` images in pairs, followed by the other images.
         pairs: number of pairs.
     """
     scores = torch.zeros(2 * pairs, dtype=torch.float64)
-    for group in found.groups.unique().tolist():
-        ours = (found.groups[:pairs] == group).nonzero().flatten()
+    for group in means.groups.unique().tolist():
+        ours = (means.groups[:pairs] == group).nonzero().flatten()
         if len(ours) == 0:
             continue
-        rows = found.rows[found.groups == group].double()
-        x, y = found.rows[ours].double(), found.rows[pairs + ours].double()
+        rows = means.rows[means.groups == group].double()
+        x, y = means.rows[ours].double(), means.rows[pairs + ours].double()
         others = rows.sum(dim=0) - (x + y).sum(dim=0)
         count = len(rows) - len(ours)
-        left = 2 * count * found.sent[group].double() - (x + y).sum(dim=0) - 2 * others
-        scores[ours] = estimated_coins(x - y, left)
+        residual = 2 * count * means.sent[group].double() - (x + y).sum(dim=0) - 2 * others
+        scores[ours] = estimate_canary_bits(x - y, residual)
     scores[pairs:] = -scores[:pairs]
     return scores
 
 
-def estimated_coins(differences: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Return the ridge regression's estimate of the coins s in `left` = s @ `differences` + noise.
+def estimate_canary_bits(differences: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Return the ridge estimate of the bits s in `residual` = s @ `differences` + noise.
 
-    For noise of variance v and fair coins (D D^T + v I)^-1 D left is the best linear estimate.
+    For noise of variance v and fair bits, (D D^T + v I)^-1 D residual is the best linear estimate.
 
     Args:
         differences: D, [P, D].
-        left: [D].
+        residual: [D].
     """
-    return ridge(differences, left.unsqueeze(0))[:, 0]
+    return ridge(differences, residual.unsqueeze(0))[:, 0]
 
 
 def ridge(rows: torch.Tensor, sums: torch.Tensor, unit: bool = True) -> torch.Tensor:
-    """Return coefficients a [P, K] such that a^T `rows` is about `sums`.
+    """Return coefficients a [P, K] such that a^T `rows` approximates `sums`.
 
-    The ridge is the variance of the noise in `sums` under which they are most likely, for Gaussian
+    The ridge is the noise variance that maximizes the likelihood of `sums`, for Gaussian
     coefficients and noise.
 
     Args:
         rows: [P, D].
         sums: [K, D].
-        unit: whether the coefficients have variance 1; if not, the variance is estimated, too.
+        unit: whether the coefficients have variance 1; if not, their variance is estimated, too.
     """
     u, s, v = torch.linalg.svd(rows, full_matrices=False)
     if s[0] == 0:
         return torch.zeros(len(rows), len(sums), dtype=rows.dtype)
-    along = sums @ v.T
-    beside = (sums.square().sum() - along.square().sum()).clamp_min(0)
+    projected = sums @ v.T
+    outside = (sums.square().sum() - projected.square().sum()).clamp_min(0)
     noise = s[0] ** 2 * NOISE_LEVELS.unsqueeze(1)
     variances = s.square() + noise
-    squares = (along.square().sum(dim=0) / variances).sum(dim=1) + beside / noise[:, 0]
+    squares = (projected.square().sum(dim=0) / variances).sum(dim=1) + outside / noise[:, 0]
     free = rows.shape[1] - len(s)
     logs = len(sums) * (variances.log().sum(dim=1) + free * noise[:, 0].log())
     cost = logs + (squares if unit else sums.numel() * squares.clamp_min(1e-300).log())
-    return u @ (s * along / variances[cost.argmin()]).T
+    return u @ (s * projected / variances[cost.argmin()]).T
 
 
-def rows_of(job: ClientJob, payload: Payload, labels: torch.Tensor) -> torch.Tensor:
-    """Return the row of the payload that each image's class has, [N]."""
+def payload_rows(job: ClientJob, payload: Payload, labels: torch.Tensor) -> torch.Tensor:
+    """Return the payload row of each image's class, [N]."""
     row_of = {job.classes.index(name): row for row, name in enumerate(payload.classes)}
     return torch.tensor([row_of[label] for label in labels.tolist()])
 
 
 def _limited(rows: torch.Tensor, limit: float, job: ClientJob) -> torch.Tensor:
-    """Return [N, D], clipped where the run has an epsilon."""
-    return (clipped(rows, limit) if job.config.epsilon else rows).flatten(1)
+    """Return rows [N, D], clipped if the run has an epsilon."""
+    return (clip_rows(rows, limit) if job.config.epsilon else rows).flatten(1)
 
 
 def _descriptions(job: ClientJob, payload: Payload) -> Means | None:
-    # Without epsilon they are learned from all images together, and are no means
+    # Without epsilon the descriptions are learned from all images jointly and are not means
     if not job.config.epsilon:
         return None
     kit = load_kit(job.kit, job.device)
     images = job.load(kit.image_size)
     mean, logvar = posteriors(kit, images, job)
-    every_prompt = kit.text(job.config.prompts(job.classes))
-    start = every_prompt[images.labels]
+    all_prompts = kit.text(job.config.prompts(job.classes))
+    start = all_prompts[images.labels]
     settings = job.config.feddeo
-    names = image_names(images)
-    learned = learn_condition_of_each(kit, start, mean, logvar, names, settings, job)
+    names = image_digests(images)
+    learned = learn_condition_per_image(kit, start, mean, logvar, names, settings, job)
     rows = (learned - start).cpu().double()
     sent = cast(Descriptions, payload).vectors.double()
-    limit = job.config.clip_norm * spread(every_prompt)
+    limit = job.config.clip_norm * mean_distance(all_prompts)
     if settings.tokens == "all":
-        rows, limit = common_to_tokens(rows, limit)
+        rows, limit = mean_over_tokens(rows, limit)
     else:
-        sent = sent - _prompts_of(payload, every_prompt.cpu().double(), job)
-    groups = rows_of(job, payload, images.labels)
+        sent = sent - _prompts_of(payload, all_prompts.cpu().double(), job)
+    groups = payload_rows(job, payload, images.labels)
     return Means(sent.flatten(1), _limited(rows, limit, job), groups)
 
 
@@ -182,10 +184,10 @@ def _domain_vector(job: ClientJob, payload: Payload) -> Means | None:
     kit = load_kit(job.kit, job.device)
     images = job.load(kit.image_size)
     mean, logvar = posteriors(kit, images, job)
-    rows = domain_vector.vector_of_each(kit, images, mean, logvar, job).double()
-    limit = job.config.clip_norm * spread(kit.text(job.config.prompts(job.classes)).cpu())
+    rows = domain_vector.vector_per_image(kit, images, mean, logvar, job).double()
+    limit = job.config.clip_norm * mean_distance(kit.text(job.config.prompts(job.classes)).cpu())
     if job.config.domain_vector.tokens == "all":
-        rows, limit = common_to_tokens(rows, limit)
+        rows, limit = mean_over_tokens(rows, limit)
     sent = cast(DomainVector, payload).domain.double().flatten().unsqueeze(0)
     return Means(sent, _limited(rows, limit, job), torch.zeros_like(images.labels))
 
@@ -201,22 +203,22 @@ def _encodings(job: ClientJob, payload: Payload) -> Means:
     prompts = encode(job.config.prompts(job.classes)).cpu().double()
     rows = _encoded(encode, captions, job) - prompts[images.labels]
     sent = cast(Encodings, payload).vectors.double() - _prompts_of(payload, prompts, job)
-    limit = job.config.clip_norm * spread(prompts)
-    groups = rows_of(job, payload, images.labels)
+    limit = job.config.clip_norm * mean_distance(prompts)
+    groups = payload_rows(job, payload, images.labels)
     return Means(sent.flatten(1), _limited(rows, limit, job), groups)
 
 
 def _encoded(
     encode: Callable[[Sequence[str]], torch.Tensor], captions: list[str], job: ClientJob
 ) -> torch.Tensor:
-    """Return a row for each caption; equal captions have exactly equal rows."""
+    """Encode captions, one row each; equal captions give exactly equal rows."""
     distinct = list(dict.fromkeys(captions))
-    known = torch.cat(list(oscar.encodings(encode, distinct, job.meter)))
-    return known[[distinct.index(caption) for caption in captions]]
+    encodings = torch.cat(list(oscar.encode_captions(encode, distinct, job.meter)))
+    return encodings[[distinct.index(caption) for caption in captions]]
 
 
 def _prompts_of(payload: Payload, prompts: torch.Tensor, job: ClientJob) -> torch.Tensor:
-    """Return the payload's classes' share of all classes' prompts."""
+    """Select the payload's classes from the prompts of all classes."""
     return prompts[[job.classes.index(name) for name in payload.classes]]
 
 
@@ -227,16 +229,16 @@ def _embeddings(job: ClientJob, payload: Payload) -> Means:
     embedded = torch.cat([encoder(pixels).cpu() for pixels in images.pixels.split(BATCH)])
     width = embedded.shape[1]
     scaled = add_noise.normalizer.scale(embedded)
-    # Numbers of deviation 1 have this norm
-    kept = _limited(scaled.double(), job.config.clip_norm * width**0.5, job).float()
-    levels = torch.full((len(kept),), job.config.feddisc.noise_level)
+    # Typical norm of a vector whose entries have deviation 1
+    limited = _limited(scaled.double(), job.config.clip_norm * width**0.5, job).float()
+    levels = torch.full((len(limited),), job.config.feddisc.noise_level)
     # The noise of the level has mean 0
-    unscaled = add_noise.normalizer.unscale(kept)
-    expected = add_noise(unscaled, levels, torch.zeros_like(kept))[:, :width]
-    # Behind the embedding stands its level, the same for all
+    unscaled = add_noise.normalizer.unscale(limited)
+    expected = add_noise(unscaled, levels, torch.zeros_like(limited))[:, :width]
+    # The embedding is followed by its level, which is the same for all
     sent = cast(Embeddings, payload).vectors[:, -1, :width]
     rows, means = (add_noise.normalizer.scale(part) for part in (expected, sent))
-    return Means(means, rows, rows_of(job, payload, images.labels))
+    return Means(means, rows, payload_rows(job, payload, images.labels))
 
 
 def features_and_labels(job: ClientJob) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,44 +252,46 @@ def _feature_statistics(job: ClientJob, payload: Payload) -> Means:
     sent = cast(FeatureStatistics, payload)
     features, labels = features_and_labels(job)
     means = sent.sums.double() / sent.counts.unsqueeze(1)
-    return Means(means, features, rows_of(job, payload, labels))
+    return Means(means, features, payload_rows(job, payload, labels))
 
 
 def _feature_mixtures(job: ClientJob, payload: Payload) -> Means:
     sent = cast(FeatureMixtures, payload)
     features, labels = features_and_labels(job)
-    # The mean of a mixture that EM has fitted is the mean of its images
+    # The mean of a mixture fitted by EM is the mean of its images
     means = (sent.weights.double().unsqueeze(2) * sent.means.double()).sum(dim=1)
     limit = job.config.clip_norm * features.shape[1] ** 0.5
-    return Means(means, _limited(features, limit, job), rows_of(job, payload, labels))
+    return Means(means, _limited(features, limit, job), payload_rows(job, payload, labels))
 
 
 def _update(job: ClientJob, payload: Classifier) -> torch.Tensor | None:
-    """Return how much each image's gradient has to do with the update of the last layer, [N].
+    """Return each image's estimated share in the update of the last layer, [N].
 
     None without epsilon, where BatchNorm changes the features, or without a last linear layer.
     """
     if not job.config.epsilon:
         return None
     settings = job.config.classifier
-    trained = rebuild(payload.state, payload.architecture, len(job.classes), settings.small_stem)
+    trained = rebuild_classifier(
+        payload.state, payload.architecture, len(job.classes), settings.small_stem
+    )
     start = new_classifier(settings, len(job.classes), job.kit, job.config.seed, "classifier.init")
     try:
-        before, after = head_of(start), head_of(trained)
+        before, after = linear_head(start), linear_head(trained)
     except ClassifierError:
         return None
-    moved = [after.weight - before.weight, (after.bias - before.bias).unsqueeze(1)]
-    update = torch.cat(moved, dim=1).detach().double()
+    changes = [after.weight - before.weight, (after.bias - before.bias).unsqueeze(1)]
+    update = torch.cat(changes, dim=1).detach().double()
     features, labels = features_and_labels(job)
     logits = features @ before.weight.detach().double().T + before.bias.detach().double()
-    right = torch.nn.functional.one_hot(labels, logits.shape[1])
+    one_hot = torch.nn.functional.one_hot(labels, logits.shape[1])
     rows = torch.cat([features, torch.ones(len(features), 1)], dim=1)
     # Minus the gradient of the cross-entropy at the initial weights
-    descents = torch.einsum("nc,nd->ncd", right - logits.softmax(dim=1), rows).flatten(1)
+    descents = torch.einsum("nc,nd->ncd", one_hot - logits.softmax(dim=1), rows).flatten(1)
     return ridge(descents, update.reshape(1, -1), unit=False)[:, 0]
 
 
-MEANS_OF: dict[type, Callable[[ClientJob, Payload], Means | None]] = {
+CONTRIBUTIONS: dict[type, Callable[[ClientJob, Payload], Means | None]] = {
     Descriptions: _descriptions,
     DomainVector: _domain_vector,
     Encodings: _encodings,

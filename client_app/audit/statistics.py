@@ -1,4 +1,4 @@
-"""What the guesses of an audit show."""
+"""Statistics of an audit's guesses."""
 
 import math
 
@@ -8,29 +8,31 @@ from scipy import stats
 
 from client_app.audit.game import Scores
 
-LOW = 0.001  # false positives at which true ones are counted
-SURE = 0.99  # of the measured epsilons of an audit, together
+# False-positive rate at which the true-positive rate is measured
+FALSE_POSITIVE_RATE = 0.001
+# Joint confidence of an audit's measured epsilons
+CONFIDENCE = 0.99
 RESAMPLES = 500
 
 
-def right_guesses(scores: Scores, generator: torch.Generator) -> torch.Tensor:
-    """Whether the member of each pair has the higher score, [P] bool; of equal ones a coin says."""
-    coin = torch.rand(len(scores.members), generator=generator) < 0.5
-    equal = scores.members == scores.others
-    return torch.where(equal, coin, scores.members > scores.others)
+def correct_guesses(scores: Scores, generator: torch.Generator) -> torch.Tensor:
+    """Return whether each pair's member has the higher score, [P] bool; ties are random."""
+    tie_break = torch.rand(len(scores.members), generator=generator) < 0.5
+    is_tie = scores.members == scores.others
+    return torch.where(is_tie, tie_break, scores.members > scores.others)
 
 
-def interval(count: int, total: int) -> tuple[float, float]:
-    """95 % of a share (Clopper & Pearson)."""
-    found = stats.binomtest(count, total).proportion_ci(0.95)
-    return float(found.low), float(found.high)
+def share_interval(count: int, total: int) -> tuple[float, float]:
+    """Return the 95 % Clopper-Pearson interval of a share."""
+    bounds = stats.binomtest(count, total).proportion_ci(0.95)
+    return float(bounds.low), float(bounds.high)
 
 
 def auc(scores: Scores) -> tuple[float, float, float]:
-    """Return the area under the ROC curve and its 95 % interval, by resampled pairs.
+    """Return the area under the ROC curve and its 95 % interval, by bootstrap over pairs.
 
-    The interval is for these images and payloads. Pairs of one payload share its noise, and with
-    more pairs the interval says nothing more of another payload.
+    The interval covers these images and this payload only. Pairs of one payload share its noise, so
+    even many pairs say nothing about another payload.
     """
     members, others = scores.members.numpy(), scores.others.numpy()
     area = float(area_under_curve(members, others))
@@ -52,53 +54,58 @@ def auc(scores: Scores) -> tuple[float, float, float]:
 
 
 def area_under_curve(members: np.ndarray, others: np.ndarray, axis: int = -1) -> np.ndarray:
-    """How often a member scores above another one, equal ones count half: by the sum of ranks."""
+    """Return how often a member scores above a non-member, by rank sums; ties count half."""
     ranks = stats.rankdata(np.concatenate([members, others], axis=axis), axis=axis)
     count = members.shape[axis]
-    own = ranks.take(range(count), axis=axis).sum(axis=axis)
-    return (own - count * (count + 1) / 2) / (count * others.shape[axis])
+    member_ranks = ranks.take(range(count), axis=axis).sum(axis=axis)
+    return (member_ranks - count * (count + 1) / 2) / (count * others.shape[axis])
 
 
-def true_positives(scores: Scores, false_positives: float = LOW) -> tuple[int, int] | None:
-    """How many members score above all but so large a share of the others, of how many; None: there
-    are too few to say.
+def true_positives(
+    scores: Scores, false_positives: float = FALSE_POSITIVE_RATE
+) -> tuple[int, int] | None:
+    """Return the number of true positives at a false-positive rate, and of all members.
+
+    Return None if there are too few non-members for that rate.
     """
     allowed = int(len(scores.others) * false_positives)
     if allowed == 0:
         return None
-    # The first of the others that must not be taken for a member
+    # The highest-scoring non-member that must stay a true negative
     threshold = scores.others.sort(descending=True).values[allowed]
     return int((scores.members > threshold).sum()), len(scores.members)
 
 
-def measured_epsilon(
+def empirical_epsilon(
     scores: Scores, delta: float, generator: torch.Generator, looks: int = 1
 ) -> float:
-    """The least epsilon that the guesses are compatible with, at 99 %; 0 where they show nothing.
+    """Return the lower bound of epsilon that the guesses imply at 99 % confidence, 0 if none.
 
-    All pairs are guessed, and the fifth with the largest differences of scores; each is asked for
-    at 99.5 %, and the higher one counts.
+    Guesses all pairs, and the fifth of them with the largest score differences. Each bound holds at
+    99.5 %, and the higher one counts.
 
     Args:
-        looks: how many figures are looked at, of all of which 99 % shall hold together.
+        looks: number of figures for which the 99 % shall hold jointly.
     """
-    right = right_guesses(scores, generator)
+    right = correct_guesses(scores, generator)
     surest = (scores.members - scores.others).abs().argsort(descending=True, stable=True)
     fifth = right[surest[: max(1, len(right) // 5)]]
-    sure = 1 - (1 - SURE) / 2 / looks
-    return max(least_epsilon(int(g.sum()), len(g), len(right), delta, sure) for g in (right, fifth))
+    sure = 1 - (1 - CONFIDENCE) / 2 / looks
+    return max(
+        epsilon_lower_bound(int(g.sum()), len(g), len(right), delta, sure) for g in (right, fifth)
+    )
 
 
-def least_epsilon(right: int, guesses: int, coins: int, delta: float, sure: float) -> float:
-    """The largest epsilon that so many right guesses exclude.
+def epsilon_lower_bound(right: int, guesses: int, coins: int, delta: float, sure: float) -> float:
+    """Return the largest epsilon that `right` correct guesses exclude.
 
     Steinke, Nasr & Jagielski, theorem 5.2 and appendix D.
 
     Args:
-        right: of the guesses.
-        guesses: how many of the coins were guessed.
-        coins: that were thrown.
-        sure: with which confidence.
+        right: number of correct guesses.
+        guesses: number of guesses, of the canary bits.
+        coins: number of canary bits.
+        sure: confidence.
     """
     low = 0.0
     if p_value(right, guesses, coins, low, delta) > 1 - sure:
@@ -116,13 +123,13 @@ def least_epsilon(right: int, guesses: int, coins: int, delta: float, sure: floa
 
 
 def p_value(right: int, guesses: int, coins: int, epsilon: float, delta: float) -> float:
-    """At most how likely so many right guesses are under (epsilon, delta)-differential privacy."""
-    chance = 1 / (1 + math.exp(-epsilon))
+    """Bound the probability of `right` correct guesses under (epsilon, delta)-DP from above."""
+    accuracy = 1 / (1 + math.exp(-epsilon))
     # P(Binomial(r, e^eps / (e^eps + 1)) >= v)
-    beta = float(stats.binom.sf(right - 1, guesses, chance))
+    beta = float(stats.binom.sf(right - 1, guesses, accuracy))
     if delta == 0:
         return beta
     # The largest of P(v > Binomial >= v - i) / i
-    below = stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance).cumsum()
-    alpha = float((below / np.arange(1, right + 1)).max(initial=0))
+    cumulative = stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, accuracy).cumsum()
+    alpha = float((cumulative / np.arange(1, right + 1)).max(initial=0))
     return min(1.0, beta + 2 * coins * delta * alpha)

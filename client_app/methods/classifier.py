@@ -1,40 +1,40 @@
-"""A classifier trained on the client's own images: the client half of FedLMG and of Local.
+"""Client half of FedLMG and of Local: a classifier trained on the client's own images.
 
-FedLMG (Yang et al., arXiv 2311.08870), section 3.2: cross-entropy on the local data, nothing else;
-no foundation model on the client, nothing to download.
+FedLMG (Yang et al., arXiv 2311.08870), section 3.2: cross-entropy on the local data and nothing
+else. The client needs no foundation model and downloads nothing.
 
 Differences from the paper:
 
-1. Theirs: ResNet-18 from ImageNet weights. Ours: from the kit's initialisation (`classifier.init =
-   "kit"`), because the embedded digits have a miniature world of their own; `imagenet` is
-   torchvision's, and configs/methods has it.
+1. Theirs: ResNet-18 from ImageNet weights. Ours: from the kit's initial weights (`classifier.init =
+   "kit"`), because the embedded digits are a miniature domain of their own; `imagenet` is
+   torchvision's, and configs/methods uses it.
 2. Theirs: 224 px. Ours: `data.image-size`, with a 3x3 stride-2 stem at 32 px
    (`classifier.small-stem`).
-3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): 100 images make 4
-   steps an epoch at 32, and the classifiers stay half trained; 32 is in
-   configs/methods/fedlmg.toml.
-4. Theirs: no guarantee. Ours: with `epsilon` DP-SGD (client_app/private_training.py), and the
-   initialisation's BatchNorm statistics.
-5. Order and dropout are seeded by the run's seed alone: clients with equally many images take them
-   in the same order of places.
+3. Theirs: batches of 32. Ours: of 8 for the digits (`classifier.batch-size`): with 32, 100 images
+   make 4 steps per epoch, and the classifiers stay undertrained; configs/methods/fedlmg.toml uses
+   32.
+4. Theirs: no DP guarantee. Ours: with `epsilon`, DP-SGD (client_app/privacy/dp_sgd.py) with the
+   BatchNorm statistics of the initial weights.
+5. Image order and dropout are seeded by the run's seed alone: clients with equally many images
+   visit them in the same order of indices.
 
 Payload for Stable Diffusion's setting (ResNet-18, 1000 classes): 11.69 M parameters, and 9,620
 BatchNorm statistics.
 """
 
-from client_app.job import ClientJob
-from client_app.private_training import fit_private
+from client_app.context import ClientJob
+from client_app.privacy.dp_sgd import fit_private
 from osfl.models import classifiers
 from osfl.models.training import fit
-from osfl.payloads import Classifier
+from osfl.payload.kinds import Classifier
 
 
 def make_payload(job: ClientJob) -> Classifier:
     """Train the classifier and send it whole: parameters and BatchNorm's running statistics.
 
     Raises:
-        ClassifierError: too few images, no such architecture or initialisation, or the training
-            diverged.
+        ClassifierError: there are too few images, the architecture or initialization is unknown, or
+            the training diverged.
     """
     settings = job.config.classifier
     images = job.load(job.config.data.image_size)
@@ -56,5 +56,5 @@ def make_payload(job: ClientJob) -> Classifier:
             meter=job.meter,
             progress=job.progress,
         )
-    held = tuple(job.classes[label] for label in images.held())
-    return Classifier(held, settings.architecture, model.state_dict())
+    names = tuple(job.classes[label] for label in images.held())
+    return Classifier(names, settings.architecture, model.state_dict())

@@ -1,27 +1,27 @@
-"""FedDEO's client half: one description a class, learned through the frozen diffusion model.
+"""Client half of FedDEO: one description per class, learned through the frozen diffusion model.
 
-FedDEO (Yang et al., arXiv 2407.19953), section 3.2: a description d_y of class y takes the place of
-the prompt's encoding and minimises `|| eps - eps(sqrt(a_t) E(x) + sqrt(1 - a_t) eps, t, d_y) ||^2`
-over the client's images of y; everything else is frozen.
+FedDEO (Yang et al., arXiv 2407.19953), section 3.2: a description d_y of class y replaces the
+prompt's encoding and minimizes `|| eps - eps(sqrt(a_t) E(x) + sqrt(1 - a_t) eps, t, d_y) ||^2` over
+the client's images of y; everything else is frozen.
 
 Differences from the paper:
 
 1. Theirs (code): SGD, lr 10, fp16. Ours: Adam in fp32 (`feddeo.lr`);
    configs/tables/description-training.toml is the sweep.
-2. Theirs (code): images normalised with CLIP's mean and deviation. Ours: [-1, 1], what the VAE was
-   trained on.
+2. Theirs (code): images normalized with CLIP's mean and deviation. Ours: [-1, 1], the range that
+   the VAE was trained on.
 3. Theirs: the VAE encodes the images in every step. Ours: once; each step draws a new sample from
    the stored posterior (the same distribution at a fraction of the cost).
 4. Theirs: one class after the other. Ours: `feddeo.at-once` classes in one UNet batch; exact, as no
-   term couples two classes and each class has its own stream of random numbers.
-5. Theirs: no guarantee. Ours: with `epsilon` every image learns a condition by itself, for
-   `feddeo.epochs` passes; the differences from the prompt's encoding are clipped, averaged and
-   noised, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
+   term couples two classes and each class has its own random stream.
+5. Theirs: no DP guarantee. Ours: with `epsilon`, every image learns its own condition, for
+   `feddeo.epochs` passes; the differences from the prompt's encoding are clipped and averaged, and
+   noise is added, as DPAgg-TI does with words (Peetathawatchai et al., arXiv 2411.14639).
 
-With `feddeo.tokens = "all"` d_y is the prompt's encoding and one vector that every token gets,
-d_y = tau(prompt of y) + u_y, and u_y is sent.
+With `feddeo.tokens = "all"`, d_y is the prompt's encoding plus one vector shared by all tokens, d_y
+= tau(prompt of y) + u_y, and u_y is sent.
 
-Payload for Stable Diffusion 1.5: 77 x 768 numbers a class, 3.548 M for 60 classes; u_y has 768.
+Payload for Stable Diffusion 1.5: 77 x 768 numbers per class, 3.548 M for 60 classes; u_y has 768.
 """
 
 from collections.abc import Iterator
@@ -30,50 +30,50 @@ from functools import partial
 
 import torch
 
-from client_app.conditions import (
-    image_names,
-    learn_condition_of_each,
-    learn_conditions,
-    load_kit_to_learn,
+from client_app.context import ClientJob, Progress
+from client_app.learning.conditions import (
+    image_digests,
+    learn_condition_per_image,
+    load_kit_for_training,
+    per_image_steps,
     posteriors,
-    steps_of_each,
+    train_conditions,
 )
-from client_app.job import ClientJob, Progress
-from client_app.mechanisms import private_mean_of_class
+from client_app.privacy.mechanisms import private_mean_of_class
 from osfl.data.load import Images
 from osfl.models.diffusion import Kit
-from osfl.payloads import Descriptions
+from osfl.payload.kinds import Descriptions
 
 
 def make_payload(job: ClientJob) -> Descriptions:
-    """Learn d_y [L, d], or u_y [1, d], for every class the client holds.
+    """Learn d_y [L, d], or u_y [1, d], of every class that the client holds.
 
     Raises:
-        KitError: the kit is missing or damaged.
+        KitError: the kit is missing or corrupt.
         ValueError: the descriptions diverged.
     """
-    kit = load_kit_to_learn(job)
+    kit = load_kit_for_training(job)
     images = job.load(kit.image_size)
-    held = images.held()
-    names = [job.classes[label] for label in held]
+    class_labels = images.held()
+    names = [job.classes[label] for label in class_labels]
     mean, logvar = posteriors(kit, images, job)
-    rows_of = [(images.labels == label).nonzero().flatten() for label in held]
+    rows_of = [(images.labels == label).nonzero().flatten() for label in class_labels]
     if job.config.epsilon:
-        noised = _noised(kit, images, rows_of, mean, logvar, job)
-        return Descriptions(tuple(names), torch.stack(noised))
+        means = _noisy_means(kit, images, rows_of, mean, logvar, job)
+        return Descriptions(tuple(names), torch.stack(means))
     start = kit.text(job.config.prompts(names))
     base = None
     if job.config.feddeo.tokens == "all":
         # d_y = tau(prompt of y) + u_y
         base = start
         start = torch.zeros_like(base[:, :1])
-    learned = learn_conditions(
+    learned = train_conditions(
         kit, start, mean, logvar, rows_of, names, job.config.feddeo, job, base=base
     )
     return Descriptions(tuple(names), learned.float().cpu())
 
 
-def _noised(
+def _noisy_means(
     kit: Kit,
     images: Images,
     rows_of: list[torch.Tensor],
@@ -81,17 +81,17 @@ def _noised(
     logvar: torch.Tensor,
     job: ClientJob,
 ) -> list[torch.Tensor]:
-    """Of each class, the noised mean of what its images learn by themselves, [L, d] or [1, d]."""
+    """Return each class's noisy mean of its images' conditions, [L, d] or [1, d]."""
     prompts = kit.text(job.config.prompts(job.classes))
-    alike = job.config.feddeo.tokens == "all"
-    learned = descriptions_of_each(kit, prompts, images, rows_of, mean, logvar, job)
-    found = []
-    for label, each in zip(images.held(), learned, strict=True):
-        found.append(private_mean_of_class(each, prompts.cpu(), label, job.config, alike))
-    return found
+    shared = job.config.feddeo.tokens == "all"
+    conditions_by_class = descriptions_per_image(kit, prompts, images, rows_of, mean, logvar, job)
+    means = []
+    for label, conditions in zip(images.held(), conditions_by_class, strict=True):
+        means.append(private_mean_of_class(conditions, prompts.cpu(), label, job.config, shared))
+    return means
 
 
-def descriptions_of_each(
+def descriptions_per_image(
     kit: Kit,
     prompts: torch.Tensor,
     images: Images,
@@ -100,26 +100,28 @@ def descriptions_of_each(
     logvar: torch.Tensor,
     job: ClientJob,
 ) -> Iterator[torch.Tensor]:
-    """What images learn by themselves, class by class: [n, L, d] on the CPU.
+    """Yield the conditions that images learn separately, class by class: [n, L, d] on the CPU.
 
     Args:
-        prompts: of all classes of the run, [C, L, d], where they begin.
-        rows_of: the images of each class that is held.
+        prompts: initial conditions, of all classes of the run, [C, L, d].
+        rows_of: the images of each class that the client holds.
         mean, logvar: posterior of every image's latents, [N, c, h, w].
     """
-    names = image_names(images)
+    names = image_digests(images)
     settings = job.config.feddeo
-    whole = sum(steps_of_each(len(rows), settings) for rows in rows_of)
-    before = 0
+    all_steps = sum(per_image_steps(len(rows), settings) for rows in rows_of)
+    offset = 0
     for label, rows in zip(images.held(), rows_of, strict=True):
         start = prompts[label].expand(len(rows), -1, -1)
-        own = [names[row] for row in rows.tolist()]
-        watched = replace(job, progress=partial(_among_all, job.progress, before, whole))
-        each = learn_condition_of_each(kit, start, mean[rows], logvar[rows], own, settings, watched)
-        before += steps_of_each(len(rows), settings)
-        yield each.cpu()
+        image_keys = [names[row] for row in rows.tolist()]
+        class_job = replace(job, progress=partial(_report, job.progress, offset, all_steps))
+        conditions = learn_condition_per_image(
+            kit, start, mean[rows], logvar[rows], image_keys, settings, class_job
+        )
+        offset += per_image_steps(len(rows), settings)
+        yield conditions.cpu()
 
 
-def _among_all(progress: Progress, before: int, whole: int, done: int, total: int) -> None:
-    """Tells of one class's steps as those of all classes."""
-    progress(before + done, whole)
+def _report(progress: Progress, offset: int, all_steps: int, done: int, total: int) -> None:
+    """Report one class's steps as steps of all classes."""
+    progress(offset + done, all_steps)

@@ -1,1 +1,1 @@
-"""The `osfl` command. It stands above all else, and nothing imports it."""
+"""The `osfl` command, the topmost layer: no other package imports it."""

@@ -1,17 +1,16 @@
-"""Keys and certificates of a federation.
+"""Create a federation's keys and certificates.
 
-A certificate authority (CA), the server's certificate, a key pair for every node.
+The folder contains
 
-A folder holds
+    ca.key       the key of the certificate authority (CA), which signs server certificates and
+                 never leaves this folder
+    ca.crt       the CA's certificate for every node; during a rotation, the new and the old CA's
+    server.key, server.pem    the SuperLink's key and certificate
+    sealing.key  opens sealed payloads; only for the server's ServerApp
+    nodes/<name>, nodes/<name>.pub    a SuperNode's private key, only for that node, and public
+                 key, to be registered with the SuperLink
 
-    ca.key       signs server certificates; stays where it is
-    ca.crt       goes to every node; during a rotation the new and the old CA's
-    server.key, server.pem    the SuperLink's
-    sealing.key  opens what clients seal to it; goes to the server's ServerApp alone
-    nodes/<name>, nodes/<name>.pub    a SuperNode's: the private key goes to that node alone, the
-    public one is registered
-
-Elliptic curve P-384 everywhere, as Flower's node authentication wants.
+Keys are on the elliptic curve P-384, as Flower's node authentication requires.
 """
 
 import ipaddress
@@ -26,39 +25,42 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from osfl.config import ConfigError, is_identifier
-from osfl.files import PUBLIC, write_atomically
-from osfl.sealing import fingerprint, load_key, new_key, public_bytes
-from osfl.words import plain
+from osfl.payload.encryption import fingerprint, load_key, new_key, public_bytes
+from osfl.util.files import PUBLIC, write_atomically
+from osfl.util.text import sanitize
 
-# Names of every server certificate: the server's own processes dial these
-ALWAYS = (
+# Names in every server certificate, which the server's own processes connect to
+DEFAULT_HOSTS = (
     "localhost",
     "127.0.0.1",
     "::1",
 )
-SKEW = timedelta(minutes=5)  # a node's clock may be slow
+# Certificates are valid from this long ago, because a node's clock may be slow
+CLOCK_SKEW = timedelta(minutes=5)
 
 
 def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
-    """A new certificate authority; returns `ca.crt`.
+    """Create a certificate authority, and return `ca.crt`.
 
     Args:
-        days: how long it is valid.
-        rotate: there is one already: `ca.crt` then holds both, until `drop_old_ca`.
+        folder: folder of the keys and certificates.
+        days: days of validity.
+        rotate: add the new CA to the current one: `ca.crt` contains both until `drop_old_ca`.
 
     Raises:
-        ConfigError: there is one and `rotate` is not set, or there is none and it is.
+        ConfigError: a CA exists and `rotate` is not set, or does not exist and `rotate` is set.
     """
     key_file = folder / "ca.key"
     certificate_file = folder / "ca.crt"
-    if not rotate and (found := [file for file in (certificate_file, key_file) if file.exists()]):
+    existing = [file for file in (certificate_file, key_file) if file.exists()]
+    if existing and not rotate:
         raise ConfigError(
-            f"{found[0]} exists. Use this authority, or make a new one beside it with --rotate"
+            f"{existing[0]} exists. Use this authority, or add a new one with --rotate"
         )
     old = certificate_file.read_bytes() if rotate and certificate_file.is_file() else b""
     if rotate and not old:
         raise ConfigError(
-            f"{certificate_file} does not exist; there is nothing to rotate. Leave --rotate out"
+            f"{certificate_file} does not exist, so there is nothing to rotate. Leave out --rotate"
         )
     key = ec.generate_private_key(ec.SECP384R1())
     name = _name(f"OSFL CA {datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
@@ -84,10 +86,10 @@ def make_ca(folder: Path, days: int = 3650, rotate: bool = False) -> Path:
 
 
 def drop_old_ca(folder: Path) -> Path:
-    """The end of a rotation: `ca.crt` holds the newest certificate alone.
+    """End a rotation: leave only the newest certificate in `ca.crt`, and return it.
 
     Raises:
-        ConfigError: no CA in the folder, or the server's certificate is still the old one's.
+        ConfigError: there is no CA, or it did not issue the server's certificate.
     """
     newest = _authorities(folder)[0]
     if (folder / "server.pem").is_file():
@@ -95,34 +97,35 @@ def drop_old_ca(folder: Path) -> Path:
             _certificates(folder / "server.pem")[0].verify_directly_issued_by(newest)
         except (InvalidSignature, ValueError) as error:
             raise ConfigError(
-                f"{folder / 'server.pem'} is still the old CA's; make a new one first: osfl certs "
-                "server"
+                f"{folder / 'server.pem'} was issued by the old CA; create a new one first: osfl "
+                "certs server"
             ) from error
     write_atomically(folder / "ca.crt", newest.public_bytes(serialization.Encoding.PEM), PUBLIC)
     return folder / "ca.crt"
 
 
 def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
-    """A key and a certificate for the SuperLink, in place of what was there; returns `server.pem`.
+    """Create or replace the SuperLink's key and certificate, and return `server.pem`.
 
     Args:
-        hosts: every name and address by which nodes dial the server; `ALWAYS` are added.
-        days: how long it is valid, and never longer than its CA.
+        folder: folder of the keys and certificates.
+        hosts: all names and addresses at which nodes reach the server, besides `DEFAULT_HOSTS`.
+        days: days of validity, at most the CA's.
 
     Raises:
-        ConfigError: no CA in the folder, its key is another's, or a host that is neither a name nor
-            an address.
+        ConfigError: there is no CA, `ca.key` is not its key, or a host is neither a name nor an
+            address.
     """
     authority = _authorities(folder)[0]
     signer = _authority_key(folder / "ca.key", authority)
-    names = list(dict.fromkeys([*hosts, *ALWAYS]))
+    names = list(dict.fromkeys([*hosts, *DEFAULT_HOSTS]))
     alternatives = x509.SubjectAlternativeName([_host(name) for name in names])
     key = ec.generate_private_key(ec.SECP384R1())
     days = min(days, (authority.not_valid_after_utc - datetime.now(UTC)).days)
     if days < 1:
         raise ConfigError(
-            f"the CA in {folder} ends on {authority.not_valid_after_utc:%Y-%m-%d}; rotate it first "
-            "(--rotate)"
+            f"the CA in {folder} expires on {authority.not_valid_after_utc:%Y-%m-%d}; rotate it "
+            "first: osfl certs ca --rotate"
         )
     certificate = (
         _builder(_name(names[0]), authority.subject, key.public_key(), days)
@@ -141,17 +144,17 @@ def make_server(folder: Path, hosts: Iterable[str], days: int = 397) -> Path:
 
 
 def make_node(folder: Path, name: str) -> Path:
-    """A SuperNode's key pair in OpenSSH's format; returns the private key's file.
+    """Create a SuperNode's key pair in OpenSSH's format, and return the private key's file.
 
     Raises:
-        ConfigError: not a name for a client, or it has a key already.
+        ConfigError: the name is invalid, or has a key already.
     """
     if not is_identifier(name):
         raise ConfigError(f"node {name!r}: must be 1 to 64 letters, digits, '-' or '_'")
     file = folder / "nodes" / name
     if file.exists():
         raise ConfigError(
-            f"{file} exists. For a new key, unregister the old one and delete the file"
+            f"{file} exists. To replace the key, unregister the node and delete the file"
         )
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
@@ -168,26 +171,26 @@ def make_node(folder: Path, name: str) -> Path:
 
 
 def make_sealing_key(folder: Path) -> tuple[Path, str]:
-    """The key that payloads are sealed to; returns its file and its fingerprint.
+    """Create the key that payloads are sealed to, and return its file and fingerprint.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the key exists.
     """
     file = folder / "sealing.key"
     if file.exists():
         raise ConfigError(
-            f"{file} exists. For a new key, move it away; payloads that are on their way to the "
-            "old one are asked for again when their job is started again"
+            f"{file} exists. To replace the key, move the file away; payloads that are in flight "
+            "for the old key will be requested again when their job is restarted"
         )
     write_atomically(file, new_key())
     return file, fingerprint(public_bytes(load_key(str(file))))
 
 
 def describe(folder: Path) -> list[tuple[str, str, datetime]]:
-    """(file, for whom, valid until) of every certificate in the folder.
+    """Return (file, names, expiry date) of every certificate in the folder.
 
     Raises:
-        ConfigError: no CA in the folder.
+        ConfigError: there is no CA.
     """
     rows = [
         ("ca.crt", c.subject.rfc4514_string(), c.not_valid_after_utc) for c in _authorities(folder)
@@ -201,7 +204,7 @@ def describe(folder: Path) -> list[tuple[str, str, datetime]]:
         rows.append(
             (
                 "server.pem",
-                ", ".join(str(name.value) for name in names) or "nobody",
+                ", ".join(str(name.value) for name in names) or "none",
                 server.not_valid_after_utc,
             )
         )
@@ -213,7 +216,12 @@ def _builder(
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder(
-        issuer, subject, public, x509.random_serial_number(), now - SKEW, now + timedelta(days=days)
+        issuer,
+        subject,
+        public,
+        x509.random_serial_number(),
+        now - CLOCK_SKEW,
+        now + timedelta(days=days),
     )
     return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), False)
 
@@ -228,17 +236,17 @@ def _host(name: str) -> x509.GeneralName:
     except ValueError:
         pass
     labels = name.split(".")
-    plain = all(label.isascii() and label.replace("-", "").isalnum() for label in labels)
-    # Digits at the end: an address that is none
-    if not plain or labels[-1].isdigit() or len(name) > 253:
-        raise ConfigError(f"host {name!r}: must be a host name or an IP address, without port")
+    is_valid = all(label.isascii() and label.replace("-", "").isalnum() for label in labels)
+    # A name that ends in digits is a mistyped address
+    if not is_valid or labels[-1].isdigit() or len(name) > 253:
+        raise ConfigError(f"host {name!r}: must be a host name or an IP address, without a port")
     return x509.DNSName(name)
 
 
 def _authorities(folder: Path) -> list[x509.Certificate]:
     if not (folder / "ca.crt").is_file():
         raise ConfigError(
-            f"{folder} has no ca.crt. Make a certificate authority first: osfl certs ca {folder}"
+            f"{folder} has no ca.crt. Create a certificate authority first: osfl certs ca {folder}"
         )
     return _certificates(folder / "ca.crt")
 
@@ -247,7 +255,7 @@ def _certificates(file: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a certificate in PEM: {plain(error)}") from error
+        raise ConfigError(f"{file} is not a PEM certificate: {sanitize(error)}") from error
 
 
 def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurvePrivateKey:
@@ -255,7 +263,7 @@ def _authority_key(file: Path, authority: x509.Certificate) -> ec.EllipticCurveP
         key = serialization.load_pem_private_key(file.read_bytes(), None)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file}: {plain(error)}. Server certificates are made where the CA's key is"
+            f"{file}: {sanitize(error)}. Creating server certificates requires the CA's key"
         ) from error
     if (
         not isinstance(key, ec.EllipticCurvePrivateKey)

@@ -1,4 +1,4 @@
-"""`osfl audit --run`: a run's synthetic images, held against the images of its clients."""
+"""`osfl audit --run`: test whether a run's synthetic images memorize training images."""
 
 import json
 from collections.abc import Sequence
@@ -7,78 +7,81 @@ from pathlib import Path
 
 import torch
 
-from client_app.audit.copies import Embedded, Nearness, nearness
+from client_app.audit.copies import Embeddings, Memorization, measure_memorization
 from osfl.cli import display
 from osfl.cli.audit import find_nodes
 from osfl.cli.display import Table
 from osfl.config import ConfigError, NodeConfig, RunConfig, parse_run_config
 from osfl.data.load import Images, load_images
 from osfl.data.parts import class_names, client_name
-from osfl.devices import pick_device
-from osfl.files import write_atomically
 from osfl.models.encoders import ImageEncoder, load_image_encoder
-from osfl.pixels import LazyPixels
-from osfl.run_folder.layout import RunFolder, read_picture, read_rows
-from osfl.seeds import generator_of
+from osfl.run_folder.layout import RunFolder, read_image, read_rows
+from osfl.util.devices import pick_device
+from osfl.util.files import write_atomically
+from osfl.util.pixels import LazyPixels
+from osfl.util.seeds import generator_of
 
 
-def show_copies(run: Path, node_config: str, out: Path | None) -> None:
-    """Print, for each client, how near the run's images of it are to its own.
+def show_memorization(run: Path, node_config: str, out: Path | None) -> None:
+    """Print the memorization test of each client.
 
     Args:
         run: the run's folder.
-        node_config: a SuperNode's, as it takes it; empty: the clients of a simulation.
-        out: a JSON file for what was found.
+        node_config: a SuperNode's node-config; "" for the clients of a simulation.
+        out: JSON file for the findings, or None.
 
     Raises:
-        ConfigError, DataError, KitError, DamageError: no such run, or what it needs is missing.
+        ConfigError, CorruptFileError, DataError, KitError: the run does not exist, or a file or
+            model that it needs is missing or corrupt.
     """
     folder = RunFolder(run)
     settings = folder.stored_config()
     if settings is None:
-        raise ConfigError(f"{run} is no run's folder")
+        raise ConfigError(f"{run} is not the folder of a run")
     config = parse_run_config(settings)
-    found = {}
-    table = Table("client", "images", "nearer to training images", "by chance", "closest")
+    findings = {}
+    table = Table("client", "images", "closer to training images", "by chance", "closest")
     rows = read_rows(folder.manifest_file)
     for node in find_nodes(config, node_config):
         client = node.client_id or client_name(config.data, node, config.seed)
         files = [run / row["file"] for row in rows if row["client"] == client]
         if not files:
-            display.console.print(f"{display.words(client)}: the run has drawn no image for it")
+            text = f"{display.escape_text(client)}: the run has no synthetic images of this client"
+            display.console.print(text)
             continue
         names = [row["class"] for row in rows if row["client"] == client]
-        found[client] = one = compared(config, node, client, files, names)
-        low, high = one.by_chance
+        finding = measure_client_memorization(config, node, client, files, names)
+        findings[client] = finding
+        low, high = finding.by_chance
         table.add_row(
-            display.words(client),
-            f"{one.images:,}",
-            f"{one.nearer:.1%}{' *' if one.copied else ''}",
+            display.escape_text(client),
+            f"{finding.images:,}",
+            f"{finding.nearer:.1%}{' *' if finding.copied else ''}",
             f"{low:.1%} to {high:.1%}",
-            f"{one.closest:.2f}",
+            f"{finding.closest:.2f}",
         )
-    if not found:
-        raise ConfigError(f"{run} has images of none of these clients")
+    if not findings:
+        raise ConfigError(f"{run} has no synthetic images of these clients")
     display.console.print(table)
     display.console.print(
-        "*: more than chance brings. closest: distance of the nearest pair, where 1 is that of a "
-        "training image and the nearest test image"
+        "*: more than by chance. closest: the smallest distance of a synthetic and a training "
+        "image, where 1 is the distance of a training image to the closest test image"
     )
     if out is not None:
-        write_atomically(out, json.dumps({k: asdict(v) for k, v in found.items()}).encode())
+        write_atomically(out, json.dumps({k: asdict(v) for k, v in findings.items()}).encode())
 
 
-def compared(
+def measure_client_memorization(
     config: RunConfig, node: NodeConfig, client: str, files: Sequence[Path], names: Sequence[str]
-) -> Nearness:
-    """One client's synthetic images against its training and test images.
+) -> Memorization:
+    """Compare a client's synthetic images with its training and test images.
 
     Args:
         files: of the synthetic images.
-        names: their classes.
+        names: classes of the synthetic images.
 
     Raises:
-        ConfigError: no class has images of all three kinds, or a file cannot be read.
+        ConfigError: no class has images of all three kinds, or a file is not readable.
     """
     kit = node.kit or config.kit
     encoder = load_image_encoder(config.image_encoder or kit, pick_device(node.device))
@@ -89,19 +92,21 @@ def compared(
     classes = class_names(config.data)
 
     def read(number: int) -> torch.Tensor:
-        picture = read_picture(files[number])
+        picture = read_image(files[number])
         if picture is None:
-            raise ConfigError(f"{files[number]} cannot be read; `osfl run` makes it anew")
+            raise ConfigError(f"{files[number]} is not readable; `osfl run` recreates it")
         return encoder.fit(picture)
 
     labels = torch.tensor([classes.index(name) for name in names])
-    drawn = _embedded(Images(LazyPixels(read, len(files)), labels), encoder)
+    synthetic = _embedded(Images(LazyPixels(read, len(files)), labels), encoder)
     try:
-        return nearness(drawn, train, test, generator_of(config.seed, "copies", client))
+        return measure_memorization(
+            synthetic, train, test, generator_of(config.seed, "copies", client)
+        )
     except ValueError as error:
         raise ConfigError(f"{client}: {error}") from error
 
 
-def _embedded(images: Images, encoder: ImageEncoder) -> Embedded:
+def _embedded(images: Images, encoder: ImageEncoder) -> Embeddings:
     rows = [encoder(pixels) for pixels in images.pixels.split(64)]
-    return Embedded(torch.cat(rows), images.labels)
+    return Embeddings(torch.cat(rows), images.labels)

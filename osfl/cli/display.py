@@ -1,6 +1,6 @@
-"""What the `osfl` command shows.
+"""Terminal output of the `osfl` command.
 
-It is imported when there is something to show: `osfl --help` does without rich.
+Import this module only where there is output: `osfl --help` runs without rich.
 """
 
 import math
@@ -27,20 +27,22 @@ from rich.table import Table
 
 from osfl.config import ConfigError
 from osfl.data.partition import DataError
-from osfl.models.kits import KitError
-from osfl.run_folder.report_page import human_bytes
+from osfl.kit.kits import KitError
+from osfl.run_folder.report.page import human_bytes
 from osfl.run_folder.status import read_status, split_details
-from osfl.words import plain, plain_lines
+from osfl.util.text import sanitize, sanitize_lines
 
-ENDS = ("finished", "failed")  # phases in which a run does nothing more
-EVERY_LINE = 60.0  # seconds between two lines on how far a phase is
+# Final phases of a run
+FINAL_PHASES = ("finished", "failed")
+# Seconds between two lines on a phase's progress
+LINE_INTERVAL = 60.0
 
 
 console = Console(emoji=False)
 
 
 def watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
-    """Show the clients, and the phase the server is in, until the log ends."""
+    """Show the clients and the server's phase until the log ends."""
     with new_view(cache) as view:
         while streaming.poll() is None:
             state = read_status(folder)
@@ -54,18 +56,18 @@ def watch(streaming: subprocess.Popen, folder: Path, cache: Path) -> None:
 
 
 class View(Protocol):
-    """What shows a run's status as it changes."""
+    """A display of a run's status."""
 
     def show(self, state: Mapping[str, Any]) -> None:
-        """Show a status, which is as in `status.json`; an empty one changes nothing."""
+        """Show the content of a `status.json`; {} changes nothing."""
 
 
 @contextmanager
 def new_view(cache: Path | None = None) -> Iterator[View]:
-    """Yield a live table on a terminal, and else what prints a line for each change.
+    """Yield a live table on a terminal, or else a view that prints a line for each change.
 
     Args:
-        cache: where clients on this machine say how far they are.
+        cache: folder in which clients on this machine write their progress.
     """
     if not console.is_terminal:
         yield LineView()
@@ -75,36 +77,38 @@ def new_view(cache: Path | None = None) -> Iterator[View]:
 
 
 class LineView:
-    """A line for every phase and every state of a client, and one a minute of a long phase."""
+    """Lines for phases and client states, and one per minute during a long phase."""
 
     def __init__(self) -> None:
         self._phases = 0
         self._clients: dict[str, str] = {}
-        self._done = 0
-        self._since = time.monotonic()
+        self._completed = 0
+        self._last_line = time.monotonic()
 
     def show(self, state: Mapping[str, Any]) -> None:
-        """Print what is new."""
+        """Print what has changed."""
         for phase in state.get("phases", [])[self._phases :]:
             self._phases += 1
-            if phase["phase"] not in ENDS:
-                self._say(phase["phase"])
-        for client, told in state.get("clients", {}).items():
-            if self._clients.get(client) != told:
-                self._clients[client] = told
-                self._say(f"{client}: {told}")
-        done = state.get("done", 0)
-        if done != self._done and time.monotonic() - self._since > EVERY_LINE:
-            self._done = done
-            self._say(f"{state['phase']}: {done} of {state['total']}")
+            if phase["phase"] not in FINAL_PHASES:
+                self._print(phase["phase"])
+        for client, client_state in state.get("clients", {}).items():
+            if self._clients.get(client) != client_state:
+                self._clients[client] = client_state
+                self._print(f"{client}: {client_state}")
+        completed = state.get("done", 0)
+        if completed != self._completed and time.monotonic() - self._last_line > LINE_INTERVAL:
+            self._completed = completed
+            self._print(f"{state['phase']}: {completed} of {state['total']}")
 
-    def _say(self, text: str) -> None:
-        self._since = time.monotonic()
-        console.print(f"{time.strftime('%H:%M:%S')} {words(text)}", highlight=False, soft_wrap=True)
+    def _print(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        console.print(
+            f"{time.strftime('%H:%M:%S')} {escape_text(text)}", highlight=False, soft_wrap=True
+        )
 
 
 class LiveView:
-    """A table of the clients and a bar for every phase."""
+    """A live table of the clients, and a progress bar per phase."""
 
     def __init__(self, live: Live, cache: Path | None):
         self._live = live
@@ -119,60 +123,63 @@ class LiveView:
         )
 
     def show(self, state: Mapping[str, Any]) -> None:
-        """Draw it anew."""
+        """Update the table and the bars."""
         phase = state.get("phase", "")
         if phase not in self._rows and phase != "failed":
             self._fill()
-        if phase and phase not in ENDS:
+        if phase and phase not in FINAL_PHASES:
             if phase not in self._rows:
-                self._rows[phase] = self._phases.add_task(words(phase), total=None)
-            within = "step {} of {}".format(*state["step"]) if state.get("step") else ""
+                self._rows[phase] = self._phases.add_task(escape_text(phase), total=None)
+            step = "step {} of {}".format(*state["step"]) if state.get("step") else ""
             self._phases.update(
                 self._rows[phase],
                 completed=state["done"],
                 total=state["total"] or None,
-                description=words(f"{phase} {within}"),
+                description=escape_text(f"{phase} {step}"),
             )
         rows = client_rows(state.get("clients", {}), self._cache)
         self._live.update(Group(rows, self._phases))
 
     def _fill(self) -> None:
-        """What is done ends full, and its clock stands still."""
+        """Complete the bars of earlier phases, which also stops their clocks."""
         for task in self._phases.tasks:
             end = task.total or 1
             self._phases.update(task.id, completed=end, total=end)
 
 
 def client_rows(states: Mapping[str, str], cache: Path | None) -> Table:
-    """One row a client.
+    """Return a table of the clients' states, with the progress of those on this machine.
 
-    While it works, how far it is (its own progress file, when it runs on this machine).
+    Args:
+        states: by client.
+        cache: as in `new_view`.
     """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for client, state in sorted(states.items()):
-        own = f"{client}-{'?' * 12}/progress"
-        for file in cache.glob(own) if cache and state == "asked" else ():
-            with suppress(OSError, ValueError):  # the client may be writing or removing it
-                done, total, what = file.read_text().split(maxsplit=2)
-                state = f"{what} {int(done)} of {int(total)}"
-        table.add_row(words(client), words(state))
+        pattern = f"{client}-{'?' * 12}/progress"
+        for file in cache.glob(pattern) if cache and state == "asked" else ():
+            # The client may be writing or removing the file
+            with suppress(OSError, ValueError):
+                completed, total, task = file.read_text().split(maxsplit=2)
+                state = f"{task} {int(completed)} of {int(total)}"
+        table.add_row(escape_text(client), escape_text(state))
     return table
 
 
-def words(text: object) -> str:
-    """Words from outside, as rich's markup has them."""
-    return escape(plain(text))
+def escape_text(text: object) -> str:
+    """Sanitize a text and escape rich's markup in it."""
+    return escape(sanitize(text))
 
 
 def print_error(error: Exception) -> None:
-    """An error that names its cure."""
-    text = escape(plain_lines(error))
+    """Print an error's message."""
+    text = escape(sanitize_lines(error))
     console.print(f"[bold red]error[/] {text}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def named_errors() -> Iterator[None]:
-    """Errors that name their cure are said, and end the command with 1."""
+def expected_errors() -> Iterator[None]:
+    """Print expected errors without a traceback, and exit with 1."""
     try:
         yield
     except (ConfigError, DataError, KitError, OSError) as error:
@@ -180,8 +187,8 @@ def named_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def counting_bar() -> Progress:
-    """Of things that are counted: what, a bar, how many of how many, and the time."""
+def counting_progress() -> Progress:
+    """Return a progress bar with a description, a count and the elapsed time."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -192,35 +199,35 @@ def counting_bar() -> Progress:
 
 
 def _percent(value: float | None) -> str:
-    """One decimal; "-" where nothing was told."""
+    """Format with one decimal; "-" for an unknown value."""
     return "-" if value is None or math.isnan(value) else f"{value:.1f}"
 
 
-def counter(bar: Progress, what: str) -> Callable[[int, int], None]:
-    """Return what shows (done, total) as a row of the bar; without a call there is no row."""
-    task = bar.add_task(what, visible=False)
+def progress_callback(bar: Progress, description: str) -> Callable[[int, int], None]:
+    """Return a callback that shows (done, total) as a row of the bar, from its first call."""
+    task = bar.add_task(description, visible=False)
 
-    def show(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total, visible=True)
+    def show(completed: int, total: int) -> None:
+        bar.update(task, completed=completed, total=total, visible=True)
 
     return show
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:
-    """The table at the end of a run."""
+    """Print the results of a run."""
     names = list(metrics["clients"])
     console.print(
-        f"[bold]{words(metrics['method'])}[/]: accuracy on each client's own test images (%)",
+        f"[bold]{escape_text(metrics['method'])}[/]: accuracy on each client's own test images (%)",
         highlight=False,
     )
     table = Table()
     table.add_column("client")
     for model in metrics["accuracy"]:
-        table.add_column(words(model), justify="right")
+        table.add_column(escape_text(model), justify="right")
     for name in (*names, "average"):
         cells = [_percent(row.get(name)) for row in metrics["accuracy"].values()]
         table.add_row(
-            words(name),
+            escape_text(name),
             *cells,
             style="bold" if name == "average" else "",
             end_section=name == names[-1],
@@ -229,23 +236,24 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     if withheld := metrics.get("withheld"):
         console.print(
             "[bold yellow]test results withheld[/] (node-config test-results): "
-            f"{', '.join(map(words, withheld))}; averages are over the others"
+            f"{', '.join(map(escape_text, withheld))}; averages are over the others"
         )
     if metrics["not_tested"]:
         console.print(
-            "[bold yellow]not tested everywhere[/]: "
-            f"{', '.join(map(words, metrics['not_tested']))}; averages are over the others"
+            "[bold yellow]clients that did not test every model[/]: "
+            f"{', '.join(map(escape_text, metrics['not_tested']))}; averages are over the others"
         )
-    upload = sum(about.get("upload_bytes", 0) for about in metrics["clients"].values()) / max(
-        1, len(metrics["clients"])
-    )
+    total_upload = sum(costs.get("upload_bytes", 0) for costs in metrics["clients"].values())
+    upload = total_upload / max(1, len(metrics["clients"]))
     for warning in metrics.get("warnings", []):
         text, _ = split_details(warning)
-        console.print(f"worth a look: {words(text)}", highlight=False)
+        console.print(f"warning: {escape_text(text)}", highlight=False)
     server = metrics["server"]
-    each = f", {server['seconds_per_image']:.2g} s each" if server["seconds_per_image"] else ""
+    time_per_image = ""
+    if server["seconds_per_image"]:
+        time_per_image = f", {server['seconds_per_image']:.2g} s each"
     console.print(
-        f"upload {human_bytes(upload)} a client; {server['synthetic_images']} synthetic "
-        f"images{each}",
+        f"upload {human_bytes(upload)} per client; {server['synthetic_images']} synthetic "
+        f"images{time_per_image}",
         highlight=False,
     )

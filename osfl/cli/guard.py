@@ -1,8 +1,8 @@
-"""Processes and files that must not outlive `osfl run`, whichever way it ends.
+"""End the processes and delete the files of `osfl run` after it exits for any reason.
 
-`python guard.py FOLDER` reads its input until that ends, as it does when the process at its other
-end is gone, even by `kill -9`. Then it ends all processes of the run whose folder this is, and
-removes the folder.
+`python guard.py FOLDER` reads its input until the other end closes it, which also happens if that
+process dies by `kill -9`. Then it ends all processes of the run that owns this folder, and deletes
+the folder.
 """
 
 import os
@@ -14,17 +14,19 @@ from contextlib import suppress
 
 import psutil
 
-# Every process of a run has it in its environment: Flower's settings lie in the run's folder
-MARK = "FLWR_HOME"
-MOST_ROUNDS = 20  # of ending processes that start others meanwhile
+# In the environment of every process of a run: Flower's settings are in the run's folder
+FOLDER_VARIABLE = "FLWR_HOME"
+# Maximum attempts to end processes that keep starting others
+MAX_ATTEMPTS = 20
 
 
-def begin_guard(folder: str) -> subprocess.Popen:
-    """Start the guard of a run's folder; it acts when its input is closed."""
-    # Not as a module, and -P: nothing that lies where somebody works, or beside this file, is taken
-    # for a library
+def start_guard(folder: str) -> subprocess.Popen:
+    """Start the guard of a run's folder, which acts when its input is closed."""
+    # Not as a module, and with -P: no file in the working directory or beside this one can shadow
+    # a library
     command = [sys.executable, "-P", __file__, folder]
-    # Ctrl-C goes to a terminal's whole group, and who reads our output waits for its last owner
+    # A new session, because Ctrl-C reaches a terminal's whole group; no inherited output, because
+    # a reader of a pipe waits for its last owner
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -35,29 +37,30 @@ def begin_guard(folder: str) -> subprocess.Popen:
 
 
 def end_run_processes(folder: str) -> None:
-    """End all processes of a run, also those whose parent has ended, as Ray's clients outlive it.
+    """End all processes of a run, including orphans such as Ray's clients.
 
     Args:
-        folder: the run's own; processes are known by it.
+        folder: the run's temporary folder, by which its processes are identified.
     """
-    for _ in range(MOST_ROUNDS):
-        if not (found := _processes_of(folder)):
+    for _ in range(MAX_ATTEMPTS):
+        processes = _run_processes(folder)
+        if not processes:
             return
-        _end(found)
+        _end(processes)
 
 
-def _processes_of(folder: str) -> list[psutil.Process]:
-    found = set[psutil.Process]()
+def _run_processes(folder: str) -> list[psutil.Process]:
+    processes = set[psutil.Process]()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            home = process.environ().get(MARK, "")
+            home = process.environ().get(FOLDER_VARIABLE, "")
             if os.path.dirname(home) == folder:
-                found |= {process, *process.children(recursive=True)}
-    return list(found)
+                processes |= {process, *process.children(recursive=True)}
+    return list(processes)
 
 
 def end_process_tree(pid: int) -> None:
-    """End a process and all its descendants: politely, and after five seconds for certain."""
+    """Terminate a process and all its descendants, and kill them after five seconds."""
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         _end([*root.children(recursive=True), root])
@@ -78,7 +81,7 @@ def _signal(send: Callable[[], None]) -> None:
 
 
 def main(folder: str) -> None:
-    """Wait for the end of the input, end the run's processes, and remove its folder."""
+    """Wait for the end of the input, end the run's processes, and delete its folder."""
     sys.stdin.read()
     end_run_processes(folder)
     shutil.rmtree(folder, ignore_errors=True)

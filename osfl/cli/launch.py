@@ -1,9 +1,6 @@
-"""Starting a run.
+"""Start a run: a local SuperLink, `flwr run`, and the run's actual outcome.
 
-The configuration from files and arguments, a SuperLink of its own, `flwr run`, and the true
-outcome.
-
-All that depends on the version of Flower's command line is in this file.
+Everything that depends on the version of Flower's command line is in this file.
 """
 
 import json
@@ -15,88 +12,64 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import tomli_w
-from flwr.common.config import flatten_dict
 
-from osfl.cli.guard import begin_guard, end_run_processes
-from osfl.config import ConfigError, RunConfig, Scalar, parse_run_config, schema
-from osfl.config.toml import parse_toml, read_toml
-from osfl.data.named import chosen_classes, is_named
-from osfl.data.partition import DataError
-from osfl.ray_folder import MOST_BYTES, ray_folder
-from osfl.words import plain, plain_lines, quoted
+from osfl.cli.guard import end_run_processes, start_guard
+from osfl.config import Scalar
+from osfl.settings import PACKAGES, shipped
+from osfl.util.ray_folder import MAX_PATH_BYTES, ray_variables
+from osfl.util.text import sanitize, sanitize_lines
 
-# Flower installs an app's dependencies before every run (and fails offline), phones home and looks
-# for updates, unless told not to.
+# By default Flower installs an app's dependencies before every run (which fails offline), sends
+# telemetry and checks for updates
 _FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "300",  # Ray gives up after 30 s, which a busy machine needs
-    "TQDM_DISABLE": "1",  # the libraries' progress bars would fill the log; ours shows the run's
+    # The default of 30 s is too short on a busy machine
+    "RAY_raylet_start_wait_time_s": "300",
+    # The libraries' progress bars would fill the log
+    "TQDM_DISABLE": "1",
 }
 
-# Training makes and frees the same large tensors in every step. By default glibc hands them back to
-# the kernel each time, and every page is cleared anew: 7 % of a training step on a CPU. Only the
-# first arena can keep them, and the ServerApp runs
-# in a thread, which would get another.
-KEEP_MEMORY = {
+# Every training step allocates and frees the same large tensors. By default glibc returns them to
+# the kernel, which clears every page again: 7 % of a training step on a CPU. Only the first arena
+# can retain them, and the ServerApp's thread would get another one.
+MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(2**28),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_ARENA_MAX": "1",
 }
 
 
-# Where the app's packages lie: a checkout, or site-packages.
-PACKAGES = Path(__file__).resolve().parents[2]
-# `flwr list osfl` and its kin take a folder `osfl` where they are called, a checkout's say, for an
-# app of older days: they are called where there is none.
-HERE = Path(__file__).parent
-_COLOUR = re.compile(rb"\x1b\[[0-9;]{0,9}m")  # Flower's own, of its log's levels
-RECOMMENDED = "configs/recommended.toml"
+# Commands such as `flwr list osfl` would mistake a folder `osfl` in the working directory for an
+# app, so they run in a folder without one
+WORKING_FOLDER = Path(__file__).parent
+# Color codes of Flower's log levels
+_COLOR = re.compile(rb"\x1b\[[0-9;]{0,9}m")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MOST_SAID = 2000  # characters of what Flower says
-MOST_LINE = 10_000  # characters of a line of the log
-TEMPORARY_ROOM = 50_000_000  # bytes of Flower's bundles, and of Ray's logs and sockets
-
-
-class UnseenDataError(ConfigError):
-    """A data set whose classes must be asked for, and cannot be."""
+# Maximum characters of Flower's messages that are shown
+MAX_MESSAGE_LENGTH = 2000
+# Maximum characters of a line of the log
+MAX_LINE_LENGTH = 10_000
+# Bytes of Flower's bundles, and of Ray's logs and sockets
+MIN_TEMPORARY_SPACE = 50_000_000
 
 
 class LaunchError(RuntimeError):
-    """A run that could not be started or did not finish; the message says why."""
-
-
-def shipped(name: str) -> Path:
-    """What the Flower app has beside its packages: `pyproject.toml`, `LICENSE`, `configs`.
-
-    They lie in the checkout's root, or where the wheel puts them: in `osfl_app`.
-
-    Raises:
-        LaunchError: this installation lacks it.
-    """
-    for folder in (PACKAGES, PACKAGES / "osfl_app"):
-        if (folder / "pyproject.toml").is_file() and (folder / name).exists():
-            return folder / name
-    raise LaunchError(
-        f"this installation lacks {name}: install osfl again, from a wheel, or from a checkout "
-        "with `pip install -e '.[simulation]'`"
-    )
+    """A run that could not start or did not finish; the message gives the reason."""
 
 
 def copy_app(folder: Path) -> Path:
-    """What Flower's bundle is made of, in a new folder.
+    """Copy the files of Flower's app bundle to a new folder, and return it.
 
-    Of a checkout, Flower would match every file in .venv and runs, for many seconds.
+    In a checkout, Flower would spend many seconds matching every file in .venv and runs.
     """
     for package in ("osfl", "client_app", "server_app"):
         shutil.copytree(
@@ -107,186 +80,34 @@ def copy_app(folder: Path) -> Path:
     return folder
 
 
-def default_config() -> dict[str, Scalar]:
-    """Every run-config key with its default, from pyproject.toml."""
-    project = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))
-    return flatten_dict(project["tool"]["flwr"]["app"]["config"])
-
-
-def resolve_config(arguments: Iterable[str]) -> tuple[RunConfig, dict[str, Scalar]]:
-    """Merge TOML files and `key=value` arguments, from left to right, over the defaults.
-
-    Values are TOML (`seed=1`, `classifier.small-stem=false`); what is not TOML is taken as text
-    (`method=fedlmg`).
-
-    Returns:
-        the checked configuration and the overrides.
-
-    Raises:
-        ConfigError: a missing or broken file, an unknown key, a bad value.
-    """
-    known = default_config()
-    overrides = read_overrides(arguments)
-    config = parse_run_config({**known, **overrides})
-    if is_named(config.data):
-        # What a data set stores is asked once, here: nodes are told the names.
-        overrides["data.classes"] = ",".join(_classes(config))
-        config = parse_run_config({**known, **overrides})
-    return config, overrides
-
-
-def read_overrides(arguments: Iterable[str]) -> dict[str, Scalar]:
-    """The settings of TOML files and `key=value` arguments, unchecked.
-
-    A file that is there is read, even where its path has an equals sign.
-
-    Raises:
-        ConfigError: a missing or broken file, a value that no key can have.
-    """
-    overrides = dict[str, Scalar]()
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if equals and not _is_file(argument):
-            layer = {key.strip(): _value(key.strip(), text.strip(" \t"))}
-        else:
-            layer = flat_toml(read_toml(find_config(argument), argument))
-        overrides = laid_over(overrides, layer)
-    return overrides
-
-
-def laid_over(settings: Mapping[str, Scalar], later: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Later settings over earlier ones. Epochs that are set later end the steps of before, which
-    would go first.
-    """
-    ended = {f"{key.removesuffix('epochs')}steps" for key in later if key.endswith(".epochs")}
-    return {**settings, **dict.fromkeys(ended & set(settings), 0), **later}
-
-
-def _classes(config: RunConfig) -> tuple[str, ...]:
-    try:
-        return chosen_classes(config.data)
-    except DataError as error:
-        raise UnseenDataError(str(error)) from None
-
-
-def _value(key: str, text: str) -> Scalar:
-    """The value of a `key=value` argument.
-
-    Raises:
-        ConfigError: a value that no key can have.
-    """
-    kind = schema().get(key)
-    if getattr(kind, "__origin__", kind) is str and not text.startswith("["):
-        return text.strip("\"'")
-    try:
-        table = parse_toml(f"value = {text}", key)
-    except ConfigError:
-        return text
-    if list(table) != ["value"]:
-        return text
-    return _scalar(key, table["value"])
-
-
-def with_recommended(settings: Iterable[str] | None) -> list[str]:
-    """The same settings, over configs/recommended.toml where none of them names a method.
-
-    Raises:
-        ConfigError: as `read_overrides`.
-    """
-    given = list(settings or [])
-    return given if "method" in read_overrides(given) else [RECOMMENDED, *given]
-
-
-def _is_file(name: str) -> bool:
-    # A name may be longer than any file's
-    with suppress(OSError):
-        return Path(name).is_file()
-    return False
-
-
-def find_config(name: str) -> Path:
-    """A file of settings: here, or of those that come with osfl, such as configs/demo.toml.
-
-    Raises:
-        ConfigError: neither is there.
-    """
-    file = Path(name)
-    if _is_file(name):
-        return file
-    packaged = shipped("configs")
-    found = packaged.parent / file
-    if file.parts[:1] == (packaged.name,) and ".." not in file.parts and _is_file(str(found)):
-        return found
-    names = sorted(
-        path.relative_to(packaged.parent).as_posix() for path in packaged.rglob("*.toml")
-    )
-    raise ConfigError(
-        f"{quoted(name)}: no such file, and not key=value. With osfl come: {', '.join(names)}"
-    )
-
-
-def flat_toml(table: dict[str, Any]) -> dict[str, Scalar]:
-    """A TOML table with dotted keys.
-
-    A list becomes the comma-separated text that the schema has for lists.
-
-    Raises:
-        ConfigError: a value that no run-config key can have.
-    """
-    return dict(_flat(table, ""))
-
-
-def _flat(table: dict[str, Any], prefix: str) -> Iterator[tuple[str, Scalar]]:
-    for key, value in table.items():
-        # An empty section is none; `seed = {}` is no section
-        if isinstance(value, dict) and (value or prefix + key not in schema()):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, _scalar(prefix + key, value)
-
-
-def _scalar(key: str, value: Any) -> Scalar:
-    """A TOML value as a run-config has it: lists are comma-separated texts.
-
-    Raises:
-        ConfigError: a table, a date, or a list with other things than texts and numbers.
-    """
-    if isinstance(value, list) and all(isinstance(each, int | float | str) for each in value):
-        return ",".join(map(str, value))
-    if isinstance(value, int | float | str):
-        return value
-    raise ConfigError(
-        f"{plain(key)} = {plain(value)}: must be a text, a number, true or false, or a list of "
-        "these"
-    )
-
-
 def nearest_folder(folder: Path) -> Path:
-    """The folder, or the first above it that is there."""
+    """Return the folder, or its closest parent that exists."""
     folder = folder.absolute()
-    return next(each for each in (folder, *folder.parents) if each.is_dir())
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def check_disk(runs: Path, needed: int) -> str:
-    """Whether a run's folder can be written, and has room; says how much there is.
+    """Check that a run's folder is writable and has enough space, and return a summary.
 
     Args:
-        runs: where the run's folder will be.
+        runs: parent folder of the run's folder.
         needed: bytes.
 
     Raises:
-        LaunchError: it cannot, or it has not.
+        LaunchError: the folder is not writable, or has too little space.
     """
     folder = nearest_folder(runs)
     if not os.access(folder, os.W_OK):
-        raise LaunchError(f"{folder} cannot be written. Make it yours, or name another: --runs")
+        raise LaunchError(
+            f"{folder} is not writable. Change its owner or mode, or set --runs to another folder"
+        )
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaunchError(
-            f"{folder} has {free / 1e6:,.0f} MB free; this run takes about {needed / 1e6:,.0f} MB. "
-            "Make room, or name another folder: --runs"
+            f"{folder} has {free / 1e6:,.0f} MB free; this run needs about {needed / 1e6:,.0f} MB. "
+            "Free some space, or set --runs to another folder"
         )
-    return f"{free / 1e9:,.1f} GB free in {folder}; a run takes at most {needed / 1e9:,.1f} GB"
+    return f"{free / 1e9:,.1f} GB free in {folder}; a run needs at most {needed / 1e9:,.1f} GB"
 
 
 def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
@@ -295,10 +116,10 @@ def write_overrides(overrides: dict[str, Scalar], file: Path) -> None:
 
 
 def flower_environment() -> dict[str, str]:
-    """This process's environment, with Flower's switches set and its commands on the path."""
+    """Return the environment with Flower's switches set and its commands on the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {
-        **KEEP_MEMORY,
+        **MALLOC_SETTINGS,
         **os.environ,
         **_FLOWER_SWITCHES,
         "PATH": path,
@@ -307,35 +128,35 @@ def flower_environment() -> dict[str, str]:
 
 
 def local_environment(scratch: Path) -> dict[str, str]:
-    """`flower_environment` for processes that speak to each other on this machine alone.
+    """Return `flower_environment` for processes that only communicate on this machine.
 
-    A proxy is not asked for loopback addresses. What the processes leave, such as Ray's sockets
-    and logs, goes with `scratch`; where that path is too long for sockets, Ray has another folder.
+    Loopback addresses bypass proxies. Temporary files, such as Ray's sockets and logs, are in
+    `scratch`, or in another folder if its path is too long for a socket.
 
     Args:
         scratch: the run's temporary folder.
 
     Raises:
-        ConfigError: as `ray_folder`.
+        ConfigError: as `ray_variables`.
     """
     environment = flower_environment()
     # gRPC reads no_grpc_proxy before no_proxy, and lower-case names only
     for names in (("no_proxy", "NO_PROXY"), ("no_grpc_proxy",)):
-        given = next((environment[name] for name in names if environment.get(name)), "")
-        if given or len(names) > 1:
-            listed = ",".join(filter(None, (given, *LOOPBACK)))
-            environment.update(dict.fromkeys(names, listed))
-    if len(os.fsencode(scratch)) <= MOST_BYTES:
+        current = next((environment[name] for name in names if environment.get(name)), "")
+        if current or len(names) > 1:
+            hosts = ",".join(filter(None, (current, *LOOPBACK)))
+            environment.update(dict.fromkeys(names, hosts))
+    if len(os.fsencode(scratch)) <= MAX_PATH_BYTES:
         environment["TMPDIR"] = str(scratch)
-    return environment | ray_folder(environment)
+    return environment | ray_variables(environment)
 
 
 @contextmanager
 def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
-    """A SuperLink of our own for one simulation, on loopback, ended with everything it started.
+    """Run a SuperLink on loopback for one simulation, and end it with all of its processes.
 
     Yields:
-        the environment in which `flwr` finds it as the connection `osfl`.
+        the environment in which `flwr` knows it as the connection `osfl`.
     """
     check_temporary_folder()
     with _guarded_folder() as scratch:
@@ -355,7 +176,7 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
             "OSFL_RUNS": str(runs),
             "OSFL_CACHE": str(cache),
             "OSFL_STATE": str(runs / ".client-state"),
-            # Simulated clients are this user: settings may name whatever the user may read
+            # Simulated clients run as this user, and may read whatever the user may read
             "OSFL_ALLOWED_DIRS": "/",
         }
         command = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess"]
@@ -372,10 +193,10 @@ def local_superlink(runs: Path, cache: Path) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _guarded_folder() -> Iterator[Path]:
-    """Yield a run's temporary folder; its processes and itself go when the run ends in any way."""
+    """Yield a run's temporary folder, and end the run's processes and delete it in any case."""
     with tempfile.TemporaryDirectory(prefix="osfl-", ignore_cleanup_errors=True) as scratch:
-        # Before the first process of the run: a signal may come between any two lines
-        guard = begin_guard(scratch)
+        # Before the run's first process, because a signal may arrive at any time
+        guard = start_guard(scratch)
         try:
             yield Path(scratch)
         finally:
@@ -384,22 +205,22 @@ def _guarded_folder() -> Iterator[Path]:
 
 
 def check_temporary_folder() -> None:
-    """Check that the temporary folder has room for Flower's and Ray's files.
+    """Check that the temporary folder has space for Flower's and Ray's files.
 
     Raises:
-        LaunchError: it has not.
+        LaunchError: it does not.
     """
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    if free < TEMPORARY_ROOM:
+    if free < MIN_TEMPORARY_SPACE:
         raise LaunchError(
             f"the temporary folder {folder} has {free / 1e6:,.1f} MB free; a run needs "
-            f"{TEMPORARY_ROOM / 1e6:,.0f} MB there. Make room, or set TMPDIR to another folder"
+            f"{MIN_TEMPORARY_SPACE / 1e6:,.0f} MB. Free some space, or set TMPDIR to another folder"
         )
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on, on loopback."""
+    """Return unused loopback ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:
@@ -427,14 +248,14 @@ def submit(
     environment: dict[str, str],
     federation: dict[str, Scalar] | None = None,
 ) -> int:
-    """`flwr run`; returns Flower's run id.
+    """Submit the run with `flwr run`, and return Flower's run id.
 
     Raises:
-        LaunchError: the app was refused.
+        LaunchError: Flower rejected the run.
     """
-    within = environment.get("TMPDIR")
+    parent = environment.get("TMPDIR")
     with tempfile.TemporaryDirectory(
-        prefix="osfl-submit-", dir=within, ignore_cleanup_errors=True
+        prefix="osfl-submit-", dir=parent, ignore_cleanup_errors=True
     ) as scratch:
         command = [
             "flwr",
@@ -453,40 +274,41 @@ def submit(
                 "--federation-config",
                 " ".join(f"{key}={json.dumps(value)}" for key, value in federation.items()),
             ]
-        # An interrupted `flwr run` leaves its bundle
-        own = {**environment, "TMPDIR": scratch}
-        done = subprocess.run(command, cwd=HERE, env=own, capture_output=True)
+        # An interrupted `flwr run` does not delete its bundle
+        run_environment = {**environment, "TMPDIR": scratch}
+        result = subprocess.run(
+            command, cwd=WORKING_FOLDER, env=run_environment, capture_output=True
+        )
     try:
-        answer = json.loads(done.stdout[done.stdout.index(b"{") :])
-        if answer["success"]:
-            return int(answer["run-id"])
-        reason = plain_lines(answer.get("error-message", answer), MOST_SAID)
+        reply = json.loads(result.stdout[result.stdout.index(b"{") :])
+        if reply["success"]:
+            return int(reply["run-id"])
+        reason = sanitize_lines(reply.get("error-message", reply), MAX_MESSAGE_LENGTH)
     except (ValueError, KeyError):
-        reason = _tail(done.stdout + done.stderr)
+        reason = _tail(result.stdout + result.stderr)
     raise LaunchError(f"Flower did not start the run: {reason}")
 
 
 def outcome(
     run_id: int, connection: str, environment: dict[str, str], seconds: float = 60
 ) -> tuple[str, str]:
-    """(status, details) of a run, as the SuperLink has it.
+    """Return the (status, details) of a run from the SuperLink.
 
-    `flwr run` itself exits with 0 even when the run fails.
-
-    Waits up to `seconds` for a run whose log has ended to be booked as finished.
+    `flwr run` itself exits with 0 even if the run fails. A run whose log has ended may take some
+    time to become finished, for which this waits up to `seconds`.
     """
     command = ["flwr", "list", connection, "--run-id", str(run_id), "--format", "json"]
     end = time.monotonic() + seconds
     while True:
-        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True)
+        result = subprocess.run(command, cwd=WORKING_FOLDER, env=environment, capture_output=True)
         try:
-            run = json.loads(done.stdout[done.stdout.index(b"{") :])["runs"][0]
-            status = plain(run["status"])
+            run = json.loads(result.stdout[result.stdout.index(b"{") :])["runs"][0]
+            status = sanitize(run["status"])
             details = run.get("status-details") or run.get("details") or ""
-            details = plain_lines(details, MOST_SAID)
+            details = sanitize_lines(details, MAX_MESSAGE_LENGTH)
         except (ValueError, KeyError, IndexError):
             status = "unknown"
-            details = _error_in(done.stdout) or _tail(done.stdout + done.stderr)
+            details = _error_in(result.stdout) or _tail(result.stdout + result.stderr)
         if status.startswith("finished") or time.monotonic() > end:
             return status, details
 
@@ -494,29 +316,33 @@ def outcome(
 def follow_log(
     run_id: int, connection: str, environment: dict[str, str], show: Callable[[str], None]
 ) -> None:
-    """`flwr log --stream` until it ends, line by line: it has words of every client in it."""
+    """Show the lines of `flwr log --stream`, sanitized because clients wrote some of them."""
     command = ["flwr", "log", str(run_id), connection, "--stream"]
     unbuffered = {**environment, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, cwd=HERE, env=unbuffered, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=WORKING_FOLDER,
+        env=unbuffered,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as streaming:
         assert streaming.stdout is not None
         try:
-            while line := streaming.stdout.readline(MOST_LINE):
-                show(plain(_COLOUR.sub(b"", line).rstrip(b"\n"), MOST_LINE))
+            while line := streaming.stdout.readline(MAX_LINE_LENGTH):
+                show(sanitize(_COLOR.sub(b"", line).rstrip(b"\n"), MAX_LINE_LENGTH))
         finally:
             streaming.terminate()
 
 
 def _error_in(output: bytes) -> str:
-    """Return the last line of the error in what a command of Flower's printed as JSON, or ""."""
+    """Return the last line of the error message in a Flower command's JSON output, or ""."""
     try:
-        words = json.loads(output[output.index(b"{") :])["error-message"]
-        return plain(words.strip().splitlines()[-1], MOST_SAID)
+        message = json.loads(output[output.index(b"{") :])["error-message"]
+        return sanitize(message.strip().splitlines()[-1], MAX_MESSAGE_LENGTH)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return ""
 
 
 def _tail(output: bytes) -> str:
-    """The end of what a program said."""
-    return plain_lines(output[-MOST_SAID:].strip(), MOST_SAID)
+    """Return the end of a program's output."""
+    return sanitize_lines(output[-MAX_MESSAGE_LENGTH:].strip(), MAX_MESSAGE_LENGTH)

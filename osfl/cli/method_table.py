@@ -1,24 +1,26 @@
-"""`osfl methods`: what is known of every method, from where it is stated."""
+"""`osfl methods`: a table of all methods, from their declarations."""
 
 from dataclasses import replace
 
 from rich import box
 from rich.table import Table
 
-from osfl.cli import display, launch
+from osfl.cli import display
 from osfl.config import RunConfig, parse_run_config
+from osfl.kit.used_parts import kit_parts
 from osfl.methods import METHODS
-from osfl.models.used_parts import kit_parts
+from osfl.settings import default_config
 
 PRIVACY = {"": "", "pure": "ε", "approximate": "ε, δ"}
-WIDE = 160  # columns of a terminal
+# Minimum columns of the wide table
+WIDE = 160
 
 
 def show_methods(wide: bool) -> None:
-    """Print the table.
+    """Print the table of methods.
 
     Args:
-        wide: with all columns, wider than the terminal if need be.
+        wide: show all columns, in at least 160 characters.
     """
     if wide:
         display.console.width = max(WIDE, display.console.width)
@@ -26,21 +28,21 @@ def show_methods(wide: bool) -> None:
 
 
 def short_table() -> Table:
-    """A row for every method, for a terminal of 80 columns."""
-    table = Table("method", "a client sends", "needs a kit at", "privacy", box=box.SIMPLE_HEAD)
+    """Return a table with a row for every method, for a terminal of 80 columns."""
+    table = Table("method", "a client sends", "kit used by", "privacy", box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = True
     for name, method in METHODS.items():
-        needing = {"client": method.client_parts, "server": method.samples}
-        where = ", ".join(side for side, needs in needing.items() if needs) or "neither"
-        table.add_row(name, method.sends, where, PRIVACY[method.private])
+        needs_kit = {"client": method.client_parts, "server": method.samples}
+        sides = ", ".join(side for side, needs in needs_kit.items() if needs) or "neither"
+        table.add_row(name, method.sends, sides, PRIVACY[method.privacy])
     return table
 
 
 def wide_table() -> Table:
-    """A row for every method, with what it needs of the kit, and what the server does."""
-    defaults = parse_run_config(launch.default_config())
+    """Return a table with a row for every method, its kit parts, synthesis and rounds."""
+    defaults = parse_run_config(default_config())
     table = Table(
-        "method", "a client sends", "it needs of the kit", "server draws", "rounds", "privacy"
+        "method", "a client sends", "kit parts at clients", "synthesis", "rounds", "privacy"
     )
     table.columns[0].no_wrap = True
     for name, method in METHODS.items():
@@ -50,11 +52,11 @@ def wide_table() -> Table:
             needed_parts(replace(defaults, method=name)),
             "yes" if method.samples else "",
             "many" if method.rounds else "one",
-            PRIVACY[method.private],
+            PRIVACY[method.privacy],
         )
     return table
 
 
 def needed_parts(config: RunConfig) -> str:
-    """The folders and files of the kit that a client loads with these settings."""
-    return ", ".join(kit_parts(config)) or "nothing"
+    """Return the folders and files of the kit that a client loads with these settings."""
+    return ", ".join(kit_parts(config)) or "none"

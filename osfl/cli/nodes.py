@@ -1,6 +1,7 @@
-"""`osfl nodes`: the nodes of a federation by the names that their keys were registered with.
+"""`osfl nodes`: list and revoke a federation's nodes by their registered names.
 
-Flower's own command knows nodes by their ids alone, so this asks as it does, by Flower's code.
+Flower's own command identifies nodes by their ids only. This one sends the same requests, through
+Flower's code.
 """
 
 from collections.abc import Iterator
@@ -16,29 +17,29 @@ from rich.table import Table
 
 from osfl.cli import display
 from osfl.config import ConfigError
-from osfl.words import plain
+from osfl.util.text import sanitize
 
 UNREGISTERED = "unregistered"
 
 
 def show_nodes(connection: str) -> None:
-    """Print name, id and state of every registered node.
+    """Print the name, id and state of every registered node.
 
     Raises:
-        ConfigError: the connection is unknown, or the SuperLink did not answer.
+        ConfigError: the connection is unknown, or the SuperLink did not reply.
     """
     table = Table("name", "node id", "state", "since")
     table.columns[1].no_wrap = True
     with _superlink(connection) as superlink:
         nodes = _registered(superlink)
-    for node in sorted(nodes, key=lambda each: each.name):
+    for node in sorted(nodes, key=lambda node: node.name):
         times = {"online": node.last_activated_at, "offline": node.last_deactivated_at}
         since = times.get(node.status) or node.registered_at
         table.add_row(
-            display.words(node.name or "(no name)"),
+            display.escape_text(node.name or "(no name)"),
             str(node.node_id),
-            display.words(node.status),
-            display.words(since[:16].replace("T", " ")),
+            display.escape_text(node.status),
+            display.escape_text(since[:16].replace("T", " ")),
         )
     display.console.print(table)
 
@@ -47,28 +48,29 @@ def revoke(connection: str, name: str) -> None:
     """Unregister a node, so that its key is no longer accepted.
 
     Args:
-        name: the node's name, or its id.
+        connection: a SuperLink of the user's Flower configuration; "" for its default.
+        name: the node's name or id.
 
     Raises:
-        ConfigError: no node or several have the name, the connection is unknown, or the SuperLink
-            did not answer.
+        ConfigError: no node or several nodes have the name, the connection is unknown, or the
+            SuperLink did not reply.
     """
     with _superlink(connection) as superlink:
         node = _find(_registered(superlink), name)
         superlink.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
-    told = f"{node.name or 'node'} ({node.node_id}) is unregistered; its key is no longer accepted"
-    display.console.print(plain(told), markup=False, highlight=False, soft_wrap=True)
+    text = f"{node.name or 'node'} ({node.node_id}) is unregistered; its key is no longer accepted"
+    display.console.print(sanitize(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _find(nodes: list[NodeInfo], name: str) -> NodeInfo:
-    found = [node for node in nodes if name in (node.name, str(node.node_id))]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        ids = ", ".join(str(node.node_id) for node in found)
-        raise ConfigError(f"{name!r}: several nodes have this name; give one's id: {ids}")
-    names = ", ".join(sorted(plain(node.name or node.node_id) for node in nodes))
-    raise ConfigError(f"{name!r}: no such node is registered; these are: {names or 'none'}")
+    matches = [node for node in nodes if name in (node.name, str(node.node_id))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        ids = ", ".join(str(node.node_id) for node in matches)
+        raise ConfigError(f"{name!r}: several nodes have this name; use an id instead: {ids}")
+    names = ", ".join(sorted(sanitize(node.name or node.node_id) for node in nodes))
+    raise ConfigError(f"{name!r}: no such node; registered nodes: {names or 'none'}")
 
 
 def _registered(superlink: ControlHttpClient) -> list[NodeInfo]:
@@ -86,4 +88,4 @@ def _superlink(connection: str) -> Iterator[ControlHttpClient]:
         finally:
             client.close()
     except click.ClickException as error:
-        raise ConfigError(f"--connection {connection}: {plain(error.message)}") from None
+        raise ConfigError(f"--connection {connection}: {sanitize(error.message)}") from None

@@ -1,4 +1,4 @@
-"""Standard output that says so where it cannot be written."""
+"""Handle failures of standard output."""
 
 import os
 import sys
@@ -8,11 +8,11 @@ from typing import Any, TextIO
 
 
 class OutputError(Exception):
-    """Standard output was closed, as by `| head`, or its disk is full."""
+    """Standard output that was closed, as by `| head`, or whose disk is full."""
 
 
 class _Output:
-    """A text stream whose failures are no other file's."""
+    """A text stream whose failures raise OutputError, unlike those of other files."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -39,13 +39,14 @@ def _as_output_error() -> Iterator[None]:
 
 @contextmanager
 def watched_output() -> Iterator[None]:
-    """Let failures of standard output end the command with 1 and a sentence on stderr.
+    """Exit with 1 and a message on stderr if standard output fails.
 
     Raises:
-        SystemExit: it could not be written.
+        SystemExit: standard output could not be written.
     """
     stream = sys.stdout
-    if stream is None:  # closed from the begin: nothing is written
+    # None if it was closed from the start
+    if stream is None:
         yield
         return
     watched = _Output(stream)
@@ -57,14 +58,14 @@ def watched_output() -> Iterator[None]:
             watched.flush()
     except OutputError as error:
         _discard(stream)
-        say_on_stderr(f"error {error}")
+        print_to_stderr(f"error {error}")
         raise SystemExit(1) from None
     finally:
         sys.stdout = stream
 
 
-def say_on_stderr(text: str) -> None:
-    """Write a line on stderr, unless it is closed too."""
+def print_to_stderr(text: str) -> None:
+    """Print a line on stderr, unless it is closed too."""
     if sys.stderr is None:
         return
     try:
@@ -74,6 +75,6 @@ def say_on_stderr(text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Drop what a stream still holds: Python would write it at its end, and exit with 120."""
+    """Discard a stream's buffer, which Python would otherwise flush at exit, exiting with 120."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,37 +1,37 @@
-"""`osfl compare --dry-run`: what a table's runs would draw, send and take.
+"""`osfl compare --dry-run`: estimate the costs of a table's runs.
 
-Neither data nor weights are needed, only their settings: what cannot be known without them is
-shown as `?`, and why.
+The estimate needs neither data nor weights. Costs that are unknown without them are shown as `?`,
+with the reason.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from osfl.cli import display
-from osfl.cli.compare import TableFile, as_arguments
 from osfl.cli.display import Table
-from osfl.cli.estimate import planned_images, rows_an_image, unseen_clients, upload_bytes
-from osfl.cli.launch import resolve_config
+from osfl.cli.estimate import placeholder_clients, planned_images, rows_per_image, upload_bytes
 from osfl.config import RunConfig
+from osfl.kit.kits import KitError, find_kit
 from osfl.methods import METHODS
-from osfl.models.diffusion import check_schedule, timesteps, unet_flops
-from osfl.models.kits import KitError, find_kit
-from osfl.run_folder.report_page import human_bytes, human_flops
-from server_app.app import needed_bytes
+from osfl.models.diffusion import load_noise_schedule, timesteps, unet_flops
+from osfl.run_folder.report.page import human_bytes, human_flops
+from osfl.settings import resolve_config
+from osfl.tables.table_file import TableFile, as_arguments
+from server_app.app import estimate_disk_bytes
 
 TERA = 1e12
 
 
 @dataclass(frozen=True)
 class Row:
-    """What all runs of a table's row would take; None: not known.
+    """The estimated costs of all runs in a table's row; None for unknown costs.
 
     Attributes:
-        images: that are drawn.
-        flops: of the UNet's passes while they are drawn.
-        upload: bytes of a client in a run, which has images of every class.
-        disk: bytes of all runs' folders, at most.
-        unknown: why something is not known.
+        images: number of synthetic images.
+        flops: of the UNet passes that synthesize them.
+        upload: bytes per client and run, for a client with images of every class.
+        disk: upper bound of the run folders' bytes.
+        unknown: why a cost is unknown.
     """
 
     runs: int
@@ -42,12 +42,12 @@ class Row:
     unknown: str = ""
 
 
-def plan_of(table: TableFile) -> dict[str, Row]:
-    """Every row's share of the plan."""
+def estimate_rows(table: TableFile) -> dict[str, Row]:
+    """Estimate every row of a table."""
     rows = {}
     for name, settings in table.rows.items():
-        if why := table.unseen.get(name):
-            rows[name] = Row(len(table.seeds), unknown=why)
+        if reason := table.unavailable.get(name):
+            rows[name] = Row(len(table.seeds), unknown=reason)
             continue
         config, _ = resolve_config(as_arguments(settings))
         rows[name] = _row(config, len(table.seeds))
@@ -55,10 +55,10 @@ def plan_of(table: TableFile) -> dict[str, Row]:
 
 
 def _row(config: RunConfig, runs: int) -> Row:
-    clients = unseen_clients(config)
+    clients = placeholder_clients(config)
     name, client = next(iter(clients.items()))
     images = runs * planned_images(config, clients.values())
-    disk = runs * needed_bytes(config)
+    disk = runs * estimate_disk_bytes(config)
     try:
         flops = _flops(config, images) if METHODS[config.method].samples else 0.0
         upload = upload_bytes(name, client)
@@ -70,47 +70,48 @@ def _row(config: RunConfig, runs: int) -> Row:
 
 def _flops(config: RunConfig, images: int) -> float:
     kit = find_kit(config.sampling_kit)
-    taken = timesteps(check_schedule(kit), config.synthesis.steps)
-    return float(images) * rows_an_image(config, taken) * unet_flops(kit)
+    steps = timesteps(load_noise_schedule(kit), config.synthesis.steps)
+    return float(images) * rows_per_image(config, steps) * unet_flops(kit)
 
 
 def show_plan(table: TableFile, tflops: float) -> None:
-    """Print the plan of a table.
+    """Print the estimated costs of a table's runs.
 
     Args:
-        tflops: what a GPU is taken to do in a second while it draws, in 10^12.
+        tflops: the assumed throughput of a GPU during synthesis, in TFLOP/s.
     """
-    rows = plan_of(table)
-    shown = Table("", "runs", "images", "UNet", "GPU h", "a client sends", "disk")
+    rows = estimate_rows(table)
+    printed = Table("", "runs", "images", "UNet", "GPU h", "upload per client", "disk")
     for name, row in rows.items():
-        shown.add_row(display.words(name), *_cells(row, tflops))
+        printed.add_row(display.escape_text(name), *_cells(row, tflops))
     runs, images, flops, hours, _, disk = _cells(_total(rows), tflops)
-    # What a client sends is of one run
-    shown.add_row("all", runs, images, flops, hours, "", disk)
-    display.console.print(shown)
+    # Uploads are per run, and have no total
+    printed.add_row("all", runs, images, flops, hours, "", disk)
+    display.console.print(printed)
     lines = [
-        f"GPU hours: the UNet's passes alone, at {tflops:g} TFLOP/s (--tflops), which is assumed",
-        "a client sends: with images of every class, in all rounds together",
+        f"GPU h: the UNet passes alone, at an assumed {tflops:g} TFLOP/s (--tflops)",
+        "upload per client: with images of every class, over all rounds",
     ]
-    lines += [f"?: {why}" for why in dict.fromkeys(row.unknown for row in rows.values()) if why]
-    lines += [f"not in this table: {what}: {why}" for what, why in table.lacks.items()]
+    reasons = dict.fromkeys(row.unknown for row in rows.values() if row.unknown)
+    lines += [f"?: {reason}" for reason in reasons]
+    lines += [f"not in this table: {row}: {reason}" for row, reason in table.lacks.items()]
     for line in lines:
-        display.console.print(display.words(line), highlight=False, soft_wrap=True)
+        display.console.print(display.escape_text(line), highlight=False, soft_wrap=True)
 
 
 def _total(rows: Mapping[str, Row]) -> Row:
-    """Of all rows; what one of them does not know is not known."""
+    """Add up the rows' costs; a cost that is unknown for a row is unknown in total."""
 
-    def added(key: str) -> float | None:
+    def total(key: str) -> float | None:
         values = [getattr(row, key) for row in rows.values()]
         return None if None in values else sum(values)
 
-    images = added("images")
-    disk = added("disk")
+    images = total("images")
+    disk = total("disk")
     return Row(
         sum(row.runs for row in rows.values()),
         None if images is None else int(images),
-        added("flops"),
+        total("flops"),
         None,
         None if disk is None else int(disk),
     )

@@ -1,4 +1,4 @@
-"""`osfl run`: a simulation on this machine, or a job for a real federation."""
+"""`osfl run`: simulate a federation on this machine, or submit a job to a real one."""
 
 import os
 import re
@@ -12,19 +12,20 @@ from pathlib import Path
 import typer
 
 from osfl.cli import display, launch
-from osfl.cli.output import OutputError, say_on_stderr
+from osfl.cli.output import OutputError, print_to_stderr
 from osfl.cli.preflight import check_run
 from osfl.config import ConfigError, RunConfig, Scalar, flatten, is_identifier
 from osfl.data.partition import DataError
-from osfl.files import check_own_folder, open_private, private_folder
 from osfl.run_folder.events import FollowedRun
 from osfl.run_folder.layout import RunFolder, check_same_run
-from osfl.run_folder.report import read_metrics
+from osfl.run_folder.report.metrics import read_metrics
 from osfl.run_folder.status import read_status
-from osfl.words import plain
+from osfl.settings import resolve_config
+from osfl.util.exit_codes import TRY_AGAIN
+from osfl.util.files import check_own_folder, make_private_folder, open_private
+from osfl.util.text import sanitize
 
-TRY_AGAIN = 75  # the exit code of what may succeed the next time: EX_TEMPFAIL of sysexits.h
-# In the traceback of Flower's backend where Ray did not start, as on a busy machine
+# In the traceback of Flower's backend if Ray did not start, as on a busy machine
 RAY_START = ", in init_ray\n"
 TRACEBACK = "Traceback (most recent call last):\n"
 _CHAIN = re.compile(
@@ -35,7 +36,7 @@ _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Timeout|Full|E
 
 
 class RayStartError(launch.LaunchError):
-    """A simulation whose clients never ran, because Ray did not start; it may the next time."""
+    """A simulation whose clients never ran because Ray did not start; a retry may succeed."""
 
 
 def run(
@@ -45,21 +46,21 @@ def run(
     client_cpus: int,
     client_gpus: float,
 ) -> None:
-    """Run a federation and show it.
+    """Run a federation and show its progress and results.
 
     Args:
-        settings: TOML files and key=value.
-        runs: where a simulation's runs are kept; None: in `runs`.
-        connection: a SuperLink of the user's Flower configuration; empty: simulate here.
-        client_cpus, client_gpus: what each simulated client has.
+        settings: TOML files and `key=value` arguments.
+        runs: folder for a simulation's runs; None for `runs`.
+        connection: a SuperLink of the user's Flower configuration; "" to simulate here.
+        client_cpus, client_gpus: resources per simulated client.
 
     Raises:
-        typer.Exit: it was refused, failed, or was interrupted.
+        typer.Exit: the run is invalid, failed, or was interrupted.
     """
-    end_as_interrupted()
+    handle_signals()
     job_id = ""
     try:
-        config, overrides = launch.resolve_config(settings)
+        config, overrides = resolve_config(settings)
         if not config.job_id:
             overrides["job-id"] = f"{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         job_id = str(overrides.get("job-id", config.job_id))
@@ -68,7 +69,7 @@ def run(
         root = runs_folder(config, runs, connection)
         if connection:
             check_run(overrides, None)
-            _run_on(connection, overrides, job_id)
+            _run_remotely(connection, overrides, job_id)
         else:
             if os.path.lexists(root / job_id):
                 check_own_folder(root / job_id)
@@ -77,7 +78,7 @@ def run(
             display.console.print("checking settings, data and models")
             for note in check_run(overrides, root):
                 display.console.print(note, markup=False)
-            private_folder(root)
+            make_private_folder(root)
             federation: dict[str, Scalar] = {
                 "num-supernodes": config.num_clients,
                 "client-resources-num-cpus": client_cpus,
@@ -88,65 +89,65 @@ def run(
         display.print_error(error)
         raise typer.Exit(TRY_AGAIN if isinstance(error, RayStartError) else 1) from None
     except KeyboardInterrupt:
-        display.console.print(_how_to_go_on(connection, job_id), markup=False, highlight=False)
+        display.console.print(_resume_hint(connection, job_id), markup=False, highlight=False)
         raise typer.Exit(130) from None
     except OutputError:
-        say_on_stderr(_how_to_go_on(connection, job_id))
+        print_to_stderr(_resume_hint(connection, job_id))
         raise
 
 
-def end_as_interrupted() -> None:
-    """Take other ends of the terminal as Ctrl-C: they end the SuperLink and its clients too.
+def handle_signals() -> None:
+    """Handle SIGTERM and SIGHUP like Ctrl-C, which also ends the SuperLink and its clients.
 
-    A signal that is ignored, as by `nohup`, stays so.
+    A signal that is ignored, as by `nohup`, stays ignored.
     """
-    for ending in ("SIGINT", "SIGTERM", "SIGHUP"):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         # Windows has no SIGHUP
-        number = getattr(signal, ending, None)
+        number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
 
 def _interrupt(*_: object) -> None:
-    """End, and let no other signal break into that: a closed terminal sends several."""
-    for ending in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, ending):
-            signal.signal(getattr(signal, ending), _pass_over)
+    """Raise KeyboardInterrupt once: a closed terminal sends several signals."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _ignore)
     raise KeyboardInterrupt
 
 
-def _pass_over(*_: object) -> None:
-    """Do nothing. With SIG_IGN Python complains of a signal that has just arrived."""
+def _ignore(*_: object) -> None:
+    """Do nothing. With SIG_IGN Python would warn of a signal that has just arrived."""
 
 
 def runs_folder(config: RunConfig, runs: Path | None, connection: str = "") -> Path:
-    """Where a simulation's runs are kept.
+    """Return the folder of a simulation's runs.
 
     Raises:
-        ConfigError: it is named for a real federation, or is no folder.
+        ConfigError: `runs` is set for a real federation, or is not a folder.
     """
     if connection and runs:
         raise ConfigError(
-            "--runs is for simulations; where a server keeps its runs is the key runs-dir, "
-            "or $OSFL_RUNS there"
+            "--runs is for simulations; set the key runs-dir, or $OSFL_RUNS on the server, for "
+            "a server's runs"
         )
-    named = Path(config.runs_dir).expanduser() if config.runs_dir else runs or Path("runs")
-    # Not `resolve`, which fails where a link leads to itself
-    folder = Path(os.path.abspath(named))
+    path = Path(config.runs_dir).expanduser() if config.runs_dir else runs or Path("runs")
+    # Not `resolve`, which fails for a link to itself
+    folder = Path(os.path.abspath(path))
     if os.path.lexists(folder) and not folder.is_dir():
         raise ConfigError(
-            f"{folder} must be a folder: it is a file, or a link that leads to none. Remove it, or "
-            "name another folder: --runs"
+            f"{folder} must be a folder, but is a file or a broken link. Remove it, or set --runs "
+            "to another folder"
         )
     return folder
 
 
-def _how_to_go_on(connection: str, job_id: str) -> str:
+def _resume_hint(connection: str, job_id: str) -> str:
     if connection:
         return (
-            "interrupted; the run goes on at the server: see `flwr list`, `flwr log`, `flwr stop`"
+            "interrupted; the run continues on the server: see `flwr list`, `flwr log`, `flwr stop`"
         )
-    return f"interrupted; the same command with this job id goes on where it was: job-id={job_id}"
+    return f"interrupted; to resume, repeat the command with job-id={job_id}"
 
 
 def _simulate(
@@ -159,7 +160,7 @@ def _simulate(
     folder = RunFolder(root / job_id)
     cache = root / ".client-cache"
     logs = root / f"{job_id}.log"
-    folder.forget_status()
+    folder.remove_status()
     try:
         with launch.local_superlink(root, cache) as environment:
             run_id = launch.submit(overrides, "osfl", environment, federation)
@@ -170,7 +171,7 @@ def _simulate(
             with open_private(logs, "w") as sink:
                 command = ["flwr", "log", str(run_id), "osfl", "--stream"]
                 streaming = subprocess.Popen(
-                    command, cwd=launch.HERE, env=environment, stdout=sink, stderr=sink
+                    command, cwd=launch.WORKING_FOLDER, env=environment, stdout=sink, stderr=sink
                 )
             with streaming:
                 try:
@@ -180,7 +181,7 @@ def _simulate(
             status, details = launch.outcome(run_id, "osfl", environment)
     finally:
         if folder.path.is_dir():
-            logs = folder.take_log(logs)
+            logs = folder.move_log(logs)
     state = read_status(folder.path)
     if not status.startswith("finished:completed") or state.get("phase") != "finished":
         raise _failure(state.get("error", ""), details or f"Flower says: {status}", logs)
@@ -189,10 +190,12 @@ def _simulate(
 
 
 def _failure(error: str, details: str, logs: Path) -> launch.LaunchError:
-    """Return why a simulation failed, as its server or its log says, or else Flower.
+    """Return why a simulation failed, from its server, its log, or else Flower.
 
     Args:
-        error: what the ServerApp said.
+        error: the ServerApp's message, or "".
+        details: Flower's message.
+        logs: the log of the run.
     """
     text = logs.read_text(errors="replace") if logs.is_file() else ""
     reason = error or innermost_cause(text) or details
@@ -202,22 +205,22 @@ def _failure(error: str, details: str, logs: Path) -> launch.LaunchError:
 
 
 def innermost_cause(log: str) -> str:
-    """Return the exception that began the last chain of tracebacks in a log, or ""."""
+    """Return the first exception of the last chain of tracebacks in a log, or ""."""
     parts = _CHAIN.split(log)
-    # Back over the links of the last chain, to the part in which it begins
-    place = len(parts) - 1
-    while place and parts[place].startswith(TRACEBACK) and parts[place].count(TRACEBACK) == 1:
-        place -= 1
-    found = _EXCEPTION.findall(parts[place])
-    return plain(found[-1], launch.MOST_SAID) if found else ""
+    # Back through the links of the last chain, to the part with its first exception
+    index = len(parts) - 1
+    while index and parts[index].startswith(TRACEBACK) and parts[index].count(TRACEBACK) == 1:
+        index -= 1
+    exceptions = _EXCEPTION.findall(parts[index])
+    return sanitize(exceptions[-1], launch.MAX_MESSAGE_LENGTH) if exceptions else ""
 
 
-def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
-    """Submit to a real federation and follow its log; results are on the server's machine."""
+def _run_remotely(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
+    """Submit to a real federation and follow its log; results stay on the server."""
     environment = launch.flower_environment()
     run_id = launch.submit(overrides, connection, environment)
     display.console.print(
-        f"job [bold]{job_id}[/], Flower's run {run_id}; the server keeps it in its runs-dir",
+        f"job [bold]{job_id}[/], Flower run {run_id}; results are in the server's runs-dir",
         highlight=False,
     )
     status = ""
@@ -225,27 +228,28 @@ def _run_on(connection: str, overrides: dict[str, Scalar], job_id: str) -> None:
     followed = FollowedRun()
     with display.new_view() as view:
         follow = partial(_follow, followed, view)
-        while not status.startswith("finished"):  # the log may break off before the run does
+        # The log may end before the run does
+        while not status.startswith("finished"):
             launch.follow_log(run_id, connection, environment, follow)
             status, details = launch.outcome(run_id, connection, environment)
             if status == "unknown":
                 raise launch.LaunchError(
-                    f"lost sight of run {run_id}, which may go on (see `flwr list {connection}`): "
-                    f"{details}"
+                    f"lost the connection to run {run_id}, which may still be running (see "
+                    f"`flwr list {connection}`): {details}"
                 )
     if not status.startswith("finished:completed"):
         raise launch.LaunchError(f"the run failed: {details or status}")
     if followed.metrics:
         display.print_metrics(followed.metrics)
         display.console.print(
-            f"on the server, report: [bold]{display.words(followed.metrics['report'])}[/]",
+            f"on the server, report: [bold]{display.escape_text(followed.metrics['report'])}[/]",
             highlight=False,
             soft_wrap=True,
         )
 
 
 def _follow(followed: FollowedRun, view: display.View, line: str) -> None:
-    """Show what a line of a server's log says: all of it where the output is no terminal."""
+    """Show a line of the server's log; on a terminal, only the status, warnings and errors."""
     if followed.read(line):
         if display.console.is_terminal:
             view.show(followed.state)

@@ -1,11 +1,11 @@
 """The configuration: one schema, parsed and checked once at the edge.
 
-*Run-config* is what is equal on all nodes: `[tool.flwr.app.config]` in pyproject.toml, overridden
-by `--run-config` or by `osfl run FILE.toml key=value`. *Node-config* is what differs by machine.
-Nothing deeper in the code reads a Flower context.
+The *run-config* is equal on all nodes: `[tool.flwr.app.config]` in pyproject.toml, overridden by
+`--run-config` or by `osfl run FILE.toml key=value`. The *node-config* differs between machines.
+No code below the two apps reads a Flower context.
 
-Every key is declared in `sections`; the defaults live in pyproject.toml alone. Names are kebab-case
-there (`feddeo.guidance-text`) and snake_case here.
+`sections` declares every key; only pyproject.toml has the defaults. Keys are kebab-case there
+(`feddeo.guidance-text`) and snake_case here.
 """
 
 from osfl.config.markers import ConfigError, OneOf, Range, Scalar
@@ -15,14 +15,14 @@ from osfl.config.parse import (
     NOT_IDENTITY,
     SITE_PATHS,
     approximations,
-    by_data,
     flatten,
     node_schema,
     parse_node_config,
     parse_run_config,
+    resolve_auto,
     schema,
 )
-from osfl.config.problems import without_guarantee
+from osfl.config.problems import guarantee_problem
 from osfl.config.sections import (
     ClassifierConfig,
     ConditionTraining,
@@ -77,13 +77,13 @@ __all__ = [
     "SynthesisConfig",
     "VotesConfig",
     "approximations",
-    "by_data",
     "flatten",
+    "guarantee_problem",
     "is_identifier",
     "node_schema",
     "parse_node_config",
     "parse_run_config",
+    "resolve_auto",
     "schema",
     "split_names",
-    "without_guarantee",
 ]

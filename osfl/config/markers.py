@@ -1,4 +1,4 @@
-"""What is said of a key on its field: `Annotated[int, Range(1, 9), Doc("Its meaning.")]`."""
+"""Markers that annotate a key's field: `Annotated[int, Range(1, 9), Doc("Its meaning.")]`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,19 +8,19 @@ AUTO = "auto"
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; names the key, the value and what is allowed."""
+    """An unusable configuration. The message names the key, its value and what is allowed."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """A number inside [low, high]."""
+    """A number in [low, high]."""
 
     low: float
     high: float
 
 
 class OneOf:
-    """One of some texts."""
+    """One of several texts."""
 
     def __init__(self, *choices: str):
         self.choices = choices
@@ -28,14 +28,14 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Doc:
-    """What a key means, in a sentence or two."""
+    """The meaning of a key, in a sentence or two."""
 
     meaning: str
 
 
 @dataclass(frozen=True)
 class ByData:
-    """A key that may be "auto": the kind of the images then decides its value.
+    """A key that may be "auto", which the data set resolves.
 
     Attributes:
         digits: the value for the embedded digits.
@@ -53,18 +53,18 @@ class ManyNames:
 
 @dataclass(frozen=True)
 class NotIdentity:
-    """A key that may differ between a run and its resumption: how long, and where.
+    """A key that may differ between a run and its resumption, because it changes no result.
 
-    In the node-config: a key that does not shape a payload.
+    In the node-config: a key that does not affect a payload.
     """
 
 
 @dataclass(frozen=True)
 class SitePath:
-    """A run-config key that can name a file or folder of the machines that use it.
+    """A run-config key that can name a file or folder on the machines that use it.
 
     Attributes:
-        on: "server"; or "client", where the site's `allowed-dirs` bound it.
+        on: "server"; or "client", where the site's `allowed-dirs` restricts it.
     """
 
     on: str
@@ -72,13 +72,13 @@ class SitePath:
 
 @dataclass(frozen=True)
 class Approximate:
-    """A key by which images are sampled otherwise than the papers do, for speed.
+    """A key that can make sampling faster, but different from the papers'.
 
     Attributes:
-        exact: the value with which they are sampled as in the papers.
-        words: what a report says of any other value; {name} stands for the value of a field of the
+        exact: the value with which sampling is as in the papers.
+        words: a report's text for any other value; {name} stands for the value of a field of the
             same section.
-        methods: those that the key matters to; (): all that have the key's section.
+        methods: the methods that the key affects; () for all that have the key's section.
     """
 
     exact: Scalar
@@ -86,6 +86,6 @@ class Approximate:
     methods: tuple[str, ...] = ()
 
 
-def marks_of(annotated: Any, kind: type) -> list[Any]:
-    """The markers of one kind on an annotated type."""
+def markers_of(annotated: Any, kind: type) -> list[Any]:
+    """Return the markers of one kind on an annotated type."""
     return [mark for mark in getattr(annotated, "__metadata__", ()) if isinstance(mark, kind)]

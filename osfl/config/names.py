@@ -1,16 +1,16 @@
-"""Names in a configuration: several in one text, and those that become file names."""
+"""Names in a configuration: lists of names in one text, and names that become file names."""
 
 from functools import lru_cache
 
-from osfl.words import plain, quoted
+from osfl.util.text import quote, sanitize
 
-# How architectures begin that are not torchvision's: timm's own, and those of the hub for timm
+# Prefixes of architectures from outside torchvision: timm's own models, and hub models for timm
 BACKBONES = ("timm:", "hf-hub:")
 _TIMM = "timm:"
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """`"a, b"` to `("a", "b")`."""
+    """Split `"a, b"` into `("a", "b")`."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -24,32 +24,33 @@ def problem_of_backbone(architecture: str, key: str) -> str:
     """
     if architecture.startswith(_TIMM) and set(architecture.removeprefix(_TIMM)) & set(":/\\"):
         return (
-            f"{key} = {plain(architecture, 200)!r}: must be timm:NAME, a name of timm's alone; for "
+            f"{key} = {sanitize(architecture, 200)!r}: must be timm:NAME, a name of timm's "
+            "alone; for "
             "a folder or a model of the hub set hf-hub:..."
         )
     return ""
 
 
 @lru_cache(maxsize=16)
-def named_words(text: str) -> dict[str, str]:
-    """`"mouse=computer mouse, a=b"` by name.
+def parse_words(text: str) -> dict[str, str]:
+    """Parse `"mouse=computer mouse, a=b"` into a dictionary.
 
     Raises:
-        ValueError: a part without `=`, or with nothing on a side of it.
+        ValueError: a part has no `=`, or an empty side.
     """
-    words = {}
+    phrases = {}
     for part in split_names(text):
-        name, _, word = map(str.strip, part.partition("="))
-        if not name or not word:
-            raise ValueError(f"{quoted(part)} must be name=words")
-        words[name] = word
-    return words
+        name, _, phrase = map(str.strip, part.partition("="))
+        if not name or not phrase:
+            raise ValueError(f"{quote(part)} must be name=words")
+        phrases[name] = phrase
+    return phrases
 
 
 def is_identifier(text: str) -> bool:
-    """Whether a job or client id is safe as a file name.
+    """Return whether a job or client id is valid, and so safe as a file name.
 
-    `average` is not: it has its own column in the tables.
+    `average` is not, because it is a column of the tables.
     """
     return (
         text != "average"

@@ -1,6 +1,6 @@
-"""TOML files that a user hands in: settings, presets of data sets, tables.
+"""Reading of the user's TOML files: settings, presets of data sets, tables.
 
-Their size, depth and numbers are bounded, so that a broken or hostile file is refused in a moment.
+Their size, depth and numbers are limited, so that a corrupt or malicious file is refused at once.
 """
 
 import codecs
@@ -11,34 +11,34 @@ from typing import Any
 import tomli
 
 from osfl.config.markers import ConfigError
-from osfl.words import plain, quoted
+from osfl.util.text import quote, sanitize
 
-MOST_BYTES = 2**20
-# A table file's deepest value is in rows.NAME.SECTION.KEY
-MOST_DEPTH = 16
-# TOML's whole numbers have 64 bits
+MAX_BYTES = 2**20
+# The deepest value of a table file is rows.NAME.SECTION.KEY
+MAX_DEPTH = 16
+# TOML's integers have 64 bits
 _LOWEST = -(2**63)
 _HIGHEST = 2**63 - 1
 
 
 def read_toml(file: Path, name: str = "") -> dict[str, Any]:
-    """The table in a TOML file. A byte order mark is skipped.
+    """Read the table in a TOML file; a byte order mark is skipped.
 
     Args:
-        name: what errors call the file; empty: its path.
+        name: the file's name in errors; its path if empty.
 
     Raises:
         ConfigError: the file cannot be read, is too large, or is not valid TOML in UTF-8.
     """
-    name = plain(name or file, 1000)
+    name = sanitize(name or file, 1000)
     try:
         with open(file, "rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
+            content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{name}: cannot be read: {plain(error.strerror)}") from None
-    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{name}: cannot be read: {sanitize(error.strerror)}") from None
+    if len(content) > MAX_BYTES:
         raise ConfigError(
-            f"{name}: has more than {MOST_BYTES // 2**20} MB; a file of settings must be smaller"
+            f"{name}: has more than {MAX_BYTES // 2**20} MiB; a settings file must be smaller"
         )
     try:
         text = content.removeprefix(codecs.BOM_UTF8).decode()
@@ -50,37 +50,36 @@ def read_toml(file: Path, name: str = "") -> dict[str, Any]:
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """The table in a TOML text.
+    """Parse a TOML text into a table.
 
     Args:
-        name: what errors call the text.
+        name: the text's name in errors.
 
     Raises:
-        ConfigError: the text is not valid TOML, is nested too deeply, or has a number of more than
-            64 bits.
+        ConfigError: the text is not valid TOML, is nested too deeply, or has an integer of more
+            than 64 bits.
     """
     try:
         table = tomli.loads(text)
-    # A number of thousands of digits is a plain ValueError
+    # A number of thousands of digits raises a ValueError that is not tomli's
     except ValueError as error:
-        raise ConfigError(f"{name}: not valid TOML: {plain(error)}") from None
+        raise ConfigError(f"{name}: not valid TOML: {sanitize(error)}") from None
     except RecursionError:
         raise ConfigError(f"{name}: not valid TOML: nested too deeply") from None
     for value, depth in _values(table):
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise ConfigError(
-                f"{name}: nested more than {MOST_DEPTH} levels deep; no setting is deeper than a "
-                "key in a section"
+                f"{name}: nested more than {MAX_DEPTH} levels deep; settings are keys in sections"
             )
         if isinstance(value, int) and not _LOWEST <= value <= _HIGHEST:
-            raise ConfigError(f"{name}: {quoted(value)}: a whole number must fit in 64 bits")
+            raise ConfigError(f"{name}: {quote(value)}: a whole number must fit in 64 bits")
     return table
 
 
 def _values(table: dict[str, Any]) -> Iterator[tuple[Any, int]]:
-    """Every value of a table with its depth, breadth first; nothing below the deepest level."""
+    """Yield every value of a table with its depth, breadth first, to just below `MAX_DEPTH`."""
     level: list[Any] = [table]
-    for depth in range(MOST_DEPTH + 2):
+    for depth in range(MAX_DEPTH + 2):
         yield from ((value, depth) for value in level)
         inner: list[Any] = []
         for value in level:

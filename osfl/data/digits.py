@@ -1,22 +1,21 @@
-"""Six handwritten domains.
+"""The embedded data set: handwritten digits in six domains.
 
-Scikit-learn's 1,797 real handwritten digits, drawn in six styles at 32 px.
-
-The scans are split by source image, so that no scan is in two of the first three splits:
+Scikit-learn's 1,797 real handwritten digits are rendered in six styles at 32 px. They are split by
+scan, so that no scan is in two of the first three splits:
 
 ==========  ==================  =================================================================
 split       scans               images
 ==========  ==================  =================================================================
-public      all that are left   the web that the kit is trained on: 12,000 drawings, long-tailed
-private     60 a class          six clients, one domain each, 10 scans a class and client
-test        30 a class          every test scan in every domain: 300 images a domain
-validation  30 a class, of the  as test, drawn anew: to choose settings by, so that the test
-            public ones         chooses none
+public      all others          the training set of the kit: 12,000 renderings, long-tailed
+private     60 per class        six clients with one domain each, 10 scans per class and client
+test        30 per class        every test scan in every domain: 300 images per domain
+validation  30 per class, of    like test, rendered again: for the choice of settings, so that
+            the public scans    the test images stay unseen
 ==========  ==================  =================================================================
 
-The public corpus is long-tailed like the web: 75 % photographs, nearly always captioned by class
-alone, and 5 % of each other style, nearly always captioned with the style. A client's domain is a
-narrow slice of its style (`DOMAIN_SLICES`).
+The public corpus is long-tailed like the web: 75 % photographs, mostly captioned by class only, and
+5 % of each other style, mostly captioned with the style. A client's domain is a narrow slice of its
+style (`DOMAIN_SLICES`).
 """
 
 from functools import lru_cache
@@ -29,11 +28,14 @@ from sklearn.datasets import load_digits
 from osfl.data.render import CLASSES, DOMAIN_SLICES, STYLES, WHOLE_STYLE, render
 
 SPLITS = ("public", "private", "test", "validation")
-IMAGES_PER_CLASS = 10  # of each client
-TEST_SCANS_PER_CLASS = 30  # and of the validation
+# Per client
+IMAGES_PER_CLASS = 10
+# Of test and of validation
+TEST_SCANS_PER_CLASS = 30
 PUBLIC_IMAGES = 12_000
-PHOTO_SHARE = 0.75  # the other five styles share the rest equally
-# How a public image is captioned: (by class alone, with the style, not at all).
+# The other five styles have equal shares of the remaining images
+PHOTO_SHARE = 0.75
+# Shares of public images with a caption by class only, with the style, and without a caption
 PHOTO_CAPTIONS = (0.85, 0.12, 0.03)
 STYLE_CAPTIONS = (0.09, 0.88, 0.03)
 SEED = 20_26
@@ -50,7 +52,7 @@ _FEATURES = datasets.Features(
 
 
 def split_sources() -> dict[str, np.ndarray]:
-    """Indices into scikit-learn's digits: a partition of all 1,797, stratified by class."""
+    """Partition scikit-learn's 1,797 digits by class, and return their indices per split."""
     labels = load_digits().target
     rng = np.random.default_rng(SEED)
     private_count = IMAGES_PER_CLASS * len(STYLES)
@@ -65,9 +67,9 @@ def split_sources() -> dict[str, np.ndarray]:
 
 @lru_cache(maxsize=len(SPLITS))
 def load_split(split: str) -> datasets.Dataset:
-    """One split as a Hugging Face data set with columns image, label, domain, source, caption.
+    """Return a split as a data set with the columns image, label, domain, source and caption.
 
-    Deterministic: the same drawings on every call and machine. Only the public split has captions.
+    The images are the same on every call and machine. Only the public split has captions.
 
     Raises:
         ValueError: `split` is not one of `SPLITS`.
@@ -93,7 +95,7 @@ def load_split(split: str) -> datasets.Dataset:
 
 
 def _domain_rows(split: str, labels: np.ndarray) -> list[tuple[int, str, str]]:
-    """(source, domain, ""): private, each scan in one domain; test and validation, in all six."""
+    """Return (source, domain, "") per image: private scans in one domain, others in all six."""
     sources = _validation_sources(labels) if split == "validation" else split_sources()[split]
     if split != "private":
         return [(int(s), style, "") for style in STYLES for s in sources]
@@ -109,7 +111,7 @@ def _domain_rows(split: str, labels: np.ndarray) -> list[tuple[int, str, str]]:
 
 
 def _validation_sources(labels: np.ndarray) -> np.ndarray:
-    """The first public scans of every class."""
+    """Return the first public scans of every class."""
     public = split_sources()["public"]
     scans = [
         public[labels[public] == label][:TEST_SCANS_PER_CLASS] for label in range(len(CLASSES))
@@ -118,7 +120,7 @@ def _validation_sources(labels: np.ndarray) -> np.ndarray:
 
 
 def _public_rows(labels: np.ndarray, rng: np.random.Generator) -> list[tuple[int, str, str]]:
-    """(source, style, caption) of the long-tailed public corpus."""
+    """Return (source, style, caption) for each image of the long-tailed public corpus."""
     sources = split_sources()["public"]
     others = STYLES[1:]
     rows = []

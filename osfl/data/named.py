@@ -1,6 +1,6 @@
-"""Data sets by name: those of the Hugging Face hub, local copies of them, and saved parts.
+"""Read data sets by name: from the Hugging Face hub, a local copy, or a saved part.
 
-Labels are mapped by the names that the data set itself stores. No image is opened here.
+Labels are matched by the names that the data set stores. Images are not opened here.
 """
 
 import os
@@ -16,41 +16,42 @@ from osfl.config import DataConfig, NodeConfig, split_names
 from osfl.data.columns import (
     check_complete,
     check_distinct,
-    check_pictures,
+    check_image_column,
     class_indices,
     read_column,
     stored_names,
 )
 from osfl.data.offline import check_rows
 from osfl.data.partition import DataError, Rows, node_rows
-from osfl.data.shares import capped, group_numbers, is_test, side
-from osfl.words import identifier, plain
+from osfl.data.shares import cap_per_class, group_numbers, held_out_mask, split_rows
+from osfl.util.text import folder_name, sanitize
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetBuilder, DatasetDict, Features  # seconds to import
+    # Takes seconds to import
+    from datasets import Dataset, DatasetBuilder, DatasetDict, Features
 
 HUB = "hf:"
 
 
 def is_named(config: DataConfig) -> bool:
-    """Whether a run's images are of a data set by name."""
+    """Check whether a run uses a data set of the hub, or a copy of it."""
     return config.name.startswith(HUB)
 
 
 def has_saved_part(node: NodeConfig) -> bool:
-    """Whether a node's folder is one that `Dataset.save_to_disk` wrote.
+    """Check whether a node's folder was written by `Dataset.save_to_disk`.
 
-    That is what `flwr-datasets create` makes for every node of a deployment.
+    `flwr-datasets create` makes such a folder for every node of a deployment.
     """
     folder = Path(node.data_dir).expanduser()
     return bool(node.data_dir) and _is_saved(folder)
 
 
 def stored_classes(config: DataConfig) -> tuple[str, ...]:
-    """The names that the data set stores for its labels, in the order of the labels.
+    """Return the names that the data set stores for its labels, in their order.
 
     Raises:
-        DataError: it cannot be read, or stores none.
+        DataError: the data set is unreadable, or stores no names.
     """
     if config.root:
         features = _first(_read(config.name, config.subset, config.root)).features
@@ -60,26 +61,27 @@ def stored_classes(config: DataConfig) -> tuple[str, ...]:
     if not names:
         raise DataError(
             f"data.classes: {config.name} stores no names for the labels in its column "
-            f"{config.label_column!r}; name the classes, in the order of its numbers"
+            f"{config.label_column!r}; set data.classes to the names, in the order of the numbers"
         )
-    found = tuple(map(identifier, names))
+    classes = tuple(map(folder_name, names))
     place = f"data.label-column = {config.label_column!r}"
-    if "" in found:
+    if "" in classes:
+        name = sanitize(repr(names[classes.index("")]), 80)
         raise DataError(
-            f"{place}: {config.name} stores the name {plain(repr(names[found.index('')]), 80)}, of "
-            "which no letter is left as a class's name; rename this class in the data set"
+            f"{place}: {config.name} stores the name {name}, which has no letters or digits that "
+            "are allowed in a class name; rename this class in the data set"
         )
     check_distinct(place, names)
-    return found
+    return classes
 
 
-def chosen_classes(config: DataConfig) -> tuple[str, ...]:
-    """`data.classes` with what stands for stored names replaced by them.
+def resolve_classes(config: DataConfig) -> tuple[str, ...]:
+    """Return the classes that `data.classes` stands for.
 
-    Empty is all of them, `0-89` the first ninety; anything else stands for itself.
+    "" stands for all stored names, and `0-89` for the first ninety. Other values are names.
 
     Raises:
-        DataError: as `stored_classes`, or a range beyond them.
+        DataError: as `stored_classes`, or the range exceeds them.
     """
     first, dash, last = config.classes.partition("-")
     if not config.classes:
@@ -87,42 +89,41 @@ def chosen_classes(config: DataConfig) -> tuple[str, ...]:
     if not (dash and first.strip().isdigit() and last.strip().isdigit()):
         return split_names(config.classes)
     names = stored_classes(config)
-    begin = int(first)
+    start = int(first)
     end = int(last)
-    if not begin <= end < len(names):
+    if not start <= end < len(names):
         raise DataError(
             f"data.classes = {config.classes!r}: {config.name} has the classes 0 to "
             f"{len(names) - 1}"
         )
-    return names[begin : end + 1]
+    return names[start : end + 1]
 
 
-# A message needs its rows several times, and cutting takes longer than reading them
+# Each message needs its rows several times, and cutting is slower than reading
 @lru_cache(maxsize=16)
 def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "Dataset":
-    """One node's rows, as a data set with the columns image and label, domain and group.
+    """Return one node's rows, with the columns image and label, and domain and group if present.
 
-    Labels are indices into the run's classes. Images are not decoded. The columns domain and group
-    are there where the data set has them; "" stands for none.
+    Labels are indices into the run's classes. Images are not decoded. A domain or group of ""
+    stands for none.
 
     Args:
         split: `train` or `test`.
-        seed: of the partition and of the images that a cap leaves. A test share is the same with
-            every seed.
+        seed: of the partition and of the cap's random choice. A test share does not depend on it.
 
     Raises:
-        DataError: the data set or its columns are not as the configuration says, or this node has
-            no rows.
+        DataError: the data set or its columns do not match the configuration, or this node has no
+            rows.
     """
     held_out = _held_out(config, node)
     if held_out == config.train_split:
         raise DataError(
-            f"data.train-split = {config.train_split!r}: is also the split of the test images; set "
-            "data.train-split or data.test-split to another one"
+            f"data.train-split = {config.train_split!r}: must differ from the split of the test "
+            "images; set data.train-split or data.test-split to another split"
         )
     is_held_out = split == "test" and bool(held_out)
     train = _labelled(config, node.data_dir, config.train_split, "train")
-    if node.demands_guarantee and not node.classes:
+    if node.requires_guarantee and not node.classes:
         _check_label_kind(train, config)
     chosen = train.rows
     if not node.data_dir:
@@ -145,43 +146,44 @@ def load_rows(config: DataConfig, node: NodeConfig, split: str, seed: int) -> "D
         table = Rows(labels, domains, domain_names(config), groups)
         part, parts = node.partition_id, node.num_partitions
         rows = node_rows(config, table, part, parts, seed, even=is_held_out)
-    if not held_out and node.demands_guarantee:
+    if not held_out and node.requires_guarantee:
         _check_no_groups(config)
-        for_test = is_test(train.total, config.test_share)[train.places[rows]]
+        for_test = held_out_mask(train.total, config.test_share)[train.places[rows]]
         rows = rows[for_test == (split == "test")]
     elif not held_out:
-        rows = side(rows, Rows(labels, groups=groups), config.test_share, split)
+        rows = split_rows(rows, Rows(labels, groups=groups), config.test_share, split)
     if split == "train" and config.max_per_class:
-        rows = capped(rows, labels, config.max_per_class, seed)
+        rows = cap_per_class(rows, labels, config.max_per_class, seed)
     if not len(rows):
         raise DataError(_no_rows(config, node, split))
     return chosen.select(np.sort(rows))
 
 
 def _held_out(config: DataConfig, node: NodeConfig) -> str:
-    """The split of the test images; "": a share of the training images."""
+    """Return the split of the test images; "" for a share of the training images."""
     if config.test_split or not node.data_dir:
         return config.test_split
     return "test" if "test" in _saved(Path(node.data_dir).expanduser()) else ""
 
 
 def _no_rows(config: DataConfig, node: NodeConfig, split: str) -> str:
+    """Return the error message for a node without rows."""
     source = node.data_dir or config.name
-    begin = f"{source}: no images. This client has no data for {split}"
+    problem = f"{source}: no images. This client has no data for {split}"
     if node.data_dir:
-        cure = "Save more images in this part"
+        hint = "Save more images in this part"
     else:
-        begin += f" (partition-id {node.partition_id} of {node.num_partitions})"
-        cure = "Lower num-clients"
+        problem += f" (partition-id {node.partition_id} of {node.num_partitions})"
+        hint = "Lower num-clients"
     if config.group_column:
-        begin += "; data.group-column keeps each group on one side"
+        problem += "; data.group-column keeps each group in one split"
     if not _held_out(config, node):
-        cure += ", or set data.test-split to a split of the test images"
-    return f"{begin}. {cure}"
+        hint += ", or set data.test-split to the split of the test images"
+    return f"{problem}. {hint}"
 
 
 def domain_of(rows: "Dataset") -> str:
-    """The domain's name, where all of a node's rows are of one; else ""."""
+    """Return the domain that all of a node's rows belong to, or ""."""
     if "domain" not in rows.column_names:
         return ""
     names = set(rows["domain"])
@@ -189,17 +191,18 @@ def domain_of(rows: "Dataset") -> str:
 
 
 def domain_names(config: DataConfig) -> tuple[str, ...]:
-    """The domains of a whole data set's training images, in the clients' order.
+    """Return the domains of a data set's training images in the clients' order.
 
-    () where it is not cut by domain.
+    Returns:
+        () if the data set is not partitioned by domain.
     """
     if not _by_domain(config):
         return ()
     return tuple(sorted(set(_labelled(config, "", config.train_split, "train").rows["domain"])))
 
 
-def left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
-    """How many rows of a node's source are left out, by what they lack.
+def count_left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
+    """Count the rows that are left out of a node's data set, by reason.
 
     Raises:
         DataError: as `load_rows`.
@@ -210,8 +213,8 @@ def left_out(config: DataConfig, node: NodeConfig) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
-def side_of(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
-    """All stored images of a side, not decoded: of every class, uncut and uncapped.
+def stored_images(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
+    """Return all stored images of a split, before decoding, partitioning and capping.
 
     Args:
         split: `train` or `test`.
@@ -226,7 +229,7 @@ def side_of(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
     rows = _pictures(stored, config.image_column, source)
     if held_out:
         return rows
-    for_test = is_test(len(rows), config.test_share)
+    for_test = held_out_mask(len(rows), config.test_share)
     return rows.select(np.flatnonzero(for_test == (split == "test")))
 
 
@@ -234,10 +237,10 @@ def side_of(config: DataConfig, node: NodeConfig, split: str) -> "Dataset":
 
 
 def check_root(root: str) -> None:
-    """Whether the folder of all clients' images is there, where a run names one.
+    """Check that `data.root` exists, if it is set.
 
     Raises:
-        DataError: it is not.
+        DataError: it does not.
     """
     if root and not Path(root).expanduser().is_dir():
         raise DataError(f"data.root = {root!r}: no such folder")
@@ -245,7 +248,7 @@ def check_root(root: str) -> None:
 
 @lru_cache(maxsize=4)
 def _read(name: str, subset: str, root: str) -> "DatasetDict":
-    """All splits of a data set: of the local copy in `root`, or of the hub."""
+    """Read all splits of a data set, from the local copy in `root` or from the hub."""
     from datasets import load_dataset, load_dataset_builder
 
     if root:
@@ -256,8 +259,8 @@ def _read(name: str, subset: str, root: str) -> "DatasetDict":
     repository, revision = repository_of(name)
     if not root and Path(repository).exists():
         raise DataError(
-            f"data.name = {name!r}: a folder here has this name, and the data set of the hub is "
-            "not read in its place. Set data.root to the folder's absolute path, or rename it"
+            f"data.name = {name!r}: the hub's data set is hidden by a local folder of this name. "
+            "Set data.root to the folder's absolute path, or rename it"
         )
     place = str(Path(root).expanduser()) if root else repository
     version = None if root else revision
@@ -266,37 +269,37 @@ def _read(name: str, subset: str, root: str) -> "DatasetDict":
         return load_dataset(place, subset or None, revision=version)
     except DataError:
         raise
-    # Whatever the hub's client, the network or a file of the data set raises
+    # The hub's client, the network and the data set's files raise many kinds of errors
     except Exception as error:
         raise _unread(name, root, error) from error
 
 
 def _check_origins(builder: "DatasetBuilder", name: str, root: str) -> None:
-    """Refuse a data set whose card names files of this machine, or of another data set.
+    """Check that a data set's card only names files of the data set.
 
     Raises:
-        DataError: it does.
+        DataError: it names files of this machine, or of another data set.
     """
-    files = [str(file) for named in (builder.config.data_files or {}).values() for file in named]
-    own = [f"hf://datasets/{repository_of(name)[0]}@"]
+    files = [str(file) for split in (builder.config.data_files or {}).values() for file in split]
+    prefixes = [f"hf://datasets/{repository_of(name)[0]}@"]
     if root:
         home = Path(root).expanduser()
-        own = [f"{home.absolute()}{os.sep}", f"{home.resolve()}{os.sep}"]
-    if not all(file.startswith(tuple(own)) and ".." not in file.split("/") for file in files):
+        prefixes = [f"{home.absolute()}{os.sep}", f"{home.resolve()}{os.sep}"]
+    if not all(file.startswith(tuple(prefixes)) and ".." not in file.split("/") for file in files):
         raise _no_files(name, root)
 
 
 def _no_files(name: str, root: str) -> DataError:
-    """The same words where files are another's and where there are none."""
+    """Return the error for missing files and for files outside the data set."""
     place = f"data.root = {root!r}" if root else f"data.name = {name!r}"
     return DataError(
-        f"{place}: its card names data files that are not there, or not the data set's own. They "
-        "must lie in its repository or folder"
+        f"{place}: its card names data files that are missing or outside the data set. They must "
+        "be in its repository or folder"
     )
 
 
 def _features_on_hub(config: DataConfig) -> "Features":
-    """What the data set's card says of its columns: a few kB, where it says it."""
+    """Return the columns' types, from the data set's card if it has them, which is a few kB."""
     from datasets import load_dataset_builder
 
     repository, revision = repository_of(config.name)
@@ -315,14 +318,14 @@ def _unread(name: str, root: str, error: Exception) -> DataError:
         return _no_files(name, root)
     place = f"data.root = {root!r}" if root else f"data.name = {name!r}"
     return DataError(
-        f"{place}: cannot be read ({type(error).__name__}: {plain(error)}). "
-        "It is hf:OWNER/NAME@REVISION, with data.subset where the data set has several; without "
-        "a network, give data.root, the folder of a copy of it"
+        f"{place}: cannot be read ({type(error).__name__}: {sanitize(error)}). Set data.name to "
+        "hf:OWNER/NAME@REVISION, and data.subset if the data set has several; without a network, "
+        "set data.root to the folder of a copy"
     )
 
 
 def repository_of(name: str) -> tuple[str, str | None]:
-    """(owner/name, revision) of `hf:owner/name@revision`."""
+    """Split `hf:owner/name@revision` into (owner/name, revision)."""
     repository, _, revision = name.removeprefix(HUB).partition("@")
     return repository, revision or None
 
@@ -332,18 +335,18 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _saved(folder: Path) -> "DatasetDict":
-    """What `save_to_disk` wrote: a data set, whose rows are all called train, or one of splits."""
+    """Read the splits that `save_to_disk` wrote; a data set without splits becomes train."""
     from datasets import Dataset, DatasetDict, load_from_disk
 
     if not _is_saved(folder):
         raise DataError(
-            f"node-config data-dir = {str(folder)!r}: no data set that save_to_disk wrote, such as "
-            "a part that `flwr-datasets create` makes"
+            f"node-config data-dir = {str(folder)!r}: must be a data set written by save_to_disk, "
+            "such as a part made by `flwr-datasets create`"
         )
     try:
         saved = load_from_disk(str(folder))
     except Exception as error:
-        raise DataError(f"{folder}: cannot be read ({plain(error)})") from error
+        raise DataError(f"{folder}: cannot be read ({sanitize(error)})") from error
     return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
 
 
@@ -370,16 +373,16 @@ def _feature(features: "Features", column: str, source: str) -> object:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabeledRows:
     """The rows of a split that have a class of the run.
 
     Attributes:
-        rows: with the columns image and label, and domain and group where there are such columns.
-        left_out: how many rows are not among them, by what they lack.
-        has_names: whether the data set stores the names of its labels.
-        has_texts: whether its labels are texts.
-        places: [len(rows)], each row's place among all that the split stores.
-        total: how many rows the split stores.
+        rows: with the columns image and label, and domain and group if present.
+        left_out: number of other rows, by reason.
+        has_names: whether the data set stores names of its labels.
+        has_texts: whether the labels are strings.
+        places: [len(rows)], indices of the rows among all rows of the split.
+        total: number of all rows of the split.
     """
 
     rows: "Dataset"
@@ -391,15 +394,16 @@ class Labelled:
 
 
 @lru_cache(maxsize=4)
-def _labelled(config: DataConfig, folder: str, split: str, key: str) -> Labelled:
-    """The labelled rows of one split.
+def _labelled(config: DataConfig, folder: str, split: str, key: str) -> LabeledRows:
+    """Return the rows of a split that have a class of the run.
 
     Args:
-        folder: of a node's saved part; "": the run's data set.
-        key: `train` or `test`, whose key names the split.
+        folder: a node's saved part; "" for the run's data set.
+        split: name of the split in the data set.
+        key: `train` or `test`, for messages that name the split's key.
 
     Raises:
-        DataError: there is no such split or column, or a column holds something else.
+        DataError: the split or a column does not exist, or a column has values of another type.
     """
     from datasets import Value
 
@@ -410,25 +414,25 @@ def _labelled(config: DataConfig, folder: str, split: str, key: str) -> Labelled
     column = read_column(stored, config.label_column, "data.label-column")
     labels = class_indices(column, split_names(config.classes), source)
     rows = rows.add_column("label", labels, feature=Value("int64"))
-    is_kept = labels >= 0
-    no_class = int((~is_kept & ~column.is_missing).sum())
+    is_valid = labels >= 0
+    no_class = int((~is_valid & ~column.is_missing).sum())
     counts = {"no label": int(column.is_missing.sum()), "a label outside data.classes": no_class}
     if (domains := _domains(stored, config, folder)) is not None:
         rows = rows.add_column("domain", domains, feature=Value("string"))
         if _by_domain(config) and not folder:
             has_domain = np.array(domains, dtype=object) != ""
-            counts["no domain"] = int((is_kept & ~has_domain).sum())
-            is_kept = is_kept & has_domain
+            counts["no domain"] = int((is_valid & ~has_domain).sum())
+            is_valid = is_valid & has_domain
     if config.group_column:
         rows = rows.add_column("group", _groups(stored, config), feature=Value("string"))
-    kept = rows if is_kept.all() else rows.select(np.flatnonzero(is_kept))
+    places = np.flatnonzero(is_valid)
+    valid_rows = rows if is_valid.all() else rows.select(places)
     has_texts = not column.is_number and column.names is None
-    places = np.flatnonzero(is_kept)
-    return Labelled(kept, counts, column.names is not None, has_texts, places, len(rows))
+    return LabeledRows(valid_rows, counts, column.names is not None, has_texts, places, len(rows))
 
 
 def _stored_rows(config: DataConfig, folder: str, split: str, key: str) -> "Dataset":
-    """All rows of one split, of which reading opens nothing but the data set's own."""
+    """Return all rows of a split, after checking that they only refer to the data set's files."""
     source = folder or config.name
     if folder:
         splits = _saved(Path(folder).expanduser())
@@ -441,11 +445,11 @@ def _stored_rows(config: DataConfig, folder: str, split: str, key: str) -> "Data
 
 
 def _pictures(stored: "Dataset", column: str, source: str) -> "Dataset":
-    """The column of the images alone, called image and not decoded."""
+    """Return the column of images only, named image and without decoding."""
     from datasets import Image
 
     feature = _feature(stored.features, column, source)
-    check_pictures(feature, column, source)
+    check_image_column(feature, column, source)
     rows = stored.select_columns([column])
     if column != "image":
         rows = rows.rename_column(column, "image")
@@ -454,16 +458,16 @@ def _pictures(stored: "Dataset", column: str, source: str) -> "Dataset":
     return rows
 
 
-def _check_label_kind(labelled: Labelled, config: DataConfig) -> None:
-    """Check that `data.classes` cannot ask which values a column of texts has.
+def _check_label_kind(labelled: LabeledRows, config: DataConfig) -> None:
+    """Check that a server cannot probe a column's values through `data.classes`.
 
     Raises:
-        DataError: it has texts without declared names.
+        DataError: the labels are strings without stored names.
     """
     if labelled.has_texts:
         raise DataError(
-            f"data.label-column = {config.label_column!r}: its labels are texts, of which a run's "
-            "data.classes could ask one by one; set classes in this site's node-config"
+            f"data.label-column = {config.label_column!r}: the labels are strings, which a server "
+            "could probe one by one through data.classes; set classes in this site's node-config"
         )
 
 
@@ -472,41 +476,41 @@ def _by_domain(config: DataConfig) -> bool:
 
 
 def _domains(stored: "Dataset", config: DataConfig, folder: str) -> list[str] | None:
-    """Each row's domain, "" where it has none; None: there is no column of domains."""
+    """Return each row's domain, or "", or None if there is no column of domains."""
     is_cut = _by_domain(config) and not folder
     if config.domain_column not in stored.column_names:
         if is_cut:
             raise DataError(
-                f"data.partition = {config.partition!r} needs data.domain-column, the column that "
-                f"says which domain an image is of; {config.name} has "
+                f"data.partition = {config.partition!r} requires data.domain-column, the column of "
+                f"the images' domains; the columns of {config.name} are "
                 f"{', '.join(stored.column_names)}"
             )
         return None
     try:
         column = read_column(stored, config.domain_column, "data.domain-column")
         if is_cut:
-            # Two domains of one name would be one client
-            check_distinct(column.place, column.words())
+            # Two domains of the same name would become one client
+            check_distinct(column.location, column.words())
         return column.texts()
     except DataError:
-        # A column that happens to have this name, and nothing is cut by it
+        # The column only happens to have this name, and no partition depends on it
         if is_cut:
             raise
         return None
 
 
 def _groups(stored: "Dataset", config: DataConfig) -> list[str]:
-    """Each row's group, "" where it is in none."""
+    """Return each row's group, or ""."""
     if config.group_column not in stored.column_names:
         raise DataError(
             f"data.group-column = {config.group_column!r}: there is no such column; set it to the "
-            'column of the patients, or to "" to cut by image'
+            'column of the groups, such as patients, or to "" to partition by image'
         )
     return read_column(stored, config.group_column, "data.group-column").texts()
 
 
 def _check_any(config: DataConfig, node: NodeConfig, rows: "Dataset", key: str, split: str) -> None:
-    """Check that a split has rows of the run's classes, such as no test split of hidden labels has.
+    """Check that a split has rows of the run's classes, unlike test splits with hidden labels.
 
     Raises:
         DataError: it has none.
@@ -517,9 +521,9 @@ def _check_any(config: DataConfig, node: NodeConfig, rows: "Dataset", key: str, 
     domain = " and a domain" if _by_domain(config) else ""
     share = ', or to "" for a share of the training images' if key == "test" else ""
     raise DataError(
-        f"data.{key}-split = {split!r}: no row of {source} has a label of the run{domain} (-1 and "
-        f"null mean none). Set data.{key}-split to another split{share}; or set data.label-column "
-        f"= {config.label_column!r}{_domain_key(config)} to another column"
+        f"data.{key}-split = {split!r}: no row of {source} has a label in data.classes{domain} "
+        f"(-1 and null stand for none). Set data.{key}-split to another split{share}, or "
+        f"data.label-column = {config.label_column!r}{_domain_key(config)} to another column"
     )
 
 
@@ -531,7 +535,7 @@ def _check_whole(config: DataConfig, held_out: str) -> None:
     """Check that a whole data set has images of all classes, unless it stores their names.
 
     Raises:
-        DataError: it lacks a class.
+        DataError: a class has no images.
     """
     parts = [_labelled(config, "", config.train_split, "train")]
     if held_out:
@@ -544,39 +548,39 @@ def _check_whole(config: DataConfig, held_out: str) -> None:
 
 
 def _check_sides(config: DataConfig, train: "Dataset", test: "Dataset") -> None:
-    """Check that no group has images among both the training and the test images.
+    """Check that no group has images in both the training and the test split.
 
     Raises:
-        DataError: some have.
+        DataError: some groups have.
     """
     if not config.group_column:
         return
-    if both := (set(train["group"]) & set(test["group"])) - {""}:
+    if overlap := (set(train["group"]) & set(test["group"])) - {""}:
         raise DataError(
-            f"data.group-column = {config.group_column!r}: {len(both)} groups have images in the "
-            "split of the test images and in that of the training images. Leave data.test-split "
-            "empty, and save the data set without a test split, to cut the test by group"
+            f"data.group-column = {config.group_column!r}: {len(overlap)} groups have images in "
+            'both the training and the test split. Set data.test-split to "", and save the data '
+            "set without a test split, to choose test images by group"
         )
 
 
 def _check_no_groups(config: DataConfig) -> None:
-    """Check that no group's size moves images between training and test.
+    """Check that the size of a group cannot move images between training and test.
 
     Raises:
-        DataError: the run names groups.
+        DataError: the run sets a column of groups.
     """
     if config.group_column:
         raise DataError(
-            f"data.group-column = {config.group_column!r}: this site demands a guarantee, and one "
-            "image's group would move others into the test; save the data with a test split"
+            f"data.group-column = {config.group_column!r}: this site demands a guarantee, but the "
+            "group of one image would move others into the test; save the data with a test split"
         )
 
 
 def _check_domains(config: DataConfig, rows: "Dataset") -> None:
-    """Check that no group has images in two domains, which are two clients.
+    """Check that no group has images in two domains, which belong to two clients.
 
     Raises:
-        DataError: one has.
+        DataError: a group has.
     """
     if not (config.group_column and _by_domain(config)):
         return
@@ -585,8 +589,9 @@ def _check_domains(config: DataConfig, rows: "Dataset") -> None:
         other = domains.setdefault(group, domain)
         if group and other != domain:
             raise DataError(
-                f"data.group-column = {config.group_column!r}: group {plain(group, 80)!r} has "
-                f"images in the domains {plain(other, 80)!r} and {plain(domain, 80)!r}, which "
-                f"data.partition = {config.partition!r} gives to two clients. Set data.partition "
+                f"data.group-column = {config.group_column!r}: group {sanitize(group, 80)!r} has "
+                f"images in the domains {sanitize(other, 80)!r} and {sanitize(domain, 80)!r}, "
+                "which "
+                f"data.partition = {config.partition!r} assigns to two clients. Set data.partition "
                 "to dirichlet, label or iid, or give the group another name in each domain"
             )

@@ -1,6 +1,6 @@
-"""Rows of a data set whose images are elsewhere: addresses of the network, files of other folders.
+"""Reject data sets whose rows refer to URLs or to files outside the data set.
 
-The library `datasets` would fetch or open them while it decodes a row.
+The library `datasets` would download or open them while it decodes a row.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 
 def check_rows(rows: "Dataset", config: DataConfig, home: Path | None, source: str) -> None:
-    """Refuse a data set of which reading a row would open what is not the data set's own.
+    """Check that reading a row opens no file outside the data set.
 
     Args:
-        home: the folder of the data set; None: it is the hub's, and lies in the hub's caches.
-        source: what messages call it.
+        rows: a split of the data set.
+        config: names the columns.
+        home: folder of the data set; None for one of the hub, which is in the hub's caches.
+        source: name of the data set in messages.
 
     Raises:
-        DataError: a column that is decoded holds no single images, or one of its images is an
-            address or a file outside the data set.
+        DataError: a decoded column does not contain single images, or an image is a URL or a file
+            outside the data set.
     """
     from datasets import Image
     from datasets.features.features import require_decoding
@@ -33,8 +35,8 @@ def check_rows(rows: "Dataset", config: DataConfig, home: Path | None, source: s
         column = str(getattr(config, f"{key}_column"))
         if column in rows.features and require_decoding(rows.features[column]):
             raise DataError(
-                f"data.{key}-column = {column!r}: {source} has images or other media in it; set "
-                "the column of names or numbers"
+                f"data.{key}-column = {column!r}: the column of {source} contains images or other "
+                f"media; set data.{key}-column to a column of names or numbers"
             )
     column = config.image_column
     feature = rows.features.get(column)
@@ -42,15 +44,15 @@ def check_rows(rows: "Dataset", config: DataConfig, home: Path | None, source: s
         return
     if require_decoding(feature) and not isinstance(feature, Image):
         raise DataError(
-            f"data.image-column = {column!r}: {source} has no single images in it; set the column "
-            "of the images"
+            f"data.image-column = {column!r}: the column of {source} does not contain single "
+            "images; set data.image-column to a column of images"
         )
-    above = _prefixes(_cache_folders() if home is None else [home])
-    if not all(_is_inside(path, above) for path in _paths(rows, column)):
+    prefixes = _prefixes(_cache_folders() if home is None else [home])
+    if not all(_is_inside(path, prefixes) for path in _paths(rows, column)):
         raise DataError(
-            f"data.image-column = {column!r}: {source} has an image that is an address of the "
-            "network or a file outside the data set, which is not read. Save the data set with "
-            "the images in it (save_to_disk does)"
+            f"data.image-column = {column!r}: an image of {source} is a URL or a file outside the "
+            "data set, which is not allowed. Save the data set with its images, such as by "
+            "save_to_disk"
         )
 
 
@@ -63,14 +65,14 @@ def _cache_folders() -> list[Path]:
 
 
 def _paths(rows: "Dataset", column: str) -> Iterator[str]:
-    """The paths of the images that are no bytes in the data set."""
+    """Yield the paths of the images whose bytes are not in the data set."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     for chunk in rows.data.column(column).chunks:
         if not pa.types.is_struct(chunk.type):
             return
-        names = [chunk.type.field(place).name for place in range(chunk.type.num_fields)]
+        names = [chunk.type.field(index).name for index in range(chunk.type.num_fields)]
         if "path" in names:
             paths = pc.struct_field(chunk, "path")
             yield from _texts(paths.filter(_without_bytes(chunk, names)))
@@ -89,11 +91,9 @@ def _texts(paths: "pa.Array") -> Iterable[str]:
 
 
 def _prefixes(folders: list[Path]) -> tuple[str, ...]:
-    return tuple(
-        f"{place}/" for folder in folders for place in (folder.absolute(), folder.resolve())
-    )
+    return tuple(f"{path}/" for folder in folders for path in (folder.absolute(), folder.resolve()))
 
 
-def _is_inside(path: str, above: tuple[str, ...]) -> bool:
-    """Whether a path is below a folder as it is written: links in there are the site's own."""
-    return path.startswith(above) and ".." not in path.split("/")
+def _is_inside(path: str, prefixes: tuple[str, ...]) -> bool:
+    """Check whether a path is inside a folder, without resolving links, which the site made."""
+    return path.startswith(prefixes) and ".." not in path.split("/")

@@ -1,4 +1,4 @@
-"""Whether a site's training and test images are different ones."""
+"""Check that a site's training and test images are disjoint."""
 
 import hashlib
 from collections.abc import Iterator
@@ -6,29 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from osfl.config import DataConfig, NodeConfig
-from osfl.data.named import side_of
+from osfl.data.named import stored_images
 from osfl.data.partition import DataError
 from osfl.data.parts import has_rows, list_folder
 
 
-def check_apart(config: DataConfig, node: NodeConfig) -> None:
-    """Check that this site tests on no image that it trains on, by the images' bytes.
+def check_disjoint(config: DataConfig, node: NodeConfig) -> None:
+    """Check that no test image of this site is also a training image, by the files' bytes.
 
-    The results of its tests have no guarantee, and would tell of that training image.
+    Test results have no guarantee, and would reveal information about that training image.
 
     Raises:
-        DataError: one image is in both.
+        DataError: an image is in both.
     """
-    # The embedded digits are public, and no source image is in two splits
+    # The embedded digits are public, and no scan is in two splits
     if config.name == "digits":
         return
-    trained_on = set(_digests(config, node, "train"))
+    train_digests = set(_digests(config, node, "train"))
     for number, digest in enumerate(_digests(config, node, "test")):
-        if digest in trained_on:
+        if digest in train_digests:
             raise DataError(
-                f"test image {number} of this site is a training image, too, and its guarantee "
-                "holds for no test; remove it from one of them, or set test-results to off in its "
-                "node-config"
+                f"test image {number} of this site is also a training image, and the guarantee "
+                "does not cover test results; remove it from one of them, or set test-results to "
+                "off in the node-config"
             )
 
 
@@ -37,13 +37,13 @@ def _digests(config: DataConfig, node: NodeConfig, split: str) -> Iterator[bytes
         for file, _ in list_folder(config, node, split):
             yield hashlib.sha256(file.read_bytes()).digest()
         return
-    for row in side_of(config, node, split):
+    for row in stored_images(config, node, split):
         yield hashlib.sha256(_stored(row["image"])).digest()
 
 
 def _stored(image: Any) -> bytes:
-    """The bytes of an image as the data set keeps it: within a row, or in a file."""
-    held = image.get("bytes") if isinstance(image, dict) else image
-    if held is None:
-        held = Path(image["path"]).read_bytes()
-    return held if isinstance(held, bytes) else repr(held).encode()
+    """Return an image's bytes, which are in the row or in a file."""
+    content = image.get("bytes") if isinstance(image, dict) else image
+    if content is None:
+        content = Path(image["path"]).read_bytes()
+    return content if isinstance(content, bytes) else repr(content).encode()

@@ -1,4 +1,4 @@
-"""How a data set is cut into clients: by domain (feature skew), by label, or at random."""
+"""Partition a data set into clients: by domain (feature skew), by label, or at random."""
 
 import warnings
 from collections import OrderedDict
@@ -16,36 +16,39 @@ if TYPE_CHECKING:
 
 
 class DataError(ValueError):
-    """Images that cannot be used; the message names the file, folder or key, and the fix."""
+    """Unusable images; the message names the file, folder or key, and the fix."""
 
 
 def partitioner_of(config: DataConfig, count: int, seed: int, even: bool) -> "Partitioner":
-    """What cuts the rows of a data set with a column label.
+    """Return the partitioner for a data set with a column `label`.
 
     Args:
-        count: of parts.
-        even: at random into equal parts, whatever `data.partition` says: test images.
+        count: number of parts.
+        seed: of a random partition.
+        even: return one for equal random parts, regardless of `data.partition`, for test images.
     """
-    from flwr_datasets import partitioner as cut
+    from flwr_datasets import partitioner
 
     if even or config.partition == "iid":
-        return cut.IidPartitioner(num_partitions=count)
+        return partitioner.IidPartitioner(num_partitions=count)
     if config.partition == "label":
-        return cut.ShardPartitioner(
+        return partitioner.ShardPartitioner(
             count, "label", num_shards_per_partition=config.shards_per_client, seed=seed
         )
-    return cut.DirichletPartitioner(count, "label", config.alpha, min_partition_size=1, seed=seed)
+    return partitioner.DirichletPartitioner(
+        count, "label", config.alpha, min_partition_size=1, seed=seed
+    )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known of a data set's rows before they are cut.
+    """The columns of a data set that partitions depend on.
 
     Attributes:
         labels: [N].
-        domains: one a row, for the partitions `domain` and `dirichlet-domain`.
-        domain_names: all domains, in the clients' order; the rows may lack some.
-        groups: [N] numbers; rows of one group stay together.
+        domains: one per row, for the partitions `domain` and `dirichlet-domain`.
+        domain_names: all domains, in the clients' order, including those without rows.
+        groups: [N] numbers; rows of the same group stay together.
     """
 
     labels: np.ndarray
@@ -57,70 +60,75 @@ class Rows:
 def node_rows(
     config: DataConfig, table: Rows, part: int, parts: int, seed: int, even: bool = False
 ) -> np.ndarray:
-    """The rows of one part, as indices, ascending.
+    """Return the indices of one part's rows, ascending.
 
     Args:
-        part: which of them, from 0.
-        parts: how many the simulation or the node-config says there are.
-        even: test images of a partition by labels are at random.
+        part: number of the part, from 0.
+        parts: number of parts, from the simulation or the node-config.
+        even: use equal random parts for test images of a partition by labels.
 
     Raises:
-        DataError: there is no such part, or the rows cannot be cut into that many.
+        DataError: the part does not exist, or the rows cannot be cut into that many.
     """
     if part < 0:
         raise DataError(
-            f"data.name = {config.name!r} needs node-config partition-id (0, 1, ...): which client "
-            "this node is; or data-dir, a folder with its part"
+            f"data.name = {config.name!r} requires node-config partition-id, this client's number "
+            "(0, 1, ...), or data-dir, a folder with its part"
         )
     rows = np.arange(len(table.labels))
     if table.domains is not None:
         names = table.domain_names
-        each = 1 if config.partition == "domain" else _parts_each(parts, len(names))
-        _check_part(config, part, each * len(names))
-        rows = np.flatnonzero(np.asarray(table.domains) == names[part // each])
-        if each == 1:
+        is_by_domain = config.partition == "domain"
+        parts = 1 if is_by_domain else _parts_per_domain(parts, len(names))
+        _check_part(config, part, parts * len(names))
+        rows = np.flatnonzero(np.asarray(table.domains) == names[part // parts])
+        if parts == 1:
             return rows
-        part %= each
-        parts = each
+        part %= parts
     _check_part(config, part, parts)
     if table.groups is None:
-        return np.sort(rows[cut(config, table.labels[rows], parts, seed, even)[part]])
-    units = grouped(rows, table.groups)
+        return np.sort(rows[cut_parts(config, table.labels[rows], parts, seed, even)[part]])
+    units = split_by_group(rows, table.groups)
     labels = np.array([most_frequent(table.labels[unit]) for unit in units])
-    chosen = cut(config, labels, parts, seed, even)[part]
+    chosen = cut_parts(config, labels, parts, seed, even)[part]
     return np.sort(np.concatenate([units[number] for number in chosen]))
 
 
-def _parts_each(parts: int, domains: int) -> int:
-    each, rest = divmod(parts, domains)
-    if rest or not each:
+def _parts_per_domain(parts: int, domains: int) -> int:
+    parts_per_domain, remainder = divmod(parts, domains)
+    if remainder or not parts_per_domain:
         raise DataError(
             f"data.partition = 'dirichlet-domain': {parts} clients cannot share {domains} domains "
             f"evenly; set num-clients to a multiple of {domains}"
         )
-    return each
+    return parts_per_domain
 
 
 def _check_part(config: DataConfig, part: int, parts: int) -> None:
     if part >= parts:
         raise DataError(
             f"partition-id = {part}: {config.name} is cut into {parts} parts (0 to {parts - 1}), "
-            "so "
-            f"this client has no data. Use at most {parts} clients, or another data.partition"
+            f"so this client has no data. Set num-clients to at most {parts}, or data.partition to "
+            "another value"
         )
 
 
-# A message needs its part several times, and a simulation needs every part
+# Each message needs its part several times, and a simulation needs every part
 _CUTS: OrderedDict[tuple, list[np.ndarray]] = OrderedDict()
 
 
-def cut(
+def cut_parts(
     config: DataConfig, labels: np.ndarray, parts: int, seed: int, even: bool = False
 ) -> list[np.ndarray]:
-    """The indices of all parts of some labelled rows.
+    """Return the row indices of all parts, from a cache.
+
+    Args:
+        labels: of the rows.
+        parts: number of parts.
+        even: as in `partitioner_of`.
 
     Raises:
-        DataError: they cannot be cut into that many.
+        DataError: the rows cannot be cut into that many parts.
     """
     key = (config, labels.tobytes(), parts, seed, even)
     if key not in _CUTS:
@@ -133,40 +141,42 @@ def cut(
 def _cut_all(
     config: DataConfig, labels: np.ndarray, parts: int, seed: int, even: bool
 ) -> list[np.ndarray]:
-    """The indices of all parts of some labelled rows, cut by flwr-datasets.
+    """Return the row indices of all parts, cut by flwr-datasets.
 
     Args:
-        even: as of `partitioner_of`.
+        even: as in `partitioner_of`.
 
     Raises:
-        DataError: they cannot be cut into that many; the keys, and the largest value that works.
+        DataError: the rows cannot be cut into that many parts.
     """
     from datasets import Dataset
 
     check_count(config, len(labels), parts, even)
     table = Dataset.from_dict({"row": np.arange(len(labels)), "label": labels})
-    # A data set may lie class by class or domain by domain.
+    # The data set may be sorted by class or domain
     shuffled = table.shuffle(seed=seed)
     try:
-        partitioner = _begun(config, shuffled, parts, seed, even)
+        partitioner = _partitioned(config, shuffled, parts, seed, even)
         return [np.asarray(partitioner.load_partition(part)["row"]) for part in range(parts)]
-    # The partitioner's words are for who calls it, and name none of the run's keys
+    # The partitioner's own message does not name the run's keys
     except Exception as error:
         most = _most_parts(config, shuffled, parts, seed)
-        each = " for each domain" if config.partition == "dirichlet-domain" else ""
+        scope = " per domain" if config.partition == "dirichlet-domain" else ""
         raise DataError(
             f"data.partition = {config.partition!r} with data.alpha = {config.alpha:g}: "
             f"{len(labels)} {_units(config)} cut into {parts} parts leave a client without any. "
-            f"Set num-clients to at most {most}{each}, or raise data.alpha"
+            f"Set num-clients to at most {most}{scope}, or raise data.alpha"
         ) from error
 
 
-def _begun(config: DataConfig, rows: "Dataset", parts: int, seed: int, even: bool) -> "Partitioner":
-    """A partitioner that has cut the rows."""
+def _partitioned(
+    config: DataConfig, rows: "Dataset", parts: int, seed: int, even: bool
+) -> "Partitioner":
+    """Return a partitioner that has cut the rows."""
     partitioner = partitioner_of(config, parts, seed, even)
     partitioner.dataset = rows
     with warnings.catch_warnings():
-        # One for each try with other random shares; what comes of the tries is told
+        # It warns of each retry with other random shares
         warnings.simplefilter("ignore")
         partitioner.load_partition(0)
     return partitioner
@@ -179,8 +189,13 @@ def _units(config: DataConfig) -> str:
 def check_count(config: DataConfig, count: int, parts: int, even: bool = False) -> None:
     """Check that there are enough images for all parts.
 
+    Args:
+        count: number of images or groups.
+        parts: number of parts.
+        even: as in `partitioner_of`.
+
     Raises:
-        DataError: there are not; the keys, and the largest values that work.
+        DataError: there are too few; the message names the largest values that work.
     """
     if count < parts:
         units = f"test {_units(config)}" if even else _units(config)
@@ -199,13 +214,13 @@ def check_count(config: DataConfig, count: int, parts: int, even: bool = False) 
 
 
 def _most_parts(config: DataConfig, rows: "Dataset", parts: int, seed: int) -> int:
-    """A number of parts into which the rows can be cut, found by bisection; 1 always works."""
+    """Return a number of parts into which the rows can be cut, by bisection; 1 always works."""
     works = 1
     fails = parts
     while fails - works > 1:
         middle = (works + fails) // 2
         try:
-            _begun(config, rows, middle, seed, even=False)
+            _partitioned(config, rows, middle, seed, even=False)
         except Exception:
             fails = middle
         else:
@@ -216,11 +231,12 @@ def _most_parts(config: DataConfig, rows: "Dataset", parts: int, seed: int) -> i
 # ---- Groups ----
 
 
-def grouped(rows: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
-    """The rows of each group, in the order of the groups' numbers.
+def split_by_group(rows: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
+    """Split rows by group, in the order of the groups' numbers.
 
     Args:
-        groups: of all rows, those beyond `rows` too.
+        rows: indices into the table.
+        groups: of all rows of the table.
     """
     order = rows[np.argsort(groups[rows], kind="stable")]
     ends = np.flatnonzero(np.diff(groups[order])) + 1
@@ -228,5 +244,5 @@ def grouped(rows: np.ndarray, groups: np.ndarray) -> list[np.ndarray]:
 
 
 def most_frequent(labels: np.ndarray) -> int:
-    """The label that most of some images have; of several, the lowest."""
+    """Return the most frequent label, and of several the smallest."""
     return int(np.bincount(labels).argmax())

@@ -1,6 +1,6 @@
-"""Which images are a node's own: a part of an embedded data set, or a folder.
+"""Locate a node's images: a part of a data set, or a folder.
 
-Imports no torch: joining takes no second.
+This module does not import torch, so that a client joins in less than a second.
 """
 
 import re
@@ -13,27 +13,27 @@ from pathlib import Path
 import numpy as np
 
 from osfl.config import DataConfig, NodeConfig, is_identifier, split_names
-from osfl.data.columns import composed
+from osfl.data.columns import normalize_name
 from osfl.data.named import (
     check_root,
+    count_left_out,
     domain_names,
     domain_of,
     has_saved_part,
     is_named,
-    left_out,
     load_rows,
 )
-from osfl.data.partition import DataError, Rows, check_count, cut
+from osfl.data.partition import DataError, Rows, check_count, cut_parts
 from osfl.data.render import CLASSES, STYLES
-from osfl.data.shares import group_numbers, side
-from osfl.words import name_problem, plain, quoted
+from osfl.data.shares import group_numbers, split_rows
+from osfl.util.text import name_problem, quote, sanitize
 
-# Of all clients together; `osfl.data.digits`, which takes seconds to import, draws them
-_DIGITS_OF_A_CLASS = 10 * len(STYLES)
-# Folders within a class's folder, such as patients' and their visits'
-DEEPEST = 8
-# What Windows, archives of macOS, Linux and network storage leave beside a user's files
-OF_SYSTEMS = frozenset(
+# Over all clients; as in `osfl.data.digits`, which takes seconds to import
+_DIGITS_PER_CLASS = 10 * len(STYLES)
+# Maximum depth of folders in a class's folder, such as those of patients and their visits
+MAX_DEPTH = 8
+# Files and folders that Windows, macOS archives, Linux and network storage create
+SYSTEM_FILES = frozenset(
     (
         "thumbs.db",
         "ehthumbs.db",
@@ -49,85 +49,89 @@ OF_SYSTEMS = frozenset(
         "#snapshot",
     )
 )
-SHOWN = 10  # of the groups in training and in test
-# What a client's name, which becomes a file's, cannot have
-_OTHERS = re.compile(r"[^A-Za-z0-9_-]+")
+# Maximum number of overlapping groups that are named
+MAX_NAMED_GROUPS = 10
+# Characters that are not allowed in a client's name, which is part of file names
+_INVALID = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """The run's class names, in order; an image's label is its class's index here."""
+    """Return the run's class names; a label is an index into them."""
     if config.name == "digits":
         return CLASSES
     names = split_names(config.classes)
     if is_named(config) and len(names) < 2:
         raise DataError(
-            "data.classes: no class names; `osfl run` and `osfl compare` take them from the data "
-            "set, and Flower's own commands must be given them"
+            "data.classes: must contain class names. `osfl run` and `osfl compare` read them from "
+            "the data set; for Flower's own commands, set data.classes"
         )
     return names
 
 
 def client_name(config: DataConfig, node: NodeConfig, seed: int) -> str:
-    """What a client is called that does not name itself; "" where the data has no name for it.
+    """Return the name of a client that does not name itself, or "" if the data has none.
 
-    Its folder's name; of a data set that is cut by domain, its domain's.
+    It is the name of its folder, or of its domain in a data set that is partitioned by domain.
 
     Raises:
-        DataError: there is no such folder, domain or data set, or a folder's name can be no
-            client's.
+        DataError: the folder, domain or data set does not exist, or the folder's name is invalid
+            for a client.
     """
     if folder := simulated_folder(config, node):
         if not is_identifier(folder.name):
             raise DataError(
-                f"{plain(folder, 1000)}: a client is called as its folder, and its name must be 1 "
-                "to 64 letters of a to z, digits, '-' or '_', and not 'average'; rename the folder"
+                f"{sanitize(folder, 1000)}: a folder's name is its client's name, and must be 1 "
+                "to 64 "
+                "letters of a to z, digits, '-' or '_', and not 'average'; rename the folder"
             )
         return folder.name
     if node.partition_id < 0:
         return ""
-    # A name after the rows' domain would tell of single rows, without noise
-    if has_rows(config, node) and config.partition == "domain" and not node.demands_guarantee:
+    # The domain's name would reveal information about single rows, without noise
+    if has_rows(config, node) and config.partition == "domain" and not node.requires_guarantee:
         domain = domain_of(load_rows(config, node, "train", seed))
-        # A part on a machine of its own does not see the other domains
+        # A node with a part of its own does not know the other domains
         others = () if node.data_dir else domain_names(config)
         return _named_after(domain, others, node.partition_id, bool(node.data_dir))
     return f"client-{node.partition_id}"
 
 
 def _named_after(domain: str, domains: Sequence[str], part: int, is_apart: bool) -> str:
-    """A client's name after its domain, if no other client can have it; else its number.
+    """Name a client after its domain, or by its number if the name may not be unique.
 
     Args:
-        domains: of all clients, where they are known.
-        is_apart: whether they are not.
+        domain: the client's domain.
+        domains: of all clients, if they are known.
+        part: the client's number.
+        is_apart: whether the other clients' domains are unknown.
     """
-    name = _client_word(domain)
-    # A hospital's or a writer's number says nothing by itself
+    name = _as_client_name(domain)
+    # A number alone, such as a hospital's or a writer's, would be unclear
     if not is_identifier(name) or name.isdigit() or name.startswith("client-"):
         return f"client-{part}"
-    alike = [other for other in domains if _client_word(other).casefold() == name.casefold()]
-    if len(alike) > 1 or (is_apart and name != domain):
+    equal = [other for other in domains if _as_client_name(other).casefold() == name.casefold()]
+    if len(equal) > 1 or (is_apart and name != domain):
         return f"client-{part}"
     return name
 
 
-def _client_word(domain: str) -> str:
-    return _OTHERS.sub("_", domain).strip("_-")[:64]
+def _as_client_name(domain: str) -> str:
+    return _INVALID.sub("_", domain).strip("_-")[:64]
 
 
 def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
-    """Whether this node has images to train and to test on.
+    """Check that this node has images to train and to test on.
 
-    Folders are listed and columns of labels read; no image is opened or drawn.
+    This lists folders and reads label columns, but does not open or render images.
 
     Raises:
-        DataError: as `load_images`, but for corrupt images, and for a part of the digits that is
-            empty or whose classes are all too small.
+        DataError: as `load_images`, except for corrupt images, and for parts of the digits that
+            are empty or only have classes below `min-class-images`.
     """
     if config.name == "digits":
         count = count_parts(config, node)
         if config.partition != "domain":
-            check_count(config, _DIGITS_OF_A_CLASS * len(CLASSES), count)
+            check_count(config, _DIGITS_PER_CLASS * len(CLASSES), count)
         return
     for split in ("train", "test"):
         if has_rows(config, node):
@@ -135,14 +139,14 @@ def check_images(config: DataConfig, node: NodeConfig, seed: int) -> None:
         else:
             labels = [label for _, label in list_folder(config, node, split)]
         if split == "train":
-            of_large_classes(labels, node.min_class_images)
+            select_large_classes(labels, node.min_class_images)
 
 
 def check_clients(config: DataConfig, clients: int, seed: int) -> list[str]:
     """Check that every client of a simulation has images and a name; return notes on its data.
 
     Raises:
-        DataError: one has not.
+        DataError: a client has no images or no valid name.
     """
     check_root(config.root)
     nodes = {}
@@ -151,50 +155,50 @@ def check_clients(config: DataConfig, clients: int, seed: int) -> list[str]:
         check_images(config, node, seed)
         nodes[client_name(config, node, seed)] = node
     if config.name == "digits" and config.partition == "dirichlet":
-        digits = np.repeat(range(len(CLASSES)), _DIGITS_OF_A_CLASS)
-        cut(config, digits, clients, seed)
-    return [*left_out_words(config, NodeConfig()), *folder_notes(config, nodes)]
+        digits = np.repeat(range(len(CLASSES)), _DIGITS_PER_CLASS)
+        cut_parts(config, digits, clients, seed)
+    return [*left_out_notes(config, NodeConfig()), *folder_notes(config, nodes)]
 
 
-def left_out_words(config: DataConfig, node: NodeConfig) -> list[str]:
-    """In words, which rows of a node's data set are left out."""
+def left_out_notes(config: DataConfig, node: NodeConfig) -> list[str]:
+    """Return notes on the rows that are left out of a node's data set."""
     if not has_rows(config, node):
         return []
     source = node.data_dir or config.name
-    counts = left_out(config, node)
-    return [f"{source}: {count:,} rows left out, with {what}" for what, count in counts.items()]
+    counts = count_left_out(config, node)
+    return [f"{source}: {count:,} rows left out, with {reason}" for reason, count in counts.items()]
 
 
-def of_large_classes(labels: Sequence[int], least: int) -> list[int]:
-    """The rows of the images whose class has at least `least` images.
+def select_large_classes(labels: Sequence[int], least: int) -> list[int]:
+    """Return the indices of the images whose class has at least `least` images.
 
     Raises:
-        DataError: no class has.
+        DataError: there is no such class.
     """
     counts = Counter(labels)
     rows = [row for row, label in enumerate(labels) if counts[label] >= least]
     if not rows:
         raise DataError(
-            f"node-config min-class-images = {least}: no class here has as many; lower it, or "
+            f"node-config min-class-images = {least}: no class has as many images; lower it, or "
             "leave this client out"
         )
     return rows
 
 
 def has_rows(config: DataConfig, node: NodeConfig) -> bool:
-    """Whether this node's images are rows of a data set, and no files of a folder."""
+    """Check whether this node's images are rows of a data set, rather than files in a folder."""
     if config.name == "digits":
         return False
     return has_saved_part(node) or (is_named(config) and not node.data_dir)
 
 
 def folder_notes(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[str]:
-    """Return what a user should know of the clients whose images are files of a folder.
+    """Return notes on clients whose images are files in a folder.
 
-    These are test images that are cut from train/, and groups in training and in test.
+    The notes name clients without a folder test/, and groups in both training and test.
 
     Args:
-        nodes: by the client's name.
+        nodes: by client name.
     """
     nodes = {client: node for client, node in nodes.items() if _has_folder(config, node)}
     notes = []
@@ -202,8 +206,8 @@ def folder_notes(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[st
         home = _home(config, node)
         if not (home / "test").is_dir():
             notes.append(
-                f"{client}: {plain(home, 1000)} has no folder test/; data.test-share = "
-                f"{config.test_share:g} of train/ is for the test"
+                f"{client}: {sanitize(home, 1000)} has no folder test/; data.test-share = "
+                f"{config.test_share:g} of train/ is used for testing"
             )
     return [*notes, *_groups_on_both_sides(config, nodes)]
 
@@ -213,30 +217,37 @@ def _has_folder(config: DataConfig, node: NodeConfig) -> bool:
 
 
 def _groups_on_both_sides(config: DataConfig, nodes: Mapping[str, NodeConfig]) -> list[str]:
-    """Name the groups that have images in training and in test, with their clients and folders."""
+    """Describe the groups with images in both training and test."""
     train = {name: _group_folders(config, node, "train") for name, node in nodes.items()}
     test = {name: _group_folders(config, node, "test") for name, node in nodes.items()}
-    # A client that tests on its own training images comes first
+    # Overlaps within a client come first
     pairs = sorted(product(train, test), key=lambda pair: pair[0] != pair[1])
-    found: dict[str, str] = {}
-    for one, other in pairs:
-        for group in sorted(train[one].keys() & test[other].keys()):
-            found.setdefault(
+    overlaps: dict[str, str] = {}
+    for trainer, tester in pairs:
+        for group in sorted(train[trainer].keys() & test[tester].keys()):
+            train_folder = sanitize(train[trainer][group], 400)
+            test_folder = sanitize(test[tester][group], 400)
+            overlaps.setdefault(
                 group,
-                f"  {plain(group, 120)}: training of {one} ({plain(train[one][group], 400)}), "
-                f"test of {other} ({plain(test[other][group], 400)})",
+                f"  {sanitize(group, 120)}: training of {trainer} ({train_folder}), test of "
+                f"{tester} "
+                f"({test_folder})",
             )
-    if not found:
+    if not overlaps:
         return []
-    lines = [f"{len(found):,} groups, patients say, have images in training and in test"]
-    lines += list(found.values())[:SHOWN]
-    return [*lines, f"  and {len(found) - SHOWN:,} more"] if len(found) > SHOWN else lines
+    lines = [f"groups (such as patients) with images in both training and test: {len(overlaps):,}"]
+    lines += list(overlaps.values())[:MAX_NAMED_GROUPS]
+    return (
+        [*lines, f"  and {len(overlaps) - MAX_NAMED_GROUPS:,} more"]
+        if len(overlaps) > MAX_NAMED_GROUPS
+        else lines
+    )
 
 
 def _group_folders(config: DataConfig, node: NodeConfig, split: str) -> dict[str, Path]:
-    """The folders within classes that hold images of a split, such as patients', by their names.
+    """Return the folders within classes that have images of a split, such as patients', by name.
 
-    One name in several classes is one group, here with its first folder.
+    Folders of the same name in several classes are one group, of which the first is returned.
     """
     root = _split_folder(_home(config, node), split)
     folders: dict[str, Path] = {}
@@ -247,95 +258,96 @@ def _group_folders(config: DataConfig, node: NodeConfig, split: str) -> dict[str
 
 
 def _group_of(file: Path, root: Path) -> str:
-    """The name of the folder within a class's folder that a file is in; "" where there is none."""
-    places = file.relative_to(root).parts
-    return composed(places[1]) if len(places) > 2 else ""
+    """Return the name of the folder in its class's folder that a file belongs to, or ""."""
+    names = file.relative_to(root).parts
+    return normalize_name(names[1]) if len(names) > 2 else ""
 
 
 def list_folder(config: DataConfig, node: NodeConfig, split: str) -> list[tuple[Path, int]]:
-    """(file, label) of everything in `<data-dir>/<split>/<class>/`, and in folders below.
+    """Return (file, label) of all files in `<data-dir>/<split>/<class>/` and its subfolders.
 
-    Without a folder test/, a share of train/ is for the test, and each folder within a class, such
-    as a patient's, is on one side.
+    Without a folder test/, a share of train/ is for testing. Each subfolder of a class, such as a
+    patient's, is then in one of the two splits.
 
     Raises:
-        DataError: there is no such folder, it has other classes than the run, or no images; or the
-            run asks for what folders do not have.
+        DataError: the folder does not exist, has classes that the run does not have, or has no
+            images; or the run sets keys that do not apply to folders.
     """
     _check_folder_keys(config, node)
     home = _home(config, node)
     root = _split_folder(home, split)
-    listed = _list_classes(config, root)
+    images = _list_classes(config, root)
     if not (home / "test").is_dir():
         _check_no_test(node, home)
-        listed = _cut_side(config, root, listed, split)
-    if not listed:
-        place = plain(root, 1000)
-        raise DataError(f"{place}: no images. This client has no data for {split}")
-    return listed
+        images = _cut_side(config, root, images, split)
+    if not images:
+        raise DataError(f"{sanitize(root, 1000)}: no images. This client has no data for {split}")
+    return images
 
 
 def _list_classes(config: DataConfig, root: Path) -> list[tuple[Path, int]]:
     names = class_names(config)
     folders = _class_folders(root, names)
-    listed = []
+    images = []
     for label, name in enumerate(names):
-        if (folder := folders.get(composed(name))) is None:
+        if (folder := folders.get(normalize_name(name))) is None:
             continue
         files = list(_files_below(folder))
         if not files:
             raise DataError(
-                f"{plain(folder, 1000)}: the class has no images. Remove the empty folder, or "
+                f"{sanitize(folder, 1000)}: the class has no images. Remove the empty folder, or "
                 "add images to it"
             )
-        listed += [(file, label) for file in files]
-    return listed
+        images += [(file, label) for file in files]
+    return images
 
 
 def _cut_side(
-    config: DataConfig, root: Path, listed: list[tuple[Path, int]], split: str
+    config: DataConfig, root: Path, images: list[tuple[Path, int]], split: str
 ) -> list[tuple[Path, int]]:
-    """The files of train/ that are for the test, or for training, as a data set's rows are cut."""
-    if not listed:
+    """Return the files of train/ for testing or for training, cut like a data set's rows."""
+    if not images:
         return []
-    # By the classes' names, whose order is not the run's to choose
+    # By the sorted class names, so that the cut does not depend on their order in the run
     names = np.array(class_names(config))
-    _, labels = np.unique(names[[label for _, label in listed]], return_inverse=True)
-    groups = group_numbers([_group_of(file, root) for file, _ in listed])
-    rows = side(np.arange(len(listed)), Rows(labels, groups=groups), config.test_share, split)
+    _, labels = np.unique(names[[label for _, label in images]], return_inverse=True)
+    groups = group_numbers([_group_of(file, root) for file, _ in images])
+    rows = split_rows(np.arange(len(images)), Rows(labels, groups=groups), config.test_share, split)
     if not len(rows):
         raise DataError(
-            f"{plain(root, 1000)}: too few images or folders within the classes to cut a share "
-            f"for {split} from. Add images, or a folder test/ beside train/"
+            f"{sanitize(root, 1000)}: the classes have too few images or subfolders to cut a share "
+            f"for {split}. Add images, or a folder test/ beside train/"
         )
-    return [listed[row] for row in sorted(rows)]
+    return [images[row] for row in sorted(rows)]
 
 
 def _check_no_test(node: NodeConfig, home: Path) -> None:
-    """Check that train/ may be cut, for want of a folder test/.
+    """Check that train/ may be cut because there is no folder test/.
 
     Raises:
-        DataError: another folder may be meant, or this site demands a guarantee.
+        DataError: another folder may contain the test images, or this site demands a guarantee.
     """
-    others = [path.name for path in visible(home) if path.is_dir() and path.name != "train"]
+    others = [path.name for path in list_visible(home) if path.is_dir() and path.name != "train"]
     if others:
         raise DataError(
-            f"{plain(home, 1000)}: there is no folder test/ in it, but {plain(others[0], 120)!r}; "
-            "rename that folder to test, or move it away to have data.test-share cut from train/"
+            f"{sanitize(home, 1000)}: has no folder test/, but {sanitize(others[0], 120)!r}. "
+            "Rename that "
+            "folder to test, or move it away to use data.test-share of train/"
         )
-    # One image replaced would move others between training and test
-    if node.demands_guarantee:
+    # Replacing one image would move others between training and test
+    if node.requires_guarantee:
         raise DataError(
-            f"{plain(home, 1000)}: there is no folder test/ in it, and this site demands a "
-            "guarantee, which a share of train/ would break; add a folder test/ with test images"
+            f"{sanitize(home, 1000)}: has no folder test/, and this site demands a guarantee, "
+            "which a "
+            "share of train/ would break; add a folder test/ with test images"
         )
 
 
 def _check_folder_keys(config: DataConfig, node: NodeConfig) -> None:
-    """Check that no key asks for what is done with data sets alone.
+    """Check that keys that only apply to data sets have their defaults.
 
     Raises:
-        DataError: one does.
+        DataError: a key has another value.
     """
     if config.max_per_class:
         raise _only_for_rows("max-per-class", config.max_per_class, "set it to 0")
@@ -345,93 +357,95 @@ def _check_folder_keys(config: DataConfig, node: NodeConfig) -> None:
         raise _only_for_rows("test-split", config.test_split, "set it to ''")
     # Another site's images may be a saved data set, which has the column
     if config.group_column and not node.data_dir:
-        fix = "the folders within a class are the groups: set it to ''"
-        raise _only_for_rows("group-column", config.group_column, fix)
+        hint = "the folders within a class are the groups: set it to ''"
+        raise _only_for_rows("group-column", config.group_column, hint)
 
 
-def _only_for_rows(key: str, value: object, fix: str) -> DataError:
+def _only_for_rows(key: str, value: object, hint: str) -> DataError:
     return DataError(
-        f"data.{key} = {quoted(value)}: has no effect on folders of images, which are called "
-        f"train and test; {fix}"
+        f"data.{key} = {quote(value)}: has no effect on folders of images, which must be called "
+        f"train and test; {hint}"
     )
 
 
 def _home(config: DataConfig, node: NodeConfig) -> Path:
-    """The folder with a node's train/ and test/.
+    """Return the folder with a node's train/ and test/.
 
     Raises:
-        DataError: nothing names it.
+        DataError: neither the node-config nor the run-config names it.
     """
     home = Path(node.data_dir).expanduser() if node.data_dir else simulated_folder(config, node)
     if home is None:
         raise DataError(
-            "data.name = 'folder' needs node-config data-dir: the folder with train/<class>/* and "
-            "test/<class>/*; in a simulation, data.root: the folder with all clients' folders"
+            "data.name = 'folder' requires node-config data-dir, a folder with train/<class>/* and "
+            "test/<class>/*, or in a simulation data.root, a folder with all clients' folders"
         )
     return home
 
 
 def _split_folder(home: Path, split: str) -> Path:
-    """Where images of a split lie, by class; those of the test may be among those of train/."""
+    """Return the folder with a split's classes, which is train/ if there is no test/."""
     root = home / split
     if split == "test" and not root.is_dir():
         root = home / "train"
     if not root.is_dir():
         raise DataError(
-            f"{plain(home, 1000)}: there is no folder train/ in it; move the classes' folders "
-            "into train/, and test images into test/ or leave them there for data.test-share"
+            f"{sanitize(home, 1000)}: has no folder train/; move the classes' folders into train/, "
+            "and test images into test/, or leave them in train/ for data.test-share"
         )
     return root
 
 
-def visible(folder: Path) -> list[Path]:
-    """What lies in a folder, sorted, but for hidden files and those that systems leave there."""
-    return sorted(path for path in folder.iterdir() if not is_passed_over(path.name))
+def list_visible(folder: Path) -> list[Path]:
+    """Return a folder's content, sorted, without hidden files and those of operating systems."""
+    return sorted(path for path in folder.iterdir() if not is_hidden(path.name))
 
 
-def is_passed_over(name: str) -> bool:
-    """Check whether a file or folder is hidden, or left by an operating system."""
-    return name.startswith(".") or name.casefold() in OF_SYSTEMS
+def is_hidden(name: str) -> bool:
+    """Check whether a file or folder is hidden, or was created by an operating system."""
+    return name.startswith(".") or name.casefold() in SYSTEM_FILES
 
 
 def _class_folders(root: Path, names: tuple[str, ...]) -> dict[str, Path]:
-    """The folders of the classes, by their names as these are compared.
+    """Return the classes' folders by name, in Unicode's NFC.
 
     Raises:
-        DataError: a folder that is none of the run's classes, or two that are one.
+        DataError: a folder is not one of the run's classes, or two folders are the same class.
     """
-    known = {composed(name) for name in names}
+    classes = {normalize_name(name) for name in names}
     folders: dict[str, Path] = {}
-    for folder in visible(root):
+    for folder in list_visible(root):
         if not folder.is_dir():
             continue
-        name = composed(folder.name)
-        if name not in known:
+        name = normalize_name(folder.name)
+        if name not in classes:
             raise DataError(
-                f"{plain(root, 1000)}: {plain(folder.name, 120)!r} is not one of data.classes "
-                f"({plain(', '.join(names), 500)}){_why_unknown(folder.name, names)}"
+                f"{sanitize(root, 1000)}: {sanitize(folder.name, 120)!r} is not one of "
+                "data.classes "
+                f"({sanitize(', '.join(names), 500)}){_why_unknown(folder.name, names)}"
             )
         if name in folders:
             raise DataError(
-                f"{plain(root, 1000)}: two folders are called {plain(name, 120)!r}, and differ in "
-                "the Unicode of their accents alone; move the images into one of them"
+                f"{sanitize(root, 1000)}: two folders are called {sanitize(name, 120)!r}, and only "
+                "differ in the Unicode form of their accents; move the images into one of them"
             )
         folders[name] = folder
     return folders
 
 
 def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
-    """The files of a class, those in folders within it too.
+    """Yield the files of a class, including those in subfolders.
 
     Raises:
-        DataError: the folders are too deep, as those of a link to a folder above are.
+        DataError: the folders are nested too deeply, as by a link to a parent folder.
     """
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise DataError(
-            f"{plain(folder, 1000)}: more than {DEEPEST} folders deep within a class; move the "
-            "images up, or remove a link to a folder above"
+            f"{sanitize(folder, 1000)}: more than {MAX_DEPTH} folders deep within a class; move "
+            "the "
+            "images up, or remove a link to a parent folder"
         )
-    for path in visible(folder):
+    for path in list_visible(folder):
         if path.is_dir():
             yield from _files_below(path, depth + 1)
         else:
@@ -439,62 +453,61 @@ def _files_below(folder: Path, depth: int = 0) -> Iterator[Path]:
 
 
 def _why_unknown(folder: str, names: tuple[str, ...]) -> str:
+    """Return a hint for a folder that is not one of the classes."""
     if problem := name_problem(folder):
-        return f"; it {problem}, so no run can have it as a class: rename the folder"
+        return f"; it {problem}, so it cannot be the name of a class: rename the folder"
     if "," in folder:
         return "; it has a comma, which separates the names in data.classes: rename the folder"
     if folder != folder.strip():
-        return f"; it has a blank at an end: rename the folder to {folder.strip()!r}"
-    alike = [name for name in names if _spelled(name) == _spelled(folder)]
-    if alike:
-        return f"; rename the folder to {alike[0]!r}"
+        return f"; it starts or ends with a blank: rename the folder to {folder.strip()!r}"
+    similar = [name for name in names if _normalized(name) == _normalized(folder)]
+    if similar:
+        return f"; rename the folder to {similar[0]!r}"
     return "; add it to data.classes, or remove the folder"
 
 
-def _spelled(name: str) -> str:
+def _normalized(name: str) -> str:
     return unicodedata.normalize("NFKC", name).casefold().replace(" ", "_")
 
 
 def simulated_folder(config: DataConfig, node: NodeConfig) -> Path | None:
-    """Where a simulated client finds its images.
-
-    The folder number `partition-id` of `data.root`, alphabetically.
+    """Return a simulated client's folder, number `partition-id` of `data.root` alphabetically.
 
     Returns:
-        None if the node has a `data-dir` of its own, or the data are no folders.
+        None if the node has a `data-dir` of its own, or the data set does not consist of folders.
 
     Raises:
-        DataError: `data.root` has no such folder.
+        DataError: `data.root` has too few folders.
     """
     if config.name != "folder" or node.data_dir or not config.root or node.partition_id < 0:
         return None
     check_root(config.root)
     root = Path(config.root).expanduser()
-    folders = [path for path in visible(root) if path.is_dir()]
+    folders = [path for path in list_visible(root) if path.is_dir()]
     if node.partition_id >= len(folders):
         raise DataError(
-            f"data.root = {config.root!r} has {len(folders)} clients' folders; set num-clients to "
-            "at most that"
+            f"data.root = {config.root!r} has {len(folders)} folders of clients; set num-clients "
+            "to at most that number"
         )
     return folders[node.partition_id]
 
 
 def count_parts(config: DataConfig, node: NodeConfig) -> int:
-    """Into how many parts the digits are cut, one of which is this node's.
+    """Return the number of parts of the digits.
 
     Raises:
-        DataError: it is not.
+        DataError: none of them is this node's.
     """
     if node.partition_id < 0:
         raise DataError(
-            "data.name = 'digits' needs node-config partition-id (0, 1, ...): which client this "
-            "node is"
+            "data.name = 'digits' requires node-config partition-id, this client's number (0, 1, "
+            "...)"
         )
     count = len(STYLES) if config.partition == "domain" else node.num_partitions or len(STYLES)
     if node.partition_id >= count:
         raise DataError(
             f"partition-id = {node.partition_id}: the data has {count} parts (0 to {count - 1}), "
-            "so this client has no data. "
-            f"Use at most {count} clients, or another data.partition"
+            f"so this client has no data. Set num-clients to at most {count}, or data.partition to "
+            "another value"
         )
     return count

@@ -1,11 +1,9 @@
-"""Six styles that a handwritten digit is drawn in.
+"""Render handwritten digits in six styles: photo, clipart, sketch, painting, neon, infograph.
 
-Photo, clipart, sketch, painting, neon, infograph.
-
-A style is a function of an ink map and a `Look`: the few numbers (hues, stroke, clutter, ...) that
-vary inside the style. The public corpus draws its looks from the whole style; a client's look comes
-from a narrow slice of it, which no caption names. That is what makes a client's images its own, as
-a hospital's scanner does.
+A style is a function of an ink map and a `Look`: the parameters (hues, stroke, clutter, ...) that
+vary within the style. The public corpus samples them from the whole style, and each client from a
+narrow slice, which no caption describes. The slices make the clients' features differ, as scanners
+do among hospitals.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 from PIL import Image, ImageFilter
 
-from osfl.prompts import DIGITS
+from osfl.util.prompts import DIGITS
 
 SIZE = 32
 Array = np.ndarray
@@ -22,17 +20,27 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Look:
-    """The numbers that vary inside a style, each in [0, 1]; every style reads them its own way."""
+    """The parameters that vary within a style, each in [0, 1].
 
-    hue: float  # of the background
-    ink_hue: float  # of the digit
-    light: float  # brightness of the background
-    stroke: float  # thickness of the digit
-    texture: float  # strength of the style's texture or clutter
-    angle: float  # direction of light, hatching or brush
+    Attributes:
+        hue: of the background.
+        ink_hue: of the digit.
+        light: brightness of the background.
+        stroke: thickness of the digit.
+        texture: strength of the style's texture or clutter.
+        angle: direction of light, hatching or brush.
+    """
+
+    hue: float
+    ink_hue: float
+    light: float
+    stroke: float
+    texture: float
+    angle: float
 
 
-Ranges = Mapping[str, tuple[float, float]]  # a (low, high) for each number of `Look`
+# (low, high) for each parameter of `Look`
+Ranges = Mapping[str, tuple[float, float]]
 
 WHOLE_STYLE: Ranges = {field.name: (0.0, 1.0) for field in fields(Look)}
 
@@ -40,14 +48,14 @@ WHOLE_STYLE: Ranges = {field.name: (0.0, 1.0) for field in fields(Look)}
 def _slice(
     hue: float, ink_hue: float, light: float, stroke: float, texture: float, angle: float
 ) -> Ranges:
-    """A narrow slice of a style: 0.1 wide in each number, around the given middle."""
+    """Return a slice of a style that is 0.1 wide in each parameter, around the given center."""
     return {
         k: (v - 0.05, v + 0.05)
         for k, v in asdict(Look(hue, ink_hue, light, stroke, texture, angle)).items()
     }
 
 
-# One slice per domain. Chosen once, by hand; changing one changes every figure in the README.
+# One slice per domain, chosen once by hand; changing one would change all results in the README
 DOMAIN_SLICES: dict[str, Ranges] = {
     "photo": _slice(hue=0.60, ink_hue=0.65, light=0.15, stroke=0.75, texture=0.85, angle=0.15),
     "clipart": _slice(hue=0.14, ink_hue=0.65, light=0.85, stroke=0.85, texture=0.90, angle=0.50),
@@ -61,18 +69,18 @@ CLASSES = DIGITS
 
 
 def draw_look(ranges: Ranges, rng: np.random.Generator) -> Look:
-    """One look, uniform inside `ranges`."""
+    """Sample a look uniformly from `ranges`."""
     return Look(**{name: rng.uniform(low, high) for name, (low, high) in ranges.items()})
 
 
 def render(source: Array, style: str, ranges: Ranges, rng: np.random.Generator) -> Array:
-    """Draw one digit.
+    """Render one digit.
 
     Args:
         source: [8, 8] ink in [0, 1], a scan from scikit-learn's digits.
         style: one of `STYLES`.
-        ranges: where the look is drawn from (`WHOLE_STYLE` or a domain's slice).
-        rng: all randomness comes from here.
+        ranges: of the look (`WHOLE_STYLE` or a domain's slice).
+        rng: the only source of randomness.
 
     Returns:
         [32, 32, 3] uint8 RGB.
@@ -83,18 +91,18 @@ def render(source: Array, style: str, ranges: Ranges, rng: np.random.Generator) 
 
 
 def _place(source: Array, style: str, rng: np.random.Generator) -> Array:
-    """The ink map at 32 px: enlarged, then a small random rotation, scale, shear and shift."""
+    """Return the ink map at 32 px, with a small random rotation, scale, shear and shift."""
     scan = Image.fromarray((np.pad(source, 1) * 255).astype(np.uint8)).resize(
         (SIZE, SIZE), Image.Resampling.BICUBIC
     )
-    turn = np.deg2rad(rng.uniform(-10, 10))
+    angle = np.deg2rad(rng.uniform(-10, 10))
     shear = rng.uniform(-0.12, 0.12)
     scale = rng.uniform(0.85, 1.05) * (1.15 if style == "infograph" else 1.0)
     shift = rng.uniform(-2, 2, size=2)
-    a = np.cos(turn) * scale
-    b = (np.sin(turn) + shear) * scale
-    c = -np.sin(turn) * scale
-    d = np.cos(turn) * scale
+    a = np.cos(angle) * scale
+    b = (np.sin(angle) + shear) * scale
+    c = -np.sin(angle) * scale
+    d = np.cos(angle) * scale
     mid = SIZE / 2
     matrix = (a, b, mid - a * mid - b * mid + shift[0], c, d, mid - c * mid - d * mid + shift[1])
     moved = scan.transform((SIZE, SIZE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
@@ -102,7 +110,7 @@ def _place(source: Array, style: str, rng: np.random.Generator) -> Array:
 
 
 def _hsv(hue: float | Array, saturation: float, value: float) -> Array:
-    """RGB of a colour [3], or of a plane of hues [H, W, 3]."""
+    """Convert a color to RGB [3], or a plane of hues to [H, W, 3]."""
     k = (np.array([5.0, 3.0, 1.0]) + np.asarray(hue)[..., None] * 6) % 6
     return value - value * saturation * np.clip(np.minimum(k, 4 - k), 0, 1)
 
@@ -113,7 +121,7 @@ def _blur(plane: Array, radius: float) -> Array:
 
 
 def _cloud(rng: np.random.Generator, cells: tuple[int, int]) -> Array:
-    """Smooth noise in [0, 1]: a coarse random grid, enlarged."""
+    """Return smooth noise in [0, 1]: a coarse random grid, upscaled."""
     grid = Image.fromarray((rng.random(cells) * 255).astype(np.uint8))
     return np.asarray(grid.resize((SIZE, SIZE), Image.Resampling.BICUBIC), dtype=np.float64) / 255
 
@@ -130,12 +138,12 @@ _Y, _X = np.mgrid[0:SIZE, 0:SIZE] / (SIZE - 1)
 
 
 def _along(angle: float) -> Array:
-    """A coordinate in [-1, 1] that grows in the direction `angle` (1 = a full turn)."""
+    """Return a coordinate in [-1, 1] that grows in the direction `angle` (1 is a full turn)."""
     return (_X - 0.5) * 2 * np.cos(2 * np.pi * angle) + (_Y - 0.5) * 2 * np.sin(2 * np.pi * angle)
 
 
 def _photo(ink: Array, look: Look, rng: np.random.Generator) -> Array:
-    """Dark ink on paper under uneven light, with camera blur and grain."""
+    """Draw dark ink on paper under uneven light, with camera blur and grain."""
     paper = _hsv(look.hue, 0.18, 0.60 + 0.38 * look.light)
     pen = _hsv(look.ink_hue, 0.45, 0.22)
     light = (
@@ -146,19 +154,20 @@ def _photo(ink: Array, look: Look, rng: np.random.Generator) -> Array:
 
 
 def _clipart(ink: Array, look: Look, rng: np.random.Generator) -> Array:
-    """Flat saturated colours, a bright body with a dark outline, a flat shape behind."""
-    back = np.ones((SIZE, SIZE, 3)) * _hsv(look.hue, 0.55, 0.65 + 0.35 * look.light)
-    if look.texture > 0.5:  # a sun-burst of two tones
+    """Draw a bright body with a dark outline in flat saturated colors, on a flat shape."""
+    background = np.ones((SIZE, SIZE, 3)) * _hsv(look.hue, 0.55, 0.65 + 0.35 * look.light)
+    # A sunburst of two tones
+    if look.texture > 0.5:
         burst = np.sin(np.arctan2(_Y - 0.5, _X - 0.5) * 8 + look.angle * 6.28) > 0
-        back = _mix(0.35 * burst, np.ones(3), back)
+        background = _mix(0.35 * burst, np.ones(3), background)
     threshold = 0.42 - 0.16 * look.stroke
     outline = _edge(ink, threshold - 0.16, 24)
     body = _edge(ink, threshold + 0.14, 24)
-    return _mix(body, _hsv(look.ink_hue, 0.85, 0.95), _mix(outline, np.full(3, 0.05), back))
+    return _mix(body, _hsv(look.ink_hue, 0.85, 0.95), _mix(outline, np.full(3, 0.05), background))
 
 
 def _sketch(ink: Array, look: Look, rng: np.random.Generator) -> Array:
-    """Pencil contour with hatching on pale paper."""
+    """Draw a pencil contour with hatching on pale paper."""
     dy, dx = np.gradient(_blur(ink, 0.6))
     contour = np.clip(np.hypot(dx, dy) * (3.0 + 3.0 * look.stroke), 0, 1) * (
         0.75 + 0.25 * _cloud(rng, (9, 9))
@@ -172,41 +181,40 @@ def _sketch(ink: Array, look: Look, rng: np.random.Generator) -> Array:
 
 
 def _painting(ink: Array, look: Look, rng: np.random.Generator) -> Array:
-    """Two pigments laid with a brush.
-
-    Streaks along one direction, colour that wanders, a wobbling edge.
-    """
+    """Draw two brushed pigments, with streaks in one direction, varying hues and a wobbly edge."""
     streak = _cloud(rng, (3, 14)) if np.cos(4 * np.pi * look.angle) > 0 else _cloud(rng, (14, 3))
     wander = 0.16 * (_cloud(rng, (4, 4)) - 0.5)
     value = 0.45 + 0.35 * look.light + 0.35 * look.texture * (streak - 0.5)
     ground = _hsv(look.hue + wander, 0.6, 1.0) * value[..., None]
     wobble = ink + 0.22 * (_cloud(rng, (8, 8)) - 0.5)
     mask = _edge(wobble, 0.46 - 0.16 * look.stroke, 10)
-    ink_hue = look.hue + 0.30 + 0.40 * look.ink_hue  # never the ground's own hue
+    # Always different from the background's hue
+    ink_hue = look.hue + 0.30 + 0.40 * look.ink_hue
     pigment = _hsv(ink_hue, 0.65, 0.9) * (0.75 + 0.5 * look.texture * (streak.T[..., None] - 0.25))
     return _mix(0.95 * mask, pigment, ground)
 
 
 def _neon(ink: Array, look: Look, rng: np.random.Generator) -> Array:
-    """A glowing tube in the dark: halo, coloured tube, white core."""
+    """Draw a glowing tube in the dark: halo, colored tube, white core."""
     tube = _edge(ink, 0.62 - 0.18 * look.stroke, 14)
     halo = _blur(tube, 3.0) * (0.8 + 0.6 * look.light)
     wall = _hsv(look.hue, 0.8, 0.10 + 0.14 * look.light) * (
         0.6 + 0.4 * _cloud(rng, (6, 6))[..., None]
     )
-    if look.texture > 0.5:  # a brick wall behind
+    # A brick wall in the background
+    if look.texture > 0.5:
         joints = (
             ((np.arange(SIZE) % 6 == 0)[:, None])
             | ((np.arange(SIZE) % 10 == int(look.angle * 10))[None, :])
         )
         wall = wall * (1 - 0.5 * joints[..., None])
-    colour = _hsv(look.ink_hue, 0.9, 1.0)
+    color = _hsv(look.ink_hue, 0.9, 1.0)
     core = _edge(ink, 0.80 - 0.14 * look.stroke, 18)
-    return wall + halo[..., None] * colour + tube[..., None] * colour * 0.5 + core[..., None] * 0.6
+    return wall + halo[..., None] * color + tube[..., None] * color * 0.5 + core[..., None] * 0.6
 
 
 def _infograph(ink: Array, look: Look, rng: np.random.Generator) -> Array:
-    """A light numeral on a coloured card, with bars and grid lines of a chart around it."""
+    """Draw a light numeral on a colored card, on a bar chart with grid lines."""
     page = np.ones((SIZE, SIZE, 3)) * _hsv(look.hue, 0.12, 0.97)
     page[np.arange(SIZE) % 5 == 0] *= 0.90
     heights = rng.uniform(0.1, 0.2 + 0.7 * look.texture, size=8)

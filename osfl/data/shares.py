@@ -1,21 +1,22 @@
-"""Which of a site's images are for its test, where no split or folder says so; and caps."""
+"""Choose test images by share, for sites without a test split; and caps per class."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from osfl.data.partition import Rows, grouped, most_frequent
+from osfl.data.partition import Rows, most_frequent, split_by_group
 
-# Of every site's test share, whatever the run's seed
+# Seed of every site's test share, independent of the run's seed
 SHARE_SEED = [*b"test share"]
 
 
-def side(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
-    """Return a node's rows for the test, `share` of every class, or those for training.
+def split_rows(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
+    """Return a node's test rows, which are `share` of every class, or its training rows.
 
     Args:
-        rows: of this node, as indices into the table.
-        share: of single rows; of whole groups where the table has groups.
+        rows: the node's rows, as indices into the table.
+        table: of all nodes.
+        share: of rows, or of whole groups if the table has groups.
         split: `train` or `test`.
     """
     if table.groups is None:
@@ -26,31 +27,31 @@ def side(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
 def group_numbers(names: Sequence[str]) -> np.ndarray:
     """Return each image's group as a number; an image without a group has a number of its own."""
     texts = np.array(names, dtype=object)
-    known, numbers = np.unique(texts.astype(str), return_inverse=True)
-    return np.where(texts == "", len(known) + np.arange(len(texts)), numbers)
+    distinct, numbers = np.unique(texts.astype(str), return_inverse=True)
+    return np.where(texts == "", len(distinct) + np.arange(len(texts)), numbers)
 
 
 def _share(rows: np.ndarray, labels: np.ndarray, share: float, split: str) -> np.ndarray:
-    """A node's test rows, `share` of every class (at least one of two), or the others.
+    """Return a node's test rows, `share` of every class (at least one of two), or the others.
 
-    They depend on nothing that a run chooses but the share: with another seed, or with the classes
-    in another order, training images would become test images.
+    Of a run's settings they only depend on the share. Otherwise, training images of one run would
+    be test images of a run with another seed or another order of classes.
     """
-    taken = []
+    chosen = []
     for _, members in _by_class(rows, labels):
         order = np.random.default_rng(SHARE_SEED).permutation(members)
         count = round(share * len(members))
         if len(members) > 1:
             count = min(max(count, 1), len(members) - 1)
-        taken.append(order[:count] if split == "test" else order[count:])
-    return np.concatenate(taken) if taken else rows
+        chosen.append(order[:count] if split == "test" else order[count:])
+    return np.concatenate(chosen) if chosen else rows
 
 
-def is_test(total: int, share: float) -> np.ndarray:
-    """Which of all stored rows are for the test, [total], whatever their labels.
+def held_out_mask(total: int, share: float) -> np.ndarray:
+    """Return which of all stored rows are test rows, regardless of labels, as [total] bool.
 
-    The guarantee is for one image replaced, also by one of another class. A cut by class would then
-    move other images between training and test, too.
+    A guarantee holds for replacing one image, possibly by one of another class. A cut by class
+    would then also move other images between training and test.
     """
     count = min(max(round(share * total), 1), total - 1)
     is_test = np.zeros(total, dtype=bool)
@@ -59,48 +60,49 @@ def is_test(total: int, share: float) -> np.ndarray:
 
 
 def _grouped_share(rows: np.ndarray, table: Rows, share: float, split: str) -> np.ndarray:
-    """As `_share`, of whole groups: those of each class, by the label that most of a group have.
+    """Return whole groups like `_share`; a group's class is its most frequent label.
 
-    At least one group of two is for the test, and at least one for training.
+    Of two or more groups, at least one is for testing and one for training.
     """
     assert table.groups is not None
-    units = grouped(rows, table.groups)
+    units = split_by_group(rows, table.groups)
     labels = np.array([most_frequent(table.labels[unit]) for unit in units])
-    taken = []
+    chosen: list[np.ndarray] = []
     for _, members in _by_class(np.arange(len(units)), labels):
         order = np.random.default_rng(SHARE_SEED).permutation(members)
-        wanted = share * sum(len(units[number]) for number in order)
-        test = _nearest([len(units[number]) for number in order], wanted)
-        chosen = order[test] if split == "test" else np.delete(order, test)
-        taken += [units[number] for number in chosen]
-    return np.concatenate(taken) if taken else rows[:0]
+        sizes = [len(units[number]) for number in order]
+        test = _choose_by_size(sizes, share * sum(sizes))
+        numbers = order[test] if split == "test" else np.delete(order, test)
+        chosen += [units[number] for number in numbers]
+    return np.concatenate(chosen) if chosen else rows[:0]
 
 
-def _nearest(sizes: Sequence[int], wanted: float) -> list[int]:
-    """The places of sizes, taken in their order, whose sum is near what is wanted.
+def _choose_by_size(sizes: Sequence[int], target: float) -> list[int]:
+    """Choose indices greedily, in order, so that their sizes add up to about `target`.
 
-    At least one place of two, and never all.
+    Chooses at least one index of two or more, and never all.
     """
-    taken: list[int] = []
+    chosen: list[int] = []
     total = 0
-    for place, size in enumerate(sizes):
-        if total + size / 2 <= wanted and len(taken) < len(sizes) - 1:
-            taken.append(place)
+    for index, size in enumerate(sizes):
+        if total + size / 2 <= target and len(chosen) < len(sizes) - 1:
+            chosen.append(index)
             total += size
-    if not taken and len(sizes) > 1:
-        taken = [int(np.argmin(sizes))]
-    return taken
+    if not chosen and len(sizes) > 1:
+        chosen = [int(np.argmin(sizes))]
+    return chosen
 
 
-def capped(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.ndarray:
-    """At most so many rows of every class."""
-    taken = []
+def cap_per_class(rows: np.ndarray, labels: np.ndarray, most: int, seed: int) -> np.ndarray:
+    """Choose at most `most` rows of every class at random."""
+    chosen = []
     for label, members in _by_class(rows, labels):
         order = np.random.default_rng([seed, label, *b"cap"]).permutation(members)
-        taken.append(order[:most])
-    return np.concatenate(taken) if taken else rows
+        chosen.append(order[:most])
+    return np.concatenate(chosen) if chosen else rows
 
 
 def _by_class(rows: np.ndarray, labels: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    held = labels[rows]
-    return [(int(label), rows[held == label]) for label in np.unique(held)]
+    """Group rows by label, as (label, rows)."""
+    row_labels = labels[rows]
+    return [(int(label), rows[row_labels == label]) for label in np.unique(row_labels)]

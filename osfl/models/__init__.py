@@ -1,1 +1,1 @@
-"""The foundation models and classifiers: the only doors to diffusers and transformers."""
+"""The foundation models and classifiers; the only imports of diffusers and transformers."""

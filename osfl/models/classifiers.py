@@ -1,7 +1,4 @@
-"""Image classifiers.
-
-Torchvision architectures, an option for small images, and their pretrained initialisation.
-"""
+"""Image classifiers: architectures of torchvision and timm, with their initial weights."""
 
 import math
 import re
@@ -16,49 +13,49 @@ from torch import nn
 from torch.nn import functional as F
 
 from osfl.config import ClassifierConfig, ConfigError
-from osfl.files import PUBLIC, DamageError, placeholder, write_atomically
-from osfl.models.backbones import build_backbone, is_backbone
-from osfl.models.headers import check_header
-from osfl.models.initialisation import initial_weights
-from osfl.models.kits import KitError
-from osfl.pixels import Pixels, to_float
-from osfl.seeds import seed_of
-from osfl.words import plain
+from osfl.kit.backbones import build_backbone, is_backbone
+from osfl.kit.folder import KitError
+from osfl.kit.headers import check_header
+from osfl.kit.initial_weights import find_initial_weights
+from osfl.util.files import PUBLIC, CorruptFileError, placeholder_problem, write_atomically
+from osfl.util.pixels import Pixels, to_float
+from osfl.util.seeds import seed_of
+from osfl.util.text import sanitize
 
-# Mean and standard deviation of torchvision's ImageNet weights; the kit's initialisations keep to
-# them.
+# Input statistics of torchvision's ImageNet weights, and of the kit's
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
 
-# What a file of weights need not have: the head, and a counter that older ones lack.
+# A weights file may lack the head, and BatchNorm's counter, which older files do not have
 _HEADS = ("fc.", "classifier.", "head.", "heads.")
 _COUNTERS = "num_batches_tracked"
-# Torchvision's DenseNets were saved when a layer's name could have a dot: norm.1 for norm1.
+# Torchvision's DenseNet files have dots in some layer names: norm.1 for norm1
 _DENSENET_LEGACY = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
 
 class ClassifierError(ValueError):
-    """An architecture or an initialisation that cannot be used; the message says what to do."""
+    """An architecture or initial weights that cannot be used. The message says what to do."""
 
 
 def build_classifier(architecture: str, num_classes: int, small_stem: bool = False) -> nn.Module:
-    """A classifier with random weights, of torchvision or timm.
+    """Build a classifier of torchvision or timm with random weights.
 
-    Input [B, 3, H, W] as `normalise` makes it, output logits [B, C].
+    Its input [B, 3, H, W] comes from `normalize`; its output is logits [B, C].
 
     Args:
-        architecture: a torchvision model name, e.g. `resnet18`; or as `osfl.models.backbones`.
+        architecture: a torchvision model, such as `resnet18`; or a name of `osfl.kit.backbones`.
         num_classes: C.
-        small_stem: for images of about 32 px, halve the reduction of the first layers
+        small_stem: reduce images less in the first layers, for images of about 32 px
             (`_shrink_stem`).
 
     Raises:
-        ClassifierError: unknown architecture, or a small stem for a family that has none.
+        ClassifierError: the architecture is unknown, or its family has no small stem.
     """
     if is_backbone(architecture):
         return _build_backbone(architecture, num_classes, small_stem)
-    import torchvision.models  # seconds to import, and not every client builds a classifier
+    # Seconds to import, and not every client builds a classifier
+    import torchvision.models
 
     if architecture not in torchvision.models.list_models(module=torchvision.models):
         raise ClassifierError(
@@ -67,13 +64,13 @@ def build_classifier(architecture: str, num_classes: int, small_stem: bool = Fal
         )
     if architecture in ("googlenet", "inception_v3"):
         raise ClassifierError(
-            f"architecture = {architecture!r} has auxiliary outputs, which are not supported; take "
+            f"architecture = {architecture!r} has auxiliary outputs, which are not supported; use "
             "a resnet"
         )
     # Its stem's shape depends on metadata that only a pickled state dict has
     if architecture.startswith("mnasnet"):
         raise ClassifierError(
-            f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; take "
+            f"architecture = {architecture!r} cannot be rebuilt from its tensors alone; use "
             "mobilenet_v2"
         )
     model = torchvision.models.get_model(architecture, weights=None, num_classes=num_classes)
@@ -86,7 +83,7 @@ def _build_backbone(architecture: str, num_classes: int, small_stem: bool) -> nn
     if small_stem:
         raise ClassifierError(
             f"architecture = {architecture!r}: small-stem is for ResNet, ShuffleNet, MobileNet and "
-            "VGG of torchvision; set it to false"
+            "VGG of torchvision only; set it to false"
         )
     try:
         return build_backbone(architecture, num_classes, "architecture")
@@ -95,12 +92,11 @@ def _build_backbone(architecture: str, num_classes: int, small_stem: bool) -> nn
 
 
 def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
-    """Fit an architecture for 224 px to about 32, in place.
+    """Adapt an architecture for 224 px to about 32 px, in place.
 
-    ResNet: one 3x3 stride-2 convolution for the 7x7 and the max-pool. ShuffleNet: no max-pool.
-    MobileNet: stride 1 in the first
-    convolution. VGG: average pooling and one linear layer for the three (as is usual for CIFAR; 15
-    M parameters for 134 M).
+    ResNet: one 3x3 convolution of stride 2 replaces the 7x7 one and the max-pooling. ShuffleNet: no
+    max-pooling. MobileNet: stride 1 in the first convolution. VGG: average pooling and one linear
+    layer replace the three, as is usual for CIFAR (15 M parameters in place of 134 M).
     """
     if architecture.startswith(("resnet", "resnext", "wide_resnet")):
         model.conv1 = nn.Conv2d(
@@ -121,124 +117,128 @@ def _shrink_stem(model: Any, architecture: str, num_classes: int) -> None:
         )
 
 
-def blank_classifier(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
-    """The shapes of `build_classifier`'s model without weights.
+def meta_classifier(architecture: str, num_classes: int, small_stem: bool) -> nn.Module:
+    """Build `build_classifier`'s model on the meta device, without weights.
 
-    Random ones, which nobody would see, take longer than all else.
+    Random initialization, which would be overwritten, takes most of the time.
 
     Raises:
         ClassifierError: as `build_classifier`.
     """
-    # Some compute numbers that their state does not have
+    # Some backbones compute numbers that their state dict does not contain
     if is_backbone(architecture):
         return build_classifier(architecture, num_classes, small_stem)
     try:
         with torch.device("meta"):
             return build_classifier(architecture, num_classes, small_stem)
-    except NotImplementedError:  # RegNet computes its widths with tensors, and reads them
+    # RegNet computes its widths with tensors, and reads them
+    except NotImplementedError:
         return build_classifier(architecture, num_classes, small_stem).to("meta")
 
 
-def rebuild(
+def rebuild_classifier(
     state: dict[str, torch.Tensor], architecture: str, num_classes: int, small_stem: bool
 ) -> nn.Module:
-    """A trained classifier of its state dict's own tensors, not copies where they have the right
-    type, in eval mode.
+    """Rebuild a trained classifier from its state dict, in eval mode.
+
+    The model shares the state dict's tensors, except those of another dtype.
 
     Raises:
         ClassifierError: as `build_classifier`.
         RuntimeError: the state dict is another architecture's.
     """
-    model = blank_classifier(architecture, num_classes, small_stem)
-    blank = model.state_dict()  # averages of models count their batches in fractions
+    model = meta_classifier(architecture, num_classes, small_stem)
+    # An average of models has fractional batch counters
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     model.load_state_dict(
-        {name: value.to(blank.get(name, value).dtype) for name, value in state.items()}, assign=True
+        {name: value.to(dtypes.get(name, value.dtype)) for name, value in state.items()},
+        assign=True,
     )
     return model.eval()
 
 
-def normalise(images: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
-    """Images [B, 3, H, W] in [-1, 1] to a classifier's input.
+def normalize(images: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
+    """Convert images [B, 3, H, W] in [-1, 1] to a classifier's input.
 
-    Clamped, resized where the model takes one size alone, then by its mean and standard deviation.
+    They are clamped, resized if the model has a fixed input size, and normalized.
 
     Args:
-        model: whose own mean, deviation and size they are, a backbone's of timm; None, or a model
-            of torchvision: ImageNet's, and any size.
+        model: a timm backbone has a mean, standard deviation and size of its own; a torchvision
+            model, or None, has ImageNet's and any size.
     """
-    about = getattr(model, "pretrained_cfg", None) or {}
-    shares = (images.clamp(-1, 1) + 1) / 2
-    side = about["input_size"][-1] if about.get("fixed_input_size") else None
-    if side is not None and shares.shape[-2:] != (side, side):
-        shares = F.interpolate(shares, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
+    pretrained = getattr(model, "pretrained_cfg", None) or {}
+    scaled = (images.clamp(-1, 1) + 1) / 2
+    side = pretrained["input_size"][-1] if pretrained.get("fixed_input_size") else None
+    if side is not None and scaled.shape[-2:] != (side, side):
+        scaled = F.interpolate(scaled, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
     mean, std = (
         torch.tensor(v, device=images.device, dtype=images.dtype).view(3, 1, 1)
-        for v in (about.get("mean", MEAN), about.get("std", STD))
+        for v in (pretrained.get("mean", MEAN), pretrained.get("std", STD))
     )
-    return (shares - mean) / std
+    return (scaled - mean) / std
 
 
-def _state_in(file: Path, key: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file of weights, by their names.
+def _read_state(file: Path, key: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a weights file, by their names.
 
     Raises:
-        ClassifierError: it cannot be read, or holds something else.
+        ClassifierError: the file cannot be read, or contains something else.
     """
-    about = f"{key} = {str(file)!r}"
-    cure = "Fetch it again; 'none' starts from random weights"
+    setting = f"{key} = {str(file)!r}"
+    hint = f"Fetch it again, or set {key} to 'none' for random weights"
     try:
         if file.suffix == ".safetensors":
             check_header(file)
-            weights = unpack(load_file(file))
+            weights = dequantize(load_file(file))
         else:
             weights = _unpickled(file)
-    except (DamageError, SafetensorError, OSError) as error:
-        raise ClassifierError(f"{about} cannot be read: {plain(error)}. {cure}") from None
-    # All that torch and pickle raise for a damaged file; their words tell of unsafe ways to read it
+    except (CorruptFileError, SafetensorError, OSError) as error:
+        raise ClassifierError(f"{setting} cannot be read: {sanitize(error)}. {hint}") from None
+    # torch and pickle raise anything for a corrupt file; their messages suggest unsafe loading
     except Exception as error:
         raise ClassifierError(
-            f"{about} cannot be read ({type(error).__name__}): it is cut short, damaged, or no "
-            f"file of weights alone. {cure}"
+            f"{setting} cannot be read ({type(error).__name__}): it is cut short, corrupt, or "
+            f"contains more than weights. {hint}"
         ) from None
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items()
     ):
-        raise ClassifierError(f"{about} is not a state dict: it must hold tensors by name")
+        raise ClassifierError(f"{setting} is not a state dict: it must map names to tensors")
     return weights
 
 
 def _unpickled(file: Path) -> Any:
     with open(file, "rb") as opened:
-        problem = placeholder(opened.read(200))
+        problem = placeholder_problem(opened.read(200))
     if problem:
-        raise DamageError(problem)
+        raise CorruptFileError(problem)
     return torch.load(file, weights_only=True, map_location="cpu")
 
 
-def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None:
-    """Load every tensor of `file` (safetensors, or a torchvision `.pth`) that fits, in place.
+def load_initial_weights(model: nn.Module, file: Path, key: str = "init") -> None:
+    """Load every fitting tensor of a file (safetensors, or a torchvision `.pth`), in place.
 
     The head stays random.
 
     Args:
-        key: what the file is called in the run-config, for the errors.
+        key: the setting's name in the run-config, for the errors.
 
     Raises:
-        ClassifierError: the file is missing or damaged, or anything but the head does not fit.
+        ClassifierError: the file is missing or corrupt, or a tensor outside the head does not fit.
     """
-    weights = _state_in(file, key)
+    weights = _read_state(file, key)
     initial = model.state_dict()
     fitting = {}
     for name, tensor in weights.items():
         name = _DENSENET_LEGACY.sub(r"\1\2", name)
-        # Names that the model does not have may be older ones, which its layers know (ViT's MLP)
+        # An unknown name may be an older one that the layer itself maps (ViT's MLP)
         if name not in initial or initial[name].shape == tensor.shape:
             fitting[name] = tensor
     try:
         absent = model.load_state_dict(fitting, strict=False).missing_keys
     # A tensor of another shape under an older name
     except RuntimeError as error:
-        reason = plain(str(error).splitlines()[-1].strip())
+        reason = sanitize(str(error).splitlines()[-1].strip())
         raise ClassifierError(
             f"{key} = {str(file)!r} does not fit this architecture or stem: {reason}"
         ) from error
@@ -252,33 +252,29 @@ def load_initialisation(model: nn.Module, file: Path, key: str = "init") -> None
         )
 
 
-def save_initialisation(model: nn.Module, file: Path, bits: int = 8) -> None:
-    """Write the weights as safetensors, matrices in 8 or 4 bits.
-
-    An initialisation needs no more, a repository likes less.
-    """
-    write_atomically(file, save(pack(model.state_dict(), bits)), PUBLIC)
+def save_initial_weights(model: nn.Module, file: Path, bits: int = 8) -> None:
+    """Write initial weights as safetensors, with matrices in 8 or 4 bits to keep them small."""
+    write_atomically(file, save(quantize(model.state_dict(), bits)), PUBLIC)
 
 
 def round_weights(model: nn.Module, bits: int) -> None:
-    """Round the weights, in place, to what `save_initialisation` will keep of them."""
-    model.load_state_dict(unpack(pack(model.state_dict(), bits)))
+    """Round the weights, in place, to the values that `save_initial_weights` stores."""
+    model.load_state_dict(dequantize(quantize(model.state_dict(), bits)))
 
 
-def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tensor]:
-    """Matrices and convolutions as whole numbers with one scale per output channel (`NAME.scale`).
+def quantize(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tensor]:
+    """Quantize matrices and convolutions, with one scale per output channel (`NAME.scale`).
 
-    All else as it is.
-
-    Of 8 bits: int8. Of 4: two in a byte, uint8, with the shape beside them (`NAME.shape`).
+    8 bits are stored as int8; 4 bits as two numbers per uint8, with their shape (`NAME.shape`).
+    Other tensors stay unchanged.
     """
     packed = {}
-    most = 2 ** (bits - 1) - 1
+    max_level = 2 ** (bits - 1) - 1
     for name, tensor in state.items():
         if tensor.ndim < 2:
             packed[name] = tensor.contiguous()
             continue
-        scale = tensor.flatten(1).abs().amax(dim=1).clamp_min(1e-12) / most
+        scale = tensor.flatten(1).abs().amax(dim=1).clamp_min(1e-12) / max_level
         rounded = (
             (tensor / scale.view(-1, *[1] * (tensor.ndim - 1))).round().to(torch.int8).contiguous()
         )
@@ -296,10 +292,11 @@ def pack(state: dict[str, torch.Tensor], bits: int = 8) -> dict[str, torch.Tenso
     return packed
 
 
-def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `pack`, up to rounding (half a step.
+def dequantize(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Invert `quantize`, up to rounding.
 
-    1/254 or 1/14 of the channel's largest weight).
+    The error is at most half a step: 1/254 (8 bits) or 1/14 (4 bits) of the channel's largest
+    weight.
     """
     state = {
         name: tensor for name, tensor in packed.items() if not name.endswith((".scale", ".shape"))
@@ -321,22 +318,23 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return state
 
 
-def deepen(shallow: nn.Module, deep: nn.Module) -> None:
-    """Give a deeper ResNet of the same blocks the function of a shallower one, in place
+def grow_resnet(shallow: nn.Module, deep: nn.Module) -> None:
+    """Initialize a deeper ResNet with the function of a shallower one of the same blocks, in place
     (Net2DeeperNet, Chen et al. 2016).
 
-    Every stage's further blocks begin as copies of its last one whose residual branch ends in a
-    BatchNorm with weight 0 (Goyal et al. 2017), so that they pass their input on.
+    Every stage's additional blocks start as copies of its last block, with a residual branch that
+    ends in a BatchNorm of weight 0 (Goyal et al. 2017): they are identities.
     """
     state = deep.state_dict()
     source = shallow.state_dict()
     for name in state:
-        stage, _, rest = name.partition(".")
+        stage, _, suffix = name.partition(".")
         if not stage.startswith("layer"):
-            if stage != "fc":  # the head stays random
+            # The head stays random
+            if stage != "fc":
                 state[name] = source[name]
             continue
-        block, _, tensor = rest.partition(".")
+        block, _, tensor = suffix.partition(".")
         last = len(getattr(shallow, stage)) - 1
         state[name] = source[f"{stage}.{min(int(block), last)}.{tensor}"]
         if int(block) > last and tensor in ("bn2.weight", "bn2.bias"):
@@ -344,56 +342,56 @@ def deepen(shallow: nn.Module, deep: nn.Module) -> None:
     deep.load_state_dict(state)
 
 
-def check_initialisation(config: ClassifierConfig, file: Path, key: str) -> None:
-    """Check that a file's tensors are those of a classifier, head aside, without its numbers.
+def check_weights_file(config: ClassifierConfig, file: Path, key: str) -> None:
+    """Check on the meta device that a file has a classifier's tensors, except the head.
 
     Raises:
-        ClassifierError: as `build_classifier` and `load_initialisation`.
+        ClassifierError: as `build_classifier` and `load_initial_weights`.
     """
-    # The kit has none of a ResNet-34's own
+    # The kit's file for a ResNet-34 may be its ResNet-18
     architecture = file.stem if config.init == "kit" else config.architecture
-    model = blank_classifier(architecture, 2, config.small_stem)
+    model = meta_classifier(architecture, 2, config.small_stem)
     with warnings.catch_warnings():
-        # Of every tensor: its numbers go nowhere, as they should
+        # torch warns that copying to the meta device does nothing, which is the intention here
         warnings.filterwarnings("ignore", message=".*no-op")
-        load_initialisation(model, file, key)
+        load_initial_weights(model, file, key)
 
 
 def new_classifier(
     config: ClassifierConfig, num_classes: int, kit: str, seed: int, key: str = "init"
 ) -> nn.Module:
-    """A classifier at its initialisation (`init`): the kit's, torchvision's, a file's, or random.
+    """Build a classifier with its initial weights (`init`).
 
     Args:
-        config: of one architecture.
-        kit: the kit's folder, where `init` is `kit`.
-        key: what `init` is called in the run-config, for the errors.
+        config: settings with a single architecture.
+        kit: the kit's folder, for `init = "kit"`.
+        key: the name of `init` in the run-config, for the errors.
 
     Raises:
-        ClassifierError: as `build_classifier` and `load_initialisation`.
-        ConfigError: as `initial_weights`.
+        ClassifierError: as `build_classifier` and `load_initial_weights`.
+        ConfigError: as `find_initial_weights`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "classifier"))
         model = build_classifier(config.architecture, num_classes, config.small_stem)
-        weights = initial_weights(config, kit, key)
+        weights = find_initial_weights(config, kit, key)
         if weights is None:
             return model
-        # The kit has none of a ResNet-34's own
+        # The kit has no ResNet-34 of its own
         if config.init == "kit" and weights.stem != config.architecture:
             shallow = build_classifier(weights.stem, num_classes, config.small_stem)
-            load_initialisation(shallow, weights, key)
-            deepen(shallow, model)
+            load_initial_weights(shallow, weights, key)
+            grow_resnet(shallow, model)
         else:
-            load_initialisation(model, weights, key)
+            load_initial_weights(model, weights, key)
     return model
 
 
-def headless(model: nn.Module) -> tuple[nn.Module, int]:
-    """A classifier without its last linear layer, in place, and the width of its features.
+def remove_head(model: nn.Module) -> tuple[nn.Module, int]:
+    """Remove a classifier's last linear layer, in place; return it and its feature width.
 
     Raises:
-        ClassifierError: it ends with another layer.
+        ClassifierError: the classifier does not end with a linear layer.
     """
     name, head = _head(model)
     model.set_submodule(name, nn.Identity())
@@ -401,10 +399,10 @@ def headless(model: nn.Module) -> tuple[nn.Module, int]:
 
 
 def replace_head(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    """Give a classifier's last linear layer these numbers, [C, D] and [C], in place.
+    """Set a classifier's last linear layer to a weight [C, D] and a bias [C], in place.
 
     Raises:
-        ClassifierError: it ends with another layer.
+        ClassifierError: the classifier does not end with a linear layer.
     """
     _, head = _head(model)
     with torch.no_grad():
@@ -412,11 +410,11 @@ def replace_head(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> 
         head.bias.copy_(bias)
 
 
-def head_of(model: nn.Module) -> nn.Linear:
-    """A classifier's last linear layer.
+def linear_head(model: nn.Module) -> nn.Linear:
+    """Return a classifier's last linear layer.
 
     Raises:
-        ClassifierError: it ends with another layer.
+        ClassifierError: the classifier does not end with a linear layer.
     """
     return _head(model)[1]
 
@@ -426,32 +424,33 @@ def _head(model: nn.Module) -> tuple[str, nn.Linear]:
     if not isinstance(last, nn.Linear):
         raise ClassifierError(
             f"{type(model).__name__} does not end with a linear layer, which this method replaces; "
-            "take another classifier.architecture, such as resnet18"
+            "set classifier.architecture to another one, such as resnet18"
         )
     return name, last
 
 
 @torch.no_grad()
-def logits_of(model: nn.Module, pixels: Pixels, device: torch.device) -> torch.Tensor:
-    """Logits [N, C] on the CPU, of uint8 images [N, 3, S, S]; the model is put in eval mode."""
+def compute_logits(model: nn.Module, pixels: Pixels, device: torch.device) -> torch.Tensor:
+    """Return logits [N, C] on the CPU for uint8 images [N, 3, S, S]; put the model in eval mode."""
     model = model.to(device).eval()
     return torch.cat(
         [
-            model(normalise(to_float(chunk.to(device)), model)).cpu()
+            model(normalize(to_float(chunk.to(device)), model)).cpu()
             for chunk in pixels.contiguous().split(256)
         ]
     )
 
 
-def confusion(
+def count_confusion(
     model: nn.Module,
     pixels: Pixels,
     labels: torch.Tensor,
     num_classes: int,
     device: torch.device,
 ) -> list[list[int]]:
-    """The confusion matrix on labelled images: rows are true classes, columns predicted ones."""
-    from sklearn.metrics import confusion_matrix  # seconds to import, and only a test needs it
+    """Return the confusion matrix on labeled images: rows are true classes, columns predictions."""
+    # Seconds to import, and only a test of a model needs it
+    from sklearn.metrics import confusion_matrix
 
-    predicted = logits_of(model, pixels, device).argmax(dim=1)
+    predicted = compute_logits(model, pixels, device).argmax(dim=1)
     return confusion_matrix(labels, predicted, labels=range(num_classes)).tolist()

@@ -1,4 +1,4 @@
-"""FedBiP's prompt, whose two words client and server replace: "a S style of a V"."""
+"""FedBiP's prompt "a S style of a V", whose concepts S and V the client learns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,52 +6,53 @@ from dataclasses import dataclass
 import torch
 
 from osfl.models.encoders import TextEncoder
-from osfl.prompts import fill
+from osfl.util.prompts import fill_prompt
 
-PROMPT = "a x style of a x"  # an x where S goes, and one where V goes
+# One x stands for S, the other for V
+PROMPT = "a x style of a x"
 
 
 @dataclass(frozen=True)
 class ConceptPrompt:
-    """The encoding of the prompt, unpadded: of one length whatever the classes are called."""
+    """The encoding of the prompt without padding; its length does not depend on the class names."""
 
     base: torch.Tensor  # [Lu, d]: begin, a, S, style, of, a, V, end
-    domain_place: int
-    class_place: int
+    domain_position: int
+    class_position: int
 
     def filled(self, domain: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Conditions [B, Lu, d] with S [B, d] and V [B, d] in their places.
+        """Return conditions [B, Lu, d] with S ([B, d] or [d]) and V [B, d] in place of x.
 
         Differentiable in both.
         """
         condition = self.base.repeat(len(vectors), 1, 1)
-        condition[:, self.domain_place] = domain.to(condition.dtype)
-        condition[:, self.class_place] = vectors.to(condition.dtype)
+        condition[:, self.domain_position] = domain.to(condition.dtype)
+        condition[:, self.class_position] = vectors.to(condition.dtype)
         return condition
 
 
-def concept_prompt(text: TextEncoder) -> ConceptPrompt:
-    """The prompt's encoding, x at both places; an encoder too short for it loses words before V."""
+def encode_concept_prompt(text: TextEncoder) -> ConceptPrompt:
+    """Encode the prompt with x for S and V; a short encoder drops words before V."""
     length = min(text.count_tokens(PROMPT) + 2, text.shape[0])
-    # CLIP's text encoder looks back alone: what is padded after the end changes nothing before it.
-    return ConceptPrompt(text([PROMPT])[0, :length], _domain_place(text), length - 2)
+    # CLIP's text encoder is causal: padding after the end changes nothing before it
+    return ConceptPrompt(text([PROMPT])[0, :length], _domain_position(text), length - 2)
 
 
-def concept_starts(text: TextEncoder, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where S [d] and V [C, d] begin: at x, and at the last token of each class's name."""
-    prompts = concept_prompts(names)
+def initial_concepts(text: TextEncoder, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the initial S [d], at x, and V [C, d], at the last token of each class name."""
+    prompts = initial_prompts(names)
     encodings = text(prompts)
     last = text.shape[0] - 2
-    places = [min(text.count_tokens(prompt), last) for prompt in prompts]
-    vectors = [encoding[place] for encoding, place in zip(encodings, places, strict=True)]
-    return encodings[0, _domain_place(text)], torch.stack(vectors)
+    positions = [min(text.count_tokens(prompt), last) for prompt in prompts]
+    vectors = [encoding[i] for encoding, i in zip(encodings, positions, strict=True)]
+    return encodings[0, _domain_position(text)], torch.stack(vectors)
 
 
-def _domain_place(text: TextEncoder) -> int:
-    # the begin-of-text token comes first
+def _domain_position(text: TextEncoder) -> int:
+    # The begin-of-text token comes first
     return text.count_tokens("a") + 1
 
 
-def concept_prompts(names: Sequence[str]) -> list[str]:
-    """The prompts where the words begin; x stands where S goes."""
-    return [fill("a x style of a {class}", {"class": name}) for name in names]
+def initial_prompts(names: Sequence[str]) -> list[str]:
+    """Return the initial prompt of each class, with x for S."""
+    return [fill_prompt("a x style of a {class}", {"class": name}) for name in names]

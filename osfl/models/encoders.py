@@ -1,6 +1,6 @@
-"""Text encoders, image encoders and captioners of a kit.
+"""Text encoders, image encoders and captioners.
 
-The only file that imports transformers.
+The only file that imports transformers, except `osfl/kit_training/untrained.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,18 +28,15 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from osfl.costs import FlopMeter
-from osfl.models.fits import Misfit, check_finite, check_loaded
-from osfl.models.headers import Shapes
-from osfl.models.kit_check import (
-    CAPTIONERS,
-    IMAGE_ENCODERS,
-    check_captioner,
-    check_image_encoder,
-)
-from osfl.models.kits import KitError, find_model, variant_of
-from osfl.pixels import cut_ends
-from osfl.words import plain
+from osfl.kit.check import check_captioner, check_image_encoder
+from osfl.kit.fits import Misfit, check_finite, check_loaded
+from osfl.kit.folder import KitError
+from osfl.kit.headers import Shapes
+from osfl.kit.kits import find_model, weights_variant
+from osfl.kit.part_check import CAPTIONERS, IMAGE_ENCODERS
+from osfl.util.costs import FlopMeter
+from osfl.util.pixels import crop_long_side
+from osfl.util.text import sanitize
 
 if TYPE_CHECKING:
     from transformers import BitImageProcessor
@@ -50,7 +47,7 @@ MAX_TOKENS = 30  # of a caption
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """tau: a frozen CLIP text encoder with its tokenizer."""
+    """The frozen CLIP text encoder tau with its tokenizer."""
 
     model: CLIPTextModel
     tokenizer: CLIPTokenizer
@@ -61,40 +58,40 @@ class TextEncoder:
         return self.tokenizer.model_max_length, self.model.config.hidden_size
 
     def tokens(self, texts: Sequence[str]) -> torch.Tensor:
-        """Token ids [N, L], padded and cut to the encoder's length."""
+        """Return token ids [N, L], padded and truncated to the encoder's length."""
         batch = self.tokenizer(
             list(texts), padding="max_length", truncation=True, return_tensors="pt"
         )
         return batch.input_ids.to(self.model.device)
 
     def count_tokens(self, text: str) -> int:
-        """How many tokens a text has, without the marks of its begin and end."""
+        """Return a text's number of tokens, without the begin and end tokens."""
         return len(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> torch.Tensor:
-        """tau(text): the last hidden states [N, L, d]."""
+        """Return tau(text), the last hidden states [N, L, d]."""
         return self.model(self.tokens(texts)).last_hidden_state
 
     @torch.no_grad()
     def pooled(self, texts: Sequence[str]) -> torch.Tensor:
-        """The end-of-text token's last hidden state [N, d]."""
+        """Return the end-of-text token's last hidden state [N, d]."""
         return self.model(self.tokens(texts)).pooler_output
 
 
 def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-    """The `text_encoder/` and `tokenizer/` of a Stable-Diffusion-format folder.
+    """Load `text_encoder/` and `tokenizer/` of a Stable Diffusion folder.
 
     Raises:
         KitError: a tensor is missing or not finite, or the tokenizer cannot be loaded or does not
-            fit.
+            fit the encoder.
     """
     model, info = CLIPTextModel.from_pretrained(
         kit,
         subfolder="text_encoder",
         dtype=dtype,
         use_safetensors=True,
-        variant=variant_of(kit, "text_encoder"),
+        variant=weights_variant(kit, "text_encoder"),
         trust_remote_code=False,
         output_loading_info=True,
     )
@@ -106,12 +103,12 @@ def load_text_encoder(kit: str, device: torch.device, dtype: torch.dtype) -> Tex
 
 
 def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
-    """Return a kit's tokenizer, which makes no more tokens than the text encoder has places.
+    """Load a kit's tokenizer, with at most as many tokens as the text encoder has positions.
 
-    Settings without a length stand for one of 10^30 tokens.
+    Without a length in its settings, the library's maximum is 10^30.
 
     Raises:
-        KitError: it cannot be loaded, or has tokens that the text encoder lacks.
+        KitError: the tokenizer cannot be loaded, or has tokens that the text encoder lacks.
     """
     setting = f"kit = {kit!r}"
     try:
@@ -119,53 +116,55 @@ def _tokenizer(kit: str, config: CLIPTextConfig) -> CLIPTokenizer:
             kit, subfolder="tokenizer", trust_remote_code=False
         )
         last = max(tokenizer.all_special_ids, default=0)
-    # Whatever the library raises for files that somebody wrote
+    # The library raises anything for unexpected files
     except Exception as error:
         raise KitError(
-            f"{setting}: its tokenizer/ cannot be loaded: {plain(error)}. Fetch it again"
+            f"{setting}: its tokenizer/ cannot be loaded: {sanitize(error)}. Fetch it again"
         ) from None
     if last >= config.vocab_size:
         name = tokenizer.convert_ids_to_tokens(last)
         raise KitError(
-            f"{setting}: tokenizer/ has the special token {plain(name, 80)!r} with number {last}, "
+            f"{setting}: tokenizer/ has the special token {sanitize(name, 80)!r} with id {last}, "
             f"but text_encoder/config.json says vocab_size = {config.vocab_size}; set pad_token, "
-            "bos_token and eos_token in tokenizer/tokenizer_config.json to tokens of its own"
+            "bos_token and eos_token in tokenizer/tokenizer_config.json to tokens of its vocabulary"
         )
     length = min(int(tokenizer.model_max_length), config.max_position_embeddings)
     tokenizer.model_max_length = length
     return tokenizer
 
 
-def misfit_of_encoder(place: Path, kind: str, shapes: Shapes) -> Misfit:
+def encoder_misfit(folder: Path, kind: str, shapes: Shapes) -> Misfit:
     """Compare a file's tensors with those of the model that a folder's settings describe.
 
-    transformers itself loads tensors without numbers, so that old names are mapped as it maps them.
+    transformers itself loads the tensors on the meta device, so that it also maps old names.
     """
-    of_model = _model_class(place, kind)
+    model_class = _model_class(folder, kind)
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with _quiet():
-        _, info = of_model.from_pretrained(
+        _, info = model_class.from_pretrained(
             None,
-            config=of_model.config_class.from_pretrained(place, trust_remote_code=False),
+            config=model_class.config_class.from_pretrained(folder, trust_remote_code=False),
             state_dict=state,
             device_map={"": "meta"},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    mismatched = [(name, tuple(has), tuple(want)) for name, has, want in info["mismatched_keys"]]
+    mismatched = [
+        (name, tuple(shape), tuple(required)) for name, shape, required in info["mismatched_keys"]
+    ]
     return Misfit(tuple(sorted(info["missing_keys"])), tuple(sorted(mismatched)))
 
 
-def _model_class(place: Path, kind: str) -> type[PreTrainedModel]:
+def _model_class(folder: Path, kind: str) -> type[PreTrainedModel]:
     if kind == "text_encoder":
         return CLIPTextModel
-    found = AutoConfig.from_pretrained(place, trust_remote_code=False).model_type
-    return _IMAGE_ENCODERS[found] if kind == "image_encoder" else _CAPTIONERS[found][0]
+    model_type = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
+    return _IMAGE_ENCODERS[model_type] if kind == "image_encoder" else _CAPTIONERS[model_type][0]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's own reports and bars, until the end."""
+    """Silence the library's reports and progress bars."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -182,7 +181,7 @@ def _quiet() -> Iterator[None]:
 class ImageEncoder:
     """A frozen image encoder with its preprocessing.
 
-    CLIP's projected embedding, or DINOv2's class token.
+    An embedding is CLIP's projected one, or DINOv2's class token.
     """
 
     model: CLIPVisionModelWithProjection | Dinov2Model
@@ -190,28 +189,24 @@ class ImageEncoder:
 
     @property
     def width(self) -> int:
-        """Numbers in an embedding; 1024 for Stable unCLIP 2.1."""
+        """Dimension of an embedding; 1024 for Stable unCLIP 2.1."""
         config = self.model.config
-        return (
-            config.projection_dim
-            if isinstance(self.model, CLIPVisionModelWithProjection)
-            else config.hidden_size
-        )
+        if isinstance(self.model, CLIPVisionModelWithProjection):
+            return config.projection_dim
+        return config.hidden_size
 
     @property
     def image_size(self) -> int:
-        """Pixels on a side of what it is given: of DINOv2 256, of which it sees the middle 224."""
-        return _resized_to(self.processor)
+        """Side of the input images in pixels; 256 for DINOv2, which sees the central 224."""
+        return _resized_side(self.processor)
 
     def fit(self, picture: torch.Tensor) -> torch.Tensor:
-        """A picture [3, H, W] uint8 at `image_size`, resized as the encoder's own processor does
-        it.
-        """
+        """Resize a uint8 image [3, H, W] to `image_size`, as the encoder's own processor does."""
         return _fit(self.processor, picture)
 
     @torch.no_grad()
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Embeddings [N, e] float32 on the CPU of uint8 images [N, 3, H, W]."""
+        """Return float32 embeddings [N, e] on the CPU for uint8 images [N, 3, H, W]."""
         rows = []
         for chunk in pixels.split(64):
             inputs = self.processor(list(chunk), return_tensors="pt").pixel_values.to(
@@ -231,49 +226,50 @@ class Captioner:
 
     @property
     def image_size(self) -> int:
-        """Pixels on a side that the captioner sees."""
-        return _resized_to(self.processor.image_processor)
+        """Side of the input images in pixels."""
+        return _resized_side(self.processor.image_processor)
 
     def fit(self, picture: torch.Tensor) -> torch.Tensor:
-        """A picture [3, H, W] uint8 at `image_size`: BLIP's processor squeezes it into a square."""
+        """Resize a uint8 image [3, H, W] to `image_size`; BLIP ignores the aspect ratio."""
         return _fit(self.processor.image_processor, picture)
 
     def __call__(self, pixels: torch.Tensor, meter: FlopMeter | None = None) -> list[str]:
-        """A caption for each of the uint8 images [N, 3, H, W].
+        """Return one caption for each of the uint8 images [N, 3, H, W].
 
-        Greedy decoding, so the same image gets the same caption.
+        Decoding is greedy, so the same image always gets the same caption.
         """
         texts = []
         for chunk in pixels.split(16):
             step = partial(self._tokens, chunk)
-            tokens = (
-                meter.run_then(step, lambda tokens: ("caption", *tokens.shape)) if meter else step()
-            )
+            if meter:
+                tokens = meter.run_by_result(step, lambda tokens: ("caption", *tokens.shape))
+            else:
+                tokens = step()
             texts += self.processor.batch_decode(tokens, skip_special_tokens=True)
         return [text.strip() for text in texts]
 
     @torch.no_grad()
     def _tokens(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Token ids [N, longest], the end filled up."""
+        """Return token ids [N, longest], padded at the end."""
         inputs = self.processor(images=list(pixels), return_tensors="pt").to(self.model.device)
         return self.model.generate(
             inputs.pixel_values.to(self.model.dtype), max_new_tokens=MAX_TOKENS, do_sample=False
         )
 
 
-def _resized_to(processor: "TorchvisionBackend") -> int:
-    """The short side, or every side, that a processor resizes to."""
+def _resized_side(processor: "TorchvisionBackend") -> int:
+    """Return the length to which a processor resizes the short side, or both."""
     return processor.size.shortest_edge or processor.size.height
 
 
 def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor:
-    """What a processor resizes a picture to, by its own resampling; of a long one the middle.
+    """Resize an image by a processor's own resampling; crop a long one to its center.
 
-    The processor itself then resizes nothing, and cuts out of the middle what the network sees.
+    Later the processor no longer resizes the image. It only crops it to the network's input.
     """
-    side = _resized_to(processor)
+    side = _resized_side(processor)
     if processor.size.shortest_edge:
-        picture = cut_ends(picture)
+        picture = crop_long_side(picture)
     return processor(
         picture,
         do_center_crop=True,
@@ -285,18 +281,19 @@ def _fit(processor: "TorchvisionBackend", picture: torch.Tensor) -> torch.Tensor
 
 
 def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
-    """CLIP or DINOv2.
+    """Load a CLIP or DINOv2.
 
-    From a kit (`image_encoder/` and `feature_extractor/`, as Stable unCLIP has them), or a folder
-    or hub id of its own.
+    Args:
+        source: a kit (`image_encoder/` and `feature_extractor/`, as in Stable unCLIP), or the
+            folder or hub id of the model alone.
 
     Raises:
-        KitError: neither is there, or it is another kind of model.
+        KitError: the model is missing, corrupt or of another kind.
     """
     source = find_model(source, "image_encoder", "image-encoder")
     check_image_encoder(source)
-    of_kit = (Path(source) / "image_encoder" / "config.json").is_file()
-    part, settings = ("image_encoder", "feature_extractor") if of_kit else ("", "")
+    is_kit = (Path(source) / "image_encoder" / "config.json").is_file()
+    part, settings = ("image_encoder", "feature_extractor") if is_kit else ("", "")
     setting = f"image-encoder = {source!r}"
     try:
         model, info = _model_class(Path(source) / part, "image_encoder").from_pretrained(
@@ -304,16 +301,16 @@ def load_image_encoder(source: str, device: torch.device) -> ImageEncoder:
             subfolder=part,
             dtype=torch.float32,
             use_safetensors=True,
-            variant=variant_of(source, part, "image_encoder"),
+            variant=weights_variant(source, part, "image_encoder"),
             trust_remote_code=False,
             output_loading_info=True,
         )
         processor = AutoImageProcessor.from_pretrained(
             Path(source) / settings, trust_remote_code=False
         )
-    # Whatever the library raises for settings that somebody wrote
+    # The library raises anything for unexpected settings
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, "image_encoder")
     check_finite(model, setting, "image_encoder")
     return ImageEncoder(model.to(device).eval().requires_grad_(False), processor)
@@ -341,31 +338,34 @@ _CAPTIONERS = dict(
 
 
 def load_captioner(source: str, device: torch.device) -> Captioner:
-    """BLIP or BLIP-2 from a kit's `captioner/`, or from a folder or hub id of its own.
+    """Load a BLIP or BLIP-2.
+
+    Args:
+        source: a kit with `captioner/`, or the folder or hub id of the model alone.
 
     Raises:
-        KitError: it is not there, damaged, or another kind of model.
+        KitError: the model is missing, corrupt or of another kind.
     """
     source = find_model(source, "captioner", "captioner")
     check_captioner(source)
-    of_kit = (Path(source) / "captioner" / "config.json").is_file()
-    place = Path(source) / "captioner" if of_kit else Path(source)
-    setting = f"captioner = {str(place)!r}"
+    is_kit = (Path(source) / "captioner" / "config.json").is_file()
+    folder = Path(source) / "captioner" if is_kit else Path(source)
+    setting = f"captioner = {str(folder)!r}"
     try:
-        kind = AutoConfig.from_pretrained(place, trust_remote_code=False).model_type
-        of_model, of_processor = _CAPTIONERS[kind]
-        model, info = of_model.from_pretrained(
-            place,
+        kind = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
+        model_class, processor_class = _CAPTIONERS[kind]
+        model, info = model_class.from_pretrained(
+            folder,
             dtype=torch.float32,
             use_safetensors=True,
-            variant=variant_of(str(place), "", "captioner"),
+            variant=weights_variant(str(folder), "", "captioner"),
             trust_remote_code=False,
             output_loading_info=True,
         )
-        processor = of_processor.from_pretrained(place, trust_remote_code=False)
-    # Whatever the library raises for settings that somebody wrote
+        processor = processor_class.from_pretrained(folder, trust_remote_code=False)
+    # The library raises anything for unexpected settings
     except Exception as error:
-        raise KitError(f"{setting} cannot be loaded: {plain(error)}") from error
+        raise KitError(f"{setting} cannot be loaded: {sanitize(error)}") from error
     check_loaded(info, setting, "captioner")
     check_finite(model, setting, "captioner")
     return Captioner(model.to(device).eval().requires_grad_(False), processor)

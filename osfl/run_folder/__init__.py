@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and who reads it. Nobody else spells a path inside a run's folder."""
+"""The files that a run leaves on disk, and their readers. No other code spells their paths."""

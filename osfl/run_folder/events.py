@@ -1,16 +1,18 @@
-"""A run's status and results as lines of its log, for a command that follows it from elsewhere."""
+"""Events: a run's status and results as lines of its log, which a remote command can follow."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from osfl.log import log
-from osfl.words import plain
+from osfl.util.log import log
+from osfl.util.text import sanitize
 
-CLIENTS_OF_A_LINE = 50  # Flower's client cuts long lines
-MOST_WARNING = 1000  # characters
-# After the level that Flower's log puts before it: a client's words cannot begin a line
+# Flower's client truncates long lines
+CLIENTS_PER_LINE = 50
+# Characters
+MAX_WARNING = 1000
+# Flower's log puts the level first, so a client's text cannot imitate the start of a line
 _EVENT = re.compile(r"INFO\s*:\s+status (\{.*\})\s*")
 
 
@@ -20,7 +22,7 @@ def log_event(event: Mapping[str, Any]) -> None:
 
 
 def log_results(metrics: Mapping[str, Any], report: str) -> None:
-    """Log what the table at the end of a run shows, and where the server keeps the report."""
+    """Log the contents of the table at the end of a run, and the report's path on the server."""
     for event in _results(metrics, report):
         log_event(event)
 
@@ -28,7 +30,7 @@ def log_results(metrics: Mapping[str, Any], report: str) -> None:
 def _results(metrics: Mapping[str, Any], report: str) -> Iterator[dict[str, Any]]:
     server = {key: metrics["server"][key] for key in ("synthetic_images", "seconds_per_image")}
     yield {"results": {"method": metrics["method"], "server": server, "report": report}}
-    uploads = {name: about.get("upload_bytes", 0) for name, about in metrics["clients"].items()}
+    uploads = {name: costs.get("upload_bytes", 0) for name, costs in metrics["clients"].items()}
     for part in _parts(uploads):
         yield {"uploads": part}
     for model, by_client in metrics["accuracy"].items():
@@ -37,21 +39,21 @@ def _results(metrics: Mapping[str, Any], report: str) -> Iterator[dict[str, Any]
     for part in _parts(dict.fromkeys(metrics["not_tested"], True)):
         yield {"not_tested": part}
     for warning in metrics["warnings"]:
-        yield {"warning": plain(warning, MOST_WARNING)}
+        yield {"warning": sanitize(warning, MAX_WARNING)}
 
 
 def _parts(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     items = list(values.items())
-    for begin in range(0, len(items), CLIENTS_OF_A_LINE):
-        yield dict(items[begin : begin + CLIENTS_OF_A_LINE])
+    for begin in range(0, len(items), CLIENTS_PER_LINE):
+        yield dict(items[begin : begin + CLIENTS_PER_LINE])
 
 
 class FollowedRun:
-    """A run as the events of its log describe it.
+    """The state of a run, rebuilt from the events in its log.
 
     Attributes:
-        state: as `status.json`.
-        metrics: what the table at the end shows; empty until the run has finished.
+        state: the keys of `status.json`.
+        metrics: the contents of the table at the end; empty until the run has finished.
     """
 
     def __init__(self) -> None:
@@ -60,17 +62,17 @@ class FollowedRun:
         self.metrics: dict[str, Any] = {}
 
     def read(self, line: str) -> bool:
-        """Take in a line of the log; returns whether it was an event."""
-        found = _EVENT.fullmatch(line)
-        if found is None:
+        """Process a line of the log; return whether it was an event."""
+        match = _EVENT.fullmatch(line)
+        if match is None:
             return False
         try:
-            self._take(json.loads(found[1]))
+            self._apply(json.loads(match[1]))
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
         return True
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _apply(self, event: dict[str, Any]) -> None:
         if "phase" in event:
             phase = str(event["phase"])
             self.state.update(phase=phase, done=0, total=int(event["total"]))
@@ -91,4 +93,4 @@ class FollowedRun:
         elif "not_tested" in event:
             self.metrics["not_tested"] += map(str, event["not_tested"])
         elif "warning" in event:
-            self.metrics["warnings"].append(plain(event["warning"], MOST_WARNING))
+            self.metrics["warnings"].append(sanitize(event["warning"], MAX_WARNING))

@@ -1,8 +1,8 @@
-"""Whether a run's folder holds what was written to it, and all of it.
+"""Verification that a run's folder is complete and as it was written.
 
 Images, payloads and models have their SHA-256 in records beside them: `units/*.jsonl`,
-`payloads/*.json`, `models/*.json`. These, and every other file of a finished run, have theirs in
-`SHA256SUMS`, which is written last (`sha256sum -c SHA256SUMS` reads it too). Not in it are
+`payloads/*.json`, `models/*.json`. These records and every other file of a finished run have theirs
+in `SHA256SUMS`, which is written last (`sha256sum -c SHA256SUMS` reads it, too). The exceptions are
 `status.json`, which must say `finished`, and the launcher's `server.log`.
 """
 
@@ -15,16 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osfl.files import DamageError, read_json, write_atomically
-from osfl.run_folder.layout import (
-    MADE_ANEW,
-    NOT_A_RECORD,
-    SUMS,
-    picture_digest,
-    read_picture,
-    read_rows,
-)
-from osfl.words import plain
+from osfl.run_folder.image_store import image_digest, read_image, read_rows
+from osfl.run_folder.job_files import HINT_RECREATE
+from osfl.run_folder.layout import CHECKSUMS, UNRECORDED, RunFolder
+from osfl.util.files import CorruptFileError, read_json, write_atomically
+from osfl.util.text import sanitize
 
 _RECORDS = (
     *("*.json", "*.jsonl", "*.html", "payloads/*.json", "units/*.jsonl", "models/*.json"),
@@ -34,206 +29,213 @@ _RECORDS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Of the files of one kind.
+    """The verification of one kind of file.
 
-    How many are as they were written, and what is wrong with the others.
+    Attributes:
+        kind: the plural of its name, such as `models`.
+        good: the number of intact files.
+        wrong: a problem for each of the others.
     """
 
     kind: str
-    good: int
-    wrong: tuple[str, ...]
+    intact: int
+    problems: tuple[str, ...]
 
     @property
     def counted(self) -> str:
-        """The good ones, such as `1 model`."""
-        return f"{self.good} {self.kind.removesuffix('s') if self.good == 1 else self.kind}"
+        """The number of intact files with their kind, such as `1 model`."""
+        return f"{self.intact} {self.kind.removesuffix('s') if self.intact == 1 else self.kind}"
 
 
-def picture_problem(folder: Path, row: dict[str, Any]) -> str:
-    """What is wrong with the image of a manifest's row; empty: nothing."""
-    name = plain(row["file"])
+def image_problem(folder: Path, row: dict[str, Any]) -> str:
+    """Return the problem with the image of a manifest's row; "" if it is intact."""
+    name = sanitize(row["file"])
     if not os.path.isfile(folder / row["file"]):
         return f"{name} is missing"
-    picture = read_picture(folder / row["file"])
+    picture = read_image(folder / row["file"])
     if picture is None:
         return f"{name} cannot be read"
-    if picture_digest(picture) != row["sha256"]:
-        return f"{name} is another image than the one that was made"
+    if image_digest(picture) != row["sha256"]:
+        return f"{name} is not the image that was synthesized"
     return ""
 
 
 # ---- The whole folder ----
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a run was ever here, however much of it is left."""
-    signs = ("config.json", "status.json", "metrics.json", "payloads", "units", SUMS)
-    return any(os.path.lexists(folder / name) for name in signs)
+def contains_run(folder: Path) -> bool:
+    """Return whether a folder contains a run, or what remains of one."""
+    traces = ("config.json", "status.json", "metrics.json", "payloads", "units", CHECKSUMS)
+    return any(os.path.lexists(folder / name) for name in traces)
 
 
 def verify_run(
     folder: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Finding]:
-    """Read everything that a run has stored. Damage is reported, never raised.
+    """Read and check everything that a run has stored. Corrupt files are reported, never raised.
 
     Args:
-        folder: `runs/<job id>`; the run may be going on.
-        progress: called with (images read, images in all).
+        folder: `runs/<job id>`; the run need not have finished.
+        progress: called with (images read, all images).
     """
-    rows, wrong = _rows_of_units(folder)
-    good = 0
+    rows, problems = _unit_rows(folder)
+    intact = 0
     with ThreadPoolExecutor() as readers:
-        problems = readers.map(lambda row: picture_problem(folder, row), rows)
-        for done, problem in enumerate(problems, start=1):
-            wrong += [problem] if problem else []
-            good += not problem
-            progress(done, len(rows))
-    found = [
-        _of_vouched(folder, "payloads", ".pb"),
-        Finding("images", good, tuple(wrong)),
-        _of_manifest(folder, rows),
-        _of_vouched(folder, "models", ".safetensors"),
+        image_problems = readers.map(lambda row: image_problem(folder, row), rows)
+        for number, problem in enumerate(image_problems, start=1):
+            problems += [problem] if problem else []
+            intact += not problem
+            progress(number, len(rows))
+    findings = [
+        _check_recorded_files(folder, "payloads", ".pb"),
+        Finding("images", intact, tuple(problems)),
+        _check_manifest(folder, rows),
+        _check_recorded_files(folder, "models", ".safetensors"),
     ]
-    told = {problem for finding in found for problem in finding.wrong}
-    records = _of_records(folder)
-    new = tuple(problem for problem in records.wrong if problem not in told)
-    return [*found, Finding("records", records.good, new)]
+    reported = {problem for finding in findings for problem in finding.problems}
+    records = _check_records(folder)
+    unreported = tuple(problem for problem in records.problems if problem not in reported)
+    return [*findings, Finding("records", records.intact, unreported)]
 
 
-def seal(folder: Path) -> None:
-    """The end of a run: `SHA256SUMS` of all its records, by which a missing one is noticed."""
+def write_checksums(folder: Path) -> None:
+    """Write `SHA256SUMS` of all records at the end of a run, which also shows missing files."""
     names = [
         str(file.relative_to(folder))
         for pattern in _RECORDS
         for file in sorted(folder.glob(pattern))
-        if file.name not in NOT_A_RECORD and os.path.isfile(file)
+        if file.name not in UNRECORDED and os.path.isfile(file)
     ]
     lines = [f"{_sha256(folder / name)}  {name}\n" for name in names]
-    write_atomically(folder / SUMS, f"# {len(names)} files\n{''.join(lines)}".encode())
+    write_atomically(folder / CHECKSUMS, f"# {len(names)} files\n{''.join(lines)}".encode())
 
 
-def check_sealed(folder: Path, name: str) -> None:
-    """Whether a record of a finished run is the one that was sealed; of another, nobody can say.
+def check_checksum(folder: Path, name: str) -> None:
+    """Check a record of a run against `SHA256SUMS`, if it is listed there.
 
     Raises:
-        DamageError: it is not.
+        CorruptFileError: the record is missing or corrupt.
     """
     digest = _read_sums(folder).get(name)
     if digest and (problem := _problem(folder, name, digest)):
-        raise DamageError(f"{folder}: {problem}; {MADE_ANEW}")
+        raise CorruptFileError(f"{folder}: {problem}; {HINT_RECREATE}")
 
 
-def _rows_of_units(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the rows of all units, by file; what is wrong with units)."""
+def _unit_rows(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of all work units, sorted by file, and the problems with units."""
     rows = []
-    wrong = []
-    for unit in sorted((folder / "units").glob("*.jsonl")):
+    problems = []
+    for unit in sorted(RunFolder(folder).unit_files()):
         try:
             rows += read_rows(unit)
         except OSError:
-            wrong.append(_damaged(folder, unit))
+            problems.append(_corruption(folder, unit))
     rows.sort(key=lambda row: row["file"])
-    return rows, wrong
+    return rows, problems
 
 
-def _of_manifest(folder: Path, pictures: list[dict[str, Any]]) -> Finding:
-    """`manifest.jsonl`, which a run has from the end of its synthesis on, names images of its units
-    alone.
+def _check_manifest(folder: Path, unit_rows: list[dict[str, Any]]) -> Finding:
+    """Check that every row of `manifest.jsonl` equals a row of a work unit.
+
+    A run has a manifest from the end of its synthesis on.
     """
-    file = folder / "manifest.jsonl"
+    file = RunFolder(folder).manifest_file
     if not os.path.lexists(file):
         return Finding("manifest rows", 0, ())
     try:
         rows = read_rows(file)
     except OSError:
-        return Finding("manifest rows", 0, (_damaged(folder, file),))
-    known = {row["file"]: row for row in pictures}
-    wrong = tuple(
-        f"manifest.jsonl: {plain(row['file'])} is in no unit as it is there"
+        return Finding("manifest rows", 0, (_corruption(folder, file),))
+    rows_by_file = {row["file"]: row for row in unit_rows}
+    problems = tuple(
+        f"manifest.jsonl: the row of {sanitize(row['file'])} differs from that of its work unit"
         for row in rows
-        if known.get(row["file"]) != row
+        if rows_by_file.get(row["file"]) != row
     )
-    return Finding("manifest rows", len(rows) - len(wrong), wrong)
+    return Finding("manifest rows", len(rows) - len(problems), problems)
 
 
-def _of_vouched(folder: Path, kind: str, ending: str) -> Finding:
-    """Files that have their digest in a JSON file beside them: none is without the other."""
+def _check_recorded_files(folder: Path, kind: str, ending: str) -> Finding:
+    """Check files whose digest is in a JSON file beside them; both must exist."""
     files = [*(folder / kind).glob(f"*{ending}"), *(folder / kind).glob("*.json")]
-    found = []
+    results = []
     for name in sorted({file.stem for file in files}):
         record = folder / kind / f"{name}.json"
         try:
             digest = read_json(record).get("sha256")
         except OSError:
-            found.append(_damaged(folder, record))
+            results.append(_corruption(folder, record))
             continue
-        found.append(_problem(folder, f"{kind}/{name}{ending}", digest))
-    return Finding(kind, found.count(""), tuple(problem for problem in found if problem))
+        results.append(_problem(folder, f"{kind}/{name}{ending}", digest))
+    return Finding(kind, results.count(""), tuple(problem for problem in results if problem))
 
 
-def _of_records(folder: Path) -> Finding:
-    """Of a finished run all that `SHA256SUMS` names, and `status.json`.
+def _check_records(folder: Path) -> Finding:
+    """Check `status.json` and all files that `SHA256SUMS` lists, for a finished run.
 
-    Else `config.json` alone.
+    Of an unfinished run only `config.json` is checked.
     """
+    run = RunFolder(folder)
     phase = None
-    sealed = os.path.lexists(folder / SUMS)
-    ended = any(os.path.lexists(folder / name) for name in ("metrics.json", "report.html"))
-    wrong = []
+    sealed = os.path.lexists(folder / CHECKSUMS)
+    ended = os.path.lexists(run.metrics_file) or os.path.lexists(run.report_file)
+    problems = []
     try:
-        phase = read_json(folder / "status.json").get("phase")
+        phase = read_json(run.status_file).get("phase")
     except OSError:
-        # A run that has just begun has none
-        if sealed or ended or os.path.lexists(folder / "status.json"):
-            wrong.append(_damaged(folder, folder / "status.json"))
+        # A run that has just started has none
+        if sealed or ended or os.path.lexists(run.status_file):
+            problems.append(_corruption(folder, run.status_file))
     else:
         if sealed and phase != "finished":
-            wrong.append("status.json does not say that the run has finished")
+            problems.append("status.json does not say that the run has finished")
     if sealed or phase == "finished" or (phase is None and ended):
         sums = _read_sums(folder)
-        found = [_problem(folder, name, digest) for name, digest in sums.items()]
-        wrong += [] if sums else [_damaged(folder, folder / SUMS)]
+        results = [_problem(folder, name, digest) for name, digest in sums.items()]
+        problems += [] if sums else [_corruption(folder, folder / CHECKSUMS)]
     else:
-        found = [_config_problem(folder)]
-    return Finding("records", found.count(""), (*wrong, *(text for text in found if text)))
+        results = [_config_problem(folder)]
+    problems += [problem for problem in results if problem]
+    return Finding("records", results.count(""), tuple(problems))
 
 
 def _config_problem(folder: Path) -> str:
+    file = RunFolder(folder).config_file
     try:
-        read_json(folder / "config.json")
+        read_json(file)
     except OSError:
-        return _damaged(folder, folder / "config.json")
+        return _corruption(folder, file)
     return ""
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
-    """The digests by file; none if `SHA256SUMS` is not as it was written."""
-    if not os.path.isfile(folder / SUMS):
+    """Read the digests by file; {} if `SHA256SUMS` is missing or corrupt."""
+    if not os.path.isfile(folder / CHECKSUMS):
         return {}
     try:
-        head, *lines = (folder / SUMS).read_text().split("\n")
+        head, *lines = (folder / CHECKSUMS).read_text().split("\n")
     except (OSError, ValueError):
         return {}
-    digests = [re.fullmatch(r"([0-9a-f]{64})  (\w[\w./-]*)", line) for line in lines[:-1]]
-    names = {match[2]: match[1] for match in digests if match and ".." not in match[2]}
-    whole = head == f"# {len(lines) - 1} files" and lines[-1:] == [""]
-    return names if whole and len(names) == len(digests) else {}
+    matches = [re.fullmatch(r"([0-9a-f]{64})  (\w[\w./-]*)", line) for line in lines[:-1]]
+    digests = {match[2]: match[1] for match in matches if match and ".." not in match[2]}
+    is_complete = head == f"# {len(lines) - 1} files" and lines[-1:] == [""]
+    return digests if is_complete and len(digests) == len(matches) else {}
 
 
 def _problem(folder: Path, name: str, digest: object) -> str:
-    """What is wrong with a file, by its SHA-256; empty: nothing."""
+    """Return the problem with a file, by its SHA-256; "" if it is intact."""
     try:
-        sound = os.path.isfile(folder / name) and _sha256(folder / name) == digest
+        is_intact = os.path.isfile(folder / name) and _sha256(folder / name) == digest
     except OSError:
-        return f"{plain(name)} cannot be read"
-    return "" if sound else _damaged(folder, folder / name)
+        return f"{sanitize(name)} cannot be read"
+    return "" if is_intact else _corruption(folder, folder / name)
 
 
-def _damaged(folder: Path, file: Path) -> str:
-    name = plain(file.relative_to(folder))
+def _corruption(folder: Path, file: Path) -> str:
+    name = sanitize(file.relative_to(folder))
     if not os.path.lexists(file):
         return f"{name} is missing"
-    return f"{name} is not as it was written"
+    return f"{name} is corrupt"
 
 
 def _sha256(file: Path) -> str:

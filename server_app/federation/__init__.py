@@ -1,4 +1,1 @@
-"""The server's talk with the clients.
-
-Messages under way, who joins, their payloads, their tests.
-"""
+"""Message exchange between server and clients: join, payload collection, evaluation."""

@@ -1,4 +1,4 @@
-"""The clients' payloads."""
+"""Collection of the clients' payloads."""
 
 import time
 from collections.abc import Mapping
@@ -8,15 +8,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from osfl import wire
 from osfl.config import RunConfig
-from osfl.costs import release_memory
-from osfl.log import log
-from osfl.payloads import Payload
-from osfl.protocol import ACKNOWLEDGE, pack_acknowledgement, unpack_payload
-from osfl.run_folder.layout import RunFolder
-from osfl.run_folder.status import Status
-from osfl.sealing import (
+from osfl.payload import wire
+from osfl.payload.encryption import (
     OVERHEAD,
     SealError,
     fingerprint,
@@ -24,22 +18,34 @@ from osfl.sealing import (
     pack_public_key,
     public_bytes,
 )
-from osfl.words import plain
-from server_app.expected import ExpectedOf, check_stated, probe
-from server_app.federation import exchange as under_way
-from server_app.federation.exchange import Exchange, RoundError, ignore, listed
+from osfl.payload.kinds import Payload
+from osfl.payload.messages import ACKNOWLEDGE, pack_acknowledgement, unpack_payload
+from osfl.run_folder.layout import RunFolder
+from osfl.run_folder.status import Status
+from osfl.util.costs import release_memory
+from osfl.util.log import log
+from osfl.util.text import sanitize
+from server_app.expected import ExpectedOf, check_plausible, check_stated_counts
+from server_app.federation import exchange as exchange_module
+from server_app.federation.exchange import Exchange, RoundError, format_reasons, ignore
 from server_app.federation.join import Members
 
 
 @dataclass
 class _Upload:
-    blob: bytes  # as it is stored
-    sha256: str  # of the open payload
+    blob: bytes  # as stored
+    sha256: str  # of the unsealed payload
     costs: dict[str, float]
 
 
 class Collection:
-    """The payloads that are here, and those that are owed."""
+    """Payloads that have arrived, and requests for the missing ones.
+
+    Attributes:
+        end: end of the phase by time.monotonic().
+        payloads: valid payloads by client.
+        problems: reason of each client's failure.
+    """
 
     def __init__(
         self,
@@ -59,117 +65,126 @@ class Collection:
         self.expected = expected
         self.end = time.monotonic() + config.deadline
         self.payloads: dict[str, Payload] = {}
-        self.problems: dict[str, str] = {}  # by client
+        self.problems: dict[str, str] = {}
         largest = config.max_payload_mb * 1e6
         self._exchange = Exchange(
-            grid, config.deadline, under_way.WORK_PATIENCE_SECONDS, largest=largest
+            grid, config.deadline, exchange_module.WORK_PATIENCE_SECONDS, largest=largest
         )
-        self._thanks = Exchange(grid, config.join_timeout)
+        self._acknowledgements = Exchange(grid, config.join_timeout)
         self._job_id = job_id
         self._key = key
         public = None if key is None else public_bytes(key)
-        self._job = RecordDict({"job": ConfigRecord({"job": job_id}), **pack_public_key(public)})
-        self._asked: dict[int, str] = {}  # the client of each node
+        self._request = RecordDict(
+            {"job": ConfigRecord({"job": job_id}), **pack_public_key(public)}
+        )
+        self._client_of: dict[int, str] = {}  # client by node
 
-    def look(self) -> bool:
-        """Take what has come, and ask spares in the place of those who failed.
+    def poll(self) -> bool:
+        """Poll for payloads once, and ask standby clients in place of failed ones.
 
-        Returns: whether there is more to come.
+        Returns:
+            Whether more payloads may arrive.
         """
         self._exchange.pull(self._read, self._keep, self._fail, self.end)
-        self._thanks.pull(ignore, ignore, ignore, self.end)
+        self._acknowledgements.pull(ignore, ignore, ignore, self.end)
         self._fill_places()
         self.status.advance(len(self.payloads), len(self.members.nodes))
-        return bool(self._exchange.waiting()) or self._a_spare_may_come()
+        return bool(self._exchange.pending_nodes()) or self._standby_may_join()
 
-    def rest(self) -> None:
-        """Until the next look."""
-        self._exchange.rest(self.end)
+    def wait(self) -> None:
+        """Sleep until the next poll."""
+        self._exchange.wait(self.end)
 
-    def from_store(self, client: str) -> None:
-        """Use a payload that came before."""
-        # What was accepted once is not refused for a lower limit, nor for what its client declares
-        # now: its images may be others
+    def load_stored(self, client: str) -> None:
+        """Use a payload that is already in the store."""
+        # An accepted payload is not refused later because the limit was lowered, or because the
+        # client now declares other image counts
         limits = replace(self.expected(client), max_bytes=self.folder.payload_size(client))
-        sha256 = self.folder.payload_digest(client)
-        # Of a sealed one the seal finds damage, and its digest is no open payload's
-        known = None if self.folder.sealed_to(client) else sha256
-        if self._accept(client, known, limits) and client in self.members.nodes:
-            named = known or wire.digest(self._opened(client))
-            self._acknowledge(self.members.nodes[client], named)
+        stored_sha256 = self.folder.payload_digest(client)
+        # A sealed payload is authenticated by its seal; its stored digest is that of the sealed one
+        sha256 = None if self.folder.sealing_fingerprint(client) else stored_sha256
+        if self._accept(client, sha256, limits) and client in self.members.nodes:
+            payload_sha256 = sha256 or wire.digest(self._stored_payload(client))
+            self._acknowledge(self.members.nodes[client], payload_sha256)
 
     def ask(self, client: str, node: int) -> None:
         """Ask a client for its payload."""
         self.problems.pop(client, None)
-        self._asked[node] = client
+        self._client_of[node] = client
         self.status.client(client, "asked")
-        self._exchange.push(node, "train", self._job)
+        self._exchange.push(node, "train", self._request)
 
     def close(self) -> None:
-        """The phase is over: say who is missing, and send the acknowledgements that are left."""
-        for node in self._exchange.waiting():
-            late = f"no payload within {self.config.deadline:g} s (deadline)"
-            self.problems[self._asked[node]] = late
+        """End the phase: record the missing clients, and send the remaining acknowledgements."""
+        for node in self._exchange.pending_nodes():
+            reason = f"no payload within {self.config.deadline:g} s (deadline)"
+            self.problems[self._client_of[node]] = reason
         self._exchange.end()
         now = time.monotonic()
-        end = min(now + under_way.THANKS_SECONDS, max(now, self.end) + under_way.GRACE_SECONDS)
-        while self._thanks.unsent() and time.monotonic() < end:
-            self._thanks.pull(ignore, ignore, ignore, end)
-            self._thanks.rest(end)
-        self._thanks.end()
+        end = min(
+            now + exchange_module.ACKNOWLEDGE_SECONDS,
+            max(now, self.end) + exchange_module.GRACE_SECONDS,
+        )
+        while self._acknowledgements.unsent() and time.monotonic() < end:
+            self._acknowledgements.pull(ignore, ignore, ignore, end)
+            self._acknowledgements.wait(end)
+        self._acknowledgements.end()
         self.status.advance(len(self.payloads), len(self.members.nodes))
 
     def _vacant(self) -> int:
-        """Places without a payload, and without a client that owes one."""
-        there = len(self.payloads) + len(self._exchange.waiting())
-        return self.config.training_clients - there
+        """Return the number of places with neither a payload nor a client that owes one."""
+        occupied = len(self.payloads) + len(self._exchange.pending_nodes())
+        return self.config.training_clients - occupied
 
     def _fill_places(self) -> None:
-        away = self._exchange.away()
-        if self._vacant() > 0 or away:
-            self.members.look(self.end)
-        # Only as many as spares can replace: without one, a node may still come back
-        for node in away[: max(0, len(self.members.spares()) - self._vacant())]:
+        offline = self._exchange.offline()
+        if self._vacant() > 0 or offline:
+            self.members.poll(self.end)
+        # An offline node may come back, so it is given up only if a standby replaces it
+        for node in offline[: max(0, len(self.members.standby()) - self._vacant())]:
             self._exchange.give_up(node)
-            self._fail(node, f"offline for {under_way.AWAY_SECONDS:g} s, and another is there")
-        for spare in self.members.spares()[: max(0, self._vacant())]:
-            gone = [client for client in self.members.nodes if client in self.problems]
-            self.ask(spare, self.members.take_in(spare, gone[0] if gone else None))
+            self._fail(
+                node, f"offline for {exchange_module.OFFLINE_SECONDS:g} s, replaced by a standby"
+            )
+        for standby in self.members.standby()[: max(0, self._vacant())]:
+            failed = [client for client in self.members.nodes if client in self.problems]
+            self.ask(standby, self.members.admit(standby, failed[0] if failed else None))
 
-    def _a_spare_may_come(self) -> bool:
-        """Whether a node that is fit may still answer, and is needed."""
-        asked = self._vacant() > 0 and bool(self.members.silent())
-        return asked and time.monotonic() < self.members.until
+    def _standby_may_join(self) -> bool:
+        """Check whether a standby is needed and a node may still join as one."""
+        is_needed = self._vacant() > 0 and bool(self.members.silent())
+        return is_needed and time.monotonic() < self.members.until
 
     def _read(self, node: int, content: RecordDict) -> _Upload:
-        client = self._asked[node]
+        client = self._client_of[node]
         expected = self.expected(client)
         if self._key is None:
             return _Upload(*unpack_payload(content, expected))
-        # The seal itself finds damage, so the header's digest says no more
+        # The seal authenticates the payload, so the header's digest is not needed
         sealed, _, costs = unpack_payload(content, expected, OVERHEAD)
-        blob = self._open(client, sealed)
+        blob = self._unseal(client, sealed)
         return _Upload(sealed if self.config.sealed_store else blob, wire.digest(blob), costs)
 
     def _keep(self, node: int, upload: _Upload) -> None:
-        client = self._asked[node]
+        client = self._client_of[node]
         blob = upload.blob
         sha256 = upload.sha256
-        about = {"sha256": wire.digest(blob), "bytes": len(blob), "costs": upload.costs}
+        record = {"sha256": wire.digest(blob), "bytes": len(blob), "costs": upload.costs}
         if self._key is not None and self.config.sealed_store:
-            about["sealed-to"] = fingerprint(public_bytes(self._key))
-        # Before anything else: from here on nobody is asked twice
-        self.folder.store_payload(client, blob, about)
+            record["sealed-to"] = fingerprint(public_bytes(self._key))
+        # Before anything else: once it is stored, the client is never asked again
+        self.folder.store_payload(client, blob, record)
         del blob
         upload.blob = b""
-        release_memory()  # to decode needs the payload's size three times
+        # Decoding needs three times the payload's size
+        release_memory()
         declared = self.members.declared.get(client)
         if self._accept(client, sha256, self.expected(client), declared):
             self._acknowledge(node, sha256)
 
     def _acknowledge(self, node: int, sha256: str) -> None:
-        """Name the payload that is stored: a client forgets no other one."""
-        self._thanks.push(node, ACKNOWLEDGE, pack_acknowledgement(self._job_id, sha256))
+        """Acknowledge the stored payload by its digest: a client deletes no other one."""
+        self._acknowledgements.push(node, ACKNOWLEDGE, pack_acknowledgement(self._job_id, sha256))
 
     def _accept(
         self,
@@ -178,15 +193,17 @@ class Collection:
         limits: wire.Expected,
         declared: Mapping[str, int] | None = None,
     ) -> bool:
-        try:  # from the disk, so that `decode` alone has the bytes
+        try:
             with self.folder.decoding(client):
-                payload = wire.decode(self._opened(client), limits, sha256)
-                probe(payload, client, self.config)
-                check_stated(payload, client, self.config, declared)
-        except OSError:  # the disk's failure, not the client's
+                # Read from disk, so that only `decode` holds the bytes
+                payload = wire.decode(self._stored_payload(client), limits, sha256)
+                check_plausible(payload, client, self.config)
+                check_stated_counts(payload, client, self.config, declared)
+        # A disk failure is not the client's
+        except OSError:
             raise
         except Exception as error:
-            self.folder.refuse_payload(client)
+            self.folder.quarantine_payload(client)
             self._refuse(client, error)
             return False
         self.payloads[client] = payload
@@ -194,12 +211,12 @@ class Collection:
         self.status.client(client, f"delivered {size:,} bytes")
         return True
 
-    def _opened(self, client: str) -> bytes:
-        """A payload from the store."""
+    def _stored_payload(self, client: str) -> bytes:
+        """Read a payload from the store, and unseal it if it is sealed."""
         blob = self.folder.stored_payload(client)
-        return self._open(client, blob) if self.folder.sealed_to(client) else blob
+        return self._unseal(client, blob) if self.folder.sealing_fingerprint(client) else blob
 
-    def _open(self, client: str, sealed: bytes) -> bytes:
+    def _unseal(self, client: str, sealed: bytes) -> bytes:
         assert self._key is not None
         try:
             return open_sealed(sealed, self._key, self._job_id, client)
@@ -207,14 +224,14 @@ class Collection:
             raise wire.PayloadError(client, "payload", str(error)) from None
 
     def _refuse(self, client: str, error: Exception) -> None:
-        known = isinstance(error, wire.PayloadError)
-        reason = plain(error if known else f"{type(error).__name__}: {error}")
-        self.problems[client] = reason if known else f"its payload cannot be read: {reason}"
+        is_invalid = isinstance(error, wire.PayloadError)
+        reason = sanitize(error if is_invalid else f"{type(error).__name__}: {error}")
+        self.problems[client] = reason if is_invalid else f"its payload cannot be read: {reason}"
         log.error("%s refused: %s", client, self.problems[client])
         self.status.client(client, "refused")
 
     def _fail(self, node: int, reason: str) -> None:
-        client = self._asked[node]
+        client = self._client_of[node]
         self.problems[client] = reason
         log.error("%s failed: %s", client, reason)
         self.status.client(client, "failed")
@@ -230,13 +247,13 @@ def collect(
     expected: ExpectedOf,
     key: X25519PrivateKey | None = None,
 ) -> dict[str, Payload]:
-    """Every client's payload: from the store if it came before, else by asking for it.
+    """Return every client's payload, from the store or else by request.
 
-    A spare is asked in the place of a client that failed for good or sent what cannot be used;
-    `members.nodes` then has the spare.
+    A standby client replaces one that failed permanently or sent an unusable payload;
+    `members.nodes` then has the standby.
 
     Args:
-        key: that payloads are sealed to; None: they are open.
+        key: the private key that payloads are sealed to; None: payloads are unsealed.
 
     Raises:
         RoundError: fewer than `min-clients` valid payloads at the end or at the `deadline`.
@@ -244,46 +261,50 @@ def collect(
     status.phase("waiting for payloads", len(members.nodes))
     collection = Collection(grid, config, job_id, members, folder, status, expected, key)
     for client in folder.stored_clients():
-        collection.from_store(client)
+        collection.load_stored(client)
     for client, node in members.nodes.items():
         if client not in collection.payloads:
             collection.ask(client, node)
     collection.end = time.monotonic() + config.deadline
-    while collection.look() and time.monotonic() < collection.end:
-        collection.rest()
+    while collection.poll() and time.monotonic() < collection.end:
+        collection.wait()
     collection.close()
     payloads = collection.payloads
     needed = config.needed_clients
     if len(payloads) < needed:
         raise RoundError(
             f"{len(payloads)} of {config.training_clients} clients delivered a valid payload; "
-            f"{needed} are needed (min-clients, num-clients){listed(collection.problems)}"
+            f"at least {needed} are required (min-clients, num-clients)"
+            f"{format_reasons(collection.problems)}"
         )
     for client, reason in sorted(collection.problems.items()):
-        log.warning("going on without %s: %s", client, reason)
+        log.warning("continuing without %s: %s", client, reason)
     return dict(sorted(payloads.items()))
 
 
-def leave_out(
+def drop_payload(
     error: wire.PayloadError,
     payloads: dict[str, Payload],
     config: RunConfig,
     folder: RunFolder,
     status: Status,
 ) -> dict[str, Payload]:
-    """The payloads without one that passed every check and still cannot be used.
+    """Drop a payload that passed every check and still cannot be used.
+
+    Args:
+        error: names the payload's client.
 
     Raises:
-        RoundError: fewer than `min-clients` are left.
+        RoundError: fewer than `min-clients` payloads remain.
     """
-    left = {client: payload for client, payload in payloads.items() if client != error.client}
-    log.error("%s", plain(error))
-    folder.refuse_payload(error.client)
+    usable = {client: payload for client, payload in payloads.items() if client != error.client}
+    log.error("%s", sanitize(error))
+    folder.quarantine_payload(error.client)
     status.client(error.client, "refused")
-    if len(left) < config.needed_clients:
+    if len(usable) < config.needed_clients:
         raise RoundError(
-            f"{len(left)} of {config.training_clients} clients delivered a payload that can be "
-            f"used; {config.needed_clients} are needed (min-clients, num-clients)"
-            f"{listed({error.client: plain(error)})}"
+            f"{len(usable)} of {config.training_clients} clients delivered a usable payload; at "
+            f"least {config.needed_clients} are required (min-clients, num-clients)"
+            f"{format_reasons({error.client: sanitize(error)})}"
         ) from error
-    return left
+    return usable

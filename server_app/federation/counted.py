@@ -1,8 +1,8 @@
-"""A reply's arrays are counted before Flower builds them.
+"""Size limit on a reply's arrays before Flower builds them.
 
-An array says which chunks it is made of, and may name one chunk a thousand times: from what took
-kilobytes to send, Flower would build gigabytes before anybody sees the reply. It has no limit of
-its own, and calls the class that its table has for a name: there it finds one that counts first.
+An array lists its chunks and may name the same chunk a thousand times. Flower, which has no limit
+of its own, would build gigabytes from a reply of kilobytes before any check sees it. So the array
+class in Flower's table is replaced by one that adds up the chunks first.
 """
 
 import json
@@ -24,8 +24,8 @@ _budget = threading.local()
 
 
 @contextmanager
-def at_most(size: float) -> Iterator[None]:
-    """In this thread, arrays of together more than so many bytes raise a ValueError."""
+def limit_array_bytes(size: float) -> Iterator[None]:
+    """Limit the total bytes of arrays built in this thread; exceeding it raises ValueError."""
     _budget.left = size
     try:
         yield
@@ -40,11 +40,11 @@ class _CountedArray(Array):
     ) -> Array:
         if hasattr(_budget, "left"):
             names = get_object_children_ids_from_object_content(object_content)
-            numbers = json.loads(get_object_body(object_content, Array))["arraychunk_ids"]
-            chunks = cast(list[ArrayChunk], [(children or {})[names[n]] for n in numbers])
+            indices = json.loads(get_object_body(object_content, Array))["arraychunk_ids"]
+            chunks = cast(list[ArrayChunk], [(children or {})[names[n]] for n in indices])
             _budget.left -= sum(len(chunk.data) for chunk in chunks)
             if _budget.left < 0:
-                raise ValueError("its arrays are larger than any that it may send")
+                raise ValueError("its arrays exceed the size limit of a reply")
         return Array.inflate(object_content, children)
 
 

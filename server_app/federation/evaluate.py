@@ -1,7 +1,7 @@
-"""The test of the global model where the data is."""
+"""Evaluation of the global models on the clients' test images."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -9,72 +9,75 @@ from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from osfl.config import RunConfig
-from osfl.costs import release_memory
 from osfl.data.parts import class_names
-from osfl.log import log
-from osfl.protocol import WITHHELD, SentModel, pack_model
+from osfl.payload.messages import WITHHELD, SentModel, pack_model
 from osfl.run_folder.layout import RunFolder
 from osfl.run_folder.status import Status
-from server_app.federation.exchange import Exchange, RoundError, UnfitError
-from server_app.job import GlobalModel
-from server_app.outliers import find_large_counts
+from osfl.util.costs import release_memory
+from osfl.util.log import log
+from server_app.context import GlobalModel
+from server_app.defenses.outliers import find_large_counts
+from server_app.federation.exchange import Exchange, InvalidReplyError, RoundError
 
 Matrix = list[list[int]]
 
 
 @dataclass
 class Evaluation:
-    """Of one global model, on all clients.
+    """Evaluation of one global model on all clients.
 
     Attributes:
-        model: its name.
-        client_of: by node.
-        classes: how many there are.
-        max_images: the most test images of a client.
-        adapted: whether each client adapts it first.
-        came: with that, the matrices of the model as it came.
-        matrices: what clients told, by client.
-        silent: clients that withhold what they found.
+        model: the model's name.
+        client_of: client by node.
+        classes: number of classes.
+        max_images: upper bound of a client's test images.
+        adapted: whether each client personalizes the model (local fine-tuning) first.
+        came: confusion matrices before personalization, by client.
+        matrices: confusion matrices by client.
+        silent: clients that withhold their results.
     """
 
     model: str
     client_of: dict[int, str]
     classes: int
     max_images: int
-    adapted: bool = False
-    came: Mapping[str, Matrix] = field(default_factory=dict)
+    personalized: bool = False
+    base_matrices: Mapping[str, Matrix] = field(default_factory=dict)
     matrices: dict[str, Matrix] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
 
     def read(self, node: int, content: RecordDict) -> Matrix | None:
-        """A client's confusion matrix: counts of [true class, predicted class].
+        """Read a client's confusion matrix: counts of [true class, predicted class].
 
         Returns:
-            None: its site withholds it.
+            None if the client withholds it.
+
+        Raises:
+            UnfitError: it is malformed, too large, or of other images than the first evaluation.
         """
         size = self.classes
         metrics = content.metric_records["metrics"]
-        if WITHHELD in metrics or (self.adapted and "confusion" not in metrics):
+        if WITHHELD in metrics or (self.personalized and "confusion" not in metrics):
             return None
         cells = cast(list[int], metrics["confusion"])
-        counts = all(isinstance(cell, int) and cell >= 0 for cell in cells)
-        if len(cells) != size * size or not counts:
-            raise UnfitError(
+        are_counts = all(isinstance(cell, int) and cell >= 0 for cell in cells)
+        if len(cells) != size * size or not are_counts:
+            raise InvalidReplyError(
                 "its confusion matrix has the wrong size, or cells that are not counts"
             )
         if sum(cells) > self.max_images:
-            raise UnfitError(
+            raise InvalidReplyError(
                 f"it tested on {sum(cells):,} images, more than max-images = {self.max_images:,}; "
                 "set max-images to at least the number of images of the largest client"
             )
         matrix = [cells[row * size : (row + 1) * size] for row in range(size)]
-        before = self.came.get(self.client_of[node], matrix)
-        if list(map(sum, matrix)) != list(map(sum, before)):
-            raise UnfitError("it tested the model on other images before it adapted it")
+        unadapted = self.base_matrices.get(self.client_of[node], matrix)
+        if list(map(sum, matrix)) != list(map(sum, unadapted)):
+            raise InvalidReplyError("it tested the model on other images before personalization")
         return matrix
 
     def keep(self, node: int, matrix: Matrix | None) -> None:
-        """One more client has tested."""
+        """Record a client's result."""
         client = self.client_of[node]
         if matrix is None:
             self.silent.add(client)
@@ -82,9 +85,9 @@ class Evaluation:
             self.matrices[client] = matrix
 
     def fail(self, node: int, reason: str) -> None:
-        """One client could not test."""
-        adapted = ", adapted" if self.adapted else ""
-        log.error("%s could not test %s%s: %s", self.client_of[node], self.model, adapted, reason)
+        """Log that a client could not test the model."""
+        suffix = ", personalized" if self.personalized else ""
+        log.error("%s could not test %s%s: %s", self.client_of[node], self.model, suffix, reason)
 
 
 def evaluate_on_clients(
@@ -97,91 +100,98 @@ def evaluate_on_clients(
 ) -> None:
     """Send every global model to every client and store the confusion matrices.
 
-    A client that does not answer within `test-timeout` is left out of that model's average, and so
-    is one whose site withholds its results (`test-results`); the report says so. Then, with
-    `adaptation.steps`, clients adapt the models and test them again: what fails there costs that
-    second test alone.
+    A model's average omits clients that do not reply within `test-timeout` and clients that
+    withhold their results (`test-results`); the report says so. Then, with `adaptation.steps`,
+    clients personalize the models and test them again. A failure there costs the second test only.
 
     Raises:
-        RoundError: no client could test a model. That all withhold their results is no error.
+        RoundError: no client could test a model. It is not an error if all withhold their results.
     """
-    adapts = bool(config.adaptation.steps)
-    total = len(models) * len(nodes) * (1 + adapts)
-    done = 0
+    personalizes = bool(config.adaptation.steps)
+    total = len(models) * len(nodes) * (1 + personalizes)
     status.phase("testing on clients", total)
     client_of = {node: client for client, node in nodes.items()}
     size = len(class_names(config.data))
-    came = {}
+    evaluator = _Evaluator(grid, config, folder.path.name, status, total)
+    matrices = {}
     withheld: set[str] = set()
-
-    def ask(test: Evaluation, entry: GlobalModel) -> None:
-        _ask(grid, config, test, entry, folder.path.name, lambda n: status.advance(done + n, total))
-
-    for name, entry in models.items():
+    for name, model in models.items():
         test = Evaluation(name, client_of, size, config.max_images)
-        ask(test, entry)
-        done += len(nodes)
+        evaluator.run(test, model)
         if not test.matrices and not test.silent:
             raise RoundError(f"no client could test the global model {name}; see the log above")
         withheld |= test.silent
         folder.store_test(name, test.matrices)
-        came[name] = test.matrices
+        matrices[name] = test.matrices
     folder.store_withheld(withheld)
     if withheld:
         log.info("test results are withheld by %s", ", ".join(sorted(withheld)))
     # All models are tested on the same images
-    _warn_of_large_tests(next(iter(came.values()), {}), status)
-    if not adapts:
+    _warn_of_large_tests(next(iter(matrices.values()), {}), status)
+    if not personalizes:
         return
-    for name, entry in models.items():
-        test = Evaluation(name, client_of, size, config.max_images, adapted=True, came=came[name])
-        ask(test, entry)
-        done += len(nodes)
-        # Of a run with an epsilon no client may tell, and none is heard
+    for name, model in models.items():
+        test = Evaluation(
+            name,
+            client_of,
+            size,
+            config.max_images,
+            personalized=True,
+            base_matrices=matrices[name],
+        )
+        evaluator.run(test, model)
+        # With an epsilon, clients must not reveal these results, and any that arrive are dropped
         if test.matrices and not config.epsilon:
             folder.store_adapted_test(name, test.matrices)
 
 
 def _warn_of_large_tests(matrices: Mapping[str, Matrix], status: Status) -> None:
-    """Warn of clients that dominate the figures over all test images together."""
+    """Warn of clients that dominate the figures over the pooled test images."""
     images = {client: sum(map(sum, matrix)) for client, matrix in matrices.items()}
-    tested = {client: count for client, count in images.items() if count}
-    for client, found in sorted(find_large_counts(tested).items()):
-        status.warn_of(
-            f"{client}: states {images[client]:,} test images, {found['counts']:.3g} times the "
-            "others' median; it dominates the figures over all test images together"
+    positive = {client: count for client, count in images.items() if count}
+    for client, ratios in sorted(find_large_counts(positive).items()):
+        status.add_warning(
+            f"{client}: states {images[client]:,} test images, {ratios['counts']:.3g} times the "
+            "others' median; it dominates the figures over the pooled test images"
         )
 
 
-def _ask(
-    grid: Grid,
-    config: RunConfig,
-    test: Evaluation,
-    entry: GlobalModel,
-    job_id: str,
-    advance: Callable[[int], None],
-) -> None:
-    """One model's test on all clients, to the end or to `test-timeout`."""
-    # Who is asked twice would adapt twice, side by side
-    patience = config.test_timeout if test.adapted else None
-    exchange = Exchange(grid, config.test_timeout, patience)
-    content = pack_model(
-        SentModel(
-            entry.model.state_dict(),
-            entry.architecture,
-            entry.small_stem,
-            job_id,
-            test.model,
-            test.adapted,
+class _Evaluator:
+    """Runs one evaluation after the other, and reports the progress of the phase."""
+
+    def __init__(self, grid: Grid, config: RunConfig, job_id: str, status: Status, total: int):
+        self._grid = grid
+        self._config = config
+        self._job_id = job_id
+        self._status = status
+        self._total = total
+        self._finished = 0  # clients of earlier evaluations
+
+    def run(self, test: Evaluation, model: GlobalModel) -> None:
+        """Evaluate one model on all clients, until all have replied or `test-timeout`."""
+        seconds = self._config.test_timeout
+        # A client that gets the request twice would personalize the model twice, in parallel
+        patience = seconds if test.personalized else None
+        exchange = Exchange(self._grid, seconds, patience)
+        content = pack_model(
+            SentModel(
+                model.model.state_dict(),
+                model.architecture,
+                model.small_stem,
+                self._job_id,
+                test.model,
+                test.personalized,
+            )
         )
-    )
-    for node in test.client_of:
-        exchange.push(node, "evaluate", content)
-    release_memory()
-    end = time.monotonic() + config.test_timeout
-    while exchange.pull(test.read, test.keep, test.fail, end) and time.monotonic() < end:
-        advance(len(test.matrices) + len(test.silent))
-        exchange.rest(end)
-    exchange.end()
-    for node in exchange.waiting():
-        test.fail(node, f"no answer within {config.test_timeout:g} s (test-timeout)")
+        for node in test.client_of:
+            exchange.push(node, "evaluate", content)
+        release_memory()
+        end = time.monotonic() + seconds
+        while exchange.pull(test.read, test.keep, test.fail, end) and time.monotonic() < end:
+            replies = len(test.matrices) + len(test.silent)
+            self._status.advance(self._finished + replies, self._total)
+            exchange.wait(end)
+        exchange.end()
+        for node in exchange.pending_nodes():
+            test.fail(node, f"no reply within {seconds:g} s (test-timeout)")
+        self._finished += len(test.client_of)

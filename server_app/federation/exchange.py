@@ -1,8 +1,8 @@
-"""Messages under way between the server and the nodes.
+"""Requests in flight between the server and the nodes.
 
-Written for what Flower really does (a reply that is not pulled is lost with its node; a pull waits
-for the slowest upload; nothing is redelivered): push node by node, pull each reply by itself, store
-before anything else, acknowledge.
+In Flower, a reply that is not pulled is lost with its node, a pull waits for the slowest upload,
+and nothing is redelivered. So requests are pushed node by node, each reply is pulled separately,
+stored before anything else, and acknowledged.
 """
 
 import math
@@ -20,46 +20,47 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from osfl.error_codes import find_coded
-from osfl.log import log
-from osfl.wire import PayloadError
-from osfl.words import plain
+from osfl.payload.error_codes import find_error_code
+from osfl.payload.wire import PayloadError
+from osfl.util.log import log
+from osfl.util.text import sanitize
 from server_app.federation.pulls import Pulls, Result
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
-TRIES = 2  # of a node whose app died; an exception of the app would only happen again
-# A node whose SuperLink failed while it fetched a message drops it and tells nobody: who does not
-# answer is asked once more, and again after twice as long.
+# Attempts at a node whose app crashed. An exception of the app is not retried: it would recur
+MAX_ATTEMPTS = 2
+# A node whose SuperLink failed during a fetch silently drops the message. So an unresponsive node
+# gets the request again after this time, then after twice as long
 PATIENCE_SECONDS = 120.0
-# With what takes long; a client that is asked twice sends what it made, or waits for it.
+# For long work. A client that gets the request twice sends its finished result, or waits for it
 WORK_PATIENCE_SECONDS = 600.0
-THANKS_SECONDS = 30.0  # for acknowledgements, at most
-# A node that is offline for so long loses its place where another can take it. A SuperNode that
-# crashed and starts again is back within some 60 s.
-AWAY_SECONDS = 90.0
-GRACE_SECONDS = 2.0  # after a phase's end, to use replies that are here already
-MOST_REASONS = 20  # in one error's text
-LAST_LETTERS = 10_000  # of a client's exception, to look for its last line
-# Flower's words around those of a client's exception: in a simulation, and of a node
-WRAPPED = re.compile(
+ACKNOWLEDGE_SECONDS = 30.0  # at most, for acknowledgements
+# A node that is offline for this long loses its place if a standby can take it. A SuperNode that
+# crashed and restarts is back within about 60 s
+OFFLINE_SECONDS = 90.0
+GRACE_SECONDS = 2.0  # after a phase's end, to use replies that have already arrived
+MAX_REASONS = 20  # in an error's text
+MAX_TRACEBACK_CHARS = 10_000  # of a client's exception, which are searched for its last line
+# Flower's text around the message of a client's exception, in a simulation and on a node
+FLOWER_EXCEPTION = re.compile(
     r"(?:Exception ClientAppException occurred\. Message: |<class '[\w.]+'>:<['\"])"
     r"(?P<words>.*?)(?:['\"]>)?$"
 )
-MOST_REASON = 1000  # characters of that line
+MAX_REASON_CHARS = 1000  # characters of an exception's last line
 
 T = TypeVar("T")
-Read = Callable[[int, RecordDict], T]  # (node, content) -> what it says
+Read = Callable[[int, RecordDict], T]  # (node, content) -> value
 Keep = Callable[[int, T], None]
 OnFailure = Callable[[int, str], None]
 
 
 class RoundError(RuntimeError):
-    """The round cannot go on; the message says which clients failed and why."""
+    """The round cannot continue. The message says which clients failed and why."""
 
 
-class UnfitError(ValueError):
-    """A reply that was read and cannot be used; the message says why."""
+class InvalidReplyError(ValueError):
+    """A reply could be read but not used. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -68,46 +69,49 @@ class _Request:
     message_type: str
     content: RecordDict
     attempt: int
-    activated: str = ""  # when its node came online, at the time of sending
-    patience: float = 0.0  # seconds
-    again_at: float = 0.0  # by time.monotonic()
+    activated: str = ""  # last activation of the node at the time of sending
+    patience: float = 0.0  # seconds without a reply before the request is sent again
+    resend_at: float = 0.0  # by time.monotonic()
 
 
 @dataclass
 class Exchange:
-    """Messages under way: pushed, and pulled each by itself.
+    """Requests in flight, each pushed and pulled separately.
 
     Attributes:
         ttl: seconds that Flower keeps a message and its reply.
-        patience: seconds of silence after which a node is asked once more.
-        largest: bytes of the largest reply to expect.
-        names: of the keys of all nodes that were seen; of those that have one.
+        patience: seconds without a reply after which a node gets the request again.
+        largest: bytes of the largest expected reply.
+        names: registered key names of all nodes seen so far, where the key has a name.
     """
 
     grid: Grid
     ttl: float
-    patience: float | None = None  # else PATIENCE_SECONDS
+    patience: float | None = None  # None: PATIENCE_SECONDS
     largest: float = 0
     names: dict[int, str] = field(default_factory=dict)
-    _open: dict[str, _Request] = field(default_factory=dict)  # by message id
-    # To be pushed again, not before.
-    _later: list[tuple[float, _Request]] = field(default_factory=list)
-    _heard: float = field(default_factory=time.monotonic)  # when something last came
+    _in_flight: dict[str, _Request] = field(default_factory=dict)  # by message id
+    # Requests to push again, each with its earliest time
+    _retries: list[tuple[float, _Request]] = field(default_factory=list)
+    # Times are by time.monotonic()
+    _last_reply: float = field(default_factory=time.monotonic)
     _online: dict[int, NodeInfo] | None = None
-    _looked: float = 0.0  # when, by time.monotonic()
-    _absent: dict[int, float] = field(default_factory=dict)  # since which look, by node
+    _last_poll: float = 0.0
+    _offline_since: dict[int, float] = field(default_factory=dict)  # first poll without the node
 
     def __post_init__(self) -> None:
         self._pulls = Pulls(self.grid, self.largest)
 
-    def look_around(self) -> dict[int, NodeInfo]:
-        """The nodes that are online: a request to the SuperLink."""
+    def poll_nodes(self) -> dict[int, NodeInfo]:
+        """Ask the SuperLink which nodes are online."""
         self._online = online_nodes(self.grid)
-        self.names |= {node: one.name for node, one in self._online.items() if one.name}
-        self._looked = time.monotonic()
-        # Where the SuperLink names nobody, it may be the one that is away
-        missing = set(self.waiting()) - self._online.keys() if self._online else set()
-        self._absent = {node: self._absent.get(node, self._looked) for node in missing}
+        self.names |= {node: info.name for node, info in self._online.items() if info.name}
+        self._last_poll = time.monotonic()
+        # An empty answer may mean that the SuperLink itself has a problem
+        offline = set(self.pending_nodes()) - self._online.keys() if self._online else set()
+        self._offline_since = {
+            node: self._offline_since.get(node, self._last_poll) for node in offline
+        }
         return self._online
 
     def push(
@@ -118,70 +122,73 @@ class Exchange:
         attempt: int = 1,
         patience: float = 0.0,
     ) -> None:
-        """Send one message to one node, which owes no other reply."""
+        """Send a request to a node that owes no other reply."""
         message = Message(
             content=content, dst_node_id=node, message_type=message_type, ttl=self.ttl
         )
         patience = patience or self.patience or PATIENCE_SECONDS
-        online = self.look_around() if self._online is None else self._online
-        again_at = time.monotonic() + patience
-        since = online[node].last_activated_at if node in online else ""
-        request = _Request(node, message_type, content, attempt, since, patience, again_at)
+        online = self.poll_nodes() if self._online is None else self._online
+        resend_at = time.monotonic() + patience
+        activated = online[node].last_activated_at if node in online else ""
+        request = _Request(node, message_type, content, attempt, activated, patience, resend_at)
         try:
             (message_id,) = self.grid.push_messages([message])
         except httpx.HTTPError as error:
-            _bear(error)
+            _tolerate_server_error(error)
             message_id = ""
+        # The SuperLink also answers with an empty id if it no longer knows the node
         if message_id:
-            self._open[message_id] = request
-        else:  # which is also what the SuperLink answers when it no longer knows the node
-            self._put_off(request)
+            self._in_flight[message_id] = request
+        else:
+            self._retry_later(request)
 
     def pull(
         self, read: Read[T], keep: Keep[T], on_failure: OnFailure, until: float = math.inf
     ) -> int:
-        """Look once for every open message; returns how many replies are still owed.
+        """Poll every request in flight once, and return how many replies are still owed.
 
-        A node whose app raised has failed. One that is or was offline is asked again when it is
-        back, for nothing is delivered to it twice; one whose app crashed, once more; one that does
-        not answer, too, and the first answer counts.
+        A node whose app raised an exception has failed. A node that is or was offline gets the
+        request again when it is back, because Flower delivers nothing twice. A node whose app
+        crashed, or that does not reply, gets it once more; the first reply counts.
 
         Args:
-            read: makes of a reply what `keep` gets. Whatever it raises, and whatever Flower raises
-                while it puts the reply together, is that node's failure and nobody else's.
-            keep: what it raises is this machine's failure, such as a full disk.
-            on_failure: called with a node that failed for good, and why.
-            until: by time.monotonic(), when the phase is over; no reply is waited for any longer.
+            read: converts a reply to the argument of `keep`. Its exceptions, and Flower's while it
+                assembles the reply, count as that node's failure only.
+            keep: stores the value. Its exceptions are this machine's failure, such as a full disk.
+            on_failure: called with a node that failed permanently, and the reason.
+            until: end of the phase by time.monotonic(). No reply is awaited longer.
         """
-        if not self.waiting():
+        if not self.pending_nodes():
             return 0
-        online = self.look_around()
-        unasked = deque(name for name in self._open if not self._pulls.under_way(name))
+        online = self.poll_nodes()
+        pending = deque(
+            message_id for message_id in self._in_flight if not self._pulls.in_progress(message_id)
+        )
         while True:
-            while unasked and self._pulls.room() and time.monotonic() < until:
-                message_id = unasked.popleft()
-                # Else its node answered the same question, asked at another time
-                if message_id in self._open:
+            while pending and self._pulls.room() and time.monotonic() < until:
+                message_id = pending.popleft()
+                # It is gone if its node has since answered another copy of the request
+                if message_id in self._in_flight:
                     self._pulls.start(message_id)
-            if done := self._pulls.next(until):
-                self._take(*done, read, keep, on_failure)
-            elif not (unasked and self._pulls.room()):
+            if result := self._pulls.next(until):
+                self._handle(*result, read, keep, on_failure)
+            elif not (pending and self._pulls.room()):
                 break
-            if time.monotonic() >= until + GRACE_SECONDS * bool(done):
+            if time.monotonic() >= until + GRACE_SECONDS * bool(result):
                 break
-        self._ask_again(online)
-        return len(self._open) + len(self._later)
+        self._resend(online)
+        return len(self._in_flight) + len(self._retries)
 
-    def _take(
+    def _handle(
         self, message_id: str, result: Result, read: Read[T], keep: Keep[T], on_failure: OnFailure
     ) -> None:
-        """Use what a pull brought: a reply, none yet, or an error."""
-        request = self._open.get(message_id)
+        """Handle the result of a pull: a reply, no reply yet, or an error."""
+        request = self._in_flight.get(message_id)
         if isinstance(result, httpx.HTTPError):
-            _bear(result)
-            # Another request than the first: the reply came half, and is not given out again
+            _tolerate_server_error(result)
+            # After the first HTTP request the reply is partly pulled and not handed out again
             if request and not _path(result).endswith("/pull-messages"):
-                self._put_off(self._open.pop(message_id))
+                self._retry_later(self._in_flight.pop(message_id))
         elif isinstance(result, BaseException) and not isinstance(result, Exception):
             raise result
         elif request and isinstance(result, Exception):
@@ -210,148 +217,163 @@ class Exchange:
         return None
 
     def _failed(self, request: _Request, error: Error, on_failure: OnFailure) -> None:
-        if error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION or request.attempt >= TRIES:
+        if error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION or request.attempt >= MAX_ATTEMPTS:
             return on_failure(request.node, _reason(error.reason, error.code))
-        log.warning("node %s failed (code %s); it will be asked again", request.node, error.code)
-        offline = error.code == ErrorCode.NODE_UNAVAILABLE  # not its fault, so not an attempt
-        self._put_off(replace(request, attempt=request.attempt + (not offline)))
+        log.warning(
+            "node %s failed (code %s); the request will be sent again", request.node, error.code
+        )
+        # Being offline is not the app's failure, so it does not count as an attempt
+        offline = error.code == ErrorCode.NODE_UNAVAILABLE
+        self._retry_later(replace(request, attempt=request.attempt + (not offline)))
         return None
 
-    def _ask_again(self, online: Mapping[int, NodeInfo]) -> None:
-        """Those who were away, those who are silent, and those whose time to be asked has come."""
-        for message_id, request in list(self._open.items()):
+    def _resend(self, online: Mapping[int, NodeInfo]) -> None:
+        """Resend to nodes that reconnected or timed out, and to those whose retry is due."""
+        for message_id, request in list(self._in_flight.items()):
             node = request.node
-            came = online[node].last_activated_at if node in online else ""
-            # A reply that is half here goes on when its node is back, or ends as an error
-            if message_id not in self._open or self._pulls.under_way(message_id):
+            activated = online[node].last_activated_at if node in online else ""
+            # A partly pulled reply continues when its node is back, or ends as an error
+            if message_id not in self._in_flight or self._pulls.in_progress(message_id):
                 continue
-            if request.activated and came and came != request.activated:
-                log.warning("node %s was away; it will be asked again", node)
-                self._put_off(self._open.pop(message_id))
-            elif time.monotonic() >= request.again_at:
-                kind = request.message_type
-                twice = 2 * request.patience
+            if request.activated and activated and activated != request.activated:
+                log.warning("node %s reconnected; the request will be sent again", node)
+                self._retry_later(self._in_flight.pop(message_id))
+            elif time.monotonic() >= request.resend_at:
+                message_type = request.message_type
                 name = self.names.get(node) or f"node {node}"
-                log.info("still waiting for %s (%s); it is asked once more", name, kind)
-                self._open[message_id] = replace(request, again_at=math.inf)
-                self.push(node, kind, request.content, request.attempt, twice)
-        for due, request in list(self._later):
+                log.info("no reply from %s yet; sending %s again", name, message_type)
+                self._in_flight[message_id] = replace(request, resend_at=math.inf)
+                patience = 2 * request.patience
+                self.push(node, message_type, request.content, request.attempt, patience)
+        for due, request in list(self._retries):
             if time.monotonic() >= due and request.node in online:
-                self._later.remove((due, request))
+                self._retries.remove((due, request))
                 self.push(request.node, request.message_type, request.content, request.attempt)
 
-    def _put_off(self, request: _Request) -> None:
-        again_at = time.monotonic() + RETRY_SECONDS
-        for message_id, other in self._open.items():
-            # Asked at another time, and it may be that one which the node lost
-            if other.node == request.node:
-                self._open[message_id] = replace(other, again_at=min(other.again_at, again_at))
-        if request.node not in self.waiting():
-            self._later.append((again_at, request))
+    def _retry_later(self, request: _Request) -> None:
+        resend_at = time.monotonic() + RETRY_SECONDS
+        for message_id, copy in self._in_flight.items():
+            # The node may have lost this copy of the request
+            if copy.node == request.node:
+                self._in_flight[message_id] = replace(
+                    copy, resend_at=min(copy.resend_at, resend_at)
+                )
+        if request.node not in self.pending_nodes():
+            self._retries.append((resend_at, request))
 
     def _forget(self, node: int) -> None:
-        self._heard = time.monotonic()
-        self._open = {
+        self._last_reply = time.monotonic()
+        self._in_flight = {
             message_id: request
-            for message_id, request in self._open.items()
+            for message_id, request in self._in_flight.items()
             if request.node != node
         }
-        self._later = [(due, request) for due, request in self._later if request.node != node]
+        self._retries = [(due, request) for due, request in self._retries if request.node != node]
 
-    def pause(self) -> float:
-        """Seconds to the next look: one, or a twentieth of the silence, at most ten.
+    def poll_interval(self) -> float:
+        """Return the seconds to the next poll: 1, or 1/20 of the time without a reply, at most 10.
 
-        A look costs the SuperLink a request for each open message.
+        A poll costs the SuperLink one HTTP request per message in flight.
         """
-        return min(max(POLL_SECONDS, (time.monotonic() - self._heard) / 20), 10 * POLL_SECONDS)
+        silence = time.monotonic() - self._last_reply
+        return min(max(POLL_SECONDS, silence / 20), 10 * POLL_SECONDS)
 
-    def rest(self, until: float = math.inf) -> None:
-        """Until the next look, the end of the phase, or something comes."""
-        self._pulls.wait(min(self.pause(), until - time.monotonic()))
+    def wait(self, until: float = math.inf) -> None:
+        """Sleep until the next poll, the end of the phase, or a reply."""
+        self._pulls.wait(min(self.poll_interval(), until - time.monotonic()))
 
     def end(self) -> None:
-        """The phase is over: what is still on its way is dropped when it comes."""
+        """End the phase: replies that arrive later are dropped."""
         self._pulls.end()
 
     def unsent(self) -> int:
-        """How many messages are not with the SuperLink, and will be pushed again."""
-        return len(self._later)
+        """Return how many messages the SuperLink does not have and that will be pushed again."""
+        return len(self._retries)
 
-    def waiting(self) -> list[int]:
-        """Nodes that still owe a reply."""
-        later = [request for _, request in self._later]
-        return list(dict.fromkeys(request.node for request in (*self._open.values(), *later)))
+    def pending_nodes(self) -> list[int]:
+        """Return the nodes that still owe a reply."""
+        retries = [request for _, request in self._retries]
+        requests = (*self._in_flight.values(), *retries)
+        return list(dict.fromkeys(request.node for request in requests))
 
-    def away(self) -> list[int]:
-        """Nodes that owe a reply and were offline at every look for `AWAY_SECONDS`."""
-        limit = self._looked - AWAY_SECONDS
-        return [node for node in self.waiting() if self._absent.get(node, math.inf) < limit]
+    def offline(self) -> list[int]:
+        """Return nodes that owe a reply and were offline at every poll for `OFFLINE_SECONDS`."""
+        limit = self._last_poll - OFFLINE_SECONDS
+        return [
+            node for node in self.pending_nodes() if self._offline_since.get(node, math.inf) < limit
+        ]
 
     def give_up(self, node: int) -> None:
-        """Wait no longer for a node; what it still sends is dropped."""
+        """Stop waiting for a node; its later replies are dropped."""
         self._forget(node)
 
 
 def ignore(*_: Any) -> None:
-    """For replies, and failures, that nothing depends on."""
+    """Ignore a reply or failure that nothing depends on."""
 
 
-def listed(reasons: Mapping[Any, str]) -> str:
-    """Who failed and why, a line each, for the end of an error's text."""
+def format_reasons(reasons: Mapping[Any, str]) -> str:
+    """Format the failed clients and reasons, one per line, for the end of an error's text."""
     lines = [f"\n  {client}: {reason}" for client, reason in sorted(reasons.items())]
-    more = len(lines) - MOST_REASONS
-    return "".join(lines[:MOST_REASONS]) + (f"\n  and {more} more" if more > 0 else "")
+    extra = len(lines) - MAX_REASONS
+    return "".join(lines[:MAX_REASONS]) + (f"\n  and {extra} more" if extra > 0 else "")
 
 
 def online_nodes(grid: Grid) -> dict[int, NodeInfo]:
-    """The nodes that are online; none when the SuperLink cannot say."""
+    """Return the nodes that are online; {} if the SuperLink cannot answer."""
     try:
         return {node.node_id: node for node in grid.get_nodes()}
     except httpx.HTTPError as error:
-        _bear(error)
+        _tolerate_server_error(error)
         return {}
 
 
-def _bear(error: httpx.HTTPError) -> None:
-    """Go on after a SuperLink's own failure, such as a database that was locked for too long.
+def _tolerate_server_error(error: httpx.HTTPError) -> None:
+    """Log a failure of the SuperLink itself, such as a database that was locked for too long.
 
-    Flower itself tries again at 503 and 504, and for ever while nobody answers.
+    Flower already retries 503 and 504, and retries forever while nothing answers.
+
+    Raises:
+        httpx.HTTPStatusError: the SuperLink rejected the request (4xx).
     """
     if isinstance(error, httpx.HTTPStatusError):
         if not error.response.is_server_error:
             raise error
         failure = f"answered {_path(error)} with {error.response.status_code}"
     else:
-        failure = f"was not reached ({type(error).__name__}: {error})"
-    log.warning("the SuperLink %s; it will be asked again", failure)
+        failure = f"could not be reached ({type(error).__name__}: {error})"
+    log.warning("the SuperLink %s; the request will be sent again", failure)
 
 
 def _path(error: httpx.HTTPError) -> str:
-    with suppress(RuntimeError):  # nobody told the error which request it was
+    # httpx raises RuntimeError if the error has no request
+    with suppress(RuntimeError):
         return error.request.url.path
     return ""
 
 
 def _unreadable(request: _Request, error: Exception) -> str:
-    if isinstance(error, UnfitError | PayloadError):
-        return plain(error)
-    message = plain(f"{type(error).__name__}: {error}")
+    if isinstance(error, InvalidReplyError | PayloadError):
+        return sanitize(error)
+    message = sanitize(f"{type(error).__name__}: {error}")
     return f"its reply to {request.message_type} cannot be read: {message}"
 
 
 def _reason(text: str | None, code: int) -> str:
-    """The last line of an exception, which says what to do; the whole is in the client's log.
+    """Return the last line of an exception, which has the hint; the client's log has the rest.
 
-    A site with a guarantee sends a code in place of it.
+    A client with a privacy guarantee sends a coded reason instead.
     """
-    lines = [line.strip() for line in (text or "")[-LAST_LETTERS:].splitlines() if line.strip()]
-    if lines and (told := find_coded(lines[-1])):
-        return told
-    words = plain(_unwrapped(lines[-1]), MOST_REASON) if lines else "no reason given"
-    return f"{words} (code {code})"
+    lines = [
+        line.strip() for line in (text or "")[-MAX_TRACEBACK_CHARS:].splitlines() if line.strip()
+    ]
+    if lines and (coded_reason := find_error_code(lines[-1])):
+        return coded_reason
+    message = sanitize(_unwrap(lines[-1]), MAX_REASON_CHARS) if lines else "no reason given"
+    return f"{message} (code {code})"
 
 
-def _unwrapped(line: str) -> str:
-    """Return an exception's own words, without those that Flower puts around them."""
-    found = WRAPPED.search(line)
-    return found["words"] if found else line
+def _unwrap(line: str) -> str:
+    """Return an exception's own message, without the text that Flower puts around it."""
+    match = FLOWER_EXCEPTION.search(line)
+    return match["words"] if match else line

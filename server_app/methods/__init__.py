@@ -1,4 +1,4 @@
-"""Server halves.
+"""The methods' server halves: `run(job, payloads) -> {name: GlobalModel}`.
 
-`run(job, payloads) -> {name: GlobalModel}`, most of them by `server_app.driver`.
+Most of them use `server_app.pipeline`.
 """

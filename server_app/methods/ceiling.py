@@ -1,9 +1,8 @@
-"""Ceiling: all clients' real images in one place.
+"""Centralized upper bound (`ceiling`): training on all clients' real images in one place.
 
-The upper reference that federated learning exists to avoid.
-
-It needs data that no server has. With the embedded digits the server draws the clients' images
-itself; with folders it reads `data.root`/<client>/train/<class>/*.
+Federated learning exists to avoid it, and no real server has the data. With the embedded digits the
+server renders the clients' images itself; with folders it reads
+`data.root`/<client>/train/<class>/*.
 """
 
 from collections.abc import Mapping
@@ -14,20 +13,20 @@ import torch
 from osfl.config import ConfigError, NodeConfig
 from osfl.data.load import load_images
 from osfl.data.parts import client_name
-from osfl.payloads import Payload
-from osfl.pixels import concatenated
-from server_app.job import GlobalModel, ServerJob
+from osfl.payload.kinds import Payload
+from osfl.util.pixels import concatenate
+from server_app.context import GlobalModel, ServerJob
 from server_app.training import train_global
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
-    """One global model on the real images.
+    """Train one global model on the real images.
 
     Raises:
-        ConfigError: the images are folders and `data.root` is empty.
+        ConfigError: the images are in folders and `data.root` is empty.
     """
     parts = [load_images(job.config.data, node, "train", job.config.seed) for node in _nodes(job)]
-    pixels = concatenated([part.pixels for part in parts])
+    pixels = concatenate([part.pixels for part in parts])
     labels = torch.cat([p.labels for p in parts])
     return {"real": train_global(job, "real", pixels, labels)}
 
@@ -37,11 +36,11 @@ def _nodes(job: ServerJob) -> list[NodeConfig]:
     count = job.config.num_clients
     if data.name != "folder":
         nodes = [NodeConfig(partition_id=k, num_partitions=count) for k in range(count)]
-        testers = job.config.testers
+        testers = job.config.left_out_clients
         return [n for n in nodes if client_name(data, n, job.config.seed) not in testers]
     if not data.root:
         raise ConfigError(
-            "method = 'ceiling' with data.name = 'folder' needs data.root: all clients' folders in "
-            "one place"
+            "method = 'ceiling' with data.name = 'folder' requires data.root: set it to the folder "
+            "that has all clients' folders"
         )
     return [NodeConfig(data_dir=str(Path(data.root) / client)) for client in job.clients]

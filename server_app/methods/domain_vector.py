@@ -1,45 +1,46 @@
 """domain-vector's server half: images of every class in each client's domain.
 
-The condition of client k's class y is tau(prompt of y) + v_k (+ w_ky), guided against the empty
-prompt. As v_k holds no class, the server can draw classes in k's domain that k has no images of
-(`domain-vector.classes = "all"`): under label skew every class then comes in every domain.
+The condition of client k's class y is tau(prompt of y) + v_k (+ w_ky), guided away from the empty
+prompt. Because v_k depends on no class, the server can sample classes in k's domain of which k has
+no images (`domain-vector.classes = "all"`). Under label skew, every class then appears in every
+domain.
 
-Differences from FedDEO (arXiv 2407.19953), which it comes from:
+Differences from FedDEO (arXiv 2407.19953), on which it is based:
 
-1. Theirs, eq. 5: nothing, the prompt and the description. Ours: nothing and the moved prompt, which
-   is both.
-2. Theirs: the classes that a client holds. Ours: these, or all.
+1. Theirs, eq. 5: the empty prompt, the prompt and the description. Ours: the empty prompt and the
+   shifted prompt, which combines the other two.
+2. Theirs: the classes that a client holds. Ours: these or all classes.
 """
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from osfl.payloads import DomainVector
-from server_app.driver import Models, plan_held, synthesise_and_train
-from server_app.job import ServerJob, by_class
+from osfl.payload.kinds import DomainVector
+from server_app.context import ServerJob, rows_by_class
 from server_app.methods.prompts_only import sample
+from server_app.pipeline import Models, plan_held_classes, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob, plan_images
 from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, DomainVector]) -> Models:
-    """R images for every class in every client's domain; one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler, plan=plan)
+    """Sample R images per class in every client's domain, and train one global model, FT."""
+    return synthesize_and_train(job, payloads, sampler, plan=plan)
 
 
 def plan(job: ServerJob, payloads: Mapping[str, DomainVector]) -> list[ImageJob]:
-    """R images for every client and each of its classes, or each of all classes."""
+    """Plan R images per client and class, for held classes or all classes."""
     if job.config.domain_vector.classes == "held":
-        return plan_held(job, payloads)
-    every = dict.fromkeys(payloads, range(len(job.classes)))
+        return plan_held_classes(job, payloads)
+    labels_of = dict.fromkeys(payloads, range(len(job.classes)))
     per_class = job.config.synthesis.images_per_class
-    return plan_images(job.config.method, job.config.seed, every, per_class)
+    return plan_images(job.config.method, job.config.seed, labels_of, per_class)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, DomainVector]) -> Sample:
-    """Each image by its class's prompt, moved by its client's vector."""
+    """Return a function that samples images from prompts shifted by their clients' vectors."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     settings = job.config.domain_vector
     steps = job.config.synthesis.steps
@@ -47,13 +48,15 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, DomainV
     domains = {
         client: payload.domain.to(kit.device, kit.dtype) for client, payload in payloads.items()
     }
-    offsets = by_class(job, payloads, lambda payload: _offsets(payload).to(kit.device, kit.dtype))
+    offsets = rows_by_class(
+        job, payloads, lambda payload: _offsets(payload).to(kit.device, kit.dtype)
+    )
 
     def condition(image: ImageJob) -> torch.Tensor:
         # d_y = tau(prompt of y) + v_k + w_ky
-        moved = prompts[image.label] + domains[image.client]
+        shifted = prompts[image.label] + domains[image.client]
         offset = offsets.get((image.client, image.label))
-        return moved if offset is None else moved + offset
+        return shifted if offset is None else shifted + offset
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
         c = torch.stack([condition(image) for image in jobs])
@@ -63,7 +66,7 @@ def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, DomainV
 
 
 def _offsets(payload: DomainVector) -> torch.Tensor:
-    """w_y of every class that the client holds [C, L, d]."""
+    """Return w_y of every class that the client holds, [C, L, d]."""
     if payload.offsets is None:
         return torch.zeros(len(payload.classes), *payload.domain.shape)
     return payload.offsets[:, 0]

@@ -1,6 +1,4 @@
-"""Espresso's server half.
-
-Initial noise from each class's mixture (G), a cluster's condition (C), zig-zag sampling (Z).
+"""Espresso's server half: a cluster's condition (C), noise from a mixture (G), zigzag sampling (Z).
 
 Espresso ("Guiding Diffusion Models with Fine-Grained Conditions and Semantics-Preserving Sampling",
 CVPR 2026; its code is not public), phase 2. Its ablation: C (`espresso.gmm = false`,
@@ -8,13 +6,13 @@ CVPR 2026; its code is not public), phase 2. Its ablation: C (`espresso.gmm = fa
 
 Differences from the paper:
 
-1. Theirs: "a randomly selected condition". Ours: drawn by the clusters' shares of the class's
-   images.
-2. Theirs: the inversion at the next lower timestep, as Z-Sampling's authors write it, or the same,
-   which the summary leaves open. Ours: the same timestep t, for which the inverse of a DDIM step is
-   exact when the prediction is.
-3. Theirs: gamma_2 is not given. Ours: 0, so that step 2 needs the unconditional branch alone (5
-   UNet passes a zig-zag).
+1. Theirs: "a randomly selected condition". Ours: drawn with the clusters' shares of the class's
+   images as probabilities.
+2. Theirs: the inversion is at the next lower timestep, as Z-Sampling's authors write, or at the
+   same one; the summary leaves it open. Ours: the same timestep t, at which the inverse of a DDIM
+   step is exact if the prediction is.
+3. Theirs: gamma_2 is not given. Ours: 0, so that step 2 needs the unconditional branch only (5 UNet
+   passes per zigzag).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +21,10 @@ import torch
 
 from osfl.config import EspressoConfig
 from osfl.models.diffusion import Kit
-from osfl.payloads import Mixtures
-from osfl.seeds import generator_of
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob, by_class
+from osfl.payload.kinds import Mixtures
+from osfl.util.seeds import generator_of
+from server_app.context import ServerJob, rows_by_class
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -35,18 +33,18 @@ from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Mixtures]) -> Models:
-    """R images for every class of every client; one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    """Sample R images per client and class, and train one global model, FT."""
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Mixtures]) -> Sample:
-    """Each image by its class's place in its client's payload."""
+    """Return a function that samples images from the conditions and mixtures of their classes."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
-    place = by_class(job, payloads, lambda payload: range(len(payload.classes)))
+    row_of = rows_by_class(job, payloads, lambda payload: range(len(payload.classes)))
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
-        sources = [(payloads[image.client], place[image.client, image.label]) for image in jobs]
+        sources = [(payloads[image.client], row_of[image.client, image.label]) for image in jobs]
         return sample(kit, jobs, sources, job.config.espresso, steps)
 
     return draw
@@ -60,24 +58,24 @@ def sample(
     settings: EspressoConfig,
     steps: int,
 ) -> torch.Tensor:
-    """Semantics-preserving sampling.
+    """Sample images by semantics-preserving sampling (Espresso, phase 2).
 
     Args:
-        sources: for every image its client's payload, and its class's place there.
+        sources: for every image its client's payload, and its class's row there.
 
     Returns:
         uint8 [B, 3, H, W].
     """
     c0 = kit.text([""])
     z = initial_noise(jobs, kit.latent_shape, torch.device("cpu"))
-    chosen = []
+    conditions = []
     starts = []
     for image, (payload, row), noise in zip(jobs, sources, z, strict=True):
         generator = generator_of(image.noise_seed, "espresso")
         j = int(torch.multinomial(payload.weights[row], 1, generator=generator))
-        chosen.append(payload.conditions[row, j])
+        conditions.append(payload.conditions[row, j])
         starts.append(from_mixture(payload, row, noise, generator) if settings.gmm else noise)
-    c = torch.stack(chosen).to(kit.device, kit.dtype)
+    c = torch.stack(conditions).to(kit.device, kit.dtype)
     z = torch.stack(starts).to(kit.device)
 
     def strong(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:  # gamma_1
@@ -96,12 +94,17 @@ def sample(
 def from_mixture(
     payload: Mixtures, row: int, noise: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """z_T [c, h, w] from a class's Gaussian mixture.
+    """Draw z_T [c, h, w] from a class's Gaussian mixture.
 
-    Mean_m + sqrt(variance_m) * noise, m drawn by the components' weights.
+    Args:
+        payload: has the mixture.
+        row: the class's row in the payload.
+        noise: standard normal, [c, h, w].
+        generator: of the component m.
     """
     assert payload.component_weights is not None
     assert payload.component_means is not None
     assert payload.component_variances is not None
     m = int(torch.multinomial(payload.component_weights[row], 1, generator=generator))
+    # z_T = mean_m + sqrt(variance_m) * noise
     return payload.component_means[row, m] + payload.component_variances[row, m].sqrt() * noise

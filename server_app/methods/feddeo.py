@@ -1,13 +1,13 @@
 """FedDEO's server half: images from each client's descriptions.
 
-FedDEO (Yang et al., arXiv 2407.19953), section 3.3: three branches a step, composed: nothing, the
-class's prompt, the client's description of the class.
+FedDEO (Yang et al., arXiv 2407.19953), section 3.3: every step composes three branches: the empty
+prompt, the class's prompt, and the client's description of the class.
 
 Differences from the paper:
 
-1. Theirs: guidance 3 on the prompt and 3 on the description. Ours: both in the config
-   (`feddeo.guidance-text`, `feddeo.guidance-description`); a branch whose scale is 0 is not
-   computed. The digits' defaults are in pyproject.toml.
+1. Theirs: guidance 3 on the prompt and 3 on the description. Ours: both scales are configured
+   (`feddeo.guidance-text`, `feddeo.guidance-description`), and a branch of scale 0 is not computed.
+   pyproject.toml has the defaults for the digits.
 2. Theirs, eq. 5: the plain sum of the prompt's and the description's predictions. Ours: each
    relative to the empty prompt's, with a scale, as composition is usually written and as their code
    does.
@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from osfl.models.diffusion import Kit
-from osfl.payloads import Descriptions
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob, by_class
+from osfl.payload.kinds import Descriptions
+from server_app.context import ServerJob, rows_by_class
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -30,20 +30,26 @@ from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Descriptions]) -> Models:
-    """R images for every description; one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    """Sample R images per description, and train one global model, FT."""
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Descriptions]) -> Sample:
-    """Each image by its class's prompt and its client's description."""
+    """Return a function that samples images from class prompts and their clients' descriptions."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
-    learned = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
+    descriptions = rows_by_class(
+        job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype)
+    )
     if job.config.feddeo.tokens == "all":
         # d_y = tau(prompt of y) + u_y
-        learned = {key: prompts[key[1]] + vector for key, vector in learned.items()}
+        descriptions = {
+            (client, label): prompts[label] + vector
+            for (client, label), vector in descriptions.items()
+        }
     scales = (job.config.feddeo.guidance_text, job.config.feddeo.guidance_description)
-    return lambda jobs: sample(kit, jobs, prompts, learned, scales, job.config.synthesis.steps)
+    steps = job.config.synthesis.steps
+    return lambda jobs: sample(kit, jobs, prompts, descriptions, scales, steps)
 
 
 @torch.no_grad()
@@ -51,15 +57,15 @@ def sample(
     kit: Kit,
     jobs: Sequence[ImageJob],
     prompts: torch.Tensor,
-    learned: Mapping[tuple[str, int], torch.Tensor],
+    descriptions: Mapping[tuple[str, int], torch.Tensor],
     scales: tuple[float, float],
     steps: int,
 ) -> torch.Tensor:
-    """Compositional guidance: e = e0 + g_text (e_text - e0) + g_desc (e_desc - e0) (FedDEO, eq. 5).
+    """Sample with compositional guidance on the class's prompt and the client's description.
 
     Args:
         prompts: tau of every class's prompt, [classes, L, d].
-        learned: d_y [L, d] of (client, label).
+        descriptions: descriptions d_y [L, d] by (client, label).
         scales: (g_text, g_desc).
 
     Returns:
@@ -67,11 +73,12 @@ def sample(
     """
     c0 = kit.text([""])
     text = prompts[[job.label for job in jobs]]
-    description = torch.stack([learned[job.client, job.label] for job in jobs])
+    description = torch.stack([descriptions[job.client, job.label] for job in jobs])
     conditions = [
         Condition(c, scale)
         for c, scale in zip((text, description), scales, strict=True)
         if scale != 0
     ]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
+    # FedDEO, eq. 5: e = e0 + g_text (e_text - e0) + g_desc (e_desc - e0)
     return to_images(kit, denoise(kit, z, steps, lambda z, t: compose(kit, z, t, c0, conditions)))

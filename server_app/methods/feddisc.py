@@ -1,16 +1,16 @@
-"""FedDISC's server half: images from cluster centres of the clients' image embeddings.
+"""FedDISC's server half: images from cluster centroids of the clients' image embeddings.
 
 FedDISC (Yang et al., arXiv 2305.04063), as FedDEO and FedLMG compare with it. A diffusion model
-conditioned on image embeddings (Stable unCLIP) composes two branches: a cluster's centre, and the
-class's mean as the domain's feature, with scale 2 each.
+conditioned on image embeddings (Stable unCLIP) composes two branches with scale 2 each: a cluster's
+centroid, and the class's mean as the domain's feature.
 
 Differences from the paper:
 
-1. Theirs: pseudo-labels of unlabelled clients. Ours: the true labels, as in FedDEO's and FedLMG's
-   comparisons.
-2. The centre of an image: ours takes them in turn.
-3. The prompt beside the embedding: ours is the class's in both branches, the empty one in the
-   unconditional.
+1. Theirs: pseudo-labels for clients without labels. Ours: the true labels, as in FedDEO's and
+   FedLMG's comparisons.
+2. Ours: a class's images use its centroids in turn.
+3. Ours: the prompt beside the embedding is the class's in both branches, and the empty prompt in
+   the unconditional one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ import torch
 
 from osfl.config import FedDISCConfig
 from osfl.models.diffusion import Kit
-from osfl.payloads import Embeddings
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob, by_class
+from osfl.payload.kinds import Embeddings
+from server_app.context import ServerJob, rows_by_class
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise
@@ -30,15 +30,17 @@ from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Embeddings]) -> Models:
-    """R images for every class of every client; one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler)
+    """Sample R images per client and class, and train one global model, FT."""
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Embeddings]) -> Sample:
-    """Each image by its class's prompt, and its client's centres and mean of the class."""
+    """Return a function that samples images from class prompts and their clients' embeddings."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
-    vectors = by_class(job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype))
+    vectors = rows_by_class(
+        job, payloads, lambda payload: payload.vectors.to(kit.device, kit.dtype)
+    )
     settings = job.config.feddisc
     return lambda jobs: sample(kit, jobs, prompts, vectors, settings, job.config.synthesis.steps)
 
@@ -52,24 +54,25 @@ def sample(
     settings: FedDISCConfig,
     steps: int,
 ) -> torch.Tensor:
-    """e = e0 + g_c (e_centre - e0) + g_d (e_mean - e0).
+    """Sample with compositional guidance on a cluster's centroid and the class's mean embedding.
 
     Args:
         prompts: tau of every class's prompt, [classes, L, d].
-        vectors: K centres and the mean [K + 1, 2e] of (client, label).
+        vectors: K centroids and the mean, [K + 1, 2e], by (client, label).
 
     Returns:
         uint8 [B, 3, H, W].
     """
     c0 = kit.text([""])
     c = prompts[[image.label for image in jobs]]
-    chosen = [vectors[image.client, image.label] for image in jobs]
-    centres = torch.stack(
-        [rows[image.index % (len(rows) - 1)] for rows, image in zip(chosen, jobs, strict=True)]
+    embeddings = [vectors[image.client, image.label] for image in jobs]
+    centroids = torch.stack(
+        [rows[image.index % (len(rows) - 1)] for rows, image in zip(embeddings, jobs, strict=True)]
     )
-    means = torch.stack([rows[-1] for rows in chosen])
+    means = torch.stack([rows[-1] for rows in embeddings])
+    # FedDISC: e = e0 + g_c (e_centroid - e0) + g_d (e_mean - e0)
     conditions = [
-        Condition(c, settings.guidance_cluster, centres),
+        Condition(c, settings.guidance_cluster, centroids),
         Condition(c, settings.guidance_domain, means),
     ]
     z = initial_noise(jobs, kit.latent_shape, kit.device)

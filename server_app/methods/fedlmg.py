@@ -1,30 +1,29 @@
-"""FedLMG's server half.
+"""FedLMG's server half: classifier-guided images, and three ways to train the global model.
 
-Images guided by each client's classifier, and three ways to train the global model on them.
-
-FedLMG (Yang et al., arXiv 2311.08870), sections 3.3 and 3.4. Losses can be switched off (its table
-4): `fedlmg.classifier-weight = 0` or `fedlmg.bn-weight = 0`.
+FedLMG (Yang et al., arXiv 2311.08870), sections 3.3 and 3.4. `fedlmg.classifier-weight = 0` or
+`fedlmg.bn-weight = 0` switches a loss off (its table 4).
 
 Differences from the paper:
 
-1. Theirs: `e - sqrt(1 - a_t) grad L`. Ours: a plus; with L a loss, the minus raises it (Dhariwal &
-   Nichol subtract the gradient of log p). A test shows that L falls.
-2. BatchNorm statistics are theirs, of each image alone ("after feeding the sample s"), so that an
-   image does not depend on its batch. `fedlmg.bn-statistics = "unit"` is ours: of a whole unit,
-   whose images are then of all of a client's classes in turn. Theirs: the statistics of each
-   BatchNorm layer's output, by their text. Ours: of its input, which running mean and variance
-   describe.
-3. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; configs/tables/guidance-losses.toml
+1. Theirs, eq. 10: `e - sqrt(1 - a_t) grad L`. Ours: a plus, because with a loss L the minus
+   increases it (Dhariwal & Nichol subtract the gradient of log p). A test shows that L decreases.
+2. Theirs: BatchNorm statistics of each image alone ("after feeding the sample s"). Ours: the same
+   by default, so that an image does not depend on its batch; with `fedlmg.bn-statistics = "unit"`
+   over a whole work unit, in which a client's classes alternate.
+3. Theirs: statistics of each BatchNorm layer's output, by their text. Ours: of its input, which the
+   running mean and variance describe.
+4. Theirs: gradient scale 1. Ours: `fedlmg.gradient-scale`; configs/tables/guidance-losses.toml
    compares 2.
-4. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its
+5. Theirs (code): a second UNet pass for the step. Ours: one pass gives the prediction and its
    gradient.
-5. Theirs, multi-teacher: the plain mean. Ours: each class over the teachers that hold it;
-   `fedlmg.teacher-mean = "plain"` is theirs.
-6. Theirs, eq. 12 and 13: KL(student || teacher) as printed. Ours: KL(teacher || student), as
+6. Theirs, multi-teacher: the uniform mean. Ours: for each class the mean over the teachers that
+   hold it, because the others were not trained on it; `fedlmg.teacher-mean = "plain"` is theirs.
+7. Theirs, eq. 12 and 13: KL(student || teacher) as printed. Ours: KL(teacher || student), as
    distillation is usually written.
-7. Option `fedlmg.gradient = "x0"`: no gradient through the UNet; half the cost, approximate. In its
-   place d x0hat / dz = sqrt(a_t) I, as of data from N(0, I), which latents are about. (With e held
-   constant it would be I / sqrt(a_t), 200 times too much at t = T: no image came of it.)
+8. Theirs: the gradient goes through the UNet. Ours: the same by default; `fedlmg.gradient = "x0"`
+   is an approximation at half the cost, with d x0hat / dz = sqrt(a_t) I, which holds for data from
+   N(0, I) and roughly for latents. (A constant e would give I / sqrt(a_t), which is 200 times too
+   large at t = T and gives no usable image.)
 """
 
 import warnings
@@ -36,11 +35,11 @@ from functools import partial
 import torch
 
 from osfl.config import FedLMGConfig, split_names
-from osfl.models.classifiers import rebuild
+from osfl.models.classifiers import rebuild_classifier
 from osfl.models.diffusion import Kit, x0hat
-from osfl.payloads import Classifier
-from server_app.driver import Models, plan_held, synthesise_and_train
-from server_app.job import ServerJob
+from osfl.payload.kinds import Classifier
+from server_app.context import ServerJob
+from server_app.pipeline import Models, plan_held_classes, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import (
     Condition,
@@ -54,16 +53,16 @@ from server_app.synthesis.images import SyntheticSet
 from server_app.synthesis.plan import ImageJob, initial_noise, mix_classes
 from server_app.synthesis.samplers import Predict, denoise, to_images
 from server_app.synthesis.workers import Sample
-from server_app.training import mean_teacher, own_teacher, train_global
+from server_app.training import mean_teacher, specific_teacher, train_global
 
 # (z, t []) -> (e, L [B])
 LossAt = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def run(job: ServerJob, payloads: Mapping[str, Classifier]) -> Models:
-    """R images for every class of every classifier; a global model for each strategy.
+    """Sample R images per class of every classifier, and train a global model per strategy.
 
-    The strategies are those of FT, MD and SD that the config names.
+    The strategies are those of FT, MD and SD in `fedlmg.strategies`.
     """
     return run_guided(job, payloads, job.config.fedlmg, sample)
 
@@ -74,21 +73,21 @@ def run_guided(
     settings: FedLMGConfig,
     sample: Callable[..., torch.Tensor],
 ) -> Models:
-    """FedLMG's and FedCADO's way from classifiers to global models; they differ in `sample`."""
+    """Run FedLMG or FedCADO, from classifiers to global models. They differ in `sample`."""
     by_unit = settings.bn_statistics == "unit"
-    return synthesise_and_train(
+    return synthesize_and_train(
         job,
         payloads,
         partial(sampler, settings=settings, sample=sample),
-        plan=plan_mixed if by_unit else plan_held,
+        plan=plan_mixed if by_unit else plan_held_classes,
         train=partial(_train, settings=settings),
         divisible=not by_unit,
     )
 
 
 def plan_mixed(job: ServerJob, payloads: Mapping[str, Classifier]) -> list[ImageJob]:
-    """R images for every class of every classifier, each client's classes in turn."""
-    return mix_classes(plan_held(job, payloads))
+    """Plan R images per class of every classifier, with each client's classes alternating."""
+    return mix_classes(plan_held_classes(job, payloads))
 
 
 def sampler(
@@ -99,13 +98,13 @@ def sampler(
     settings: FedLMGConfig,
     sample: Callable[..., torch.Tensor],
 ) -> Sample:
-    """What draws a batch on a device, with the classifiers on it."""
+    """Return a function that samples images guided by their clients' classifiers."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
     size = job.config.data.image_size
     prompts = kit.text(job.config.prompts(job.classes))
-    # Copies lie in memory as torch lays it out, whichever process they came from: a sum's last bit
-    # may depend on it.
+    # A copy has torch's own memory alignment in every process; the last bit of a sum may depend on
+    # the alignment
     teachers = {
         client: as_teacher(deepcopy(teacher.model).to(device))
         for client, teacher in teachers_of(job, payloads).items()
@@ -120,20 +119,20 @@ def _train(
     *,
     settings: FedLMGConfig,
 ) -> Models:
-    """A global model for each strategy.
+    """Train a global model per strategy.
 
-    FT has no teacher; MD's is the mean of all, SD's the classifier of the image's own client.
+    FT has no teacher, MD the mean of all classifiers, and SD the classifier of the image's client.
     """
     networks = {client: teacher.model for client, teacher in teachers_of(job, payloads).items()}
-    held = job.held(payloads)
-    plain = settings.teacher_mean == "plain"
+    labels_of = job.held(payloads)
+    is_uniform = settings.teacher_mean == "plain"
     models = {}
     for strategy in split_names(settings.strategies):
         target = None
         if strategy == "md":
-            target = mean_teacher(networks, held, images.pixels, job.device, plain=plain)
+            target = mean_teacher(networks, labels_of, images.pixels, job.device, plain=is_uniform)
         elif strategy == "sd":
-            target = own_teacher(networks, images.clients, images.pixels, job.device)
+            target = specific_teacher(networks, images.clients, images.pixels, job.device)
         name = strategy.upper()
         models[name] = train_global(
             job, name, images.pixels, images.labels, target, settings.distillation_weight
@@ -142,7 +141,7 @@ def _train(
 
 
 def teachers_of(job: ServerJob, payloads: Mapping[str, Classifier]) -> dict[str, Teacher]:
-    """The clients' classifiers."""
+    """Return the clients' classifiers, frozen."""
     small_stem = job.config.classifier.small_stem
     return {
         client: _rebuild(payload, len(job.classes), small_stem)
@@ -151,9 +150,11 @@ def teachers_of(job: ServerJob, payloads: Mapping[str, Classifier]) -> dict[str,
 
 
 def _rebuild(payload: Classifier, num_classes: int, small_stem: bool) -> Teacher:
-    teacher = as_teacher(rebuild(payload.state, payload.architecture, num_classes, small_stem))
+    teacher = as_teacher(
+        rebuild_classifier(payload.state, payload.architecture, num_classes, small_stem)
+    )
     if not teacher.norms:
-        warnings.warn(f"{payload.architecture} has no BatchNorm layer: L_BN is 0", stacklevel=2)
+        warnings.warn(f"{payload.architecture} has no BatchNorm layer, so L_BN is 0", stacklevel=2)
     return teacher
 
 
@@ -166,19 +167,22 @@ def sample(
     steps: int,
     size: int | None = None,
 ) -> torch.Tensor:
-    """Classifier-guided denoising (FedLMG, section 3.3). Rows may belong to different clients.
+    """Sample by classifier-guided denoising (FedLMG, section 3.3).
 
     Args:
+        jobs: the images, which may belong to different clients.
         prompts: tau of every class's prompt, [classes, L, d].
         teachers: each client's classifier.
-        size: pixels on a side that the classifiers were trained at.
+        size: side in pixels at which the classifiers were trained.
 
     Returns:
         uint8 [B, 3, H, W].
     """
     loss_at = guidance_loss(kit, jobs, prompts, teachers, settings, size)
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(kit, denoise(kit, z, steps, guided(kit, loss_at, settings.gradient_scale)))
+    return to_images(
+        kit, denoise(kit, z, steps, guided_prediction(kit, loss_at, settings.gradient_scale))
+    )
 
 
 def guidance_loss(
@@ -189,7 +193,7 @@ def guidance_loss(
     settings: FedLMGConfig,
     size: int | None,
 ) -> LossAt:
-    """The function (z, t) -> e, L(z, t) of a batch; L is differentiable in z."""
+    """Return the function (z, t) -> (e, L(z, t)) of a batch. L is differentiable in z."""
     c0 = kit.text([""])
     labels = torch.tensor([job.label for job in jobs], device=kit.device)
     condition = [Condition(prompts[labels], settings.guidance)]
@@ -201,29 +205,37 @@ def guidance_loss(
         # 1. e: classifier-free guidance on the class's prompt
         with torch.set_grad_enabled(settings.gradient == "full"):
             e = compose(kit, z, t, c0, condition)
-        # 2. L(z, t) = CE(F_k(D(x0hat)), y) + lambda L_BN, each row by its own client's classifier
+        # 2. FedLMG, eq. 8: x0hat = (z - sqrt(1 - a_t) e) / sqrt(a_t)
         x0 = x0hat(z, e, kit.alphas_cumprod[t])
-        # The same x0hat, its gradient sqrt(a_t)
+        # The same value with the gradient sqrt(a_t)
         if settings.gradient == "x0":
             x0 = x0.detach() + kit.alphas_cumprod[t].sqrt() * (z - z.detach())
         x = kit.decode_for_guidance(x0)
+        # FedLMG, eq. 9: L = CE(F_k(D(x0hat)), y) + lambda L_BN, with each row's client k
         loss = torch.zeros(len(z), device=z.device)
         for client, rows in rows_of.items():
             weights = (settings.classifier_weight, settings.bn_weight)
-            over = settings.bn_statistics
-            terms = classifier_loss(teachers[client], x[rows], labels[rows], *weights, size, over)
-            loss = loss.index_add(0, torch.tensor(rows, device=z.device), terms)
+            losses = classifier_loss(
+                teachers[client], x[rows], labels[rows], *weights, size, settings.bn_statistics
+            )
+            loss = loss.index_add(0, torch.tensor(rows, device=z.device), losses)
         return e, loss
 
     return loss_at
 
 
-def guided(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
-    """3. e <- e + s sqrt(1 - a_t) grad_z L, as a prediction for the denoise loop."""
+def guided_prediction(kit: Kit, loss_at: LossAt, scale: float) -> Predict:
+    """Return the guided noise prediction for the denoising loop.
+
+    Args:
+        loss_at: returns the noise prediction and the loss.
+        scale: s.
+    """
 
     def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         z = z.detach().requires_grad_()
         e, loss = loss_at(z, t)
+        # 3. FedLMG, eq. 10: e <- e + s sqrt(1 - a_t) grad_z L
         return guide(z, e, kit.alphas_cumprod[t], loss, scale)
 
     return predict

@@ -1,23 +1,23 @@
-"""Local: every client alone.
+"""Local-only baseline (`local`): each client's own classifier, tested on all clients' images.
 
-Its own classifier, tested on every client's test images; nothing is combined.
-
-A reference, not a method: what a client has without the federation.
+It is the reference for what a client has without the federation.
 """
 
 from collections.abc import Mapping
 from typing import cast
 
-from osfl.models.classifiers import rebuild
-from osfl.payloads import Classifier, Payload
-from server_app.job import GlobalModel, ServerJob
+from osfl.models.classifiers import rebuild_classifier
+from osfl.payload.kinds import Classifier, Payload
+from server_app.context import GlobalModel, ServerJob
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> dict[str, GlobalModel]:
-    """One model a client, under the client's name."""
+    """Return each client's classifier under the client's name."""
     small_stem = job.config.classifier.small_stem
     models = {}
     for client, payload in cast(Mapping[str, Classifier], payloads).items():
-        model = rebuild(payload.state, payload.architecture, len(job.classes), small_stem)
+        model = rebuild_classifier(
+            payload.state, payload.architecture, len(job.classes), small_stem
+        )
         models[client] = GlobalModel(model, payload.architecture, small_stem)
     return models

@@ -1,9 +1,9 @@
-"""prompts-domain: class prompts that also name the client's domain, as if the server were told it.
+"""prompts-domain: class prompts that also name the client's domain.
 
-Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". A reference: OSFL's other
-methods keep the domain from the server.
+This is Espresso's prompts-only baseline (CVPR 2026): "a {domain} of a {class}". It is a reference,
+because the other methods do not reveal the domain to the server.
 
-Differences: none known; the wording is `prompts-domain.prompt`.
+Differences from the paper: none known. `prompts-domain.prompt` has the wording.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,45 +11,48 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from osfl.config import PromptsDomainConfig, VotesConfig
-from osfl.payloads import Domain
-from osfl.prompts import fill
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob
+from osfl.payload.kinds import Domain
+from osfl.util.prompts import fill_prompt
+from server_app.context import ServerJob
 from server_app.methods.prompts_only import sample
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.plan import ImageJob
 from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Domain]) -> Models:
-    """R images for every class of every client from prompts that name both.
-
-    One global model, FT.
-    """
-    return synthesise_and_train(job, payloads, sampler)
+    """Sample R images per client and class, and train one global model, FT."""
+    return synthesize_and_train(job, payloads, sampler)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Domain]) -> Sample:
-    """Each image by a prompt that names its class and its client's domain."""
-    word = job.config.data.word
+    """Return a function that samples images from prompts with class and client's domain."""
+    word = job.config.data.prompt_name
     settings = job.config.prompts_domain
-    return by_name(job, device, settings, lambda image: word(payloads[image.client].name))
+    return sampler_by_name(job, device, settings, lambda image: word(payloads[image.client].name))
 
 
-def by_name(
+def sampler_by_name(
     job: ServerJob,
     device: torch.device,
     settings: PromptsDomainConfig | VotesConfig,
     domain_of: Callable[[ImageJob], str],
 ) -> Sample:
-    """Each image by a prompt that names its class and a domain."""
+    """Return a function that samples images from prompts with class and domain.
+
+    Args:
+        device: to load the kit on.
+        settings: has the prompt and the guidance scale.
+        domain_of: returns the domain's name for an image.
+    """
     kit = load_engine(job.kit, device, job.config.synthesis)
     steps = job.config.synthesis.steps
-    word = job.config.data.word
+    word = job.config.data.prompt_name
 
     def prompt(image: ImageJob) -> str:
         names = {"domain": domain_of(image), "class": word(job.classes[image.label])}
-        return fill(settings.prompt, names)
+        return fill_prompt(settings.prompt, names)
 
     def draw(jobs: Sequence[ImageJob]) -> torch.Tensor:
         c = kit.text([prompt(image) for image in jobs])

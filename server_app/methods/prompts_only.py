@@ -1,11 +1,9 @@
-"""Prompts only (SD_Gen): no upload; classifier-free guidance on each class's prompt.
+"""prompts-only (SD_Gen): classifier-free guidance on each class's prompt, without payloads.
 
-What the kit knows without the clients.
+This baseline of the papers (FedDEO, table 1; FedLMG, table 1) shows what the base diffusion model
+knows without the clients.
 
-The papers' baseline (FedDEO, table 1; FedLMG, table 1). Differences: none known; the papers do not
-say more.
-
-Payload: nothing.
+Differences from the papers: none known; they give no details.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from osfl.models.diffusion import Kit
-from osfl.payloads import Payload
-from server_app.driver import Models, synthesise_and_train
-from server_app.job import ServerJob
+from osfl.payload.kinds import Payload
+from server_app.context import ServerJob
+from server_app.pipeline import Models, synthesize_and_train
 from server_app.synthesis.engine import load_engine
 from server_app.synthesis.guidance import Condition, compose
 from server_app.synthesis.plan import ImageJob, initial_noise, plan_images
@@ -24,19 +22,19 @@ from server_app.synthesis.workers import Sample
 
 
 def run(job: ServerJob, payloads: Mapping[str, Payload]) -> Models:
-    """R images a class and client from prompts; one global model, FT."""
-    return synthesise_and_train(job, payloads, sampler, plan=plan)
+    """Sample R images per client and class from prompts, and train one global model, FT."""
+    return synthesize_and_train(job, payloads, sampler, plan=plan)
 
 
 def plan(job: ServerJob, payloads: Mapping[str, Payload]) -> list[ImageJob]:
-    """R images of all classes for every client, for nobody says which it holds."""
-    held = dict.fromkeys(job.clients, range(len(job.classes)))
+    """Plan R images of all classes per client, because the server does not know the held ones."""
+    labels_of = dict.fromkeys(job.clients, range(len(job.classes)))
     per_class = job.config.synthesis.images_per_class
-    return plan_images(job.config.method, job.config.seed, held, per_class)
+    return plan_images(job.config.method, job.config.seed, labels_of, per_class)
 
 
 def sampler(job: ServerJob, device: torch.device, payloads: Mapping[str, Payload]) -> Sample:
-    """Each image by its class's prompt."""
+    """Return a function that samples images from their class's prompts."""
     kit = load_engine(job.kit, device, job.config.synthesis)
     prompts = kit.text(job.config.prompts(job.classes))
     guidance = job.config.prompts_only.guidance
@@ -53,18 +51,22 @@ def sample(
     steps: int,
     c0: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Classifier-free guidance on one condition an image: e = e0 + g (e_c - e0).
+    """Sample with classifier-free guidance on one condition per image.
 
     Args:
         c: the condition of every image, [B, L, d].
-        c0: what it is guided away from, [1, L, d]; None: the empty prompt's encoding.
+        guidance: g.
+        c0: the negative condition, [1, L, d]; None: the empty prompt's encoding.
 
     Returns:
         uint8 [B, 3, H, W].
     """
-    nothing = kit.text([""]) if c0 is None else c0
+    negative = kit.text([""]) if c0 is None else c0
+    conditions = [Condition(c, guidance)]
     z = initial_noise(jobs, kit.latent_shape, kit.device)
-    return to_images(
-        kit,
-        denoise(kit, z, steps, lambda z, t: compose(kit, z, t, nothing, [Condition(c, guidance)])),
-    )
+
+    def predict(z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        # Classifier-free guidance: e = e0 + g (e_c - e0)
+        return compose(kit, z, t, negative, conditions)
+
+    return to_images(kit, denoise(kit, z, steps, predict))

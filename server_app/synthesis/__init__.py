@@ -1,1 +1,1 @@
-"""From payloads to images: plan, samplers, guidance, image store."""
+"""Image synthesis from payloads: plan, samplers, guidance, workers, image files."""

@@ -1,8 +1,8 @@
-"""The kit as the server samples with it: precision, attention, memory format, compilation, solver.
+"""Loading and tuning of the kit for sampling: precision, attention, compilation, batch size.
 
-*Exact* are float32 and checkpointing; *equivalent* are the 16-bit types, the attention's
-implementations, the memory formats and compilation, which differ by rounding; *approximate* are
-another solver than DDIM, a guidance interval, feature caching and a small decoder for the guidance.
+float32 and checkpointing are *exact*. 16-bit types, the attention implementations, memory formats
+and compilation are *equivalent*: they differ by rounding. *Approximations* are solvers other than
+DDIM, a guidance interval, feature caching, and a tiny autoencoder (TAESD) for the guidance.
 """
 
 import json
@@ -23,9 +23,9 @@ import torch
 from filelock import FileLock
 
 from osfl.config import SynthesisConfig
-from osfl.costs import FlopMeter, Stopwatch
-from osfl.devices import saves_memory
-from osfl.files import OWNER_ONLY, DamageError, private_folder, read_json, write_atomically
+from osfl.kit.check import lora_file
+from osfl.kit.kits import kit_digest
+from osfl.methods import TINY_DECODER
 from osfl.models.diffusion import (
     Attention,
     Kit,
@@ -34,26 +34,33 @@ from osfl.models.diffusion import (
     load_lora,
     load_small_decoder,
 )
-from osfl.models.kit_check import lora_file
-from osfl.models.kits import SMALL_DECODER, kit_digest
+from osfl.util.costs import FlopMeter, Stopwatch
+from osfl.util.devices import uses_checkpointing
+from osfl.util.files import (
+    OWNER_ONLY,
+    CorruptFileError,
+    make_private_folder,
+    read_json,
+    write_atomically,
+)
 from server_app.synthesis.caching import cache_features
 
-# What may be chosen by a measurement: of the networks, and with all that a run records.
-NETWORKS = ("dtype", "attention", "memory_format", "compile")
-CHOSEN = (*NETWORKS, "batch_size", "units_at_once")
+# Settings that a measurement may choose: of the networks, and all that a run records
+NETWORK_SETTINGS = ("dtype", "attention", "memory_format", "compile")
+AUTO_SETTINGS = (*NETWORK_SETTINGS, "batch_size", "units_at_once")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REPEATS = 5  # passes that are timed, after two that are not
-LOOK_SECONDS = 15.0  # at how fast a machine is, for an estimate
-# A batch that takes so much longer an image than the best one ends the search for a larger one.
-NO_GAIN = 1.1
+REPEATS = 5  # timed passes, after two warm-up passes
+MEASURE_SECONDS = 15.0  # spent on measuring a machine's speed for an estimate
+# The search ends at a batch whose time per image exceeds the best one's by this factor
+MAX_SLOWDOWN = 1.1
 
 
 def load_engine(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     """Load a kit for sampling.
 
-    Where the config says `auto`, the fastest one of what there is, setting by setting, by a
-    measurement that is made once for a device, kit and batch and kept in `calibration.json` in the
-    cache folder ($OSFL_CACHE, else ~/.osfl/cache).
+    Each setting that is `auto` gets the fastest available value. It is measured once per device,
+    kit and batch, and stored in `calibration.json` in the cache folder ($OSFL_CACHE, else
+    ~/.osfl/cache).
 
     Raises:
         KitError: as `load_kit`.
@@ -61,11 +68,11 @@ def load_engine(source: str, device: torch.device, settings: SynthesisConfig) ->
     return _load(source, device, _with_networks(source, device, settings))
 
 
-def settled(source: str, device: torch.device, settings: SynthesisConfig) -> SynthesisConfig:
-    """The settings without an `auto` and without a 0 for the batch: what a run records.
+def resolve_auto(source: str, device: torch.device, settings: SynthesisConfig) -> SynthesisConfig:
+    """Return the settings that a run records, with every `auto` and automatic batch size fixed.
 
-    Each choice is by a measurement, remembered as in `load_engine`. Batches of another size differ
-    in the last bit, so a run keeps to one choice.
+    Choices are measured and stored as in `load_engine`. A run keeps its choice, because results of
+    different batch sizes differ in the last bit.
 
     Raises:
         KitError: as `load_kit`.
@@ -73,43 +80,43 @@ def settled(source: str, device: torch.device, settings: SynthesisConfig) -> Syn
     settings = _with_networks(source, device, settings)
     if settings.batch_size and settings.units_at_once:
         return replace(settings, batch_size=min(settings.batch_size, settings.unit_size))
-    given = {name: getattr(settings, name) for name in CHOSEN}
-    key = f"{_key(source, device, settings)} workers {settings.workers} {given}"
-    kit: list[Kit] = []
+    configured = {name: getattr(settings, name) for name in AUTO_SETTINGS}
+    key = f"{_key(source, device, settings)} workers {settings.workers} {configured}"
 
     def measure() -> dict[str, Any]:
-        # Cached features are of one forward pass at a time, and their gain is of any batch.
-        kit.append(_load(source, device, replace(settings, cache_interval=1)))
-        return _measured_batches(kit[0], settings)
+        # Feature caching supports one forward pass at a time, and its gain is the same for any
+        # batch
+        kit = _load(source, device, replace(settings, cache_interval=1))
+        return _measure_batches(kit, settings)
 
-    return replace(settings, **_remembered(key, measure)["choice"])
+    return replace(settings, **_calibration(key, measure)["choice"])
 
 
-def _measured_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
-    """Seconds an image of every batch and number of units at once, and the best of them."""
-    seconds: dict[str, float] = {}
+def _measure_batches(kit: Kit, settings: SynthesisConfig) -> dict[str, Any]:
+    """Measure the seconds per image of every batch size and number of parallel units."""
+    timings: dict[str, float] = {}
     best = math.inf
     choice = {"batch_size": 1, "units_at_once": 1}
     for units in _units_at_once(kit, settings):
-        least = math.inf
+        best_of_units = math.inf
         for batch in _batches(settings):
             try:
-                taken = _seconds_an_image(kit, batch, units, settings.threads)
+                seconds = _seconds_an_image(kit, batch, units, settings.threads)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 break
-            seconds[f"{units} x {batch}"] = taken
-            if taken < best:
-                best = taken
+            timings[f"{units} x {batch}"] = seconds
+            if seconds < best:
+                best = seconds
                 choice = {"batch_size": batch, "units_at_once": units}
-            least = min(least, taken)
-            if taken > NO_GAIN * least:
+            best_of_units = min(best_of_units, seconds)
+            if seconds > MAX_SLOWDOWN * best_of_units:
                 break
-    return {"seconds an image": seconds, "choice": choice}
+    return {"seconds an image": timings, "choice": choice}
 
 
 def _batches(settings: SynthesisConfig) -> list[int]:
-    """Batches to choose from: a unit, halves of it and so on, the smallest first."""
+    """Return the batch sizes to try: a unit and its repeated halves, in ascending order."""
     if settings.batch_size:
         return [min(settings.batch_size, settings.unit_size)]
     sizes = {settings.unit_size}
@@ -119,71 +126,70 @@ def _batches(settings: SynthesisConfig) -> list[int]:
 
 
 def _units_at_once(kit: Kit, settings: SynthesisConfig) -> list[int]:
-    """How many units this process may sample side by side; on a CPU, one or one a thread.
+    """Return the numbers of parallel units to try in this process: on a CPU, 1 and one per thread.
 
-    Not where torch keeps what is chosen for the whole process (an attention, a compilation), and
-    not where the models of all of them would take more than a quarter of the free memory.
+    Only 1 is tried if a setting holds for the whole process (attention, compilation), or if the
+    models of all units would take more than a quarter of the free memory.
     """
     if settings.units_at_once:
         return [settings.units_at_once]
     threads = settings.threads or torch.get_num_threads()
     weights = [*kit.unet.parameters(), *kit.vae.parameters(), *kit.text.model.parameters()]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
-    global_choice = settings.attention != "default" or settings.compile == "on"
-    alone = kit.device.type != "cpu" or settings.workers or global_choice or threads == 1
-    if alone or threads * size > psutil.virtual_memory().available / 4:
+    is_process_wide = settings.attention != "default" or settings.compile == "on"
+    is_sequential = kit.device.type != "cpu" or settings.workers or is_process_wide or threads == 1
+    if is_sequential or threads * size > psutil.virtual_memory().available / 4:
         return [1]
     return [1, threads]
 
 
 def _seconds_an_image(kit: Kit, batch: int, units: int, threads: int) -> float:
-    """Of a UNet pass with guidance over `batch` images, `units` of them side by side."""
-    before = torch.get_num_threads()
-    each = max(1, (threads or before) // units)
+    """Return the seconds per image of guided UNet passes over `batch` images in parallel units."""
+    default_threads = torch.get_num_threads()
+    unit_threads = max(1, (threads or default_threads) // units)
+    pool = ThreadPoolExecutor(units, initializer=torch.set_num_threads, initargs=(unit_threads,))
     try:
-        with ThreadPoolExecutor(units, initializer=torch.set_num_threads, initargs=(each,)) as pool:
-            taken = list(pool.map(lambda _: _seconds(kit, 2 * batch), range(units)))
+        with pool:
+            seconds = list(pool.map(lambda _: _seconds(kit, 2 * batch), range(units)))
     finally:
-        torch.set_num_threads(before)
-    return max(taken) / (units * batch)
+        torch.set_num_threads(default_threads)
+    return max(seconds) / (units * batch)
 
 
 def _with_networks(source: str, device: torch.device, settings: SynthesisConfig) -> SynthesisConfig:
-    """With the fastest precision, attention, memory format and compilation for each `auto`."""
+    """Replace each `auto` by the fastest precision, attention, memory format or compilation."""
     if not (options := _options(device, settings)):
         return settings
 
-    def seconds(chosen: Mapping[str, Any]) -> float:
+    def seconds(choice: Mapping[str, Any]) -> float:
         try:
-            kit = _load(source, device, replace(settings, **chosen))
+            kit = _load(source, device, replace(settings, **choice))
             return _seconds(kit, 2 * settings.unit_size)
-        # Plain attention, say; a unit that nothing lets fit is sampled in parts.
+        # Another choice may need less memory; a unit that fits with none is sampled in batches
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return math.inf
 
-    given = {name: getattr(settings, name) for name in NETWORKS}
-    return replace(
-        settings, **_calibrated(seconds, options, f"{_key(source, device, settings)} {given}")
-    )
+    configured = {name: getattr(settings, name) for name in NETWORK_SETTINGS}
+    key = f"{_key(source, device, settings)} {configured}"
+    return replace(settings, **_calibrated(seconds, options, key))
 
 
 def _key(source: str, device: torch.device, settings: SynthesisConfig) -> str:
-    """What a measurement is of."""
+    """Return the key of a measurement."""
     batch = 2 * settings.unit_size
     return f"{kit_digest(source)} {_device_name(device)} batch {batch} torch {torch.__version__}"
 
 
 def _options(device: torch.device, settings: SynthesisConfig) -> dict[str, tuple[str, ...]]:
-    """What there is to choose from, for every setting that is `auto`."""
+    """Return the values to choose from, for every setting that is `auto`."""
     gpu = device.type == "cuda"
     options = {
         "dtype": ("float32", "bfloat16"),
         "attention": ("default", "flash", "cudnn", "efficient") if gpu else ("default", "math"),
         "memory_format": ("contiguous", "channels-last"),
-        "compile": ("off", "on")
-        if gpu
-        else ("off",),  # on a CPU it wants a C++ compiler, and minutes
+        # On a CPU it needs a C++ compiler and takes minutes
+        "compile": ("off", "on") if gpu else ("off",),
     }
     return {name: values for name, values in options.items() if getattr(settings, name) == "auto"}
 
@@ -191,40 +197,42 @@ def _options(device: torch.device, settings: SynthesisConfig) -> dict[str, tuple
 def _calibrated(
     seconds: Callable[[Mapping[str, Any]], float], options: Mapping[str, tuple[str, ...]], key: str
 ) -> dict[str, Any]:
-    """The fastest value of one setting after the other, the later ones at their first value
-    meanwhile.
+    """Return the fastest value of each setting, measured one setting after the other.
+
+    Settings that are not measured yet have their first value.
     """
 
     def measure() -> dict[str, Any]:
         choice: dict[str, Any] = {name: values[0] for name, values in options.items()}
-        measured: dict[str, dict[str, float]] = {}
+        timings: dict[str, dict[str, float]] = {}
         for name, values in options.items():
             if len(values) > 1:
-                measured[name] = {value: seconds(choice | {name: value}) for value in values}
-                choice[name] = min(values, key=measured[name].__getitem__)
-        return {"seconds a pass": measured, "choice": choice}
+                timings[name] = {value: seconds(choice | {name: value}) for value in values}
+                choice[name] = min(values, key=timings[name].__getitem__)
+        return {"seconds a pass": timings, "choice": choice}
 
-    return _remembered(key, measure)["choice"]
+    return _calibration(key, measure)["choice"]
 
 
-def _remembered(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What was measured under this key on this machine, or is now."""
+def _calibration(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return this machine's stored measurement of a key, or measure and store it."""
     file = Path(os.environ.get("OSFL_CACHE", "~/.osfl/cache")).expanduser() / "calibration.json"
-    private_folder(file.parent)
-    with FileLock(file.with_suffix(".lock"), mode=OWNER_ONLY):  # of several, one measures
-        known: dict[str, dict[str, Any]] = {}
-        # A damaged one is measured anew.
-        with suppress(DamageError):
-            known = read_json(file)
-        if key not in known:
-            known[key] = measure()
-            write_atomically(file, (json.dumps(known, indent=1) + "\n").encode())
-    return known[key]
+    make_private_folder(file.parent)
+    # Concurrent processes wait while one measures
+    with FileLock(file.with_suffix(".lock"), mode=OWNER_ONLY):
+        calibrations: dict[str, dict[str, Any]] = {}
+        # A corrupt file is replaced
+        with suppress(CorruptFileError):
+            calibrations = read_json(file)
+        if key not in calibrations:
+            calibrations[key] = measure()
+            write_atomically(file, (json.dumps(calibrations, indent=1) + "\n").encode())
+    return calibrations[key]
 
 
 def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
-    """By settings of which none is `auto`, but that of checkpointing."""
-    # By default, a GPU's convolutions in float32 multiply numbers of 10 bits.
+    """Load a kit by settings of which only `checkpointing` may be `auto`."""
+    # By default, GPUs compute float32 convolutions in TF32, with a mantissa of 10 bits
     torch.backends.cudnn.allow_tf32 = settings.dtype != "float32"
     kit = load_kit(source, device, DTYPES[settings.dtype])
     sampling = Sampling(
@@ -234,16 +242,16 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
     if settings.lora:
         load_lora(lora_file(settings.lora, source), kit, fused=settings.base_steps == 0)
     if settings.small_decoder:
-        where = (
-            (source, kit, SMALL_DECODER)
+        arguments = (
+            (source, kit, TINY_DECODER)
             if settings.small_decoder == "kit"
             else (settings.small_decoder, kit)
         )
-        kit = replace(kit, small_decoder=load_small_decoder(*where))
+        kit = replace(kit, small_decoder=load_small_decoder(*arguments))
     if settings.attention != "default":
         kit.unet.set_attn_processor(Attention(settings.attention))
-    if saves_memory(settings.checkpointing, device):
-        kit.checkpointed()
+    if uses_checkpointing(settings.checkpointing, device):
+        kit.with_checkpointing()
     if settings.cache_interval > 1:
         cache_features(kit, settings.cache_interval)
     layout = (
@@ -258,20 +266,20 @@ def _load(source: str, device: torch.device, settings: SynthesisConfig) -> Kit:
 
 @torch.no_grad()
 def _seconds(kit: Kit, batch: int, repeats: int = REPEATS) -> float:
-    """The median of a UNet pass."""
-    one_pass = unet_pass(kit, batch)
-    taken = []
+    """Return the median seconds of a UNet pass."""
+    run_pass = unet_pass(kit, batch)
+    timings = []
     for number in range(2 + repeats):
-        began = time.perf_counter()
-        one_pass()
+        start = time.perf_counter()
+        run_pass()
         if kit.device.type == "cuda":
             torch.cuda.synchronize(kit.device)
-        taken += [time.perf_counter() - began] if number >= 2 else []
-    return median(taken)
+        timings += [time.perf_counter() - start] if number >= 2 else []
+    return median(timings)
 
 
 def unet_pass(kit: Kit, batch: int) -> Callable[[], torch.Tensor]:
-    """A UNet pass over random latents, to be counted or timed."""
+    """Return a function that runs a UNet pass over random latents, to be counted or timed."""
     z = torch.randn(batch, *kit.latent_shape, device=kit.device)
     c = kit.text([""]).expand(batch, -1, -1)
     width = kit.unet.config.get("projection_class_embeddings_input_dim")
@@ -281,12 +289,12 @@ def unet_pass(kit: Kit, batch: int) -> Callable[[], torch.Tensor]:
 
 @torch.no_grad()
 def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
-    """What a row of a UNet pass takes on this machine, by a look of some seconds.
+    """Measure seconds and FLOPs per row of a UNet pass on this machine, within some seconds.
 
-    The best of growing batches: what else the machine does can only slow one down.
+    The seconds are the best over growing batches, because other load can only slow a pass down.
 
     Args:
-        most: rows of the largest batch that is tried.
+        most: rows of the largest batch to try.
     """
     rows = min(2, most)
     meter = FlopMeter()
@@ -294,7 +302,7 @@ def seconds_and_flops(kit: Kit, most: int) -> tuple[float, float]:
     flops = meter.total / rows
     watch = Stopwatch()
     best = _seconds(kit, rows, repeats=1) / rows
-    while rows < most and watch.seconds < LOOK_SECONDS:
+    while rows < most and watch.seconds < MEASURE_SECONDS:
         rows = min(2 * rows, most)
         best = min(best, _seconds(kit, rows, repeats=1) / rows)
     return best, flops

@@ -1,8 +1,6 @@
-"""Guidance terms.
+"""Guidance terms, which turn noise predictions or classifiers into a guided noise prediction.
 
-Functions that turn noise predictions, or classifiers, into a guided noise prediction.
-
-All take batches whose rows may belong to different classes and clients.
+All functions take batches whose rows may belong to different classes and clients.
 """
 
 from collections.abc import Sequence
@@ -13,52 +11,61 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from osfl.models.classifiers import normalise
+from osfl.models.classifiers import normalize
 from osfl.models.diffusion import Kit
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One branch of the guidance."""
+    """A condition of the guidance, with its scale.
 
-    c: torch.Tensor  # [B, L, d]
+    Attributes:
+        c: text condition, [B, L, d].
+        scale: guidance scale.
+        image: image condition of an unCLIP UNet, [B, 2e].
+    """
+
+    c: torch.Tensor
     scale: float
-    image: torch.Tensor | None = None  # [B, 2e], for an unCLIP UNet
+    image: torch.Tensor | None = None
 
 
 def compose(
     kit: Kit, z: torch.Tensor, t: torch.Tensor, c0: torch.Tensor, conditions: Sequence[Condition]
 ) -> torch.Tensor:
-    """e = e0 + sum_i g_i (e_i - e0): compositional guidance (Liu et al., arXiv 2206.01714.
+    """Compose conditions: e = e0 + sum_i g_i (e_i - e0).
 
-    FedDEO, eq. 5).
-
-    With one condition this is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in
-    diffusers' convention: with the scale 1 it is the condition's own prediction. All branches go
-    through the UNet in one batch. Outside of the kit's guidance interval (Kynkaanniemi et al.,
-    arXiv 2404.07724), an approximation that is off by default, the conditions' predictions are
-    averaged by their scales, without the branch of c0.
+    This is compositional guidance (Liu et al., arXiv 2206.01714; FedDEO, eq. 5). With one condition
+    it is classifier-free guidance (Ho & Salimans, arXiv 2207.12598) in diffusers' convention: scale
+    1 gives the condition's own prediction. All branches go through the UNet in one batch. Outside
+    the kit's guidance interval (Kynkaanniemi et al., arXiv 2404.07724), an approximation that is
+    off by default, the conditions' predictions are averaged by their scales, without e0.
 
     Args:
         z: [B, c, h, w].
         t: timestep, [].
-        c0: the empty prompt's encoding, or a negative prompt's, [1, L, d]; with images, its image
+        c0: encoding of the empty prompt or a negative prompt, [1, L, d]; for unCLIP its image
             condition is zero, as in Stable unCLIP.
+        conditions: the conditions i with their scales g_i.
+
+    Returns:
+        The guided noise prediction, [B, c, h, w].
     """
-    # Else e0 is the prediction at every step
-    weighted = any(condition.scale for condition in conditions)
-    # e0 + 1 (e1 - e0) is e1
-    alone = [condition.scale for condition in conditions] == [1.0]
-    if alone or (weighted and not _is_guided(kit, t)):
-        return _unguided(kit, z, t, conditions)
+    # If all scales are 0, e0 is the prediction at every step
+    has_scale = any(condition.scale for condition in conditions)
+    # e0 + 1 (e1 - e0) = e1
+    is_plain_condition = [condition.scale for condition in conditions] == [1.0]
+    if is_plain_condition or (has_scale and not _is_guided(kit, t)):
+        return _weighted_mean(kit, z, t, conditions)
     branches = torch.cat([c0.expand(len(z), -1, -1), *(condition.c for condition in conditions)])
     images = [condition.image for condition in conditions if condition.image is not None]
     image = torch.cat([torch.zeros_like(images[0]), *images]) if images else None
-    e0, *others = kit.eps(z.repeat(1 + len(conditions), 1, 1, 1), t, branches, image).chunk(
-        1 + len(conditions)
-    )
+    num_branches = 1 + len(conditions)
+    predictions = kit.eps(z.repeat(num_branches, 1, 1, 1), t, branches, image)
+    e0, *conditional = predictions.chunk(num_branches)
     e = e0
-    for e_i, condition in zip(others, conditions, strict=True):
+    for e_i, condition in zip(conditional, conditions, strict=True):
+        # FedDEO, eq. 5: e = e0 + sum_i g_i (e_i - e0)
         e = e + condition.scale * (e_i - e0)
     return e
 
@@ -66,28 +73,32 @@ def compose(
 def _is_guided(kit: Kit, t: torch.Tensor) -> bool:
     low = kit.sampling.guided_from
     high = kit.sampling.guided_to
-    return (low, high) == (0, 1000) or low <= int(
-        t
-    ) <= high  # reading t waits for a GPU, so not for nothing
+    # Without an interval t is not read, because that synchronizes with the GPU
+    return (low, high) == (0, 1000) or low <= int(t) <= high
 
 
-def _unguided(
+def _weighted_mean(
     kit: Kit, z: torch.Tensor, t: torch.Tensor, conditions: Sequence[Condition]
 ) -> torch.Tensor:
+    """Return the mean of the conditions' predictions, weighted by their scales."""
     images = [condition.image for condition in conditions if condition.image is not None]
     branches = torch.cat([condition.c for condition in conditions])
     image = torch.cat(images) if images else None
-    parts = kit.eps(z.repeat(len(conditions), 1, 1, 1), t, branches, image).chunk(len(conditions))
+    predictions = kit.eps(z.repeat(len(conditions), 1, 1, 1), t, branches, image)
+    conditional = predictions.chunk(len(conditions))
     total = sum(condition.scale for condition in conditions)
     return sum(
-        (condition.scale / total * e_i for condition, e_i in zip(conditions, parts, strict=True)),
+        (
+            condition.scale / total * e_i
+            for condition, e_i in zip(conditions, conditional, strict=True)
+        ),
         start=torch.zeros_like(z),
     )
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A client's classifier F_k and its BatchNorm layers, frozen."""
+    """A client's frozen classifier F_k and its BatchNorm layers."""
 
     model: nn.Module
     norms: tuple[nn.BatchNorm2d, ...]
@@ -108,20 +119,21 @@ def classifier_loss(
     size: int | None = None,
     bn_statistics: str = "image",
 ) -> torch.Tensor:
-    """L = w CE(F_k(x), y) + lambda L_BN for each image (FedLMG, eq. 7 and 9.
+    """Return L = w CE(F_k(x), y) + lambda L_BN of each image, [B].
 
-    FedCADO, eq. 4), shape [B].
-
-    `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2` over the inputs of every BatchNorm
-    layer.
+    FedLMG, eq. 7 and 9; FedCADO, eq. 4. `L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2`
+    over the inputs of every BatchNorm layer l.
 
     Args:
-        images: [B, 3, H, W] in about [-1, 1].
-        labels: [B].
-        size: pixels on a side that the classifier was trained at; None: H.
-        bn_statistics: what mu_l and var_l are taken over: `image`, each image's own positions, so
-            that an image does not depend on its batch; `unit`, all B images, which must then be a
-            whole unit of the plan.
+        teacher: F_k, whose running statistics are mu_kl and var_kl.
+        images: x, [B, 3, H, W] in about [-1, 1].
+        labels: y, [B].
+        classifier_weight: w.
+        bn_weight: lambda; 0 skips L_BN.
+        size: side in pixels at which the classifier was trained; None: H.
+        bn_statistics: `image`: mu_l and var_l are over each image's positions, so that an image
+            does not depend on its batch. `unit`: they are over all B images, which must then be a
+            whole work unit.
     """
     images = images.clamp(-1, 1)
     if size is not None and images.shape[-1] != size:
@@ -132,41 +144,45 @@ def classifier_loss(
         for norm in teacher.norms
     ]
     try:
-        logits = teacher.model(normalise(images, teacher.model))
+        logits = teacher.model(normalize(images, teacher.model))
     finally:
         for hook in hooks:
             hook.remove()
+    # FedLMG, eq. 9: L = w CE(F_k(x), y) + lambda L_BN
     loss = classifier_weight * F.cross_entropy(logits, labels, reduction="none")
     if bn_weight > 0:
         for norm, x in zip(teacher.norms, inputs, strict=True):
             mean_k = cast(torch.Tensor, norm.running_mean)
             var_k = cast(torch.Tensor, norm.running_var)
-            over = (2, 3) if bn_statistics == "image" else (0, 2, 3)
-            mu = x.mean(dim=over).view(-1, x.shape[1])
-            var = x.var(dim=over, unbiased=False).view(-1, x.shape[1])
+            dims = (2, 3) if bn_statistics == "image" else (0, 2, 3)
+            mu = x.mean(dim=dims).view(-1, x.shape[1])
+            var = x.var(dim=dims, unbiased=False).view(-1, x.shape[1])
+            # FedLMG, eq. 7: L_BN = sum_l ||mu_l - mu_kl||_2 + ||var_l - var_kl||_2
             loss = loss + bn_weight * (_norm(mu - mean_k) + _norm(var - var_k))
     return loss
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    """||x||_2 of each row; the floor keeps the gradient finite at x = 0."""
+    """Return ||x||_2 of each row. The floor keeps the gradient finite at x = 0."""
     return x.square().sum(dim=1).clamp_min(1e-12).sqrt()
 
 
 def guide(
     z: torch.Tensor, e: torch.Tensor, a_t: torch.Tensor, loss: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """e + scale sqrt(1 - a_t) grad_z L.
+    """Return e + scale sqrt(1 - a_t) grad_z L.
 
-    Classifier guidance (Dhariwal & Nichol, arXiv 2105.05233, alg. 2, with log p = -L).
-
-    The papers print a minus; with L a loss, that would increase it.
+    This is classifier guidance (Dhariwal & Nichol, arXiv 2105.05233, algorithm 2, with
+    log p = -L). FedLMG and FedCADO print a minus, which would increase the loss L.
 
     Args:
-        z: the leaf that `loss` was computed from.
+        z: the leaf tensor that `loss` was computed from.
         e: the noise prediction, detached here.
-        loss: L of each image, [B]; rows are independent (but for statistics over a unit), so the
-            gradient of their sum is each row's own.
+        a_t: cumulative alpha of the timestep.
+        loss: L of each image, [B]. Rows are independent (except for statistics over a unit), so the
+            gradient of the sum is each row's own.
+        scale: s.
     """
     (gradient,) = torch.autograd.grad(loss.sum(), z)
+    # FedLMG, eq. 10, with the opposite sign: e + s sqrt(1 - a_t) grad_z L
     return e.detach() + scale * (1 - a_t).sqrt() * gradient

@@ -1,6 +1,6 @@
-"""Rendering a plan.
+"""Synthesis of a plan's images, work unit by work unit.
 
-Unit by unit, each committed as a whole, so that a killed server goes on where it was.
+Each unit is committed as a whole, so that a killed server resumes where it stopped.
 """
 
 import json
@@ -17,49 +17,49 @@ from PIL import Image
 
 from osfl.config import NOT_IDENTITY, flatten
 from osfl.data.load import to_pixels
-from osfl.files import DamageError, open_private, private_folder, write_atomically
-from osfl.log import log
-from osfl.methods import METHODS
-from osfl.models.digests import sha256_of
-from osfl.models.kit_check import lora_file
-from osfl.models.kits import SMALL_DECODER, find_model, kit_digest, part_digest
-from osfl.models.used_parts import sampling_parts
-from osfl.run_folder.layout import image_name, picture_digest, read_picture, read_rows
-from osfl.wire import PayloadError
-from server_app.job import ServerJob
+from osfl.kit.check import lora_file
+from osfl.kit.digests import file_sha256
+from osfl.kit.kits import find_model, kit_digest, part_digest
+from osfl.kit.used_parts import sampling_parts
+from osfl.methods import METHODS, TINY_DECODER
+from osfl.payload.wire import PayloadError
+from osfl.run_folder.layout import image_digest, image_name, read_image, read_rows
+from osfl.util.files import CorruptFileError, make_private_folder, open_private, write_atomically
+from osfl.util.log import log
+from server_app.context import ServerJob
 from server_app.synthesis.plan import ImageJob, Unit, cut_units
 from server_app.synthesis.samplers import NotFiniteError, PrecisionError
 from server_app.synthesis.workers import MakeSampler, Sample, sample_units
 
 WRITERS = min(8, os.cpu_count() or 1)  # threads that write images while others are sampled
-UNWRITTEN = WRITERS  # units that may wait for them
-ATTEMPTS = 3  # at images that turn out unreadable once written
+MAX_UNWRITTEN_UNITS = WRITERS  # units that may wait for a thread
+ATTEMPTS = 3  # at images that cannot be read after they were written
 
 
 @dataclass(frozen=True)
 class SyntheticSet:
-    """All images of a plan, in its order."""
+    """The images of a plan, in its order."""
 
     pixels: torch.Tensor  # [N, 3, S, S] uint8, at the classifiers' size
     labels: torch.Tensor  # [N]
     clients: tuple[str, ...]  # [N]
 
-    def only(self, rows: Sequence[int]) -> "SyntheticSet":
-        """Some of them, by their places."""
+    def select(self, rows: Sequence[int]) -> "SyntheticSet":
+        """Return the images of these rows."""
         owners = tuple(self.clients[row] for row in rows)
         return SyntheticSet(self.pixels[rows], self.labels[rows], owners)
 
     def rows_by_class(self, clients: Collection[str]) -> dict[tuple[str, int], list[int]]:
-        """Places of these clients' images, in their order, by (client, label)."""
-        asked = set(clients)
-        found: dict[tuple[str, int], list[int]] = {}
-        for row, owner in enumerate(zip(self.clients, self.labels.tolist(), strict=True)):
-            if owner[0] in asked:
-                found.setdefault(owner, []).append(row)
-        return found
+        """Return the rows of these clients' images by (client, label), in order."""
+        selected = set(clients)
+        groups: dict[tuple[str, int], list[int]] = {}
+        for row, (client, label) in enumerate(zip(self.clients, self.labels.tolist(), strict=True)):
+            if client in selected:
+                groups.setdefault((client, label), []).append(row)
+        return groups
 
 
-def render(
+def synthesize(
     job: ServerJob,
     jobs: list[ImageJob],
     make_sampler: MakeSampler,
@@ -67,33 +67,33 @@ def render(
     others: Mapping[str, str] | None = None,
     in_float32: MakeSampler | None = None,
 ) -> SyntheticSet:
-    """Make every image of a plan that is not there yet, and load them all.
+    """Sample every image of a plan that does not exist yet, and load them all.
 
     Args:
-        make_sampler: loads the models; not called when nothing is left to do.
-        divisible: whether a unit may be sampled in batches, and in smaller ones where it does not
-            fit into memory.
-        others: owners of images that are no clients, and what shapes their images.
-        in_float32: as `make_sampler`, with networks in float32: an image that is not finite is
-            drawn again with it, to tell an overflow from a bad payload.
+        make_sampler: loads the models; not called if no image is missing.
+        divisible: whether a unit may be sampled in batches, which get smaller if one does not fit
+            into memory.
+        others: owners that are not clients, each with a text that determines its images.
+        in_float32: as `make_sampler`, with networks in float32. It resamples an image that is not
+            finite, to tell an overflow from a bad payload.
 
     Raises:
-        PayloadError: sampling with a client's payload is led astray.
-        NotFiniteError: it is without one.
-        PrecisionError: an image is finite in float32 alone.
-        OSError: images cannot be read, however often they are written.
+        PayloadError: sampling with a client's payload diverges.
+        NotFiniteError: sampling diverges without a payload.
+        PrecisionError: an image is finite in float32 only.
+        OSError: images remain unreadable after `ATTEMPTS` attempts.
     """
     digests = {client: job.folder.payload_digest(client) for client in job.clients}
     ingredients = {**digests, **(others or {})}
     units = cut_units(jobs, job.config.synthesis.unit_size, ingredients, _shaping(job))
     if job.config.synthesis.dtype != "float32" and in_float32:
-        make_sampler = _comparing(make_sampler, in_float32, job.config.synthesis.dtype)
-    make_sampler = _blaming(make_sampler, digests)
+        make_sampler = _detect_overflow(make_sampler, in_float32, job.config.synthesis.dtype)
+    make_sampler = _attribute_errors(make_sampler, digests)
     if divisible:
         make_sampler = _in_batches(make_sampler, job.config.synthesis.batch_size)
     job.status.phase("synthesis", len(jobs))
-    pixels = _made_and_read(job, units, make_sampler)
-    _forget_others(job, units)
+    pixels = _make_and_read(job, units, make_sampler)
+    _delete_stale_manifests(job, units)
     manifests = [_manifest(job, unit).read_bytes() for unit in units]
     write_atomically(job.folder.manifest_file, b"".join(manifests))
     ordered = [image for unit in units for image in unit.jobs]
@@ -102,10 +102,10 @@ def render(
 
 
 def _shaping(job: ServerJob) -> dict[str, object]:
-    """What shapes the images beside their seeds and payloads: it is part of every unit's name.
+    """Return everything besides seeds and payloads that determines the images.
 
-    Of the run's identity, the synthesis' and the method's own sections, and the classes' names;
-    and the weights that sample, which may be other ones in the same folder.
+    It is part of every unit's name: the config keys of the synthesis and of the method that belong
+    to the run's identity, the class names, and digests of the weights, which may change in place.
     """
     section = METHODS[job.config.method].server.replace("_", "-")
     shaping: dict[str, object] = {
@@ -119,90 +119,92 @@ def _shaping(job: ServerJob) -> dict[str, object]:
     shaping["kit"] = kit_digest(job.kit, sampling_parts(job.config))
     small_decoder = job.config.synthesis.small_decoder
     if small_decoder not in ("", "kit"):
-        folder = find_model(small_decoder, SMALL_DECODER, "synthesis.small-decoder")
-        shaping["small-decoder"] = part_digest(folder, SMALL_DECODER)
+        folder = find_model(small_decoder, TINY_DECODER, "synthesis.small-decoder")
+        shaping["small-decoder"] = part_digest(folder, TINY_DECODER)
     lora = job.config.synthesis.lora
     if lora not in ("", "kit"):
-        shaping["lora"] = sha256_of(lora_file(lora, job.kit))
+        shaping["lora"] = file_sha256(lora_file(lora, job.kit))
     return shaping
 
 
-def _made_and_read(job: ServerJob, units: list[Unit], make_sampler: MakeSampler) -> torch.Tensor:
-    """All images [N, 3, S, S] of some units, which are made where they are not there.
+def _make_and_read(job: ServerJob, units: list[Unit], make_sampler: MakeSampler) -> torch.Tensor:
+    """Return the images of units, [N, 3, S, S], and make the missing ones.
 
-    Units whose images turn out unreadable are made again.
+    Units with unreadable images are made again.
+
+    Raises:
+        OSError: images remain unreadable after `ATTEMPTS` attempts.
     """
     size = job.config.data.image_size
     total = sum(len(unit.jobs) for unit in units)
     pixels = torch.empty(total, 3, size, size, dtype=torch.uint8)
     for _ in range(ATTEMPTS):
         _make(job, units, make_sampler, total)
-        damaged = _read_all(job, units, pixels)
-        if not damaged:
+        corrupt = _read_all(job, units, pixels)
+        if not corrupt:
             return pixels
-        log.info(
-            "%d units have images that cannot be read, or are others; they are made again",
-            len(damaged),
-        )
-        for unit in damaged:
+        log.info("%d units have missing or corrupt images and are made again", len(corrupt))
+        for unit in corrupt:
             _manifest(job, unit).unlink()
     raise OSError(
-        f"{job.folder.path}: images cannot be read that were written {ATTEMPTS} times; "
-        "is the disk sound?"
+        f"{job.folder.path}: images that were written {ATTEMPTS} times cannot be read; check the "
+        "disk"
     )
 
 
 def _read_all(job: ServerJob, units: list[Unit], pixels: torch.Tensor) -> list[Unit]:
-    """Read every unit's images into its rows of `pixels`; the units that cannot be read."""
+    """Read every unit's images into its rows of `pixels`, and return the corrupt units."""
     job.status.phase("reading the images", len(pixels))
-    firsts = accumulate((len(unit.jobs) for unit in units), initial=0)
+    starts = accumulate((len(unit.jobs) for unit in units), initial=0)
     with ThreadPoolExecutor(WRITERS) as readers:
-        good = readers.map(lambda unit, first: _read(job, unit, pixels[first:]), units, firsts)
-        return [unit for unit, is_good in zip(units, good, strict=True) if not is_good]
+        results = readers.map(lambda unit, start: _read(job, unit, pixels[start:]), units, starts)
+        return [unit for unit, is_intact in zip(units, results, strict=True) if not is_intact]
 
 
-def _forget_others(job: ServerJob, units: list[Unit]) -> None:
-    """Remove the lists of units that are not of this plan: of a payload that was replaced, say."""
-    planned = {_manifest(job, unit) for unit in units}
-    for other in set(job.folder.unit_files()) - planned:
-        other.unlink()
+def _delete_stale_manifests(job: ServerJob, units: list[Unit]) -> None:
+    """Delete the manifests of units outside this plan, such as those of a replaced payload."""
+    manifests = {_manifest(job, unit) for unit in units}
+    for stale in set(job.folder.unit_files()) - manifests:
+        stale.unlink()
 
 
 def _make(job: ServerJob, units: list[Unit], make_sampler: MakeSampler, total: int) -> None:
     """Make every unit that is not committed.
 
-    Images are held until they are written, no longer, whatever the plan's size.
+    Memory holds only the images that are being written, whatever the plan's size.
     """
-    left = [unit for unit in units if not _is_there(job, unit)]
-    done = total - sum(len(unit.jobs) for unit in left)
-    job.status.advance(done, total)
+    missing_units = [unit for unit in units if not _is_there(job, unit)]
+    finished = total - sum(len(unit.jobs) for unit in missing_units)
+    job.status.advance(finished, total)
     with ThreadPoolExecutor(WRITERS) as writers:
         pending: deque[tuple[Unit, float, Future[None]]] = deque()
 
         def finish() -> None:
-            nonlocal done
-            unit, seconds, written = pending.popleft()
-            written.result()
+            nonlocal finished
+            unit, seconds, commit = pending.popleft()
+            commit.result()
+            timing = {"unit": unit.name, "images": len(unit.jobs), "seconds": seconds}
             with open_private(job.folder.timings_file, "a") as file:
-                file.write(
-                    json.dumps({"unit": unit.name, "images": len(unit.jobs), "seconds": seconds})
-                    + "\n"
-                )
-            done += len(unit.jobs)
-            job.status.advance(done, total)
+                file.write(json.dumps(timing) + "\n")
+            finished += len(unit.jobs)
+            job.status.advance(finished, total)
 
         for unit, pixels, seconds in sample_units(
-            make_sampler, left, job.device, job.config.synthesis, job.status.within
+            make_sampler, missing_units, job.device, job.config.synthesis, job.status.step
         ):
             pending.append((unit, seconds, writers.submit(_commit, job, unit, pixels)))
-            while pending and (pending[0][2].done() or len(pending) > UNWRITTEN):
+            while pending and (pending[0][2].done() or len(pending) > MAX_UNWRITTEN_UNITS):
                 finish()
         while pending:
             finish()
 
 
-def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeSampler:
-    """The same, but the client whose payload leads the sampling astray is named."""
+def _attribute_errors(make_sampler: MakeSampler, digests: Mapping[str, str]) -> MakeSampler:
+    """Wrap a sampler factory to name the client whose payload makes sampling diverge.
+
+    Args:
+        digests: of each client's payload; "" if it sends none.
+    """
 
     def make(device: torch.device) -> Sample:
         sample = make_sampler(device)
@@ -212,7 +214,7 @@ def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeS
                 return sample(jobs)
             except NotFiniteError as error:
                 client = jobs[error.rows[0]].client
-                if ingredients.get(client):
+                if digests.get(client):
                     raise PayloadError(
                         client, "payload", f"{error}, or this payload cannot be used"
                     ) from error
@@ -223,41 +225,38 @@ def _blaming(make_sampler: MakeSampler, ingredients: Mapping[str, str]) -> MakeS
     return make
 
 
-def _comparing(make_sampler: MakeSampler, in_float32: MakeSampler, dtype: str) -> MakeSampler:
-    """The same, but an image that is finite in float32 alone is no client's fault."""
+def _detect_overflow(make_sampler: MakeSampler, in_float32: MakeSampler, dtype: str) -> MakeSampler:
+    """Wrap a sampler factory to raise PrecisionError if an image is finite in float32 only."""
 
     def make(device: torch.device) -> Sample:
         sample = make_sampler(device)
 
-        def compared(jobs: Sequence[ImageJob]) -> torch.Tensor:
+        def checked(jobs: Sequence[ImageJob]) -> torch.Tensor:
             try:
                 return sample(jobs)
             except NotFiniteError as error:
                 try:
                     in_float32(device)([jobs[error.rows[0]]])
-                # Of this one image: the first has the rows of the batch
+                # Raise the first error, whose rows are those of the batch
                 except NotFiniteError:
                     raise error from None
                 raise PrecisionError(
                     f"synthesis.dtype = {dtype!r}: the kit's networks overflow in this number "
-                    "format, and not in float32; set synthesis.dtype to 'float32'"
+                    "format, but not in float32; set synthesis.dtype to 'float32'"
                 ) from error
 
-        return compared
+        return checked
 
     return make
 
 
 def image_file(job: ServerJob, image: ImageJob) -> str:
-    """Where an image lies, relative to the run's folder.
-
-    Class names are the run's, so they are made safe for a file system.
-    """
+    """Return an image's path relative to the run's folder, with a sanitized class name."""
     return image_name(image.client, image.label, job.classes[image.label], image.index)
 
 
 def _in_batches(make_sampler: MakeSampler, batch_size: int) -> MakeSampler:
-    """The same in batches; in smaller ones from then on, once a GPU's memory has run out.
+    """Wrap a sampler factory to sample in batches, which are halved when GPU memory runs out.
 
     Args:
         batch_size: images; 0: a whole unit.
@@ -265,25 +264,25 @@ def _in_batches(make_sampler: MakeSampler, batch_size: int) -> MakeSampler:
 
     def make(device: torch.device) -> Sample:
         sample = make_sampler(device)
-        most = batch_size
+        max_size = batch_size
 
-        def in_parts(jobs: Sequence[ImageJob]) -> torch.Tensor:
-            nonlocal most
+        def in_batches(jobs: Sequence[ImageJob]) -> torch.Tensor:
+            nonlocal max_size
             while True:
-                size = most or len(jobs)
-                firsts = range(0, len(jobs), size)
+                size = max_size or len(jobs)
+                starts = range(0, len(jobs), size)
                 try:
-                    return torch.cat([sample(jobs[first : first + size]) for first in firsts])
+                    return torch.cat([sample(jobs[start : start + size]) for start in starts])
                 except torch.OutOfMemoryError:
                     if size == 1:
                         raise
-                    most = (min(size, len(jobs)) + 1) // 2
+                    max_size = (min(size, len(jobs)) + 1) // 2
                 log.info(
-                    "a batch of %d does not fit into memory; sampling %d at a time", size, most
+                    "a batch of %d does not fit into memory; sampling %d at a time", size, max_size
                 )
                 torch.cuda.empty_cache()
 
-        return in_parts
+        return in_batches
 
     return make
 
@@ -293,50 +292,47 @@ def _manifest(job: ServerJob, unit: Unit) -> Path:
 
 
 def _commit(job: ServerJob, unit: Unit, pixels: torch.Tensor) -> None:
-    """Write the images, then the unit's manifest.
-
-    The unit is done when, and only when, its manifest is there.
-    """
+    """Write a unit's images, then its manifest, whose existence commits the unit."""
     rows = []
     for image, picture in zip(unit.jobs, pixels, strict=True):
         file = image_file(job, image)
         path = job.folder.path / file
-        private_folder(path.parent)
-        with open_private(path, "wb") as written:
-            Image.fromarray(picture.permute(1, 2, 0).numpy()).save(written, "png")
+        make_private_folder(path.parent)
+        with open_private(path, "wb") as png:
+            Image.fromarray(picture.permute(1, 2, 0).numpy()).save(png, "png")
         rows.append(
             {
                 "file": file,
                 "client": image.client,
                 "class": job.classes[image.label],
                 "seed": image.noise_seed,
-                "sha256": picture_digest(picture),
+                "sha256": image_digest(picture),
             }
         )
     write_atomically(_manifest(job, unit), "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _is_there(job: ServerJob, unit: Unit) -> bool:
-    """Whether a unit was committed and its images' files are still there.
-
-    A look; what is in them is seen when they are read.
-    """
+    """Check whether a unit is committed and its image files exist. `_read` checks their content."""
     try:
         files = [row["file"] for row in read_rows(_manifest(job, unit))]
-    except DamageError:  # or missing; cut off, with the power perhaps
+    # Missing, or truncated by a power failure
+    except CorruptFileError:
         return False
-    root = str(job.folder.path)  # of 100,000 images, pathlib's paths would take most of the time
+    # For 100,000 images, pathlib would take most of the time
+    root = str(job.folder.path)
     return len(files) == len(unit.jobs) and all(os.path.isfile(f"{root}/{file}") for file in files)
 
 
 def _read(job: ServerJob, unit: Unit, into: torch.Tensor) -> bool:
-    """A committed unit's images at the classifiers' size, into the first rows.
+    """Read a committed unit's images, resized for the classifiers, into the first rows of `into`.
 
-    False if one of them is not as it was then.
+    Returns:
+        False if an image is missing or differs from its digest.
     """
     for number, row in enumerate(read_rows(_manifest(job, unit))):
-        picture = read_picture(job.folder.path / row["file"])
-        if picture is None or picture_digest(picture) != row["sha256"]:
+        picture = read_image(job.folder.path / row["file"])
+        if picture is None or image_digest(picture) != row["sha256"]:
             return False
         into[number] = _resize(picture, into.shape[-1])
     return True

@@ -1,6 +1,6 @@
-"""Which images to make.
+"""Plan of the images to synthesize.
 
-Pure: the same payloads and settings give the same plan on every machine.
+Pure functions: the same payloads and settings give the same plan on every machine.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from osfl.seeds import seed_of
+from osfl.util.seeds import seed_of
 
 
 @dataclass(frozen=True)
 class ImageJob:
-    """One image to make: its identity. Its noise depends on nothing else."""
+    """Identity of an image to synthesize. Its noise depends on nothing else."""
 
     method: str
     seed: int  # of the run
@@ -31,19 +31,23 @@ class ImageJob:
 
 @dataclass(frozen=True)
 class Unit:
-    """A fixed set of images, sampled in one batch and committed together."""
+    """A work unit: a fixed set of images that is sampled and committed as a whole.
 
-    name: str  # a digest of everything that shapes its images
+    Attributes:
+        name: a digest of everything that determines its images.
+    """
+
+    name: str
     jobs: tuple[ImageJob, ...]
 
 
 def plan_images(
     method: str, seed: int, labels_of: Mapping[str, Iterable[int]], per_class: int
 ) -> list[ImageJob]:
-    """R images for every client and every class that it holds.
+    """Plan R images for every client and every class that it holds.
 
     Args:
-        labels_of: the labels each client holds.
+        labels_of: the labels that each client holds.
         per_class: R.
     """
     counts = {(client, label): per_class for client in labels_of for label in labels_of[client]}
@@ -51,7 +55,7 @@ def plan_images(
 
 
 def plan_counts(method: str, seed: int, counts: Mapping[tuple[str, int], int]) -> list[ImageJob]:
-    """So many images for each (client, label)."""
+    """Plan a given number of images for each (client, label)."""
     return [
         ImageJob(method, seed, client, label, index)
         for (client, label), count in sorted(counts.items())
@@ -62,13 +66,13 @@ def plan_counts(method: str, seed: int, counts: Mapping[tuple[str, int], int]) -
 def balanced_counts(
     labels_of: Mapping[str, Iterable[int]], per_class: int
 ) -> dict[tuple[str, int], int]:
-    """How many images of each (client, label) give every class as many in all.
+    """Return image counts by (client, label) such that every class has the same total.
 
-    As many as R for each client make of the class that most clients hold. The clients that hold a
-    class share its images; the first ones in the alphabet have one more where that does not divide.
+    The total is that of R images per client for the class that most clients hold. The holders of a
+    class share its images equally; a remainder goes to the alphabetically first.
 
     Args:
-        labels_of: the labels each client holds.
+        labels_of: the labels that each client holds.
         per_class: R.
     """
     holders = defaultdict(list)
@@ -78,16 +82,16 @@ def balanced_counts(
     total = per_class * max(map(len, holders.values()), default=0)
     counts = {}
     for label, clients in holders.items():
-        share, more = divmod(total, len(clients))
+        share, remainder = divmod(total, len(clients))
         for number, client in enumerate(clients):
-            counts[client, label] = share + (number < more)
+            counts[client, label] = share + (number < remainder)
     return counts
 
 
 def mix_classes(jobs: Iterable[ImageJob]) -> list[ImageJob]:
-    """The same images, each client's classes in turn.
+    """Reorder a plan so that each client's classes alternate.
 
-    The statistics of a unit are of all of them.
+    A work unit's BatchNorm statistics then cover all of its client's classes.
     """
     return sorted(jobs, key=lambda job: (job.client, job.index, job.label))
 
@@ -95,15 +99,16 @@ def mix_classes(jobs: Iterable[ImageJob]) -> list[ImageJob]:
 def cut_units(
     jobs: list[ImageJob], size: int, ingredients: Mapping[str, str], settings: Mapping[str, object]
 ) -> list[Unit]:
-    """Cut a plan into units of at most `size` images of one client.
+    """Cut a plan into work units of at most `size` images of one client.
 
-    A unit's name covers its jobs, its client's payload and the settings, and nothing of other
-    clients: a client that comes later adds units and changes none, but where `class-balance` shares
-    a class's images among those that hold it.
+    A unit's name is a digest of its jobs, its client's payload and the settings, and independent of
+    other clients. So a late client adds units and changes none, except with `class-balance`, where
+    the holders of a class share its images.
 
     Args:
-        ingredients: for each client, the digest of its payload.
-        settings: of the sampler, the kit's digest included.
+        size: images per unit.
+        ingredients: digest of each client's payload.
+        settings: of the sampler, including the kit's digest.
     """
     units = []
     jobs_of = defaultdict(list)
@@ -111,21 +116,21 @@ def cut_units(
         jobs_of[job.client].append(job)
     for client, client_jobs in sorted(jobs_of.items()):
         for start in range(0, len(client_jobs), size):
-            part = tuple(client_jobs[start : start + size])
+            unit_jobs = tuple(client_jobs[start : start + size])
             text = json.dumps(
-                [[vars(job) for job in part], ingredients.get(client, ""), dict(settings)],
+                [[vars(job) for job in unit_jobs], ingredients.get(client, ""), dict(settings)],
                 sort_keys=True,
             )
-            units.append(Unit(hashlib.sha256(text.encode()).hexdigest()[:24], part))
+            units.append(Unit(hashlib.sha256(text.encode()).hexdigest()[:24], unit_jobs))
     return units
 
 
 def initial_noise(
     jobs: Iterable[ImageJob], shape: tuple[int, int, int], device: torch.device
 ) -> torch.Tensor:
-    """z_T [B, *shape] ~ N(0, I), each row from its own image's seed.
+    """Draw z_T [B, *shape] ~ N(0, I), each row from its own image's seed.
 
-    Drawn on the CPU so that every device gets the same.
+    The noise is drawn on the CPU, so that it is the same for every device.
     """
     rows = [
         torch.randn(shape, generator=torch.Generator().manual_seed(job.noise_seed)) for job in jobs

@@ -1,17 +1,17 @@
-"""Who hears of every denoising step of a batch, without the methods' samplers passing it on."""
+"""Progress callback for denoising steps, set by context so that samplers need not pass it on."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-Watcher = Callable[[int, int], None]  # (steps done, steps in all)
+Watcher = Callable[[int, int], None]  # (steps finished, total steps)
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Within, `step_done` tells this one; a GPU may be some steps behind what it is told."""
+def report_steps_to(watcher: Watcher) -> Iterator[None]:
+    """Send the context's denoising steps to a watcher. A GPU may lag some steps behind."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -20,6 +20,6 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def step_done(done: int, total: int) -> None:
-    """A denoising loop has done so many of its steps."""
+    """Report that a denoising loop has finished `done` of `total` steps."""
     if watcher := _watcher.get():
         watcher(done, total)

@@ -1,10 +1,7 @@
-"""Who samples.
+"""Workers that sample: this process, or Ray actors on this machine or a cluster, one device each.
 
-This process on its device, or Ray actors, each with a device of its own, on this machine or on a
-cluster.
-
-A worker is given whole units of the plan and gives back their images. Units depend on nothing but
-themselves, so who samples which of them, and when, changes nothing.
+A worker gets whole work units of the plan and returns their images. Units are independent, so the
+images do not depend on which worker samples a unit, or when.
 """
 
 import logging
@@ -23,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from osfl.config import ConfigError, SynthesisConfig
-from osfl.costs import Stopwatch
-from osfl.ray_folder import ray_folder
+from osfl.util.costs import Stopwatch
+from osfl.util.ray_folder import ray_variables
 from server_app.synthesis.plan import ImageJob, Unit
-from server_app.synthesis.progress import Watcher, watched
+from server_app.synthesis.progress import Watcher, report_steps_to
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -34,10 +31,11 @@ if TYPE_CHECKING:
 Sample = Callable[[Sequence[ImageJob]], torch.Tensor]  # jobs -> uint8 [B, 3, H, W]
 MakeSampler = Callable[[torch.device], Sample]  # loads the models on a device
 Sampled = tuple[Unit, torch.Tensor, float]  # a unit, its images, its seconds
+Assignment = list[tuple["ObjectRef", Unit]]  # an actor's results to come and units, in order
 
-AHEAD = 2  # units that an actor has at a time, so that it does not wait for the next
-REACH_SECONDS = 20.0  # for a cluster's answer
-DEATHS = 3  # of actors at one unit, before the run gives up
+UNITS_PER_ACTOR = 2  # units assigned to an actor at a time, so that it is never idle
+CONNECT_SECONDS = 20.0  # to connect to a cluster
+MAX_DEATHS = 3  # actors that may die at a unit before the run fails
 
 
 def sample_units(
@@ -50,10 +48,10 @@ def sample_units(
     """Sample every unit once, in any order.
 
     Args:
-        settings: `workers` 0: in this process, on `device`; else so many Ray actors, on that kind
-            of device.
-        watcher: hears of every step of a unit that is sampled in this process; actors tell of whole
-            units alone.
+        make_sampler: loads the models.
+        device: the device of this process, or the kind of device of the actors.
+        settings: with `workers` 0, units are sampled in this process, else by as many Ray actors.
+        watcher: called for every denoising step in this process. Actors report whole units only.
 
     Raises:
         ConfigError: the Ray cluster cannot be reached, or has too few devices.
@@ -77,32 +75,32 @@ def _in_this_process(
     settings: SynthesisConfig,
     watcher: Watcher,
 ) -> Iterator[Sampled]:
-    """One unit after the other, or on a CPU several side by side.
+    """Sample units sequentially, or on a CPU several in parallel.
 
-    Threads that each sample a unit of their own do not wait for each other at every operation, as
-    the threads of one operation do.
+    Threads that sample a unit each do not synchronize after every operation, unlike threads that
+    share an operation.
     """
     threads = settings.threads
     if settings.units_at_once > 1:
         threads = max(1, (threads or torch.get_num_threads()) // settings.units_at_once)
     with _threads(threads):
-        # A sampler each, for a model's hooks and caches are of one forward pass at a time.
+        # One sampler per thread: a model's hooks and caches support one forward pass at a time
         samplers = [
             make_sampler(device) for _ in range(min(settings.units_at_once, len(units)) or 1)
         ]
         if len(samplers) > 1:
-            yield from _side_by_side(samplers, units, threads, watcher)
+            yield from _in_parallel(samplers, units, threads, watcher)
             return
     for unit in units:
         with _threads(threads):
-            sampled = _sampled(samplers[0], unit, watcher)
-        yield sampled
+            result = _sample_unit(samplers[0], unit, watcher)
+        yield result
 
 
-def _side_by_side(
+def _in_parallel(
     samplers: Sequence[Sample], units: Sequence[Unit], threads: int, watcher: Watcher
 ) -> Iterator[Sampled]:
-    """Each sampler in a thread; steps are told of the first one's units."""
+    """Run each sampler in its own thread; the watcher gets the first one's steps."""
     idle: SimpleQueue[Sample] = SimpleQueue()
     for sampler in samplers:
         idle.put(sampler)
@@ -110,8 +108,8 @@ def _side_by_side(
     def sample(unit: Unit) -> Sampled:
         sampler = idle.get()
         try:
-            told = watcher if sampler is samplers[0] else _nobody
-            return _sampled(sampler, unit, told)
+            unit_watcher = watcher if sampler is samplers[0] else _ignore_step
+            return _sample_unit(sampler, unit, unit_watcher)
         finally:
             idle.put(sampler)
 
@@ -120,42 +118,42 @@ def _side_by_side(
     pool = ThreadPoolExecutor(len(samplers), initializer=torch.set_num_threads, initargs=(threads,))
     try:
         while waiting or running:
-            while waiting and len(running) < AHEAD * len(samplers):
+            while waiting and len(running) < UNITS_PER_ACTOR * len(samplers):
                 running.add(pool.submit(sample, waiting.popleft()))
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
                 yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _sampled(sample: Sample, unit: Unit, watcher: Watcher) -> Sampled:
+def _sample_unit(sample: Sample, unit: Unit, watcher: Watcher) -> Sampled:
     watch = Stopwatch()
-    with watched(watcher):
+    with report_steps_to(watcher):
         pixels = sample(unit.jobs)
     return unit, pixels, watch.seconds
 
 
-def _nobody(done: int, total: int) -> None:
-    """Hears of no step."""
+def _ignore_step(done: int, total: int) -> None:
+    """Ignore a denoising step."""
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many threads of the CPU; 0: as many as before.
+    """Set torch's number of CPU threads in the context; 0 leaves it unchanged.
 
-    Sums of another number of threads differ in the last bit.
+    Sums by another number of threads differ in the last bit.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count or previous)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 class SynthesisWorker:
-    """An actor: it loads the models with its first unit and keeps them."""
+    """A Ray actor, which loads the models for its first unit and keeps them."""
 
     def __init__(self, make_sampler: MakeSampler, device: str, threads: int):
         self._make_sampler = make_sampler
@@ -164,7 +162,7 @@ class SynthesisWorker:
         torch.set_num_threads(threads)
 
     def sample(self, jobs: tuple[ImageJob, ...]) -> tuple[Any, float]:
-        """(the images as an array, seconds)."""
+        """Return the images as an array, and the seconds."""
         sample = self._sample = self._sample or self._make_sampler(torch.device(self._device))
         watch = Stopwatch()
         return sample(jobs).numpy(), watch.seconds
@@ -176,20 +174,20 @@ def _on_ray(
     device: torch.device,
     settings: SynthesisConfig,
 ) -> Iterator[Sampled]:
-    """On Ray's cluster, which ends with the sampling where it was begun for it."""
+    """Sample on a Ray cluster. A cluster or connection that was started for it ends with it."""
     import ray
 
-    begun_here = _begin_ray(settings)
+    owns_ray = _begin_ray(settings)
     try:
         gpus = _gpus_each(ray, device, settings)
-        start = _starter(make_sampler, device, settings, gpus, begun_here)
+        start = _starter(make_sampler, device, settings, gpus, owns_ray)
         pool = ActorPool(start, settings.workers, units)
         try:
-            yield from pool.sampled()
+            yield from pool.sample()
         finally:
             pool.end()
     finally:
-        if begun_here:
+        if owns_ray:
             ray.shutdown()
 
 
@@ -198,47 +196,47 @@ def _starter(
     device: torch.device,
     settings: SynthesisConfig,
     gpus: int,
-    begun_here: bool,
+    owns_ray: bool,
 ) -> Callable[[], Any]:
-    """What starts an actor."""
+    """Return a function that starts an actor."""
     import ray
 
     shared = ray.put(make_sampler)
     threads = settings.threads or max(1, (os.cpu_count() or 1) // settings.workers)
-    # In a cluster that others began, actors find the package by themselves.
+    # Actors in a simulation's cluster find the package without it
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
     remote = ray.remote(SynthesisWorker).options(
-        num_cpus=0, num_gpus=gpus, runtime_env=environment if begun_here else {}
+        num_cpus=0, num_gpus=gpus, runtime_env=environment if owns_ray else {}
     )
     return partial(remote.remote, shared, device.type, threads)
 
 
 class ActorPool:
-    """Ray actors, and the units that each of them has.
+    """Ray actors and the units assigned to them.
 
-    Units go to whoever has none. When none is left, an idle actor repeats one that another has not
-    finished, so that nobody waits for a slow machine; the first result counts. An actor that died
-    is replaced, and its units are given out again, the first of them alone: a result on its way
-    when its actor died is lost with it, so that unit may be blamed for the death at the next one.
+    Units go to actors that have none. When no unit is waiting, an idle actor repeats a unit that
+    another actor has not finished, so that a slow machine does not delay the run; the first result
+    counts. An actor that died is replaced, and its units are assigned again. The unit at which it
+    died is assigned alone: a finished result is lost if its actor dies at the next unit before the
+    result is fetched, so the wrong unit may be blamed.
 
     Args:
         start: starts an actor.
-        count: of actors.
-        units: to sample.
+        count: number of actors.
+        units: the units to sample.
     """
 
     def __init__(self, start: Callable[[], Any], count: int, units: Sequence[Unit]):
         self._start = start
         self._waiting = deque(units)
-        self._open = {unit.name: unit for unit in units}  # those without a result, by name
-        self._deaths = Counter[str]()  # of actors, by the name of the unit
-        # What each actor has, in the order it was given.
-        self._held: dict[Any, list[tuple[ObjectRef, Unit]]] = {}
+        self._unfinished = {unit.name: unit for unit in units}
+        self._deaths = Counter[str]()  # of actors, by unit name
+        self._assignments: dict[Any, Assignment] = {}
         for _ in range(count):
-            self._held[start()] = []
+            self._assignments[start()] = []
 
-    def sampled(self) -> Iterator[Sampled]:
-        """Every unit once.
+    def sample(self) -> Iterator[Sampled]:
+        """Yield every unit once with its images.
 
         Raises:
             WorkerError: actors keep dying at a unit.
@@ -246,161 +244,160 @@ class ActorPool:
         import ray
         from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-        while self._open:
-            _hand_out(self._waiting, self._held, self._open, self._deaths)
-            references = [ref for given in self._held.values() for ref, _ in given]
+        while self._unfinished:
+            _hand_out(self._waiting, self._assignments, self._unfinished, self._deaths)
+            references = [ref for units in self._assignments.values() for ref, _ in units]
             (ready,), _ = ray.wait(references, num_returns=1)
-            actor = self._holder(ready)
+            actor = self._actor_of(ready)
             try:
                 array, seconds = ray.get(ready)
-            # Out of memory: Ray itself ended it, before the kernel would. Lost: its machine went
-            # with a result that was not fetched yet.
+            # OutOfMemoryError: Ray killed the actor before the kernel would. ObjectLostError: the
+            # machine was lost with a result that was not fetched yet
             except (RayActorError, OutOfMemoryError, ObjectLostError) as error:
                 self._replace(actor, error)
                 continue
             except RayTaskError as error:
                 raise error.cause from error
-            unit = dict(self._held[actor])[ready]
-            self._held[actor].remove((ready, unit))
-            if self._open.pop(unit.name, None):
+            unit = dict(self._assignments[actor])[ready]
+            self._assignments[actor].remove((ready, unit))
+            if self._unfinished.pop(unit.name, None):
                 yield unit, torch.from_numpy(array.copy()), seconds
 
-    def _holder(self, reference: "ObjectRef") -> Any:
-        """The actor that a result comes from."""
-        for actor, given in self._held.items():
-            if reference in dict(given):
+    def _actor_of(self, reference: "ObjectRef") -> Any:
+        """Return the actor that a result comes from."""
+        for actor, units in self._assignments.items():
+            if reference in dict(units):
                 return actor
         raise KeyError(reference)
 
     def _replace(self, actor: Any, error: Exception) -> None:
-        """Start another in the place of an actor that died.
-
-        Its units wait again, the first ones.
-        """
+        """Replace an actor that died, and put its units at the front of the queue."""
         import ray
 
         ray.kill(actor)
-        lost = [unit for _, unit in self._held.pop(actor)]
-        at = lost[0]
-        self._deaths[at.name] += 1
-        if self._deaths[at.name] == DEATHS:
+        lost_units = [unit for _, unit in self._assignments.pop(actor)]
+        suspect = lost_units[0]
+        self._deaths[suspect.name] += 1
+        if self._deaths[suspect.name] == MAX_DEATHS:
             raise WorkerError(
-                f"{DEATHS} workers died at unit {at.name}, of {at.jobs[0].client}. "
-                "If memory ran out, lower synthesis.unit-size or synthesis.workers. "
-                f"The last: {error}"
+                f"{MAX_DEATHS} workers died at unit {suspect.name}, of {suspect.jobs[0].client}. "
+                "If memory ran out, set a lower synthesis.unit-size or synthesis.workers. "
+                f"The last error: {error}"
             ) from error
-        for unit in reversed(lost):
-            if unit.name in self._open and unit not in self._waiting:
+        for unit in reversed(lost_units):
+            if unit.name in self._unfinished and unit not in self._waiting:
                 self._waiting.appendleft(unit)
-        self._held[self._start()] = []
+        self._assignments[self._start()] = []
 
     def end(self) -> None:
         """End all actors."""
         import ray
 
-        for actor in self._held:
+        for actor in self._assignments:
             ray.kill(actor)
 
 
 def _hand_out(
     waiting: deque[Unit],
-    held: dict[Any, list[tuple["ObjectRef", Unit]]],
-    open_units: dict[str, Unit],
+    assignments: "dict[Any, Assignment]",
+    unfinished: dict[str, Unit],
     deaths: Mapping[str, int],
 ) -> None:
-    for depth in range(AHEAD):  # everybody has one before anybody has two
-        for actor, given in held.items():
-            if len(given) > depth:
+    # Every actor gets a first unit before any gets a second one
+    for depth in range(UNITS_PER_ACTOR):
+        for actor, units in assignments.items():
+            if len(units) > depth:
                 continue
-            while waiting and waiting[0].name not in open_units:
+            while waiting and waiting[0].name not in unfinished:
                 waiting.popleft()
-            # An actor died at one of these: each alone, so that another death has one cause.
-            neighbours = [unit for _, unit in given] + list(waiting)[:1]
-            if given and any(unit.name in deaths for unit in neighbours):
+            # A unit at which an actor died is assigned alone, so that another death has one cause
+            neighbors = [unit for _, unit in units] + list(waiting)[:1]
+            if units and any(unit.name in deaths for unit in neighbors):
                 continue
             if waiting:
                 unit = waiting.popleft()
-            elif not given:
+            elif not units:
                 copies = Counter(
                     unit.name
-                    for others in held.values()
-                    for _, unit in others
-                    if unit.name in open_units
+                    for assigned_units in assignments.values()
+                    for _, unit in assigned_units
+                    if unit.name in unfinished
                 )
                 if not copies or min(copies.values()) > 1:
                     continue
-                unit = open_units[min(copies, key=lambda name: copies[name])]
+                unit = unfinished[min(copies, key=lambda name: copies[name])]
             else:
                 continue
-            given.append((actor.sample.remote(unit.jobs), unit))
+            units.append((actor.sample.remote(unit.jobs), unit))
 
 
 def check_workers(settings: SynthesisConfig, device: torch.device) -> None:
-    """Whether there is Ray, a cluster where one is named, and else a GPU for each.
+    """Check that Ray is installed, a configured cluster answers, or there is a GPU per worker.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: one of these does not hold.
     """
     if not settings.workers:
         return
     if device.index is not None:
         raise ConfigError(
-            f"device = '{device}' with synthesis.workers: Ray gives each worker a GPU of its own; "
+            f"device = '{device}' with synthesis.workers: Ray assigns each worker its own GPU; set "
             "device = 'cuda'"
         )
     if (
         device.type == "cuda"
         and not settings.ray_address
-        and settings.workers > (here := torch.cuda.device_count())
+        and settings.workers > (count := torch.cuda.device_count())
     ):
         raise ConfigError(
-            f"synthesis.workers = {settings.workers}: this machine has {here} GPU(s), and each "
-            "worker takes one"
+            f"synthesis.workers = {settings.workers}: this machine has {count} GPU(s), and each "
+            "worker requires one"
         )
     if find_spec("ray") is None:
         raise ConfigError(
-            f"synthesis.workers = {settings.workers}: Ray is not installed; pip install -c "
-            "requirements.txt -e '.[server]', or 0 workers"
+            f"synthesis.workers = {settings.workers}: Ray is not installed; run pip install -c "
+            "requirements.txt -e '.[server]', or set synthesis.workers = 0"
         )
     _reach(settings.ray_address)
 
 
 def _reach(address: str) -> None:
-    """A look before Ray's own, which would wait for hours."""
+    """Check that a cluster accepts connections, because Ray itself would wait for hours."""
     if address not in ("", "auto"):
         try:
             host, _, port = address.removeprefix("ray://").rpartition(":")
-            socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         except (OSError, ValueError) as error:
             raise _not_reached(address, error) from error
 
 
 def _not_reached(address: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"synthesis.ray-address = {address!r}: {error}. It is ray://HOST:10001, HOST:6379, auto or "
-        "empty"
+        f"synthesis.ray-address = {address!r}: {error}. It must be ray://HOST:10001, HOST:6379, "
+        "auto or empty"
     )
 
 
 def _begin_ray(settings: SynthesisConfig) -> bool:
-    """Join a cluster, or begin one on this machine; whether it is ours to end.
+    """Connect to a cluster, or start one on this machine, unless Flower's simulation has one.
 
-    Within Flower's simulation there is one already.
+    Returns:
+        Whether this process must end it, or the connection to it.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or is another than the simulation's.
+        ConfigError: the cluster cannot be reached, or the run is a simulation, which has its own.
     """
     import ray
 
     if ray.is_initialized():
         if settings.ray_address not in ("", "auto"):
             raise ConfigError(
-                f"synthesis.ray-address = {settings.ray_address!r}: a simulation has a Ray cluster "
-                "of its own; leave it empty"
+                f"synthesis.ray-address = {settings.ray_address!r}: a simulation has its own Ray "
+                "cluster; set synthesis.ray-address to ''"
             )
         return False
     if not (address := settings.ray_address):
-        os.environ.update(ray_folder(os.environ))
+        os.environ.update(ray_variables(os.environ))
         ray.init(
             address="local",
             include_dashboard=False,
@@ -422,7 +419,7 @@ def _gpus_each(ray: Any, device: torch.device, settings: SynthesisConfig) -> int
     free = int(ray.available_resources().get("GPU", 0))
     if free < settings.workers:
         raise ConfigError(
-            f"synthesis.workers = {settings.workers}: {free} GPU(s) free in the Ray cluster; each "
-            "worker takes one"
+            f"synthesis.workers = {settings.workers}: the Ray cluster has {free} free GPU(s), and "
+            "each worker requires one"
         )
     return 1

@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from system_tools import BIN, mount_disk
+
+from tests.helpers.system_tools import BIN, mount_disk
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 CHEAPEST = ("method=fedcgs", "num-clients=2", "job-id=job")
-GOES_ON = "interrupted; the same command with this job id goes on where it was: job-id=job"
+GOES_ON = "interrupted; to resume, repeat the command with job-id=job"
 
 
 @pytest.fixture

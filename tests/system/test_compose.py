@@ -14,13 +14,13 @@ from pathlib import Path
 
 import docker
 import pytest
-from conftest import ROOT
 from docker.errors import DockerException
 from docker.models.containers import Container
 from filelock import FileLock
-from system_tools import BIN, quick_arguments, wait_for
 
 from osfl.cli import certs
+from tests.helpers.settings import ROOT
+from tests.helpers.system_tools import BIN, quick_arguments, wait_for
 
 
 @cache

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-from system_tools import (
+
+from tests.helpers.system_tools import (
     TWO_CLASSES,
     Federation,
     Line,

@@ -8,7 +8,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from system_tools import (
+
+from osfl.cli import certs
+from tests.helpers.system_tools import (
     BIN,
     GRPC,
     TWO_CLASSES,
@@ -18,8 +20,6 @@ from system_tools import (
     quick_arguments,
     wait_for,
 )
-
-from osfl.cli import certs
 
 pytestmark = pytest.mark.system
 ONLINE = "online"
@@ -122,7 +122,7 @@ def nodes_are_known_by_their_names(federation: Federation) -> None:
     assert "revoked" not in rows
     unknown = call("revoke", "nobody")
     assert unknown.returncode == 1
-    assert "'nobody': no such node is registered; these are: " in unknown.stdout
+    assert "'nobody': no such node; registered nodes: " in unknown.stdout
     done = call("revoke", "late")
     told = f"late ({number}) is unregistered; its key is no longer accepted\n"
     assert done.stdout.endswith(told)
@@ -174,7 +174,7 @@ def test_a_key_lets_in_the_client_that_it_names(
     assert said.splitlines()[-1] == (
         f"on the server, report: {tmp_path / 'server' / 'named' / 'report.html'}"
     )
-    refused = "its key is registered as 'site-b', and its client id is 'site-a'"
+    refused = "its key is registered as 'site-b', but its client id is 'site-a'"
     assert refused in federation.log("run")
     payloads = (tmp_path / "server" / "named" / "payloads").glob("*.pb")
     assert [file.name for file in payloads] == ["site-a.pb"]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from system_tools import (
+
+from osfl.payload import wire
+from tests.helpers.system_tools import (
     TWO_CLASSES,
     Federation,
     apps_of,
@@ -16,8 +18,6 @@ from system_tools import (
     quick_arguments,
     wait_for,
 )
-
-from osfl import wire
 
 pytestmark = pytest.mark.system
 
@@ -92,7 +92,7 @@ def test_everything_dies_once_while_payloads_cross_the_network(
 
     wait_for(lambda: delivered() == 2, 300, log)
     # Its SuperNode went on; it says so, unless the SuperLink took it for away meanwhile
-    again = rf"node {nodes[first]} (failed \(code 8\)|was away); it will be asked again"
+    again = rf"node {nodes[first]} (failed \(code 8\)|reconnected); the request will be sent again"
     assert re.search(again, federation.log("run")), log()
 
     # The server, while it draws. The same command goes on at once: nobody is asked again, no unit

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from PIL import Image
+
+from osfl.settings import resolve_config
+from tests.helpers.settings import ROOT
 
 pytestmark = pytest.mark.system
 
@@ -92,7 +94,7 @@ def test_without_a_kit_the_next_step_is_named(study: list[str], osfl: Callable) 
     assert done.returncode == 1
     assert "method domain-vector (default" in done.stdout
     assert "method=fedcgs classifier.init=imagenet" in done.stdout
-    assert "classifier.init=none where there is no network" in done.stdout
+    assert "classifier.init=none without a network" in done.stdout
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -105,7 +107,7 @@ def test_the_digits_kit_is_refused_by_its_path_too(
     for command in (["run"], ["run", "--dry-run"], ["doctor"]):
         done = osfl(*command, *study, f"kit={kit}")
         assert done.returncode == 1
-        assert f"kit = '{kit}': it draws digits, and data.name = 'folder'" in done.stdout, command
+        assert f"kit = '{kit}': it draws digits, but data.name = 'folder'" in done.stdout, command
 
 
 def leaves_nothing(folder: Path) -> bool:
@@ -137,11 +139,10 @@ def test_a_run_that_cannot_work_starts_nothing(
 def test_a_job_id_with_other_settings_is_refused_at_once(
     study: list[str], osfl: Callable, tmp_path: Path
 ) -> None:
-    from osfl.cli import launch
     from osfl.config import flatten
 
     settings = [*study, "method=fedcgs", "classifier.init=none", "job-id=mine"]
-    config, _ = launch.resolve_config([*settings, "seed=4"])
+    config, _ = resolve_config([*settings, "seed=4"])
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.json").write_text(json.dumps(flatten(config)))
     began = time.monotonic()
@@ -164,4 +165,4 @@ def test_a_run_that_is_not_there_names_those_that_are(osfl: Callable, tmp_path: 
     (tmp_path / "runs" / "study" / "config.json").write_text("{}")
     done = osfl("show", "runs/nothing")
     assert done.returncode == 1
-    assert "runs/nothing: no such folder; the runs in runs: study" in done.stdout
+    assert "runs/nothing: no such folder; runs in runs: study" in done.stdout

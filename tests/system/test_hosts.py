@@ -16,10 +16,10 @@ from pathlib import Path
 from string import Template
 
 import pytest
-from conftest import ROOT
-from system_tools import BIN, TWO_CLASSES, make_images, quick_arguments, wait_for
 
 from osfl.cli.guard import end_process_tree
+from tests.helpers.settings import ROOT
+from tests.helpers.system_tools import BIN, TWO_CLASSES, make_images, quick_arguments, wait_for
 
 UNITS = ROOT / "deploy" / "systemd"
 ADDRESSES = {"server": "10.77.0.1", "site-a": "10.77.0.2"}

@@ -1,10 +1,11 @@
-"""A few of the random fault histories; tests/histories.py plays as many as one likes."""
+"""A few of the random fault histories; `make histories` plays as many as one likes."""
 
 from pathlib import Path
 
 import pytest
-from histories import World, play, quiet, unmount
-from system_tools import Federation
+
+from tests.helpers.fault_injection import World, play, quiet, unmount
+from tests.helpers.system_tools import Federation
 
 pytestmark = pytest.mark.system
 # Of the first: a site's ClientApp crashes if one runs, and its network is cut. Of the second: the

@@ -12,7 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 from PIL import Image
-from system_tools import BIN, ONE_AT_A_TIME, TWO_CLASSES, kill, make_images, quick_arguments
+
+from tests.helpers.system_tools import (
+    BIN,
+    ONE_AT_A_TIME,
+    TWO_CLASSES,
+    kill,
+    make_images,
+    quick_arguments,
+)
 
 pytestmark = pytest.mark.system
 
@@ -157,5 +165,5 @@ def test_bad_settings_are_refused_before_anything_starts(osfl, tmp_path: Path) -
     done = osfl("run", "method=magic", "seeed=1", "num-clients=0")
     assert done.returncode == 1
     assert "seeed: unknown key (did you mean seed?)" in done.stdout
-    assert "num-clients = 0: must be from 1" in done.stdout
+    assert "num-clients = 0: must be between 1" in done.stdout
     assert not (tmp_path / "runs").exists()

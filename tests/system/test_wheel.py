@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from system_tools import ONE_AT_A_TIME, quick_arguments
+
+from tests.helpers.settings import ROOT
+from tests.helpers.system_tools import ONE_AT_A_TIME, quick_arguments
 
 UV = shutil.which("uv") or shutil.which("uv", path=str(ROOT / ".tools" / "bin"))
 
@@ -59,9 +60,9 @@ def call(program: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_wheel_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
-    where = "import osfl, server_app; from osfl.cli import launch; from osfl.models import kits; "
-    where += "print(osfl.__file__, server_app.__file__, launch.shipped('pyproject.toml'), "
-    where += "launch.shipped('configs'), kits.find_kit('digits'), sep='\\n')"
+    where = "import osfl, server_app; from osfl import settings; from osfl.kit import kits; "
+    where += "print(osfl.__file__, server_app.__file__, settings.shipped('pyproject.toml'), "
+    where += "settings.shipped('configs'), kits.find_kit('digits'), sep='\\n')"
     places = call(installed / "python", "-c", where)
     assert places.returncode == 0, places.stderr
     assert all(str(installed.parent) in place for place in places.stdout.splitlines()), places

@@ -1,0 +1,1 @@
+"""Accuracy of methods, training and sampling."""

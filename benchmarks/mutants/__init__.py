@@ -1,1 +1,0 @@
-"""Mutation testing: `python -m benchmarks.mutants`."""

@@ -1,0 +1,1 @@
+"""Privacy of payloads, and their size."""

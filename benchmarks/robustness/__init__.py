@@ -1,0 +1,1 @@
+"""Malicious clients, and what the defenses do about them."""

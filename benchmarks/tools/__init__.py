@@ -1,0 +1,1 @@
+"""Tools for developers: measurements of the code, not of a method."""

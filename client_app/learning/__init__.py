@@ -1,0 +1,1 @@
+"""Training and fitting on a client's own images."""

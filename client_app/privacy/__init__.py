@@ -1,0 +1,1 @@
+"""Differential privacy at the client: mechanisms, DP-SGD, and the ledger of spent epsilon."""

@@ -1,0 +1,191 @@
+"""Mechanisms of differential privacy (Dwork et al., 2006), applied to what a client sends.
+
+Their randomness comes from the operating system. The server knows a run's seed, so it could
+subtract noise that was derived from it.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+
+from osfl.config import RunConfig
+
+# Draws a uniform integer in [0, n)
+RandomBelow = Callable[[int], int]
+# Returns n random bytes
+RandomBytes = Callable[[int], bytes]
+
+
+def private_mean(
+    rows: torch.Tensor,
+    center: torch.Tensor,
+    limit: float,
+    epsilon: float,
+    delta: float,
+    random_bytes: RandomBytes = secrets.token_bytes,
+) -> torch.Tensor:
+    """Return center + mean of the rows' clipped differences from it + Gaussian noise, in float32.
+
+    It is (epsilon, delta)-differentially private for one row replaced; the number of rows is
+    public. One row moves the mean by at most 2 limit / n in Euclidean norm, and the noise is the
+    smallest that this sensitivity allows (Balle & Wang, arXiv 1805.06530, theorem 8). It is drawn
+    in float64, which is not exactly a Gaussian (Mironov, 2012); permute-and-flip has no such gap.
+
+    Args:
+        rows: [n, ...], one per image; NaN and infinity count as the center.
+        center: [...], public.
+        limit: clipping bound of the differences' norm.
+        epsilon, delta: above 0.
+        random_bytes: the source of randomness.
+    """
+    mean = torch.zeros_like(center, dtype=torch.float64)
+    # In parts, so that the float64 copies stay small
+    for part in rows.split(64):
+        mean += clip_rows(part.double() - center.double(), limit).sum(dim=0) / len(rows)
+    sigma = noise_deviation(limit, len(rows), epsilon, delta)
+    return (center.double() + mean + sigma * standard_normal(mean.shape, random_bytes)).float()
+
+
+def noise_deviation(limit: float, count: int, epsilon: float, delta: float) -> float:
+    """Return the standard deviation of the noise in each entry of `private_mean`."""
+    # Takes seconds to import, and nothing else needs it
+    from dp_accounting import get_sigma_gaussian
+
+    return float(get_sigma_gaussian(epsilon, delta)) * 2 * limit / count
+
+
+def private_mean_of_class(
+    rows: torch.Tensor,
+    prompts: torch.Tensor,
+    label: int,
+    config: RunConfig,
+    shared: bool = False,
+) -> torch.Tensor:
+    """Return the noisy mean of one class's encodings [n, ...], centered at its prompt's encoding.
+
+    Args:
+        prompts: encodings of all classes of the run, [C, ...], the unit of `clip-norm`.
+        shared: whether to return only the tokens' common difference from the prompt: [1, d], of
+            encodings [n, L, d].
+    """
+    limit = config.clip_norm * mean_distance(prompts)
+    center = prompts[label]
+    if shared:
+        rows, limit = mean_over_tokens(rows - center, limit)
+        center = torch.zeros_like(rows[0])
+    return private_mean(rows, center, limit, config.epsilon, config.delta)
+
+
+def mean_over_tokens(vectors: torch.Tensor, limit: float) -> tuple[torch.Tensor, float]:
+    """Return each vector's mean over its tokens, [n, L, d] to [n, 1, d], and its clipping bound.
+
+    Repeated for each of L tokens, a mean at that bound has the norm `limit` again.
+    """
+    return vectors.mean(dim=1, keepdim=True), limit / vectors.shape[1] ** 0.5
+
+
+def clip_rows(rows: torch.Tensor, limit: float) -> torch.Tensor:
+    """Clip rows [n, ...] to a norm of at most `limit` each; rows with NaN or infinity become 0."""
+    finite = rows.flatten(1).isfinite().all(dim=1)
+    values = torch.where(finite.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
+    norms = values.flatten(1).norm(dim=1).clamp_min(1e-300)
+    return values * (limit / norms).clamp(max=1).view(-1, *[1] * (rows.ndim - 1))
+
+
+def standard_normal(
+    shape: torch.Size, random_bytes: RandomBytes = secrets.token_bytes
+) -> torch.Tensor:
+    """Draw independent standard normals in float64, by the inverse distribution function."""
+    count = shape.numel()
+    integers = np.frombuffer(random_bytes(8 * count), dtype=np.uint64) >> np.uint64(12)
+    # Midpoints of 2^52 equal parts of (0, 1), all exact in float64
+    uniform = (integers.astype(np.float64) + 0.5) / 2**52
+    return torch.from_numpy(ndtri(uniform)).view(shape)
+
+
+def mean_distance(encodings: torch.Tensor) -> float:
+    """Return the mean distance of encodings [C, ...] from their mean, a public unit of clipping.
+
+    With a single encoding, return its norm.
+    """
+    rows = encodings.double().flatten(1)
+    centered = rows - rows.mean(dim=0) if len(rows) > 1 else rows
+    return float(centered.norm(dim=1).mean())
+
+
+@cache
+def noise_multiplier(rate: float, steps: int, epsilon: float, delta: float) -> float:
+    """Return the deviation of DP-SGD's noise in units of the gradient clipping bound.
+
+    It is the smallest, to a thousandth, with which `steps` sums of images, each sampled with the
+    probability `rate`, are (epsilon, delta)-differentially private for one image replaced.
+    """
+    # Takes seconds to import, and nothing else needs it
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    def training(multiplier: float) -> dp_accounting.DpEvent:
+        gaussian = dp_accounting.GaussianDpEvent(multiplier)
+        step = dp_accounting.PoissonSampledDpEvent(rate, gaussian)
+        return dp_accounting.SelfComposedDpEvent(step, steps)
+
+    relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+    calibrated: float = dp_accounting.calibrate_dp_mechanism(
+        lambda: PLDAccountant(relation), training, epsilon, delta, tol=1e-3
+    )
+    return calibrated
+
+
+def permute_and_flip(
+    counts: Sequence[int], epsilon: float, below: RandomBelow = secrets.randbelow
+) -> int:
+    """Return the index of a large count by a noisy argmax (permute-and-flip).
+
+    McKenna & Sheldon, arXiv 2010.12603, algorithm 1. Candidates come in a random order. Candidate r
+    is accepted with the probability exp(epsilon (q_r - q*) / 2), else the next one is tried; q* is
+    the largest count, which is always accepted.
+
+    Replacing one image changes each count by at most one, so the choice is epsilon-differentially
+    private. Where a replacement only increments one count, or only decrements one, the choice is
+    epsilon / 2-private. The probabilities are exact: no logarithm is rounded (Canonne, Kamath &
+    Steinke, arXiv 2004.00010, algorithm 1).
+
+    Args:
+        counts: of every candidate.
+        epsilon: above 0.
+        below: the source of randomness.
+    """
+    largest = max(counts)
+    candidates = list(range(len(counts)))
+    while True:
+        candidate = candidates.pop(below(len(candidates)))
+        if bernoulli_exp(Fraction(epsilon) * (largest - counts[candidate]) / 2, below):
+            return candidate
+
+
+def bernoulli_exp(gamma: Fraction, below: RandomBelow) -> bool:
+    """Return True with the probability exp(-gamma), gamma >= 0."""
+    while gamma > 1:
+        if not _happens_exp_below_1(Fraction(1), below):
+            return False
+        gamma -= 1
+    return _happens_exp_below_1(gamma, below)
+
+
+def _happens_exp_below_1(gamma: Fraction, below: RandomBelow) -> bool:
+    """Return True with the probability exp(-gamma), gamma in [0, 1]."""
+    # Trial k succeeds with probability gamma / k. The first failure is odd with exp(-gamma)
+    k = 1
+    while _happens(gamma / k, below):
+        k += 1
+    return k % 2 == 1
+
+
+def _happens(probability: Fraction, below: RandomBelow) -> bool:
+    """Return True with the given probability in [0, 1]."""
+    return below(probability.denominator) < probability.numerator

@@ -1,0 +1,1 @@
+"""Model bundles (*kits*): find, fetch, check, and hash them."""

@@ -1,0 +1,216 @@
+"""List the parts of each kit that a run uses, and the models that it starts from."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from osfl.config import ClassifierConfig, RunConfig, split_names
+from osfl.kit.digests import uncached_bytes
+from osfl.kit.folder import KitError
+from osfl.kit.kits import file_digests, find_kit, initial_weights_file, loaded_files
+from osfl.methods import DIFFUSION_PARTS, IMAGE_ENCODER_PARTS, LORA, METHODS, TINY_DECODER
+
+
+def kit_parts(config: RunConfig, kit: str = "") -> tuple[str, ...]:
+    """Return the folders and files of the kit that a client needs; () if it needs none.
+
+    A captioner or image encoder that the run names itself does not come from the kit.
+
+    Args:
+        kit: its folder; its files decide where a ResNet-34's initial weights come from.
+    """
+    method = METHODS[config.method]
+    named: tuple[str, ...] = ("captioner",) if config.captioner else ()
+    # FedDISC's UNet understands only the embeddings of its own kit's encoder
+    if config.image_encoder and config.method != "feddisc":
+        named += IMAGE_ENCODER_PARTS
+    parts = tuple(part for part in method.client_parts if part not in named)
+    if clients_load_initial_weights(config) and config.classifier.init == "kit":
+        architectures = split_names(config.classifier.architecture)
+        parts += tuple(dict.fromkeys(initial_weights_file(name, kit) for name in architectures))
+    return parts
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """A model that a run loads.
+
+    Attributes:
+        key: the run-config's key that names it.
+        source: a shipped kit, a folder, a file or a hub id.
+        parts: a kit's folders and files that are loaded, or the single part that the model is.
+        loaded_by: "clients" or "server".
+        is_kit: whether the source is a kit.
+        takes_image: whether a kit's UNet must take an image embedding; None: either.
+        classifier: for initial weights, the settings of the classifier that starts from them.
+    """
+
+    key: str
+    source: str
+    parts: tuple[str, ...]
+    loaded_by: str
+    is_kit: bool = False
+    takes_image: bool | None = None
+    classifier: ClassifierConfig | None = None
+
+    @property
+    def is_outside_kit(self) -> bool:
+        """True if the model is named outside the kit."""
+        return not self.is_kit and self.classifier is None
+
+    @property
+    def is_in_kit(self) -> bool:
+        """True if the model is a kit, or initial weights inside one."""
+        return self.is_kit or (self.classifier is not None and self.classifier.init == "kit")
+
+
+def run_models(config: RunConfig) -> list[RunModel]:
+    """Return every model that a run loads: kits, models outside them, classifiers' initial weights.
+
+    Initial weights in a kit come after the kit.
+    """
+    models = []
+    for step, (kit, parts) in parts_by_step(config).items():
+        key = "feddisc.kit" if kit != config.kit else "kit"
+        side = "clients" if step == "payloads" else "server"
+        takes_image = config.method == "feddisc" if step == "images" else None
+        models.append(RunModel(key, kit, parts, side, True, takes_image))
+    for key, source, part in models_outside_kit(config):
+        models.append(RunModel(key, source, (part,), "clients"))
+    for key, source, part in _sampling_models_outside_kit(config):
+        models.append(RunModel(key, source, (part,), "server"))
+    return [*models, *_initial_weights(config)]
+
+
+def _sampling_models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return (key, source, part) of the server's sampling models that are not in the kit."""
+    if not METHODS[config.method].samples:
+        return []
+    models = [
+        ("synthesis.small-decoder", config.synthesis.small_decoder, TINY_DECODER),
+        ("synthesis.lora", config.synthesis.lora, LORA),
+    ]
+    return [(key, source, part) for key, source, part in models if source not in ("", "kit")]
+
+
+def _initial_weights(config: RunConfig) -> list[RunModel]:
+    classifiers = [(key, settings, "server") for key, settings in initial_models(config)]
+    if clients_load_initial_weights(config):
+        for name in split_names(config.classifier.architecture):
+            settings = replace(config.classifier, architecture=name)
+            classifiers.append(("classifier.init", settings, "clients"))
+    models = []
+    for key, settings, side in classifiers:
+        if settings.init != "none":
+            source = config.kit if settings.init == "kit" else settings.init
+            models.append(RunModel(key, source, (), side, classifier=settings))
+    return list(dict.fromkeys(models))
+
+
+def clients_load_initial_weights(config: RunConfig) -> bool:
+    """Return whether clients load a classifier's initial weights."""
+    method = METHODS[config.method]
+    return method.payload == "Classifier" or method.features
+
+
+def models_outside_kit(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return (key, folder or hub id, part) of the clients' models that are not in the kit."""
+    needed = METHODS[config.method].client_parts
+    in_kit = kit_parts(config)
+    models = []
+    if "captioner" in needed and "captioner" not in in_kit:
+        models.append(("captioner", config.captioner, "captioner"))
+    if "image_encoder" in needed and "image_encoder" not in in_kit:
+        models.append(("image-encoder", config.image_encoder, "image_encoder"))
+    return models
+
+
+def sampling_parts(config: RunConfig) -> tuple[str, ...]:
+    """Return the folders of the kit that the server samples with."""
+    decoder = (TINY_DECODER,) if config.synthesis.small_decoder == "kit" else ()
+    lora = (LORA,) if config.synthesis.lora == "kit" else ()
+    return (*DIFFUSION_PARTS, *decoder, *lora)
+
+
+def parts_by_step(config: RunConfig) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return (kit, its parts) for each step of a run that uses one.
+
+    The steps are `payloads` (the clients' payloads), `images` and `models` (the global models).
+    """
+    method = METHODS[config.method]
+    used = {}
+    if method.client and (parts := kit_parts(config, _folder(config.sampling_kit))):
+        used["payloads"] = (config.sampling_kit, parts)
+    if method.samples:
+        used["images"] = (config.sampling_kit, sampling_parts(config))
+    names = [model.architecture for _, model in initial_models(config) if model.init == "kit"]
+    if names:
+        kit = _folder(config.kit)
+        files = dict.fromkeys(initial_weights_file(name, kit) for name in names)
+        used["models"] = (config.kit, tuple(files))
+    return used
+
+
+def _folder(kit: str) -> str:
+    """Return a kit's folder; "" if the kit is missing."""
+    with suppress(FileNotFoundError, KitError):
+        return find_kit(kit)
+    return ""
+
+
+def final_model(config: RunConfig) -> ClassifierConfig:
+    """Return the settings of the final model of an iterative baseline.
+
+    Its architecture is the clients' only one. FedDF uses `global-model.architecture`: if clients
+    use it too, the model is trained with their settings.
+    """
+    client_architectures = split_names(config.classifier.architecture)
+    architecture = config.global_model.architecture
+    if config.method != "feddf":
+        return replace(config.classifier, architecture=client_architectures[0])
+    if architecture in client_architectures:
+        return replace(config.classifier, architecture=architecture)
+    return config.global_model
+
+
+def initial_models(config: RunConfig) -> list[tuple[str, ClassifierConfig]]:
+    """Return every model that the server starts from: the key of its `init`, and its settings."""
+    if config.method == "local":
+        return []
+    # The clients' classifier, of which only the head is replaced
+    if METHODS[config.method].features:
+        return [("classifier.init", config.classifier)]
+    if not METHODS[config.method].rounds:
+        return [("global-model.init", config.global_model)]
+    models = [
+        ("classifier.init", replace(config.classifier, architecture=name))
+        for name in split_names(config.classifier.architecture)
+    ]
+    if final_model(config) not in [settings for _, settings in models]:
+        models.append(("global-model.init", final_model(config)))
+    return models
+
+
+def digests_by_step(
+    config: RunConfig, progress: Callable[[int], None] = lambda read: None
+) -> dict[str, dict[str, str]]:
+    """Return, per step of the run, the SHA-256 of every kit file that it uses.
+
+    A missing kit has no files.
+    """
+    digests: dict[str, dict[str, str]] = {}
+    for step, (kit, parts) in parts_by_step(config).items():
+        digests[step] = {}
+        with suppress(FileNotFoundError, KitError):
+            digests[step] = file_digests(find_kit(kit), parts, progress)
+    return digests
+
+
+def uncached_kit_bytes(config: RunConfig) -> int:
+    """Return how many bytes `digests_by_step` has to read, without small files."""
+    files: set[Path] = set()
+    for kit, parts in parts_by_step(config).values():
+        with suppress(FileNotFoundError, KitError):
+            files.update(loaded_files(find_kit(kit), parts).values())
+    return uncached_bytes(files)

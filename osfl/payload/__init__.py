@@ -1,0 +1,1 @@
+"""The wire format: payload kinds, fields, codecs, encryption, and the messages around them."""

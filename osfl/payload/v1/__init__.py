@@ -1,0 +1,1 @@
+"""Generated from proto/osfl/payload/v1 by `make proto`."""

@@ -1,0 +1,1 @@
+"""The results of a run: `metrics.json` for machines, and `report.html` for people."""

@@ -1,1 +1,0 @@
-"""Generated from proto/osfl/v1 by `make proto`."""

@@ -1,0 +1,1 @@
+"""Iterative (multi-round) FL baselines: each has `strategy(job)`, which `run_rounds` runs."""

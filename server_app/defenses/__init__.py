@@ -1,0 +1,1 @@
+"""Defenses against malicious clients and wrong labels, and client contributions."""

@@ -1,0 +1,469 @@
+"""Helpers of the system tests."""
+
+import errno
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+from packaging.version import Version
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from osfl.cli import certs
+from osfl.cli.guard import end_process_tree
+from osfl.cli.launch import flower_environment, free_ports
+from tests.helpers.settings import defaults, quick
+
+BIN = Path(sys.executable).parent
+# Every client that is simulated at the same time is a process that imports torch: half of what a
+# small run costs.
+ONE_AT_A_TIME = ("--client-cpus", str(os.cpu_count() or 1))
+
+# Whether nodes dial a port of their own, by gRPC. Since Flower 1.40 they call the port of `flwr`.
+GRPC = Version(version("flwr")) < Version("1.40")
+
+APPS = ("flwr-serverapp", "flwr-clientapp")
+
+# What takes a full disk's room.
+FILLER = "filler"
+
+
+def quick_arguments(kit: Path, **overrides: object) -> list[str]:
+    """`settings.quick` as arguments of `osfl run`."""
+    # Six containers on two busy cores
+    patience = {
+        "join_timeout": 600.0,
+        "deadline": 600.0,
+        "test_timeout": 1200.0,
+    }
+    usual = defaults()
+    wanted = quick(kit=str(kit), **(patience | overrides))
+    # Without a method the run would be configs/recommended.toml's
+    shown = {
+        k: str(v).lower() if isinstance(v, bool) else v
+        for k, v in wanted.items()
+        if v != usual[k] or k == "method"
+    }
+    return [f"{key}={value}" for key, value in shown.items()]
+
+
+# A run's settings for the folders of `make_images`: to read them takes a process no time, to draw
+# the digits several seconds.
+TWO_CLASSES = {
+    "data__name": "folder",
+    "data__classes": "three,seven",
+    # As the kit's classifiers have them
+    "classifier__small_stem": True,
+    "global_model__small_stem": True,
+}
+
+
+def make_images(folder: Path) -> None:
+    """Eight scanned digits of two classes to train on, and as many to test."""
+    scans = load_digits()
+    for label, name in ((3, "three"), (7, "seven")):
+        for number, scan in enumerate(scans.images[scans.target == label][:16]):
+            file = folder / ("train" if number < 8 else "test") / name / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((scan * 15.9).astype("uint8")).save(file)
+
+
+class Clock:
+    """Of one machine's processes: what Python's `time.time` and Flower's `now` say there.
+
+    The system's own clock stays, and so do files' times and what certificates are held against.
+
+    Attributes:
+        settings: the environment of these processes.
+    """
+
+    def __init__(self, folder: Path):
+        """
+        Args:
+            folder: its own.
+        """
+        folder.mkdir(parents=True)
+        self._file = folder / "ahead"
+        self.set_ahead(0.0)
+        # Python runs it first of all
+        (folder / "sitecustomize.py").write_text(
+            "import sys\n"
+            "import time\n"
+            "from datetime import timedelta\n"
+            "from pathlib import Path\n"
+            "from flwr.supercore import date\n"
+            "true_now = date.now\n"
+            "true_time = time.time\n"
+            f"file = Path({str(self._file)!r})\n"
+            "def now():\n"
+            "    return true_now() + timedelta(seconds=float(file.read_text()))\n"
+            "def seconds():\n"
+            "    return true_time() + float(file.read_text())\n"
+            "time.time = seconds\n"
+            # Some have taken it meanwhile
+            "for module in list(sys.modules.values()):\n"
+            "    if getattr(module, 'now', None) is true_now:\n"
+            "        module.now = now\n"
+        )
+        self.settings = {"PYTHONPATH": str(folder)}
+
+    def set_ahead(self, seconds: float) -> None:
+        """From now on."""
+        changed = self._file.with_suffix(".new")
+        changed.write_text(str(seconds))
+        changed.replace(self._file)
+
+
+def wait_for(
+    condition: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.5
+) -> None:
+    """Fail, saying `what()`, if the condition, looked at `every` so many seconds, does not come
+    true in time.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(every)
+
+
+def kill(process: psutil.Process) -> None:
+    """kill -9 of a process and all that it started."""
+    members = [*process.children(recursive=True), process]
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(members, timeout=10)
+
+
+def apps_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """The ServerApps or ClientApps that Flower's process runs now, each in one of its own."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if any(Path(word).name in APPS for word in child.cmdline()[:2]):
+                    found.append(child)
+    return found
+
+
+@dataclass
+class Federation:
+    """A SuperLink on loopback, its keys, and the nodes that were started."""
+
+    folder: Path
+    control: int = 0
+    fleet: int = 0
+    processes: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> Path:
+        return self.folder / "keys"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the user's `flwr` and `osfl`."""
+        return {
+            **flower_environment(),
+            "FLWR_HOME": str(self.folder / "flwr"),
+            "OSFL_RUNS": str(self.folder / "server"),
+            "TERM": "dumb",
+            "COLUMNS": "200",
+        }
+
+    def begin(self, name: str, *command: str, **settings: str) -> None:
+        """In the background, with its output in NAME.log, and some more environment."""
+        (self.folder / "empty").mkdir(exist_ok=True)
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self.processes[name] = subprocess.Popen(
+                command,
+                cwd=self.folder / "empty",
+                env=self.environment | settings,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def end(self, name: str) -> None:
+        end_process_tree(self.processes.pop(name).pid)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def begin_superlink(self, isolation: str = "subprocess", **settings: str) -> None:
+        """Start it with the keys and the database that are there, and wait for its health."""
+        if not self.control:
+            self.control, self.fleet = free_ports(2)
+            if not GRPC:
+                self.fleet = self.control
+        authority = self.keys / "ca.crt"
+        (self.folder / "flwr").mkdir(exist_ok=True)
+        (self.folder / "flwr" / "config.toml").write_text(
+            '[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = '
+            f'"127.0.0.1:{self.control}"\nroot-certificates = "{authority}"\n'
+        )
+        tls = [
+            f"--ssl-ca-certfile={authority}",
+            f"--ssl-certfile={self.keys}/server.pem",
+            f"--ssl-keyfile={self.keys}/server.key",
+        ]
+        where = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.control),
+            "--fleet-api-address",
+            f"127.0.0.1:{self.fleet}",
+        ]
+        self.begin(
+            "superlink",
+            "flower-superlink",
+            *tls,
+            *where,
+            f"--database={self.folder / 'state.db'}",
+            f"--isolation={isolation}",
+            "--enable-supernode-auth",
+            "--disable-runtime-dependency-installation",
+            **settings,
+        )
+        unchecked = ssl.create_default_context()
+        # Its certificate may be one that nodes refuse
+        unchecked.check_hostname = False
+        unchecked.verify_mode = ssl.CERT_NONE
+
+        def healthy() -> bool:
+            with suppress(OSError):
+                urllib.request.urlopen(
+                    f"https://127.0.0.1:{self.control}/health", timeout=1, context=unchecked
+                )
+                return True
+            return False
+
+        wait_for(healthy, 60, lambda: self.log("superlink"))
+
+    def begin_server(self, **settings: str) -> None:
+        """Where the SuperLink's isolation is `process`: what runs the ServerApps."""
+        where = [
+            "--runtime-api-address",
+            f"127.0.0.1:{self.control}",
+            "--root-certificates",
+            str(self.keys / "ca.crt"),
+        ]
+        self.begin("server", "flower-superexec", *where, **settings)
+
+    def begin_run(self, *arguments: str) -> subprocess.Popen:
+        """`osfl run` in the background; its output is in run.log."""
+        with open(self.folder / "run.log", "ab") as log:
+            command = [str(BIN / "osfl"), "run", "--connection", "test", *arguments]
+            return subprocess.Popen(
+                command, cwd=self.folder, env=self.environment, stdout=log, stderr=log
+            )
+
+    def flwr(self, *arguments: str) -> str:
+        """The output of a `flwr` command."""
+        command = [str(BIN / "flwr"), *arguments]
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def register(self, name: str, keys: Path | None = None) -> str:
+        """A key pair for a node, and its public key registered; returns the node id.
+
+        Args:
+            keys: where the pair is kept; None: with the others.
+        """
+        key = certs.make_node(keys or self.keys, name)
+        answer = json.loads(
+            self.flwr(
+                *("supernode", "register", f"{key}.pub", "test", "--name", name, "--format", "json")
+            )
+        )
+        return str(answer["node-id"])
+
+    def statuses(self) -> list[str]:
+        """Of all nodes that are registered."""
+        return [
+            node["status"]
+            for node in json.loads(self.flwr("supernode", "list", "test", "--format", "json"))[
+                "nodes"
+            ]
+        ]
+
+    def begin_node(
+        self,
+        name: str,
+        *security: str,
+        config: str = "",
+        isolation: str = "subprocess",
+        fleet: int = 0,
+        **settings: str,
+    ) -> None:
+        """A SuperNode.
+
+        Where its isolation is `process`, it does not start what would run its ClientApps.
+
+        It calls the SuperLink at the port `fleet`, where something may stand between them.
+        """
+        (port,) = free_ports(1)
+        where = [
+            "--isolation",
+            isolation,
+            "--superlink",
+            f"127.0.0.1:{fleet or self.fleet}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        self.begin(
+            name,
+            "flower-supernode",
+            *where,
+            *security,
+            "--node-config",
+            config or f"client-id='{name}'",
+            **settings,
+        )
+
+    def trusting(self, name: str, authority: Path | None = None) -> list[str]:
+        """What a node is started with that does as the guide says, or trusts another authority."""
+        trusted = ["--root-certificates", str(authority or self.keys / "ca.crt")]
+        return [*trusted, "--auth-supernode-private-key", str(self.keys / "nodes" / name)]
+
+
+class Line:
+    """A client's line to a server: a TCP proxy on loopback that can be slow, or be cut.
+
+    Attributes:
+        port: where it listens.
+        sent: bytes that were passed on to the server.
+    """
+
+    def __init__(self, server: int, to_server: float = 0.0, back: float = 0.0):
+        """
+        Args:
+            server: its port.
+            to_server, back: bytes a second; 0 for all that come.
+        """
+        self._server = server
+        self._whole = True
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self.pace(to_server, back)
+        self.sent = 0
+        self._door = socket.create_server(("127.0.0.1", 0))
+        # Else what the kernel holds back would be minutes of it, heartbeats among them
+        self._door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        self.port = self._door.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def pace(self, to_server: float, back: float) -> None:
+        """From now on let so many bytes a second through; 0 for all that come."""
+        self._rates = {"to server": to_server, "back": back}
+
+    def cut(self) -> None:
+        """End all connections, and every new one at once."""
+        with self._lock:
+            self._whole = False
+            for pair in self._pairs:
+                _end(pair)
+            self._pairs.clear()
+
+    def mend(self) -> None:
+        """Let new ones through."""
+        with self._lock:
+            self._whole = True
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._door.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._door.accept()
+                self._connect(client)
+
+    def _connect(self, client: socket.socket) -> None:
+        with self._lock, suppress(OSError):
+            if self._whole:
+                server = socket.create_connection(("127.0.0.1", self._server))
+                self._pairs.append((client, server))
+                for way in ((client, server, "to server"), (server, client, "back")):
+                    threading.Thread(target=self._pass, args=way, daemon=True).start()
+                return
+        client.close()
+
+    def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        """What comes, until one end is over; then both are."""
+        with suppress(OSError):
+            while some := source.recv(2**12):
+                if rate := self._rates[way]:
+                    time.sleep(len(some) / rate)
+                if way == "to server":
+                    self.sent += len(some)
+                target.sendall(some)
+        _end((source, target))
+
+
+def _end(pair: Sequence[socket.socket]) -> None:
+    # To close alone would tell nobody while another thread reads
+    for end in pair:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+
+
+def mount_disk(folder: Path, size: str) -> bool:
+    """A small disk in memory at a folder, if this user may mount one.
+
+    Args:
+        size: as `mount` reads it: "320m".
+    """
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def fill_disk(folder: Path) -> None:
+    """Leave no room for a byte on the small disk at a folder; a file there, `FILLER`, takes it."""
+    assert folder.is_mount(), folder
+    # A part is written where the whole has no room; others may write meanwhile
+    with open(folder / FILLER, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(2**20))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+@contextmanager
+def new_federation(folder: Path) -> Iterator[Federation]:
+    """Keys for a federation on loopback, whose SuperLink the caller starts.
+
+    Ended with everything it started.
+    """
+    certs.make_ca(folder / "keys")
+    certs.make_server(folder / "keys", [])
+    made = Federation(folder)
+    try:
+        yield made
+    finally:
+        for process in reversed(made.processes.values()):
+            end_process_tree(process.pid)

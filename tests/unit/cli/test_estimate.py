@@ -1,0 +1,244 @@
+"""`osfl run --dry-run`: what it says is what the run then does, and what cannot work is refused."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from client_app.app import app as client_app
+from client_app.privacy.mechanisms import private_mean
+from osfl.cli import estimate
+from osfl.cli.estimate import Client
+from osfl.cli.main import app as cli
+from osfl.config import parse_run_config
+from osfl.models.diffusion import load_kit, timesteps
+from server_app.app import run_job
+from server_app.expected import shapes_of_kit
+from tests.helpers.gaussian_mechanism import least_sigma
+from tests.helpers.loop_grid import LoopGrid
+from tests.helpers.settings import quick
+
+SAMPLES_NOTHING = ("local", "fedavg")
+
+
+@pytest.mark.slow
+@pytest.mark.flops
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    [
+        *[(method, "raw") for method in ("prompts-only", "prompts-domain", "feddeo", "fedbip")],
+        *[(method, "raw") for method in ("oscar-pooled", "fedlmg", *SAMPLES_NOTHING)],
+        *(("espresso", "int8"), ("domain-vector", "int4"), ("local", "int4")),
+    ],
+)
+def test_what_is_estimated_is_what_is_sent_and_drawn(
+    method: str, codec: str, home: Path, tiny_kit: Path
+) -> None:
+    settings = {"payload_codec": codec, "synthesis__images_per_class": 2}
+    config = quick(method=method, kit=str(tiny_kit), job_id="job", **settings)
+    estimated = estimate.estimate_run(parse_run_config(config))
+    nodes = [{"partition-id": k, "num-partitions": 2} for k in range(2)]
+    run_job(LoopGrid(client_app, config, nodes), parse_run_config(config), "job")
+    metrics = json.loads((home / "runs" / "job" / "metrics.json").read_text())
+    assert set(estimated.uploads) == set(metrics["clients"])
+    for client, about in metrics["clients"].items():
+        sent = about["upload_bytes"]
+        # Deflating takes up to a third of these
+        assert sent * 0.95 <= estimated.uploads[client] <= sent * (1.05 if codec == "raw" else 1.5)
+    assert estimated.images == metrics["server"]["synthetic_images"]
+    # FedDEO is the default
+    assert estimated.changed.get("method", "feddeo") == method
+    if method in SAMPLES_NOTHING:
+        assert estimated.sampling is None
+    else:
+        assert estimated.sampling is not None
+        assert estimated.sampling.seconds > 0
+        assert estimated.sampling.flops > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "rows"),
+    [
+        # Two branches in two steps
+        ("prompts-only", {}, 4),
+        # The prompt's branch is there when its scale is
+        ("feddeo", {"feddeo__guidance_text": 1.0}, 6),
+        # One with the scale 1 is alone
+        ("prompts-only", {"prompts_only__guidance": 1.0}, 2),
+        ("feddeo", {"feddeo__guidance_description": 1.0}, 2),
+        ("feddisc", {}, 6),
+        # And back through the UNet; FedCADO's edit of the noise beside it
+        ("fedlmg", {}, 8),
+        ("fedlmg", {"fedlmg__gradient": "x0"}, 4),
+        ("fedcado", {}, 12),
+        # A zig-zag at one of the two steps: two branches down, one back
+        ("espresso", {"espresso__z_threshold": 1}, 4 + 3),
+        ("espresso", {"espresso__z_threshold": 1, "espresso__guidance": 1.0}, 2 + 2),
+        ("espresso", {"espresso__z_sampling": False}, 4),
+    ],
+)
+def test_rows_of_an_image(method: str, settings: dict, rows: int, tiny_kit: Path) -> None:
+    config = parse_run_config(quick(method=method, kit=str(tiny_kit), **settings))
+    assert estimate.rows_per_image(config, timesteps(load_kit(tiny_kit).scheduler, 2)) == rows
+
+
+@pytest.mark.flops
+def test_judging_is_part_of_the_samplings_cost(tiny_kit: Path, home: Path) -> None:
+    """Two clients with ten classes each; of a class's seven images six are looked at, with ten
+    prompts and at three timesteps. To draw one takes two branches in two steps.
+    """
+    common = {"method": "feddeo", "kit": str(tiny_kit), "synthesis__images_per_class": 7}
+    plain = estimate.estimate_run(parse_run_config(quick(**common)))
+    judging = estimate.estimate_run(parse_run_config(quick(**common, robust="report")))
+    assert plain.sampling is not None
+    assert judging.sampling is not None
+    drawn = 2 * 10 * 7 * 2 * 2
+    judged = 2 * 10 * 6 * 10 * 3
+    share = judging.sampling.flops / plain.sampling.flops
+    assert share == pytest.approx((drawn + judged) / drawn)
+
+
+def arguments(kit: Path, **overrides: object) -> list[str]:
+    from tests.helpers.system_tools import quick_arguments
+
+    return ["run", "--dry-run", *quick_arguments(kit, **overrides)]
+
+
+def test_a_dry_run_shows_and_leaves_nothing(
+    home: Path, tiny_kit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    result = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", seed=7))
+    assert result.exit_code == 0, result.output
+    assert "seed" in result.output
+    assert "a client sends " in result.output
+    assert "the server synthesizes 20 images" in result.output
+    assert not (home / "runs").exists()
+    # How much deflating saves is known when it is done
+    deflated = CliRunner().invoke(cli, arguments(tiny_kit, method="feddeo", payload_codec="int4"))
+    assert "a client sends at most " in deflated.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"kit": "/nowhere"}, "no such folder"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"num_clients": 7}, "this client has no data"),
+        ({"max_payload_mb": 0.001}, "max-payload-mb = 0.001"),
+        ({"global_model__architecture": "resnet19"}, "resnet19"),
+        ({"data__name": "folder", "data__classes": "a,b", "data__root": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    overrides: dict, message: str, home: Path, tiny_kit: Path
+) -> None:
+    kit = overrides.pop("kit", tiny_kit)
+    result = CliRunner().invoke(cli, arguments(kit, method="feddeo", **overrides))
+    assert result.exit_code == 1, result.output
+    assert message in result.output
+
+
+def test_a_run_larger_than_the_disk_is_refused(home: Path, tiny_kit: Path) -> None:
+    huge = arguments(tiny_kit, method="feddeo", synthesis__images_per_class=1_000_000)
+    result = CliRunner().invoke(cli, [*huge, "num-clients=100000"])
+    assert result.exit_code == 1
+    assert "MB free; this run needs about" in result.output
+
+
+# ---- What a guarantee takes ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers"),
+    [
+        # The digits' kit has 16 tokens of 64 numbers, and features of 512
+        ({"method": "oscar"}, 16 * 64),
+        ({"method": "oscar-pooled"}, 64),
+        ({"method": "feddeo"}, 16 * 64),
+        ({"method": "feddeo", "feddeo__tokens": "all"}, 64),
+        ({"method": "domain-vector"}, 16 * 64),
+        ({"method": "domain-vector", "domain_vector__tokens": "all"}, 64),
+        ({"method": "fedpft", "classifier__architecture": "resnet18"}, 2 * 512),
+        ({"method": "votes"}, 0),
+        ({"method": "fedlmg"}, 0),
+    ],
+)
+def test_the_numbers_that_get_noise(settings: dict, numbers: int) -> None:
+    config = parse_run_config(quick(**settings, kit="digits"))
+    assert estimate.noise_dimensions(config) == numbers
+
+
+def test_feddiscs_noise_is_on_an_embeddings_own_half(tiny_unclip: Path) -> None:
+    config = parse_run_config(quick(method="feddisc", feddisc__kit=str(tiny_unclip)))
+    assert estimate.noise_dimensions(config) == shapes_of_kit(str(tiny_unclip))[2] // 2
+
+
+def clients_of(method: str, counts: dict[str, tuple[int, ...]], **settings: Any) -> dict:
+    """Clients with so many images of class 0, 1 and so on."""
+    config = parse_run_config(quick(method=method, kit="digits", **settings))
+    return {
+        name: Client(config, tuple(label for label, n in enumerate(ns) for _ in range(n)))
+        for name, ns in counts.items()
+    }
+
+
+COUNTS = {"a": (40, 5), "b": (0, 9), "c": (3, 30)}
+
+
+def test_the_worst_mean_is_of_the_smallest_class() -> None:
+    """Of 64 numbers noise has 8 times the length of one's: 2 sigma / n of the limit, by 8."""
+    found = estimate.worst_noise(clients_of("oscar-pooled", COUNTS, epsilon=2.0, delta=1e-4))
+    needed = math.ceil(2 * least_sigma(2.0, 1e-4) * 8)
+    assert found == estimate.Noise("c", 3, needed)
+
+
+def test_a_domains_mean_is_of_all_its_images() -> None:
+    found = estimate.worst_noise(clients_of("domain-vector", COUNTS, epsilon=1.0))
+    assert found is not None
+    assert (found.client, found.images) == ("b", 9)
+
+
+def test_a_site_that_asks_for_more_has_more_noise() -> None:
+    clients = clients_of("oscar-pooled", {"a": (10,), "b": (10,)}, epsilon=2.0)
+    own = replace(clients["b"].config, epsilon=1.0)
+    clients["b"] = replace(clients["b"], config=own)
+    found = estimate.worst_noise(clients)
+    assert found is not None
+    assert (found.client, found.break_even_images) == (
+        "b",
+        math.ceil(2 * least_sigma(1.0, 1e-5) * 8),
+    )
+    assert estimate.worst_noise(clients_of("oscar-pooled", COUNTS)) is None
+    assert estimate.worst_noise(clients_of("votes", COUNTS, epsilon=1.0)) is None
+
+
+def test_noise_is_as_long_as_the_limit_where_the_mean_is_of_so_many() -> None:
+    """Of the mechanism itself: images that are all their centre, and 1,024 numbers."""
+    clients = clients_of("oscar", {"a": (10,)}, epsilon=4.0)
+    found = estimate.worst_noise(clients)
+    assert found is not None
+    rows = torch.zeros(found.break_even_images, 16, 64)
+    noised = private_mean(rows, rows[0], 3.0, 4.0, 1e-5)
+    assert noised.norm().item() == pytest.approx(3.0, rel=0.12)
+
+
+@pytest.mark.parametrize(("epsilon", "drowned"), [(1.0, True), (16.0, False)])
+def test_a_dry_run_says_what_noise_leaves(
+    home: Path, monkeypatch: pytest.MonkeyPatch, epsilon: float, drowned: bool
+) -> None:
+    """Of a hundred images a client one vector keeps most with 16; of three a class nothing."""
+    monkeypatch.chdir(home)
+    more = ["domain-vector.tokens=all", f"epsilon={epsilon}"]
+    arguments = ["run", "--dry-run", "method=domain-vector", "num-clients=2", *more]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    assert "the noise is as large as the clipping bound (clip-norm)" in result.output
+    assert "trained on separately, in 60 passes (domain-vector.epochs); steps" in result.output
+    assert ("that mean is mostly noise" in result.output) == drowned
+    assert "but not its list of classes, the number of images, or" in result.output

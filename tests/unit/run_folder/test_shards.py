@@ -1,0 +1,114 @@
+"""Synthetic images as WebDataset shards."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import load_dataset
+from PIL import Image
+from torchvision.transforms.v2.functional import pil_to_tensor
+from typer.testing import CliRunner
+
+from osfl.cli.main import app
+from osfl.config import ConfigError
+from osfl.run_folder.layout import image_digest
+from osfl.run_folder.shards import write_shards
+
+NAMES = ("cat", "dog")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with ten images of two clients and classes, each of another colour."""
+    rows = []
+    for number in range(10):
+        picture = torch.full((3, 8, 8), 20 * number, dtype=torch.uint8)
+        client = f"site-{number % 2}"
+        label = number // 5
+        file = f"images/{client}/{label:03d}-{NAMES[label]}/{number:05d}.png"
+        (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(tmp_path / "run" / file)
+        row = {
+            "file": file,
+            "client": client,
+            "class": NAMES[label],
+            "seed": number,
+            "sha256": image_digest(picture),
+        }
+        rows.append(json.dumps(row) + "\n")
+    (tmp_path / "run" / "manifest.jsonl").write_text("".join(rows))
+    return tmp_path / "run"
+
+
+def test_shards_are_read_as_a_webdataset(run: Path, tmp_path: Path) -> None:
+    """By Hugging Face's own reader.
+
+    Every image once, with its label and where it is from, in another order than the run's.
+    """
+    files = write_shards(run, tmp_path / "out", 4)
+    assert [file.name for file in files] == ["00000.tar", "00001.tar", "00002.tar"]
+    rows = load_dataset(
+        "webdataset",
+        data_files=[str(f) for f in files],
+        split="train",
+        cache_dir=str(tmp_path / "hf"),
+    )
+    seeds = [row["json"]["seed"] for row in rows]
+    assert sorted(seeds) == list(range(10)) != seeds
+    for row in rows:
+        number = row["json"]["seed"]
+        assert (row["cls"], row["json"]["class"], row["json"]["client"]) == (
+            number // 5,
+            NAMES[number // 5],
+            f"site-{number % 2}",
+        )
+        assert set(pil_to_tensor(row["png"]).flatten().tolist()) == {20 * number}
+
+
+def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
+    one, other = (
+        [f.read_bytes() for f in write_shards(run, tmp_path / name, 4)] for name in ("one", "other")
+    )
+    assert one == other
+    assert [
+        f.read_bytes() for f in write_shards(run, tmp_path / "one", 4)
+    ] == one  # over those that are there
+
+
+def test_what_is_damaged_or_missing_is_not_written(run: Path, tmp_path: Path) -> None:
+    shutil.copy(run / "images/site-0/000-cat/00000.png", run / "images/site-1/000-cat/00003.png")
+    with pytest.raises(ConfigError, match=r"00003.png is not the image.*osfl run"):
+        write_shards(run, tmp_path / "out", 100)
+    assert not list((tmp_path / "out").glob("*.tar*"))
+    (run / "manifest.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has not finished its synthesis"):
+        write_shards(run, tmp_path / "out", 100)
+
+
+def test_shards_of_something_else_are_left_alone(run: Path, tmp_path: Path) -> None:
+    """Of another size, of another run, and of who knows what."""
+    before = [file.read_bytes() for file in write_shards(run, tmp_path / "out", 5)]
+    with pytest.raises(
+        ConfigError, match="has shards of another run, or of another size; set an empty folder"
+    ):
+        write_shards(run, tmp_path / "out", 6)
+    manifest = (run / "manifest.jsonl").read_text().splitlines(keepends=True)
+    (run / "manifest.jsonl").write_text("".join(reversed(manifest)))
+    with pytest.raises(ConfigError, match="has shards of another run"):
+        write_shards(run, tmp_path / "out", 5)
+    assert [file.read_bytes() for file in sorted((tmp_path / "out").glob("*.tar"))] == before
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "a.tar").touch()
+    with pytest.raises(ConfigError, match="has shards of another run"):
+        write_shards(run, tmp_path / "strange", 5)
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["shards", str(run), str(tmp_path / "out"), "--size", "5"])
+    assert (done.exit_code, "2 shards in" in done.stdout.replace("\n", "")) == (0, True)
+    (run / "manifest.jsonl").unlink()
+    done = CliRunner().invoke(app, ["shards", str(run), str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "manifest.jsonl does not exist" in done.stdout.replace("\n", "")
