@@ -115,7 +115,7 @@ def _marks(annotated: Any) -> str:
 
 
 def _code(value: Scalar) -> str:
-    """As it stands in a TOML file."""
+    """Format a value as TOML, in backticks."""
     return f"`{json.dumps(value)}`"
 
 

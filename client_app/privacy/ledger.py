@@ -197,7 +197,7 @@ class BookedDraw:
         return self.ledger.spend(self.job, self.key, epsilon, delta, limit)
 
     def finish(self) -> None:
-        """Mark the draw as finished, as `Ledger.mark_kept` does."""
+        """Mark the draw as finished, as `Ledger.mark_finished` does."""
         self.ledger.mark_finished(self.job, self.key)
 
     def is_pending(self) -> bool:

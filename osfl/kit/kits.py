@@ -214,7 +214,8 @@ def kit_shapes(kit: str) -> tuple[tuple[int, int], tuple[int, int, int], int]:
     image = unet.get("projection_class_embeddings_input_dim") or 0
     try:
         condition = int(min(tokens, positions)), int(width)
-        return condition, (int(channels), int(size), int(size)), int(image)  # type: ignore[arg-type]
+        side = int(size)  # type: ignore[arg-type]
+        return condition, (int(channels), side, side), int(image)
     except (TypeError, ValueError):
         raise KitError(
             f"{folder.setting} cannot be read: a size in the settings of its unet, text_encoder or "

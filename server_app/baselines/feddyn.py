@@ -39,7 +39,11 @@ class FedDyn(FedAvg):
     """
 
     def __init__(self, alpha: float, clients: int, parameters: frozenset[str], **settings: int):
-        super().__init__(fraction_evaluate=0.0, weighted_by_key="clients", **settings)  # type: ignore[arg-type]
+        super().__init__(
+            fraction_evaluate=0.0,
+            weighted_by_key="clients",
+            **settings,  # type: ignore[arg-type]
+        )
         self.alpha = alpha
         self.clients = clients
         self.parameters = parameters

@@ -53,7 +53,8 @@ class Evaluation:
             None if the client withholds it.
 
         Raises:
-            UnfitError: it is malformed, too large, or of other images than the first evaluation.
+            InvalidReplyError: it is malformed, too large, or of other images than the first
+                evaluation.
         """
         size = self.classes
         metrics = content.metric_records["metrics"]

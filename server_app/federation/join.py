@@ -152,7 +152,7 @@ class Members:
         """Read and check a client's reply to the join request.
 
         Raises:
-            UnfitError: the client cannot participate.
+            InvalidReplyError: the client cannot participate.
         """
         record = content.config_records["join"]
         client = str(record["client"])
@@ -180,7 +180,7 @@ class Members:
         """Return a client's declared image counts, by class or of `ALL`; None if it has none.
 
         Raises:
-            UnfitError: they are malformed, or exceed `max-images`.
+            InvalidReplyError: they are malformed, or exceed `max-images`.
         """
         if not images:
             return None
@@ -201,7 +201,7 @@ class Members:
         """Check a client id against the registered name of its node's key, if it has one.
 
         Raises:
-            UnfitError: the name is another, or the id is the name of another node's key.
+            InvalidReplyError: the name is another, or the id is the name of another node's key.
         """
         names = self._exchange.names
         name = names.get(node, "")

@@ -1,4 +1,4 @@
-"""What was requested from the loopback hub."""
+"""Requests that the loopback hub received."""
 
 import socket
 from pathlib import Path

@@ -9,7 +9,7 @@ from filelock import FileLock
 
 @contextmanager
 def made_once(folder: Path) -> Iterator[bool]:
-    """Whether this process is the one to make a folder that all workers of a test run share."""
+    """Lock a folder that all workers of a test run share; yield True to the one that makes it."""
     done = folder.with_name(f"{folder.name}.done")
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         yield not done.exists()

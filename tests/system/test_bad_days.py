@@ -68,7 +68,7 @@ def check_nothing_stays(scratch: Path) -> None:
 
 
 def test_a_reader_that_goes_away_stops_the_run(tmp_path: Path, scratch: Path) -> None:
-    """As `osfl run | head -1`."""
+    """Run as `osfl run | head -1` does."""
     process = begin(tmp_path, scratch, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "checking settings, data and models\n"
@@ -130,7 +130,7 @@ def test_a_signal_stops_the_run_at_any_phase(
 
 
 def test_ignored_hangups_stay_ignored(tmp_path: Path, scratch: Path) -> None:
-    """As `nohup osfl run`."""
+    """Run as `nohup osfl run` does."""
     process = begin(
         tmp_path, scratch, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
     )

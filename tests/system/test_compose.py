@@ -76,7 +76,7 @@ class Containers:
         return done.stdout + done.stderr
 
     def containers(self, *labels: str) -> list[Container]:
-        """Of the services, running or not, without those of `compose run`."""
+        """List the services' containers, running or not, without those of `compose run`."""
         labels_of_project = [f"project={self.project}", "oneoff=False", *labels]
         wanted = [f"com.docker.compose.{label}" for label in labels_of_project]
         return engine().containers.list(all=True, filters={"label": wanted})
@@ -338,7 +338,7 @@ def test_a_federation_of_machines_with_containers(images: None, tmp_path: Path) 
 
 
 def install(folder: Path, keys: Path, private: dict[str, str], *public: str) -> Path:
-    """As the guide's "Keys".
+    """Install keys as the guide's section "Keys" does.
 
     Public files for all to read, private ones for the containers' user alone; by their new names.
     """

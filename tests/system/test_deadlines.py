@@ -1,4 +1,4 @@
-"""What a client's slow line does to the others: nothing."""
+"""A client's slow network does not delay the others."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Who gets into a federation of separate processes, with TLS and node keys."""
+"""Admission to a federation of separate processes, with TLS and node keys."""
 
 import json
 import subprocess
@@ -184,7 +184,7 @@ def test_a_key_lets_in_the_client_that_it_names(
 def test_the_superlinks_database_holds_no_sealed_payload(
     federation: Federation, tmp_path: Path, tiny_kit: Path
 ) -> None:
-    """What was in it is found in its files for a while, deleted or not: an open payload, too."""
+    """Search the database's files, where deleted rows stay readable for a while."""
     file, pin = certs.make_sealing_key(tmp_path / "sealing")
     federation.begin_superlink()
     make_images(tmp_path / "images")

@@ -1,4 +1,4 @@
-"""What dies, and what is lost: nothing that was uploaded."""
+"""Killed processes lose nothing that was uploaded."""
 
 import json
 import re

@@ -28,7 +28,7 @@ PAYLOAD = 44_000_000  # bytes of a ResNet-18, at least
 
 @cache
 def may_make_hosts() -> bool:
-    """Whether this user may make network namespaces."""
+    """Check whether this user may create network namespaces."""
     name = f"osfl-{os.getpid()}"
     if (
         os.geteuid()

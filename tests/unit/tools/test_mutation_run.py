@@ -2,6 +2,7 @@
 
 import json
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.tools.mutants import trials
 from benchmarks.tools.mutants.__main__ import row, sample, shown, try_all
 from benchmarks.tools.mutants.mutations import Mutant, find_mutants
 from benchmarks.tools.mutants.trials import Project, load_verdicts, sources
+from tests.helpers.settings import ROOT
 
 CODE = '''
 import torch
@@ -152,3 +154,14 @@ def test_a_verdict_that_was_cut_off_is_tried_again(tmp_path: Path) -> None:
         '{"name": "a", "tree": "t", "end": "killed"}\n{"name": "b", "tr'
     )
     assert [*load_verdicts(tmp_path / "verdicts.jsonl")] == ["a"]
+
+
+def test_the_equivalent_mutants_exist() -> None:
+    """A renamed function would leave an entry that excuses nothing."""
+    entries = tomllib.loads((ROOT / "benchmarks/tools/mutants/equivalent.toml").read_text())[
+        "mutant"
+    ]
+    names = [entry["name"] for entry in entries]
+    files = {name.partition(" ")[0] for name in names}
+    mutants = {mutant.name for file in files for mutant in find_mutants(ROOT, file)}
+    assert [name for name in names if name not in mutants] == []
