@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from osfl.config import ConfigError, is_identifier
+from osfl.config import IDENTIFIER_RULE, ConfigError, is_identifier
 from osfl.payload.encryption import fingerprint, load_key, new_key, public_bytes
 from osfl.util.files import PUBLIC, write_atomically
 from osfl.util.text import sanitize
@@ -150,7 +150,7 @@ def make_node(folder: Path, name: str) -> Path:
         ConfigError: the name is invalid, or has a key already.
     """
     if not is_identifier(name):
-        raise ConfigError(f"node {name!r}: must be 1 to 64 letters, digits, '-' or '_'")
+        raise ConfigError(f"node {name!r}: {IDENTIFIER_RULE}")
     file = folder / "nodes" / name
     if file.exists():
         raise ConfigError(

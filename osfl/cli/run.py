@@ -14,7 +14,7 @@ import typer
 from osfl.cli import display, launch
 from osfl.cli.output import OutputError, print_to_stderr
 from osfl.cli.preflight import check_run
-from osfl.config import ConfigError, RunConfig, Scalar, flatten, is_identifier
+from osfl.config import IDENTIFIER_RULE, ConfigError, RunConfig, Scalar, flatten, is_identifier
 from osfl.data.partition import DataError
 from osfl.run_folder.events import FollowedRun
 from osfl.run_folder.layout import RunFolder, check_same_run
@@ -65,7 +65,7 @@ def run(
             overrides["job-id"] = f"{config.method}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         job_id = str(overrides.get("job-id", config.job_id))
         if not is_identifier(job_id):
-            raise ConfigError(f"job-id = {job_id!r}: must be 1 to 64 letters, digits, '-' or '_'")
+            raise ConfigError(f"job-id = {job_id!r}: {IDENTIFIER_RULE}")
         root = runs_folder(config, runs, connection)
         if connection:
             check_run(overrides, None)

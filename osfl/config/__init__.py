@@ -9,7 +9,7 @@ No code below the two apps reads a Flower context.
 """
 
 from osfl.config.markers import ConfigError, OneOf, Range, Scalar
-from osfl.config.names import is_identifier, split_names
+from osfl.config.names import IDENTIFIER_RULE, is_identifier, split_names
 from osfl.config.parse import (
     NODE_NOT_IDENTITY,
     NOT_IDENTITY,
@@ -48,6 +48,7 @@ from osfl.config.sections import (
 )
 
 __all__ = [
+    "IDENTIFIER_RULE",
     "NODE_NOT_IDENTITY",
     "NOT_IDENTITY",
     "SITE_PATHS",

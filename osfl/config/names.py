@@ -47,6 +47,9 @@ def parse_words(text: str) -> dict[str, str]:
     return phrases
 
 
+IDENTIFIER_RULE = "must be 1 to 64 letters, digits, '-' or '_', and not 'average'"
+
+
 def is_identifier(text: str) -> bool:
     """Return whether a job or client id is valid, and so safe as a file name.
 

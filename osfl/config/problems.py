@@ -7,6 +7,7 @@ from pathlib import Path
 
 from osfl.config.names import (
     BACKBONES,
+    IDENTIFIER_RULE,
     is_identifier,
     parse_words,
     problem_of_backbone,
@@ -66,7 +67,7 @@ def guarantee_problem(run: RunConfig) -> str:
 
 def _run_problems(run: RunConfig) -> Iterator[str]:
     if run.job_id and not is_identifier(run.job_id):
-        yield f"job-id = {quote(run.job_id)}: must be 1 to 64 letters, digits, '-' or '_'"
+        yield f"job-id = {quote(run.job_id)}: {IDENTIFIER_RULE}"
     yield from _privacy_problems(run)
     yield from _sealing_problems(run)
     if 0 < run.max_weight_ratio < 1:

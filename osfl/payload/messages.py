@@ -28,7 +28,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from osfl.config import is_identifier
+from osfl.config import IDENTIFIER_RULE, is_identifier
 from osfl.payload import wire
 
 JOIN = "query.join"
@@ -198,10 +198,7 @@ def unpack_model(content: RecordDict) -> SentModel:
     name = str(header["name"])
     for key, identifier in (("job", job), ("name", name)):
         if not is_identifier(identifier):
-            raise ValueError(
-                f"the model's {key} {identifier[:80]!r}: must be 1 to 64 letters, digits, '-' or "
-                "'_'"
-            )
+            raise ValueError(f"the model's {key} {identifier[:80]!r}: {IDENTIFIER_RULE}")
     return SentModel(
         unpack_state(content.array_records["model"]),
         str(header["architecture"]),

@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 import osfl
-from osfl.config import RunConfig, is_identifier, split_names
+from osfl.config import IDENTIFIER_RULE, RunConfig, is_identifier, split_names
 from osfl.data.parts import class_names
 from osfl.methods import METHODS
 from osfl.payload.encryption import pack_public_key
@@ -158,10 +158,7 @@ class Members:
         client = str(record["client"])
         version = str(record["version"])
         if not is_identifier(client):
-            raise InvalidReplyError(
-                f"its client id {sanitize(client, 80)!r} must be 1 to 64 letters, digits, '-' or "
-                "'_'"
-            )
+            raise InvalidReplyError(f"its client id {sanitize(client, 80)!r} {IDENTIFIER_RULE}")
         self._check_key(node, client)
         if version != osfl.__version__:
             raise InvalidReplyError(
